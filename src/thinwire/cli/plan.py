@@ -53,7 +53,7 @@ class Plan:
         optimizer: sgd or adamw, which some strategies do not serve; the task's own unless given, and adamw for --model.
         strategies: recipes separated by semicolons, instead of the candidates that the package has.
         plot: a picture of step times by link rate, latency and number of workers, as .png, .svg or .pdf.
-        plot_workers: the most workers in the picture, up to 4096; more take longer to simulate.
+        plot_workers: the most workers in the picture, up to 4096.
         json: print everything as JSON.
     """
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
 from statistics import median
@@ -26,7 +27,7 @@ from thinwire.comm.counting import CountingComm
 from thinwire.comm.work import Work, completed, nbytes_of
 from thinwire.errors import ConfigError, MismatchError
 from thinwire.plan.traffic import MakeOptimizer, cycle, default_optimizer
-from thinwire.simulate import DeadlockError, Network, SimulatedComm, simulate
+from thinwire.simulate import DeadlockError, Network, SimulatedComm, UnlikeError, simulate
 from thinwire.simulate.durations import Duration
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import Local
@@ -37,6 +38,8 @@ _BUCKET_BYTES = 8 << 20
 _PATIENCE = 1e9  # virtual seconds: a slow link is to be predicted, and not to time out
 _MOST_NUMBERS = 1 << 16
 """Elements of all tensors in a simulation with numbers."""
+MOST_WORKERS = 64
+"""As many workers are simulated each on its own, unless `predict` is told otherwise."""
 
 
 class EchoComm(CountingComm):
@@ -144,12 +147,13 @@ class Simulated:
         shapes = [(max(1, prod(shape) // factor),) for shape in self.shapes]
         return replace(self, shapes=shapes, bucket_bytes=max(self.dtype.itemsize, self.bucket_bytes // factor))
 
-    def run(self, network: Network, *, meta: bool) -> Prediction:
+    def run(self, network: Network, *, meta: bool, alike: bool = False) -> Prediction:
         """Simulate.
 
         Args:
             network: rates, latencies, slow workers.
             meta: whether tensors have no numbers.
+            alike: whether one worker stands for all.
         """
         length = min(max(1, cycle(self.strategy, self.workers)), _MOST_STEPS)
         counted, warm_up = length * -(-_FEWEST_STEPS // length), max(length, 2)
@@ -181,10 +185,11 @@ class Simulated:
             comm.compute(0.0)
             worker.wait_pending()
 
-        ended = simulate(self.workers, work, network=network, compute_time=Duration(), timeout=_PATIENCE)
+        ended = simulate(self.workers, work, network=network, compute_time=Duration(), timeout=_PATIENCE, alike=alike)
         for failure in ended.failures.values():
             raise failure
-        rows = [[each for each in ended.record.steps if each.rank == rank] for rank in range(self.workers)]
+        ranks = range(len(ended.comms))
+        rows = [[each for each in ended.record.steps if each.rank == rank] for rank in ranks]
         # From the last rank's start to the last rank's end: ranks come out of the first broadcast one after the other.
         begin = max(next(each.start for each in row if each.step >= warm_up) for row in rows)
         span = max(row[-1].start for row in rows) - begin
@@ -194,7 +199,7 @@ class Simulated:
             seconds=span / counted,
             alone=self.model_time.seconds * slowest,
             own_seconds=sum(self.own) / len(self.own) * slowest,
-            payload_bytes=sum(sent) / self.workers / counted,
+            payload_bytes=sum(sent) / len(ranks) / counted,
             busiest_bytes=max(sent) / counted,
             memory_bytes=max(held),
         )
@@ -267,6 +272,7 @@ def predict(
     own_seconds: Sequence[float] | None = None,
     bucket_bytes: int = _BUCKET_BYTES,
     dtype: torch.dtype = torch.float32,
+    most_workers: int = MOST_WORKERS,
 ) -> Prediction:
     """Simulate a recipe until its communication repeats, and average its steps.
 
@@ -280,6 +286,8 @@ def predict(
         own_seconds: what the strategy computes itself in each step of a period (see `own_work`); nothing unless given.
         bucket_bytes: bytes of gradient per message, as for `attach`.
         dtype: of the parameters, where only their shapes are given; a model's is its own.
+        most_workers: of more, one stands for all where all do the same; its bytes are then its own and not the mean of
+            all, which differs by what one part of a message may be longer than another.
 
     Raises:
         ConfigError: the recipe cannot serve this number of workers, or a value is out of its range.
@@ -300,6 +308,9 @@ def predict(
     order = _order(shapes, model_time)
     own = list(own_seconds or [0.0])
     given = Simulated(strategy, workers, shapes, dtype, order, model_time, own, optimizer, bucket_bytes)
+    if workers > most_workers:
+        with suppress(UnlikeError, RuntimeError, MismatchError):
+            return given.run(network, meta=True, alike=True)
     try:
         return given.run(network, meta=True)
     except (RuntimeError, MismatchError, DeadlockError):

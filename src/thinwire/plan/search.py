@@ -17,7 +17,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.plan.candidates import CANDIDATES, Accuracy, AccuracyTable, measured
-from thinwire.plan.predict import ModelTime, Prediction, own_work, predict, slower
+from thinwire.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
 from thinwire.plan.traffic import MakeOptimizer
 from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy
@@ -28,7 +28,7 @@ NEARLY = 1.05
 SLOWEST, FASTEST = 1e7, 1e11
 """Bits per second between which another choice is looked for."""
 _MOST_TIMED_ELEMENTS = 1 << 21
-_FEW_TENSORS = 6
+_FEW_TENSORS, _FEW_WORKERS = 6, 8
 _PRECISE = 1.05
 _STRIDE = 10**0.5
 
@@ -231,6 +231,8 @@ class Planner:
                 optimizer=job.optimizer,
                 own_seconds=self._own_seconds(recipe, strategy),
                 dtype=job.dtype,
+                # How a choice depends on the network needs no exact bytes.
+                most_workers=MOST_WORKERS if job is self.job else _FEW_WORKERS,
             )
         except ConfigError as refusal:
             return Option(recipe, None, accuracy, str(refusal))

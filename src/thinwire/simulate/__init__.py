@@ -6,6 +6,7 @@
 as `thinwire.run_threads` runs it on threads. See `docs/explanation/simulator.md`.
 """
 
+from thinwire.simulate.alike import AlikeComm, UnlikeError
 from thinwire.simulate.comm import SimulatedComm
 from thinwire.simulate.durations import Duration
 from thinwire.simulate.network import Death, Network, Pair, Pause, Racks, Special, load_network
@@ -13,6 +14,7 @@ from thinwire.simulate.running import Simulation, run, simulate
 from thinwire.simulate.schedule import DeadlockError
 
 __all__ = [
+    "AlikeComm",
     "DeadlockError",
     "Death",
     "Duration",
@@ -23,6 +25,7 @@ __all__ = [
     "SimulatedComm",
     "Simulation",
     "Special",
+    "UnlikeError",
     "load_network",
     "run",
     "simulate",

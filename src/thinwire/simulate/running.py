@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import torch
 
 from thinwire.errors import ConfigError
+from thinwire.simulate.alike import AlikeComm, check_alike
 from thinwire.simulate.comm import SimulatedComm, SimulatedGroup
 from thinwire.simulate.durations import Duration
 from thinwire.simulate.faults import Draws
@@ -54,6 +55,7 @@ def simulate(
     compute_time: Duration | None = None,
     timeout: float = 60.0,
     tracing: bool = False,
+    alike: bool = False,
     progress: Callable[[float, int], None] | None = None,
 ) -> Simulation[T]:
     """Run `work(comm)` on simulated workers, and tell how it ended; failures are in what it returns.
@@ -66,10 +68,13 @@ def simulate(
         compute_time: how long `comm.compute()` takes, instead of the network's.
         timeout: how long one wait may last, in virtual seconds.
         tracing: whether to record intervals, in `comm.meter.intervals` and `record.computing`.
+        alike: all workers do the same at the same time, so that one, rank 0, stands for all, and thousands take as long
+            as one. What is returned has one result and one comm. See `AlikeComm` for what is refused.
         progress: called at each event with the virtual time, and with how many steps of single workers have ended.
 
     Raises:
         ConfigError: the number of workers is out of range, or the network names a rank that there is not.
+        UnlikeError: one worker cannot stand for all on this network; what it finds later is among the failures.
         DeadlockError: nobody can go on.
 
     Example:
@@ -91,6 +96,8 @@ def simulate(
         raise ConfigError(f"timeout={timeout}: must be positive; 60 is usual")
     network = network or Network()
     network.check(workers)
+    if alike:
+        check_alike(network)
     world = World(workers, network, Draws(network, workers, seed, compute_time))
     world.record.tracing = tracing
     if progress is not None:
@@ -98,8 +105,9 @@ def simulate(
         world.times.before_event = lambda now: progress(now, len(steps))
     group = SimulatedGroup()
     world.groups.append(group)
-    comms = [SimulatedComm(world, group, rank, timeout=timeout) for rank in range(workers)]
-    results: list[T | None] = [None] * workers
+    kind, run_here = (AlikeComm, 1) if alike else (SimulatedComm, workers)
+    comms: list[SimulatedComm] = [kind(world, group, rank, timeout=timeout) for rank in range(run_here)]
+    results: list[T | None] = [None] * run_here
     failures: dict[int, BaseException] = {}
 
     def body(rank: int) -> None:
@@ -115,7 +123,7 @@ def simulate(
             failures[rank] = error
             world.lose(Loss(rank, world.times.now, f"{type(error).__name__}: {error}"))
 
-    for rank in range(workers):
+    for rank in range(run_here):
         world.times.start(rank, lambda rank=rank: body(rank))
     # A thread that computes has helpers of its own; thousands of them would not fit, and sums would depend on them.
     threads, collected = torch.get_num_threads(), gc.get_threshold()

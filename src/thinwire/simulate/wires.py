@@ -164,7 +164,7 @@ class Wires:
             return self._at_once(launched, sent, sent)
         return self._ring(launched, self._workers - 1, nbytes)
 
-    def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]]) -> list[float]:
+    def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]] | Times) -> list[float]:
         """When each rank has its column; `nbytes[i][j]` is what rank i sends to rank j.
 
         Pairwise: rank i sends to i+1, i+2 and so on, as fast as its interface allows. With many ranks only the sums
@@ -179,8 +179,8 @@ class Wires:
                     left, arrived = self.send(launched[src], src, dst, nbytes[src][dst])
                     done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
             return done
-        sent = np.array([sum(row) for row in nbytes]) / np.array(self._rates)
-        return self._at_once(launched, sent, np.array(nbytes).sum(0) / np.array(self._rates))
+        rows, rates = np.asarray(nbytes, dtype=float), np.array(self._rates)
+        return self._at_once(launched, rows.sum(1) / rates, rows.sum(0) / rates)
 
     def _at_once(self, launched: Sequence[float], sent: Times, received: Times) -> list[float]:
         """When each rank has sent and received for so many seconds, after the last has launched."""
