@@ -337,6 +337,7 @@ def test_every_example_runs_alone_and_with_another_worker(path: Path, size: int,
     assert run_example(path, tmp_path, *arguments, size=size).strip()
 
 
+@pytest.mark.slow
 def test_an_example_runs_under_torchrun() -> None:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -34,7 +34,7 @@ NO_LINKS = available()
 # What can only be checked: it installs, it is the test suite itself, or it sets a machine's own name.
 CHECKED = ("make ", "pip install ", "export ", "python3 -m venv", ". .venv/")
 # Pages whose commands end within seconds; the others are slow.
-QUICK = ("docs/explanation/graphs.md", "docs/how-to/choose.md")
+QUICK = ("docs/how-to/choose.md",)
 # What must have run before a page's first command.
 BEFORE = {
     "docs/how-to/checkpoints.md": (

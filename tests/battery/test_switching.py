@@ -15,7 +15,7 @@ from tests.problems import flat
 from thinwire import EASGD, AllReduce, Comm, LocalSGD, PushSum, Strategy
 from thinwire.strategies.base import nested
 
-OTHERS: list[Strategy] = [AllReduce(), LocalSGD(2), PushSum()]
+OTHERS = [AllReduce(), pytest.param(LocalSGD(2), marks=pytest.mark.slow), PushSum()]
 FIRST, SECOND, LAST = 5, 9, 14
 
 

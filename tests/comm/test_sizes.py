@@ -28,7 +28,7 @@ def unlike(call: str) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("call", ["all_gather", "all_to_all", "send_recv"])
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_calls_of_different_sizes_end_no_process_and_are_named_at_the_timeout(call: str, size: int) -> None:
     for rank, (kind, text) in enumerate(run_processes(size, unlike, call)):
         assert kind == "CommTimeoutError", text

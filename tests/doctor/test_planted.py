@@ -37,6 +37,7 @@ def ranks_of(findings: list[dict[str, Any]], kind: str) -> list[list[int]]:
     return [finding["ranks"] for finding in findings if finding["kind"] == kind]
 
 
+@pytest.mark.slow
 def test_faults_of_machines_are_all_named_with_their_ranks() -> None:
     findings, printed, _ = examined(
         "slow_rank+versions+threads+clock+open_files", link="100mbit,1:35mbit", options=("--quick",)

@@ -46,7 +46,7 @@ def bytes_a_parameter(kind: type[torch.optim.Optimizer], strategy: thinwire.Stra
     return thinwire.run_threads(size, body, timeout=30)[0]
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("kind", "fresh"),
     [(OneBitLamb, 4), (OneBitAdam, 0)],

@@ -139,6 +139,7 @@ def gap(task: Softmax, w: Tensor, best: float) -> float:
     return task.objective(w) - best
 
 
+@pytest.mark.slow
 def test_variance_reduction_converges_linearly_where_sgd_at_the_same_step_stays_noisy() -> None:
     task = problem()
     best = task.objective(task.optimum())
@@ -156,6 +157,7 @@ def test_variance_reduction_converges_linearly_where_sgd_at_the_same_step_stays_
     assert gap(task, matrix(plain), best) > 1e-4
 
 
+@pytest.mark.slow
 def test_every_further_ten_passes_of_saga_gain_at_least_a_decimal() -> None:
     task = problem(3)
     best = task.objective(task.optimum())

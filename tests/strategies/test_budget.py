@@ -79,31 +79,33 @@ def link(step: int, nbytes: float) -> float:
 
 
 SPARSE = ErrorFeedback(Gathered(ChunkedTopK()))
+BASES_OF_BUDGETS = [
+    (LocalSGD(4, codec=CODEC), 30_000),
+    (LocalSGD(1), 900_000),
+    (DiLoCo(period=4, fragments=4, delay=2, mixing=0.5, codec=CODEC), 60_000),
+    (OverlapLocalSGD(4, codec=CODEC), 60_000),
+    (AllReduce(CODEC), 200_000),
+    (AllReduce(PowerSGD()), 100_000),
+    *(
+        pytest.param(base, rate, marks=pytest.mark.slow)
+        for base, rate in [
+            (LocalSGD(4, codec=CODEC), 60_000),
+            (LocalSGD(2, codec=SPARSE), 30_000),
+            (LocalSGD(2, codec=PowerSGD()), 60_000),
+            (SlowMo(period=4, codec=ErrorFeedback(TopK())), 60_000),
+            (DiLoCo(period=4, codec=CODEC), 30_000),
+            (DiLoCo(period=2, fragments=2, delay=1, mixing=0.5), 600_000),
+            (CoCoD(2, codec=Quantize()), 60_000),
+            (AllReduce(CODEC), 30_000),
+            (AllReduce(Quantize(block=64)), 200_000),
+            (AllReduce(ErrorFeedback(RandomK(unbiased=False))), 60_000),
+            (AllReduce(SPARSE), 60_000),
+        ]
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("base", "rate"),
-    [
-        (LocalSGD(4, codec=CODEC), 30_000),
-        (LocalSGD(4, codec=CODEC), 60_000),
-        (LocalSGD(2, codec=SPARSE), 30_000),
-        (LocalSGD(2, codec=PowerSGD()), 60_000),
-        (LocalSGD(1), 900_000),
-        (SlowMo(period=4, codec=ErrorFeedback(TopK())), 60_000),
-        (DiLoCo(period=4, codec=CODEC), 30_000),
-        (DiLoCo(period=4, fragments=4, delay=2, mixing=0.5, codec=CODEC), 60_000),
-        (DiLoCo(period=2, fragments=2, delay=1, mixing=0.5), 600_000),
-        (OverlapLocalSGD(4, codec=CODEC), 60_000),
-        (CoCoD(2, codec=Quantize()), 60_000),
-        (AllReduce(CODEC), 30_000),
-        (AllReduce(CODEC), 200_000),
-        (AllReduce(Quantize(block=64)), 200_000),
-        (AllReduce(ErrorFeedback(RandomK(unbiased=False))), 60_000),
-        (AllReduce(SPARSE), 60_000),
-        (AllReduce(PowerSGD()), 100_000),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("base", "rate"), BASES_OF_BUDGETS, ids=str)
 def test_of_every_hundred_steps_the_budget_is_used_and_not_exceeded_while_the_link_changes(
     base: Strategy, rate: int
 ) -> None:

@@ -242,7 +242,7 @@ def test_on_a_regular_graph_a_stale_weight_is_one_minus_the_weight_in_flight() -
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
 def test_workers_that_do_not_learn_agree_on_the_mean_at_any_staleness(staleness: int, n: int) -> None:
     starts = scattered(n)
     for topology in (OnePeerExponential(), CachedIrregular()):
@@ -447,6 +447,7 @@ def shares_at(name: str, rank: int) -> tuple[float, ...]:
     return exact_weights(Irregular(), rank, 3, int(name.rpartition(" ")[2]), SINGLE).weights
 
 
+@pytest.mark.slow
 def test_a_hundred_and_twenty_eight_workers_agree_after_seven_steps() -> None:
     starts = scattered(128, 2)
     ends = together(128, PushSum(), Quadratic(torch.ones(128, dtype=DOUBLE), starts), [0.0] * 7, starts=starts)
@@ -492,7 +493,7 @@ def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_the
     assert biased[1] > 5 * spread(slower)
 
 
-@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_fixed_point_does_not_depend_on_staleness(staleness: int) -> None:
     waiting = together(4, PushSum(Ring()), Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4)), [0.1] * 250)
     assert torch.allclose(settled(PushSum(Ring(), staleness), 0.1).mean(0), waiting.mean(0), rtol=0, atol=1e-8)
