@@ -35,6 +35,35 @@ def refused(capsys, *arguments):
     return printed.err
 
 
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"]], ids=" ".join)
+def test_output_that_nobody_reads_is_no_failure(arguments):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "thinwire.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr:
+        assert process.stderr.read() == b""
+    assert process.wait(60) == 141
+
+
+def test_a_connection_that_breaks_is_no_output_that_nobody_reads(monkeypatch):
+    def broken(_):
+        raise BrokenPipeError("a socket")
+
+    monkeypatch.setattr(commands, "parse", broken)
+    with pytest.raises(BrokenPipeError, match="a socket"):
+        main(["train"])
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [("train", "strategy"), ("compare", "strategies"), ("plan", "strategies"), ("simulate", "strategy")],
+)
+def test_a_recipe_without_its_option_is_refused_with_the_option(capsys, name, option):
+    assert f"thinwire {name} --{option} 'LocalSGD(period=8)'" in refused(capsys, name, "LocalSGD(period=8)")
+
+
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out

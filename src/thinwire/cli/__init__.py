@@ -2,21 +2,43 @@
 """The command line: one thin module per command over the library.
 
 Each command is a frozen dataclass: its fields are the options, its docstring is the help, and calling it does the work
-and returns the exit code: 0 done, 1 failed, 2 a mistake in the call, 130 interrupted.
+and returns the exit code: 0 done, 1 failed, 2 a mistake in the call, 130 interrupted, 141 where nobody reads on.
 """
 
+import os
 import sys
 from collections.abc import Sequence
+
+_NOBODY_READS = 141  # as of a program that SIGPIPE ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an expected error is printed as one message, without a traceback."""
     try:
-        return _run(sys.argv[1:] if arguments is None else arguments)
+        try:
+            return _run(sys.argv[1:] if arguments is None else arguments)
+        finally:
+            # Here, where it can be told that nobody reads, and not when Python ends.
+            sys.stdout.flush()
     except KeyboardInterrupt:
         # At any time, also while modules are imported.
         sys.stderr.write("thinwire: interrupted\n")
         return 130
+    except BrokenPipeError:
+        if not _nobody_reads():
+            raise
+        return _NOBODY_READS
+
+
+def _nobody_reads() -> bool:
+    """Whether it is the output that is closed, as by `| head`, and not a connection; what is left of it is dropped."""
+    try:
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return True
+    return False
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -90,6 +90,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     command = COMMANDS[name]
     original = getattr(import_module(command.module), command.kind)
     kind = with_plain_help(original)
+    _check_first(name, original, next(iter(arguments), ""))
     if "config" in original.__dataclass_fields__:
         from thinwire.cli.config import with_config
         from thinwire.cli.options import option_names
@@ -101,6 +102,14 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 2
         return lambda: code
+
+
+def _check_first(name: str, kind: type, first: str) -> None:
+    """Refuse a recipe that stands where only options may stand, and say which option it belongs to."""
+    for field in ("strategy", "strategies"):
+        # Most of those that have no such option take their recipe without one.
+        if field in kind.__dataclass_fields__ and first.endswith(")") and not first.startswith("-"):  # pyright: ignore
+            raise ConfigError(f"{first}: recipes are given with an option: thinwire {name} --{field} '{first}'")
 
 
 def _help() -> int:
