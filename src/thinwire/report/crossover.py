@@ -6,12 +6,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from matplotlib.ticker import FuncFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator
 
 from thinwire.report import units
 from thinwire.report.files import write_bytes
-from thinwire.report.palette import INK, MUTED, PAPER, looks
-from thinwire.report.picture import FONT_SIZE, canvas, key, legend, plain
+from thinwire.report.palette import MUTED, PAPER, looks
+from thinwire.report.picture import canvas, key, legend, plain
+
+_MOST_TICKS = 5
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,11 @@ def draw_crossovers(path: Path, sweeps: Sequence[Sweep], title: str) -> None:
             axes.axvline(sweep.here, color=MUTED.light, linewidth=0.8, linestyle=":")
         say = words[sweep.unit]
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _, say=say: say(value)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: units.seconds(value)))
-        ticks = list(sweep.values)[:: max(1, len(sweep.values) // 4)]
-        axes.set_xticks(ticks)
+        axes.set_xticks(list(sweep.values)[:: -(-len(sweep.values) // _MOST_TICKS)])
         axes.minorticks_off()
-    figure.suptitle(title, x=0.01, ha="left", fontsize=FONT_SIZE + 1, color=INK.light)
-    legend(figure, [key(look) for look in styles], recipes)
+    legend(figure, [key(look) for look in styles], recipes, title=title)
     kind = path.suffix.removeprefix(".").lower() or "png"
     content = io.BytesIO()
     figure.savefig(content, format=kind, dpi=160, facecolor=PAPER.light)

@@ -116,14 +116,14 @@ def plain(axes: Axes, *, x: str = "", y: str = "", grid: str = "both") -> None:
     axes.set_ylabel(y, fontsize=FONT_SIZE, color=MUTED.light)
 
 
-def legend(figure: Figure, handles: list[Line2D], names: list[str]) -> None:
-    """One legend above the axes, in as few rows as its names allow; the figure grows by its height."""
+def legend(figure: Figure, handles: list[Line2D], names: list[str], *, title: str = "") -> None:
+    """One legend above the axes, in as few rows as its names allow; the figure grows by its height, and a title's."""
     words = [shortened(name, 46) for name in names]
     # About 13 characters per inch, and 6 for the sample and the gap.
     room = figure.get_figwidth() * 13
     per_row = max(1, min(len(words), int(room // (max(map(len, words)) + 6))))
     rows = -(-len(words) // per_row)
-    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1))
+    figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * (rows - 1 + bool(title)))
     figure.legend(
         handles,
         words,
@@ -134,6 +134,9 @@ def legend(figure: Figure, handles: list[Line2D], names: list[str]) -> None:
         labelcolor=INK.light,
         handlelength=1.8,
         columnspacing=1.6,
+        title=title or None,
+        title_fontproperties={"size": FONT_SIZE + 1},
+        alignment="left",
     )
 
 
