@@ -4,6 +4,8 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 # One thread per process: four workers share the cores of one machine.
 export OMP_NUM_THREADS ?= 1
+# Tests start hundreds of processes, which would each compile the package where the environment forbids bytecode.
+export PYTHONDONTWRITEBYTECODE :=
 # Code that is checked and formatted.
 CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
