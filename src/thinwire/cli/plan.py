@@ -16,6 +16,7 @@ from thinwire.report.units import digits, nbytes, rate, seconds
 if TYPE_CHECKING:
     from thinwire.doctor.findings import Examination
     from thinwire.doctor.speeds import StepTime
+    from thinwire.plan.meshes import LanguageModel
     from thinwire.plan.search import Crossing, Job, Option, Planner
     from thinwire.plan.traffic import MakeOptimizer
     from thinwire.simulate import Network
@@ -92,7 +93,8 @@ class Plan:
         network.check(workers)
         recipes = CANDIDATES if self.strategies is None else _recipes(self.strategies)
         step = self._step(seen)
-        planner = Planner(_job(step, workers, network, self._optimizer()), recipes, tell=_tell)
+        model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
+        planner = Planner(_job(step, workers, network, self._optimizer()), recipes, tell=_tell, model=model)
         options = planner.options()
         chosen = choose(options)
         _tell("what would change the choice")
@@ -163,6 +165,14 @@ class Plan:
             return maker_of(self.optimizer or "adamw", 0.9)
         defaults = tasks.load(self.task or "text", data=self.data).defaults
         return maker_of(defaults.optimizer, defaults.momentum)
+
+    def _language_model(self, seen: Examination | None) -> LanguageModel | None:
+        """What could be split over a mesh; None where the doctor has timed a model that is not known here."""
+        from thinwire.cli.step_time import language_model
+
+        if seen is not None and seen.steps and self.task is None:
+            return None
+        return language_model(self.task or "text", self.model_size, batch_size=self.batch_size, data=self.data)
 
     def _step(self, seen: Examination | None) -> StepTime:
         """Of the model: from the doctor's file, from --step-seconds, or timed here."""
@@ -258,6 +268,7 @@ def _as_json(
         "latency": planner.job.network.latency,
         "step": asdict(step),
         "recommended": chosen.recipe,
+        "tensor_parallel": chosen.mesh and str(chosen.mesh),
         "why": _why(planner, options, chosen),
         "crossings": [asdict(each) for each in crossings],
         "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
@@ -269,6 +280,7 @@ def _fields(option: Option) -> dict[str, Any]:
     found, accuracy = option.prediction, option.accuracy
     return {
         "recipe": option.recipe,
+        "tensor_parallel": option.mesh and str(option.mesh),
         "refused": option.refused,
         "seconds_per_step": found and found.seconds,
         "efficiency": found and found.efficiency,
@@ -290,7 +302,7 @@ def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Opti
         f"communication; {job.workers} workers, {links}\n",
         markup=False,
     )
-    width = max(len(each.recipe) for each in options) + 2
+    width = max(len(each.name) for each in options) + 2
     heads = ("step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
     out.print(_row("strategy", width, heads), style="dim", markup=False)
     for each in options:
@@ -306,11 +318,12 @@ def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Opti
             digits(each.to_loss / chosen.to_loss) if isfinite(each.to_loss) else "-",
             "not measured" if each.accuracy is None else _steps(each),
         )
-        out.print(_row(each.recipe, width, figures), style="bold" if each is chosen else None, markup=False)
+        out.print(_row(each.name, width, figures), style="bold" if each is chosen else None, markup=False)
     for each in options:
         if each.refused:
             out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
-    out.print(f"\n{chosen.recipe}", style="bold", markup=False)
+    split = "" if chosen.mesh is None else f" with --tensor-parallel {chosen.mesh}"
+    out.print(f"\n{chosen.recipe}{split}", style="bold", markup=False)
     out.print(_why(planner, options, chosen), markup=False)
     out.print(_changes(crossings), markup=False)
     out.print(
@@ -336,13 +349,13 @@ def _why(planner: Planner, options: list[Option], chosen: Option) -> str:
     """In one or two sentences."""
     from thinwire.plan.search import DENSE
 
-    dense = next((each for each in options if each.recipe == DENSE and each.prediction), None)
+    dense = next((each for each in options if each.recipe == DENSE and each.mesh is None and each.prediction), None)
     found = chosen.prediction
     assert found is not None, "what is chosen can serve"
     if dense is None or dense.prediction is None:
         return f"It needs the least time to the loss: {seconds(found.seconds)} a step."
     plain = dense.prediction
-    if chosen.recipe == DENSE:
+    if chosen is dense:
         return (
             f"A step takes {seconds(plain.seconds)}, of which {seconds(plain.exposed)} are waits for the network; "
             "nothing else would reach the loss clearly sooner, and nothing changes training less."
@@ -352,9 +365,7 @@ def _why(planner: Planner, options: list[Option], chosen: Option) -> str:
     nearly = ""
     if first is not chosen and chosen.to_loss > first.to_loss:
         less = digits(100 * (chosen.to_loss / first.to_loss - 1))
-        nearly = (
-            f" {first.recipe} would reach it {less} % sooner still; so little counts as equal, and it changes more."
-        )
+        nearly = f" {first.name} would reach it {less} % sooner still; so little counts as equal, and it changes more."
     return (
         f"AllReduce() would wait {seconds(plain.exposed)} in each step of {seconds(plain.seconds)}; this waits "
         f"{seconds(found.exposed)} of {seconds(found.seconds)}, sending {nbytes(found.payload_bytes)} instead of "

@@ -14,6 +14,7 @@ from thinwire.errors import ConfigError
 if TYPE_CHECKING:
     from thinwire.doctor.examination import TimeStep
     from thinwire.doctor.speeds import StepTime
+    from thinwire.plan.meshes import LanguageModel
 
 
 def step_of(
@@ -82,6 +83,31 @@ def shapes_of(
     dtype = str(trained[0].dtype).removeprefix("torch.")
     nbytes = sum(p.numel() * p.element_size() for p in trained)
     return StepTime(name, [list(p.shape) for p in trained], dtype, nbytes, 0.0, 0.0, 0.0, [])
+
+
+def language_model(
+    task: str, model_size: str | None, *, batch_size: int | None, data: Path | None
+) -> LanguageModel | None:
+    """A task's model as one that can be split over a mesh; None if it is no language model."""
+    import torch
+
+    from thinwire import tasks
+    from thinwire.plan.meshes import LanguageModel
+    from thinwire.tasks.models.gpt import GPT
+
+    loaded = tasks.load(task, data=data)
+
+    def make() -> torch.nn.Module:
+        with torch.device("meta"):
+            return loaded.model(model_size, seed=0)
+
+    made = make()
+    if not isinstance(made, GPT):
+        return None
+    sample = loaded.batch(loaded.shards(1)[0], 0, batch_size=1, seed=0, rank=0)[0]
+    return LanguageModel(
+        make, batch_size or loaded.defaults.batch_size, sample.shape[-1], made.embedding.num_embeddings
+    )
 
 
 def _own_model(place: str) -> Any:

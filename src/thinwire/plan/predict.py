@@ -35,7 +35,7 @@ from thinwire.worker.worker import Worker, attach
 
 _FEWEST_STEPS, _MOST_STEPS = 8, 256
 _BUCKET_BYTES = 8 << 20
-_PATIENCE = 1e9  # virtual seconds: a slow link is to be predicted, and not to time out
+PATIENCE = 1e9  # virtual seconds: a slow link is to be predicted, and not to time out
 _MOST_NUMBERS = 1 << 16
 """Elements of all tensors in a simulation with numbers."""
 MOST_WORKERS = 64
@@ -185,7 +185,7 @@ class Simulated:
             comm.compute(0.0)
             worker.wait_pending()
 
-        ended = simulate(self.workers, work, network=network, compute_time=Duration(), timeout=_PATIENCE, alike=alike)
+        ended = simulate(self.workers, work, network=network, compute_time=Duration(), timeout=PATIENCE, alike=alike)
         for failure in ended.failures.values():
             raise failure
         ranks = range(len(ended.comms))

@@ -17,6 +17,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.plan.candidates import CANDIDATES, Accuracy, AccuracyTable, measured
+from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
 from thinwire.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
 from thinwire.plan.traffic import MakeOptimizer
 from thinwire.simulate import Network
@@ -29,6 +30,7 @@ SLOWEST, FASTEST = 1e7, 1e11
 """Bits per second between which another choice is looked for."""
 _MOST_TIMED_ELEMENTS = 1 << 21
 _FEW_TENSORS, _FEW_WORKERS = 6, 8
+_MOST_SPLIT_WORKERS = 8  # every rank of a mesh splits a model
 _PRECISE = 1.05
 _STRIDE = 10**0.5
 
@@ -79,12 +81,21 @@ class Option:
         prediction: None where it cannot serve.
         accuracy: what was measured of it; None if nothing was.
         refused: why it cannot serve this number of workers, this optimizer or this model; "" if it can.
+        mesh: over which each copy of the model is split; None where each worker has the whole model.
     """
 
     recipe: str
     prediction: Prediction | None
     accuracy: Accuracy | None
     refused: str = ""
+    mesh: MeshShape | None = None
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        if self.mesh is None:
+            return self.recipe
+        return f"mesh {self.mesh}" + f", {self.mesh.copies} copies" * (self.mesh.copies > 1)
 
     @property
     def seconds(self) -> float:
@@ -127,6 +138,7 @@ class Planner:
         table: of accuracy.
         own: seconds that a strategy computes itself in each step of a period; timed here unless given.
         tell: called with each recipe before it is simulated.
+        model: what could be split over meshes of few workers; they are predicted on the job's own network only.
     """
 
     job: Job
@@ -134,6 +146,7 @@ class Planner:
     table: AccuracyTable = field(default_factory=measured)
     own: OwnSeconds | None = None
     tell: Callable[[str], None] = lambda _: None
+    model: LanguageModel | None = None
     _own: dict[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     _coarse: dict[tuple[str, Network, int], Option] = field(default_factory=dict[tuple[str, Network, int], Option])
 
@@ -149,8 +162,8 @@ class Planner:
             parse(recipe)
 
     def options(self) -> list[Option]:
-        """Every recipe; those that cannot serve at the end, others from the least time to the loss."""
-        return ranked(self._options(self.job))
+        """Every recipe and mesh; those that cannot serve at the end, others from the least time to the loss."""
+        return ranked([*self._options(self.job), *self._meshes()])
 
     def choice_at(self, network: Network, workers: int | None = None) -> Option:
         """What would be chosen on another network, or with another number of workers; tensors are taken as a few."""
@@ -208,6 +221,19 @@ class Planner:
             option = self._remembered(recipe, job)
             least = min(least, option.to_loss)
             yield option
+
+    def _meshes(self) -> Iterator[Option]:
+        job = self.job
+        if self.model is None or job.workers > _MOST_SPLIT_WORKERS:
+            return
+        # What is computed is the same as with AllReduce(), and so is how many steps it takes.
+        accuracy = self.table.of(DENSE)
+        for shape in mesh_shapes(self.model, job.workers):
+            self.tell(f"a mesh of {shape}")
+            found = predict_mesh(
+                self.model, shape, network=job.network, model_time=job.model_time, optimizer=job.optimizer
+            )
+            yield Option(DENSE, found, accuracy, mesh=shape)
 
     def _remembered(self, recipe: str, job: Job) -> Option:
         key = recipe, job.network, job.workers
@@ -283,4 +309,5 @@ def choose(options: Sequence[Option]) -> Option:
     limit = NEARLY * min(each.to_loss for each in known)
     order = {brief(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
     near = [each for each in known if each.to_loss <= limit]
-    return min(near, key=lambda each: order.get(brief(parse(each.recipe)), len(order)))
+    # A mesh changes nothing in training either, but needs a model that can be split.
+    return min(near, key=lambda each: (order.get(brief(parse(each.recipe)), len(order)), each.mesh is not None))

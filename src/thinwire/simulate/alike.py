@@ -87,7 +87,7 @@ class AlikeComm(SimulatedComm):
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         row = np.array([nbytes_of(x) for x in xs], dtype=float)
         rows = np.broadcast_to(row, (self.size, self.size))
-        end = max(self._world.wires.all_to_all([self.now] * self.size, rows))
+        end = max(self._wires.all_to_all([self.now] * self.size, rows))
         column = [xs[self.rank].clone()] * len(sizes)
         return self._at("all_to_all", end).then(lambda _: column)
 
@@ -105,11 +105,11 @@ class AlikeComm(SimulatedComm):
 
         def transfer() -> None:
             # What the other sends leaves it when this worker's own does, and comes in at this one's interface.
-            for end in world.wires.send(world.times.now, self.rank, self.rank, nbytes_of(content)):
+            for end in self._wires.send(world.times.now, self.rank, self.rank, nbytes_of(content)):
                 pending.know(world.times, end, self.rank, self.now)
 
         # As with all workers, a transfer begins when the sender knows that it is expected.
-        world.times.at(self.now + world.wires.latency(self.rank, self.rank), transfer)
+        world.times.at(self.now + self._wires.latency(self.rank, self.rank), transfer)
         where = self._where(label)
 
         def finish() -> list[Tensor]:
@@ -120,9 +120,13 @@ class AlikeComm(SimulatedComm):
 
     def duplicate(self) -> Comm:
         """A comm over connections of its own."""
-        group = SimulatedGroup(self._group.fault)
+        group = SimulatedGroup(self._group.fault, wires=self._wires, members=self._group.members)
         self._world.groups.append(group)
         return AlikeComm(self._world, group, self.rank, timeout=self.timeout)
+
+    def among(self, ranks: Sequence[int]) -> SimulatedComm:
+        """Refused: a worker cannot stand for those of other groups."""
+        raise UnlikeError(f"{self._where('among')}: there are groups of some ranks; simulate all workers")
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         raise UnlikeError(

@@ -15,8 +15,9 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.work import Work, describe, nbytes_of
-from thinwire.errors import MismatchError, ThinwireError, error_named
+from thinwire.errors import ConfigError, MismatchError, ThinwireError, error_named
 from thinwire.simulate.mailbox import SimulatedMailbox
+from thinwire.simulate.wires import Wires
 from thinwire.simulate.world import Connections, Pending, World
 
 T = TypeVar("T")
@@ -67,10 +68,21 @@ class Exchange:
 
 @dataclass
 class SimulatedGroup(Connections):
-    """The connections of one comm, and what is under way on them."""
+    """The connections of one comm, and what is under way on them.
 
+    Attributes:
+        wires: between its ranks.
+        members: its ranks, by their numbers among all workers.
+        parts: groups of some of its ranks, by these and how many such groups were there before.
+    """
+
+    wires: Wires = field(kw_only=True)
+    members: Sequence[int] = field(kw_only=True)
     collectives: dict[int, Collective] = field(default_factory=dict[int, Collective])
     exchanges: dict[tuple[int, int, int], Exchange] = field(default_factory=dict[tuple[int, int, int], Exchange])
+    parts: dict[tuple[tuple[int, ...], int], SimulatedGroup] = field(
+        default_factory=dict[tuple[tuple[int, ...], int], "SimulatedGroup"]
+    )
 
 
 class SimulatedComm(Comm):
@@ -79,8 +91,11 @@ class SimulatedComm(Comm):
     Args:
         world: shared by the workers.
         group: its connections, shared too.
-        rank: this worker's.
+        rank: this worker's, in the group.
         timeout: how long one wait may last, in virtual seconds.
+
+    Attributes:
+        worker: its number among all workers, which is its rank unless the group has only some of them.
 
     Example:
         >>> import torch
@@ -94,10 +109,12 @@ class SimulatedComm(Comm):
     """
 
     def __init__(self, world: World, group: SimulatedGroup, rank: int, *, timeout: float = 60.0) -> None:
-        super().__init__(rank, world.size, timeout=timeout)
-        self.runtime = world.times.runtime(rank)
-        self._world, self._group = world, group
+        super().__init__(rank, len(group.members), timeout=timeout)
+        self.worker = group.members[rank]
+        self.runtime = world.times.runtime(self.worker)
+        self._world, self._group, self._wires = world, group, group.wires
         self._calls = 0
+        self._groups: Counter[tuple[int, ...]] = Counter()
         self._sent: Counter[int] = Counter()
         self._expected: Counter[int] = Counter()
         self._step_began: tuple[int, float, float] | None = None
@@ -110,7 +127,7 @@ class SimulatedComm(Comm):
     @property
     def slowdown(self) -> float:
         """How many times as long this worker computes as others."""
-        return self._world.draws.slowdown(self.rank)
+        return self._world.draws.slowdown(self.worker)
 
     def compute(self, seconds: float | None = None) -> None:
         """Let this worker compute for a while: what the work itself does takes no virtual time.
@@ -121,12 +138,12 @@ class SimulatedComm(Comm):
             seconds: of this worker if it is as fast as the others; a slow one takes a multiple. Unless given, it is
                 drawn from the compute time of the simulation.
         """
-        self._world.check_step(self.rank, self.step)
+        self._world.check_step(self.worker, self.step)
         self.end_step()
         start = self.now
         draws = self._world.draws
-        own = draws.compute_seconds(self.rank) if seconds is None else seconds * draws.slowdown(self.rank)
-        self._world.compute(self.rank, self.step, own)
+        own = draws.compute_seconds(self.worker) if seconds is None else seconds * draws.slowdown(self.worker)
+        self._world.compute(self.worker, self.step, own)
         self._step_began = self.step, start, self.now - start
 
     def sleep(self, seconds: float) -> None:
@@ -137,7 +154,7 @@ class SimulatedComm(Comm):
         """Write down the training step that the last call of `compute` has begun, if there is one."""
         if self._step_began is not None:
             step, start, computed = self._step_began
-            self._world.ends_step(self.rank, step, start, computed)
+            self._world.ends_step(self.worker, step, start, computed)
             self._step_began = None
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -146,18 +163,18 @@ class SimulatedComm(Comm):
         nbytes = nbytes_of(x)
         combine = _first if x.is_meta else _total
         label = f"all_reduce of {describe(x)}"
-        total = self._join(label, x, combine, lambda times: self._world.wires.all_reduce(times, nbytes))
+        total = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
         return total.then(lambda total: x if x.is_meta else x.copy_(total))
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
         nbytes = nbytes_of(x)
         combine = _first if x.is_meta else _least
         label = f"all_reduce_min of {describe(x)}"
-        least = self._join(label, x, combine, lambda times: self._world.wires.all_reduce(times, nbytes))
+        least = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
         return least.then(lambda least: x if x.is_meta else x.copy_(least))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        self._world.check_step(self.rank, self.step)
+        self._world.check_step(self.worker, self.step)
         label = f"broadcast of {describe(x)} from {src}"
         collective, pending = self._enter(label, x)
         if self.rank == src:
@@ -173,7 +190,7 @@ class SimulatedComm(Comm):
             return x.new_empty((self.size, *x.shape)) if x.is_meta else torch.stack(xs)
 
         label = f"all_gather of {describe(x)}"
-        gathered = self._join(label, x, stacked, lambda times: self._world.wires.all_gather(times, nbytes))
+        gathered = self._join(label, x, stacked, lambda times: self._wires.all_gather(times, nbytes))
         return gathered.then(lambda rows: list(rows.clone().unbind()))
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
@@ -192,7 +209,7 @@ class SimulatedComm(Comm):
 
         def timing(times: Sequence[float]) -> list[float]:
             nbytes = [[nbytes_of(x) for x in row] for row in collective_rows]
-            return self._world.wires.all_to_all(times, nbytes)
+            return self._wires.all_to_all(times, nbytes)
 
         return self._join("all_to_all", list(xs), copied, timing).then(own_column)
 
@@ -200,7 +217,7 @@ class SimulatedComm(Comm):
         self, label: str, own: T, combine: Callable[[list[T]], U], timing: Callable[[Sequence[float]], Sequence[float]]
     ) -> Work[U]:
         """Join this rank's next collective call; the last rank to join computes the result, and when each has it."""
-        self._world.check_step(self.rank, self.step)
+        self._world.check_step(self.worker, self.step)
         collective, pending = self._enter(label, own)
         if len(collective.inputs) == self.size:
             collective.result = combine([collective.inputs[rank] for rank in range(self.size)])
@@ -208,7 +225,7 @@ class SimulatedComm(Comm):
             last = max(range(self.size), key=lambda rank: collective.launched[rank])
             came = collective.launched[last]
             for rank, part in collective.parts.items():
-                part.know(self._world.times, done[rank], last, came)
+                part.know(self._world.times, done[rank], self._group.members[last], came)
             # Drops the vectors of ranks that have gone on.
             collective.inputs.clear()
         return Work(lambda: self._finish(collective, pending))
@@ -223,13 +240,13 @@ class SimulatedComm(Comm):
                 f"call {call} is {collective.label} on rank {collective.first_rank} and {label} on rank {self.rank}"
             )
         collective.inputs[self.rank], collective.launched[self.rank] = own, self.now
-        size = self.size
+        members = group.members
 
         def late() -> list[int]:
-            return [rank for rank in range(size) if rank not in collective.launched]
+            return [worker for rank, worker in enumerate(members) if rank not in collective.launched]
 
-        pending = collective.parts[self.rank] = Pending(self.rank, 1, late)
-        if len(collective.launched) == size:
+        pending = collective.parts[self.rank] = Pending(self.worker, 1, late)
+        if len(collective.launched) == self.size:
             del group.collectives[call]
         return collective, pending
 
@@ -239,7 +256,7 @@ class SimulatedComm(Comm):
 
     def _solve_broadcast(self, collective: Collective, src: int, nbytes: float) -> None:
         """When a broadcast reaches each rank: along a chain, or down Gloo's tree; ranks before it must have joined."""
-        size, wires = self.size, self._world.wires
+        size, wires = self.size, self._wires
         chain = size > 2 and nbytes > _CHAIN_BYTES
         chunk = min(_MOST_CHUNK_BYTES, max(_CHAIN_BYTES, nbytes / _CHUNKS)) if chain else nbytes
         ahead = [(self.rank - src) % size]
@@ -264,7 +281,8 @@ class SimulatedComm(Comm):
                 head = begin + wires.latency(before, rank) + chunk / wires.rate(before, rank)
                 tail = max(arrived, tail + wires.latency(before, rank) + chunk / wires.rate(before, rank))
             collective.solved[place] = head, tail, last
-            collective.parts[rank].know(self._world.times, tail, last, collective.launched[last])
+            cause = self._group.members[last]
+            collective.parts[rank].know(self._world.times, tail, cause, collective.launched[last])
             ahead += (
                 [place + 1] if chain else [place | 1 << bit for bit in range(place.bit_length(), size.bit_length())]
             )
@@ -275,8 +293,8 @@ class SimulatedComm(Comm):
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         label = f"send_recv with ranks {', '.join(map(str, sorted({*dst, *src})))}"
         self._check_open(label)
-        self._world.check_step(self.rank, self.step)
-        pending = Pending(self.rank, len(dst) + len(src), list)
+        self._world.check_step(self.worker, self.step)
+        pending = Pending(self.worker, len(dst) + len(src), list)
         unmatched: list[tuple[int, Exchange]] = []
         for peer in dst:
             exchange = self._exchange(self.rank, peer, self._sent)
@@ -291,8 +309,9 @@ class SimulatedComm(Comm):
             self._match(peer, self.rank, exchange)
             received.append(exchange)
             unmatched.append((peer, exchange))
+        members = self._group.members
         pending.late = lambda: sorted(
-            {peer for peer, each in unmatched if each.sent_at is None or each.expected_at is None}
+            {members[peer] for peer, each in unmatched if each.sent_at is None or each.expected_at is None}
         )
 
         def finish() -> list[Tensor]:
@@ -314,18 +333,18 @@ class SimulatedComm(Comm):
         """Begin the transfer as soon as the sender knows that the receiver expects it."""
         if exchange.sent_at is None or exchange.expected_at is None:
             return
-        world, content = self._world, exchange.content
+        world, content, members = self._world, exchange.content, self._group.members
         sender, receiver = exchange.sender, exchange.receiver
         assert content is not None and sender is not None and receiver is not None, "both sides have come"
         sent_at, expected_at = exchange.sent_at, exchange.expected_at
-        begin = max(sent_at, expected_at + world.wires.latency(dst, src))
+        begin = max(sent_at, expected_at + self._wires.latency(dst, src))
 
         def transfer() -> None:
-            left, arrived = world.wires.send(world.times.now, src, dst, nbytes_of(content))
-            if delay := world.draws.message_delay(src):
+            left, arrived = self._wires.send(world.times.now, src, dst, nbytes_of(content))
+            if delay := world.draws.message_delay(members[src]):
                 world.record.late_messages += 1
-            sender.know(world.times, left, dst, expected_at)
-            receiver.know(world.times, arrived + delay, src, sent_at)
+            sender.know(world.times, left, members[dst], expected_at)
+            receiver.know(world.times, arrived + delay, members[src], sent_at)
 
         world.times.at(begin, transfer)
 
@@ -342,19 +361,53 @@ class SimulatedComm(Comm):
         """A comm over connections of their own between the same workers."""
 
         def opened(_: list[None]) -> SimulatedGroup:
-            group = SimulatedGroup(self._group.fault)
+            group = SimulatedGroup(self._group.fault, wires=self._wires, members=self._group.members)
             self._world.groups.append(group)
             return group
 
-        wires = self._world.wires
+        wires = self._wires
         group = self._join("duplicate", None, opened, lambda times: wires.all_gather(times, _CONTROL_BYTES)).wait()
         return SimulatedComm(self._world, group, self.rank, timeout=self.timeout)
 
+    def among(self, ranks: Sequence[int]) -> SimulatedComm:
+        """A comm among some ranks of this one, in this order; every one of them asks for it.
+
+        Its connections take no time, and it has no mailboxes.
+
+        Raises:
+            MismatchError: this rank is none of them.
+
+        Example:
+            Two pairs, which share nothing but the clock.
+
+            >>> import torch
+            >>> from thinwire import simulate
+            >>> def work(comm):
+            ...     pair = comm.among([0, 1] if comm.rank < 2 else [2, 3])
+            ...     return pair.all_reduce_(torch.tensor([comm.rank])).wait().item()
+            >>> simulate.run(4, work)
+            [1, 1, 5, 5]
+        """
+        if self.rank not in ranks:
+            raise MismatchError(f"{self._where('among')}: it is none of ranks {', '.join(map(str, ranks))}")
+        members = tuple(self._group.members[rank] for rank in ranks)
+        number = self._groups[members]
+        self._groups[members] += 1
+        if (members, number) not in self._group.parts:
+            group = SimulatedGroup(self._group.fault, wires=self._wires.among(ranks), members=members)
+            self._group.parts[members, number] = group
+            self._world.groups.append(group)
+        return SimulatedComm(
+            self._world, self._group.parts[members, number], ranks.index(self.rank), timeout=self.timeout
+        )
+
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
+        if self.size < self._world.size:
+            raise ConfigError(f"{self._where('open_mailbox')}: mailboxes are among all simulated workers")
         box = SimulatedMailbox(self, self._world, epoch, like, capacity)
         if self.size > 1:
             # A barrier, as with the exchange of addresses: no rank may send before all mailboxes are open.
-            label, wires = f"opening of mailbox {epoch}", self._world.wires
+            label, wires = f"opening of mailbox {epoch}", self._wires
             self._join(label, None, lambda _: None, lambda times: wires.all_gather(times, _CONTROL_BYTES)).wait()
         return box
 
@@ -364,7 +417,7 @@ class SimulatedComm(Comm):
             raise type(fault)(f"{self._where(label)}: {fault}")
 
     def _where(self, operation: str) -> str:
-        return f"rank {self.rank}, step {self.step}, {operation}"
+        return f"rank {self.worker}, step {self.step}, {operation}"
 
 
 def _first(xs: list[Tensor]) -> Tensor:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from copy import copy
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.comm.base import DIRECT_GATHER_BYTES
-from thinwire.simulate.network import Network
+from thinwire.simulate.network import Network, Pair
 
 Times = NDArray[np.float64]
 
@@ -98,7 +99,7 @@ class Wires:
     """
 
     def __init__(self, network: Network, workers: int) -> None:
-        self._workers = workers
+        self._workers, self._ranks = workers, list(range(workers))
         rates, extra = [network.bits_per_second] * workers, [0.0] * workers
         for special in network.specials:
             for rank in special.ranks:
@@ -114,20 +115,38 @@ class Wires:
         self._uplinks: defaultdict[tuple[str, int], Lane] = defaultdict(Lane)
         self._rings: tuple[Times, Times] | None = None
 
+    def among(self, ranks: Sequence[int]) -> Wires:
+        """The same interfaces and racks as a group of some ranks sees them, with ranks numbered within the group."""
+        part = copy(self)
+        part._workers, part._ranks = len(ranks), [self._ranks[rank] for rank in ranks]
+        part._rates, part._extra = [self._rates[rank] for rank in ranks], [self._extra[rank] for rank in ranks]
+        # The lanes themselves are shared, so that what one group sends waits for what another one does.
+        part._out, part._in = [self._out[rank] for rank in ranks], [self._in[rank] for rank in ranks]
+        part._rings = None
+        return part
+
+    def _pair(self, src: int, dst: int) -> Pair | None:
+        ends = self._ranks[src], self._ranks[dst]
+        return self._pairs.get((min(ends), max(ends))) if self._pairs else None
+
+    def _rack(self, rank: int) -> int:
+        assert self._racks is not None, "only of networks with racks"
+        return self._ranks[rank] // self._racks.size
+
     def latency(self, src: int, dst: int) -> float:
         """Seconds from one worker to another, without the transfer itself."""
-        pair = self._pairs.get((src, dst) if src < dst else (dst, src)) if self._pairs else None
+        pair = self._pair(src, dst)
         base = self._latency if pair is None or pair.latency is None else pair.latency
-        if self._racks is not None and src // self._racks.size != dst // self._racks.size:
+        if self._racks is not None and self._rack(src) != self._rack(dst):
             base += self._racks.latency
         return base + self._extra[src] + self._extra[dst]
 
     def rate(self, src: int, dst: int) -> float:
         """Bytes of payload in a second from one worker to another, if nothing else is sent."""
         found = min(self._rates[src], self._rates[dst])
-        if self._racks is not None and src // self._racks.size != dst // self._racks.size:
+        if self._racks is not None and self._rack(src) != self._rack(dst):
             found = min(found, self._rack_rate)
-        pair = self._pairs.get((src, dst) if src < dst else (dst, src)) if self._pairs else None
+        pair = self._pair(src, dst)
         return found if pair is None else min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
 
     def send(self, now: float, src: int, dst: int, nbytes: float) -> tuple[float, float]:
@@ -140,8 +159,8 @@ class Wires:
         begin, left = self._out[src].book(now, now, seconds)
         latency = self.latency(src, dst)
         head, tail = begin + latency, left + latency
-        if self._racks is not None and src // self._racks.size != dst // self._racks.size:
-            for uplink in (("up", src // self._racks.size), ("down", dst // self._racks.size)):
+        if self._racks is not None and self._rack(src) != self._rack(dst):
+            for uplink in (("up", self._rack(src)), ("down", self._rack(dst))):
                 seconds = nbytes / self._rack_rate
                 head, end = self._uplinks[uplink].book(now, head, seconds)
                 tail = max(tail, end)

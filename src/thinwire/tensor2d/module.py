@@ -112,7 +112,7 @@ def placed(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Cast tensors to the dtype of the active autocast region; unchanged outside of one."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() else x for x in tensors)
