@@ -12,6 +12,7 @@ from torch import nn
 import thinwire
 from thinwire import AllReduce
 from thinwire.cli import main
+from thinwire.cli.step_time import language_model
 from thinwire.plan.candidates import Accuracy
 from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
 from thinwire.plan.predict import ModelTime
@@ -128,6 +129,14 @@ def test_a_mesh_that_is_clearly_faster_is_chosen() -> None:
     assert choose([slow, *meshes]).mesh is not None
 
 
+def test_a_language_model_can_be_split_and_no_other() -> None:
+    found = language_model("text", "1m", batch_size=4, data=None)
+    assert found is not None and (found.samples, found.length, found.vocabulary) == (4, 128, 256)
+    assert [str(shape) for shape in mesh_shapes(found, 2)] == ["1x2", "2x1"]
+    assert language_model("digits", None, batch_size=None, data=None) is None
+
+
+@pytest.mark.slow
 def test_the_command_lists_meshes_of_a_language_model_and_of_no_other(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--link", "1gbit", "--workers", "2", "--step-seconds", "0.05", "--json"]
     assert main(["plan", "--task", "text", *options]) == 0

@@ -57,6 +57,8 @@ def test_survivors_name_the_killed_rank_before_torchrun_ends_them(recipe: str, t
             break
     else:
         pytest.fail(done.stderr[-3000:])
+    # Backup workers go on without one; and where torchrun has ended rank 0 too, it is lost as well.
+    one = "training goes on without rank 1, " if recipe == "BackupWorkers()" else "rank 1 is lost ("
     for line in said:
-        assert "rank 1 is lost (" in line
+        assert one in line or "rank 0, rank 1 are lost (" in line
         assert not line.startswith("rank 1")
