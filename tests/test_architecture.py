@@ -327,11 +327,12 @@ def test_no_package_bears_the_name_of_a_public_one() -> None:
 @pytest.mark.parametrize(
     "first",
     [
-        "",
         "import thinwire.worker.worker",
-        "import thinwire.runs",
         "from thinwire import *",
-        "import thinwire.cli.commands",
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("", "import thinwire.runs", "import thinwire.cli.commands")
+        ),
     ],
 )
 def test_attach_is_a_function_in_every_order_of_imports(first: str) -> None:

@@ -33,10 +33,13 @@ MEMBERS = [
 
 @cache
 def identifiers() -> dict[str, str]:
-    """Every name that code defines, uses or passes, and a file that has it."""
+    """Every name that code of files with an old one defines, uses or passes, and a file that has it."""
     found: dict[str, str] = {}
+    # Few files have one of the words at all, and only these are parsed.
+    suspect = re.compile(rf"\b(?:{'|'.join(GONE)})\b")
     for path in PYTHON:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        text = path.read_text(encoding="utf-8")
+        for node in ast.walk(ast.parse(text)) if suspect.search(text) else ():
             for field in ("id", "attr", "arg", "name"):
                 name = getattr(node, field, None)
                 if isinstance(name, str):

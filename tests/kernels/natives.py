@@ -15,7 +15,10 @@ PLAIN = ["-O1", "-DTHINWIRE_PORTABLE", "-ffp-contract=off", "-Wno-psabi"]
 BUILDS = {"this processor's": base.FLAGS, "narrower vectors": [*base.FLAGS, "-mno-avx512f"], "no vectors": PLAIN}
 
 
-@pytest.fixture(params=BUILDS, scope="module")
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] if "narrower" in name else []) for name in BUILDS],
+    scope="module",
+)
 def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
     """The compiled kernels, with several sets of instructions."""
     flags = BUILDS[request.param]

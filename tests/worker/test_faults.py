@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 
 from tests.engine import attach, batches, steps
 from tests.pool import start_processes
@@ -288,11 +290,19 @@ SCENARIOS = {
 }
 
 
-@pytest.fixture(scope="module")
-def failures() -> dict[str, dict[int, Report]]:
-    """The errors of the survivors of every scenario. Most of the time is waiting, so several run at once."""
-    names = list(SCENARIOS)
-    return {**survivors(names[:7]), **survivors(names[7:])}
+@pytest.fixture(scope="session")
+def failures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, Report]]:
+    """The errors of the survivors of every scenario. Most of the time is waiting, so several run at once.
+
+    Where tests run side by side, the first of their processes runs them for all.
+    """
+    base, names = tmp_path_factory.getbasetemp(), list(SCENARIOS)
+    path = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "survivors.json"
+    with FileLock(f"{path}.lock"):
+        if not path.exists():
+            path.write_text(json.dumps({**survivors(names[:7]), **survivors(names[7:])}))
+    found = json.loads(path.read_text())
+    return {name: {int(rank): tuple(report) for rank, report in each.items()} for name, each in found.items()}
 
 
 def survivors(names: Sequence[str]) -> dict[str, dict[int, Report]]:
