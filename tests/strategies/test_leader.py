@@ -80,6 +80,8 @@ def everything_on_processes(n: int) -> tuple[dict[str, list[float]], dict[str, f
     return found, sent
 
 
+# The battery has every strategy on two processes.
+@pytest.mark.slow
 def test_on_processes_as_on_threads() -> None:
     rows = run_processes(4, everything_on_processes, 4)
     problem, starts = Regression(4, STEPS, DOUBLE), starts_of(4)

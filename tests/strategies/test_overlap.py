@@ -110,6 +110,8 @@ def on_processes() -> list[list[float]]:
     return ends(thinwire.GroupComm(timeout=20))
 
 
+# The battery has every strategy on two processes.
+@pytest.mark.slow
 def test_on_processes_they_end_where_threads_do_and_where_their_oracles_do() -> None:
     n = 4
     rows = torch.tensor(run_processes(n, on_processes), dtype=DOUBLE)

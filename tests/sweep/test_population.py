@@ -268,6 +268,7 @@ def killed_again_and_again(folder: Path) -> None:
         assert status == -signal.SIGKILL, (moment, status)
 
 
+@pytest.mark.slow
 def test_a_population_that_is_killed_again_and_again_ends_as_one_that_ran_through(plan: Plan, tmp_path: Path) -> None:
     process = context.Process(target=killed_again_and_again, args=(tmp_path,))
     process.start()

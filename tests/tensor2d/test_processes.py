@@ -144,7 +144,11 @@ def serial_step() -> tuple[float, dict[str, Tensor]]:
     return float(loss.detach()), {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
-@pytest.mark.parametrize("shapes", [[(1, 1)], [(1, 4), (4, 1), (2, 2)], [(2, 3), (3, 2)]], ids=repr)
+@pytest.mark.parametrize(
+    "shapes",
+    [[(1, 4), (4, 1), (2, 2)], *(pytest.param(each, marks=pytest.mark.slow) for each in ([(1, 1)], [(2, 3), (3, 2)]))],
+    ids=repr,
+)
 def test_processes_on_every_mesh_multiply_and_train_like_one(shapes: list[tuple[int, int]]) -> None:
     all_ranks = run_processes(shapes[0][0] * shapes[0][1], on_meshes, shapes)
     loss, state = serial_step()
