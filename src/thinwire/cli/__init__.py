@@ -19,7 +19,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(sys.argv[1:] if arguments is None else arguments)
         finally:
             # Here, where it can be told that nobody reads, and not when Python ends.
-            sys.stdout.flush()
+            if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # a closed one is None
+                sys.stdout.flush()
     except KeyboardInterrupt:
         # At any time, also while modules are imported.
         sys.stderr.write("thinwire: interrupted\n")

@@ -322,7 +322,10 @@ def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Opti
     for each in options:
         if each.refused:
             out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
-    split = "" if chosen.mesh is None else f" with --tensor-parallel {chosen.mesh}"
+    split = ""
+    if chosen.mesh is not None and planner.model is not None:
+        samples = planner.model.samples * chosen.mesh.rows * chosen.mesh.columns
+        split = f" with --tensor-parallel {chosen.mesh} --batch-size {samples}"
     out.print(f"\n{chosen.recipe}{split}", style="bold", markup=False)
     out.print(_why(planner, options, chosen), markup=False)
     out.print(_changes(crossings), markup=False)

@@ -108,9 +108,7 @@ def mesh_shapes(model: LanguageModel, workers: int) -> Iterator[MeshShape]:
 
 
 def _fits(model: LanguageModel, shape: MeshShape) -> bool:
-    """Whether a mesh divides the model's sizes and the batch."""
-    if model.samples * shape.rows * shape.columns % shape.rows:
-        return False
+    """Whether a mesh divides the model's sizes; the batch of a whole copy it always does."""
     counting = (CountingComm(0, size) for size in (shape.columns, shape.rows, shape.rows * shape.columns))
     try:
         parallelize_2d(model.make(), Mesh2D(*counting))
