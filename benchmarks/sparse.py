@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SparseLoCo beside DiLoCo in fp32 at equal tokens: held-out losses, and what is left of the wait over a link.
 
-python -m benchmarks.sparse FOLDER [--model 6m] [--steps 240] [--period 30] [--rounds 3] [--link 100mbit]
+python -m benchmarks.sparse FOLDER [--model 6m] [--steps 240] [--period 30] [--batch 4] [--first 0] [--rounds 3]
+    [--link 100mbit]
 
 Losses: both are trained for as many steps of as many windows, with AdamW and one learning rate; each round has a seed
 of its own. They do not depend on the link, so that none is emulated. The bar is 1.005 of DiLoCo's.
@@ -55,11 +56,11 @@ def run(home: Path, asked: dict[str, Any]) -> dict[str, Any]:
 
 def figures(chosen: argparse.Namespace) -> dict[str, Any]:
     """Losses by seed, and seconds of a step and of its waits, of every recipe."""
-    shared = {"task": "text", "model": chosen.model, "workers": WORKERS, "batch_size": 4, "eval_limit": 64}
-    named, size = recipes(chosen.period), f"{chosen.model}-{chosen.period}"
+    shared = {"task": "text", "model": chosen.model, "workers": WORKERS, "batch_size": chosen.batch, "eval_limit": 64}
+    named, size = recipes(chosen.period), f"{chosen.model}-{chosen.period}-{chosen.batch}"
     found: dict[str, Any] = {name: {"recipe": recipe, "losses": []} for name, recipe in named.items()}
     # Round by round, so that an interrupted comparison has whole rounds.
-    for seed in range(chosen.rounds):
+    for seed in range(chosen.first, chosen.first + chosen.rounds):
         for name, recipe in named.items():
             asked = {**shared, "strategy": recipe, "steps": chosen.steps, "seed": seed}
             summary = run(chosen.folder / f"{name}-{size}-{chosen.steps}-{seed}", asked)
@@ -93,6 +94,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--model", default="6m")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--period", type=int, default=30)
+    parser.add_argument("--batch", type=int, default=4, help="windows a worker and step")
+    parser.add_argument("--first", type=int, default=0, help="the seed of the first round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--link", default="100mbit")
     chosen = parser.parse_args(arguments)
@@ -100,7 +103,7 @@ def main(arguments: Sequence[str]) -> None:
         sys.exit(f"links are not emulated: {reason}; --link none measures the losses alone")
     chosen.folder.mkdir(parents=True, exist_ok=True)
     found = figures(chosen)
-    asked = {name: getattr(chosen, name) for name in ("model", "steps", "period", "rounds", "link")}
+    asked = {name: getattr(chosen, name) for name in ("model", "steps", "period", "batch", "first", "rounds", "link")}
     write_atomically(chosen.folder / "sparse.json", (json.dumps({**asked, "recipes": found}, indent=1) + "\n").encode())
     timed = "" if chosen.link == "none" else f" payload per worker and step | seconds per step, {chosen.link} | waits |"
     print(f"| method | held-out loss | / DiLoCo |{timed}\n|{'---|' * (6 if timed else 3)}", flush=True)
