@@ -168,6 +168,15 @@ def test_blocks_are_whole_periods() -> None:
             assert timed >= 30 or (link == "20mbit" and racer.dense)
 
 
+def test_racers_of_one_task_are_not_compared_with_those_of_another(raced: Path) -> None:
+    text = {row.racer.name for row in rows("100mbit", 4)}
+    images = {row.racer.name for row in rows("100mbit", 4, "cifar10")}
+    assert "ddp" in text and "resnet-ddp" in images and not text & images
+    left = [job.name for job in jobs.missing([], ["100mbit/4/resnet-*"])]
+    assert left[0] == "tune/resnet-ddp-0.25" and "times/100mbit-4-resnet-Local" in left
+    assert not any(name.startswith(("times/20mbit", "losses/ddp")) for name in left)
+
+
 def test_every_library_that_races_has_its_pins() -> None:
     used = {racer.library for racer in RACERS if racer.library is not None}
     assert used <= set(LIBRARIES)

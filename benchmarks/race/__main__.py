@@ -10,7 +10,7 @@ import benchmarks.race as rule
 from benchmarks.peers import LIBRARIES, install
 from benchmarks.race.jobs import PARTS, jobs, missing, run_next
 from benchmarks.race.page import PAGE, page
-from benchmarks.race.racers import LINKS, SIZES
+from benchmarks.race.racers import PLACES
 from benchmarks.race.table import table
 from thinwire.storage.files import write_atomically
 
@@ -55,9 +55,8 @@ def main() -> int:
 def show(what: str, *, check: bool = False) -> int:
     """Print the tables, draw the pictures, or write the page."""
     if what == "table":
-        for workers in SIZES:
-            for link in LINKS:
-                sys.stdout.write(f"### {link}, {workers} workers\n\n{table(link, workers)}\n")
+        for task, link, workers in PLACES:
+            sys.stdout.write(f"### {task}, {link}, {workers} workers\n\n{table(link, workers, task=task)}\n")
     elif what == "plot":
         # matplotlib is of no use to the runs.
         from benchmarks.race.pictures import draw_all

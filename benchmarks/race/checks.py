@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from statistics import fmean
 
-from benchmarks.race.racers import AVERAGED, EVALUATED_EVERY, LINKS, MOST, RACERS, SEEDS, Racer, named
+from benchmarks.race.racers import AVERAGED, EVALUATED_EVERY, LINKS, MOST, SEEDS, Racer, named, of_task
 from benchmarks.race.results import BUDGET, Fields, best_try, result, targets
 from benchmarks.race.runs import curve, settings_of
 from benchmarks.race.table import NOT_RUN, rows
@@ -18,7 +18,7 @@ assert {link for link, _ in WHERE} <= set(LINKS)
 
 def first_of(link: str, own: bool) -> Racer | None:
     """Who is first on a link, of thinwire's or of the others; None before enough has been run."""
-    headline = [racer for racer in RACERS if racer.headline and (racer.whose == "thinwire") == own]
+    headline = [racer for racer in of_task("text") if racer.headline and (racer.whose == "thinwire") == own]
     found = {row.racer.name: row for row in rows(link, WORKERS)}
     raced = [found[racer.name] for racer in headline if found[racer.name].seconds is not None]
     known = [row for row in raced if row.to_target < float("inf")]
@@ -32,7 +32,7 @@ def check_name(link: str, own: bool) -> str:
 
 def whole_run(link: str, own: bool) -> Fields:
     """Train the first one on a link until the mean of three evaluations is no more than the target."""
-    racer, goals = first_of(link, own), targets(SEEDS[0])
+    racer, goals = first_of(link, own), targets("text", SEEDS[0])
     assert racer is not None and goals is not None
     best = best_try(racer)
     assert best is not None

@@ -20,19 +20,20 @@ from benchmarks.race.checks import WHERE, WORKERS, check_name, first_of, whole_r
 from benchmarks.race.racers import (
     BUDGET,
     EVALUATED_EVERY,
-    LINKS,
-    LOCAL,
+    LOCALS,
     MOST,
     OUTER_RATES,
-    RACERS,
     RATES,
     SEEDS,
     SIZES,
     TUNING_EVALUATED_EVERY,
     TUNING_SEED,
     TUNING_STEPS,
+    WORKS,
     Racer,
+    ddp_of,
     named,
+    of_task,
 )
 from benchmarks.race.results import RESULTS, Fields, best_try, is_enough, result, tune_names
 from benchmarks.race.runs import curve, settings_of, step_times, steps_timed
@@ -41,7 +42,6 @@ from thinwire.storage.files import write_atomically
 PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.
 START_SECONDS, STEP_SECONDS, EVALUATION_SECONDS = 12.0, 0.64, 1.6
-GRADIENT_BYTES = 25.9e6
 
 
 @dataclass(frozen=True)
@@ -146,14 +146,14 @@ def tune_jobs(racer: Racer) -> tuple[Job, ...]:
 
 def curve_job(racer: Racer, seed: int) -> Job:
     """The curve of a seed, at the chosen rates."""
-    first, own = named("ddp"), racer.curve_of
+    first, own = ddp_of(racer.task), racer.curve_of
     most = BUDGET if own is first else MOST * BUDGET
 
     def make() -> Fields:
         best = best_try(own)
         assert best is not None
         settings = settings_of(own, best["rate"], best["outer"], steps=most, seed=seed, eval_every=EVALUATED_EVERY)
-        found = curve(settings, (lambda _: False) if own is first else lambda found: is_enough(found, seed))
+        found = curve(settings, (lambda _: False) if own is first else lambda found: is_enough(found, own.task, seed))
         return {"rate": best["rate"], "outer": best["outer"], "seed": seed, **found}
 
     needs = tune_jobs(own) + (() if own is first else (curve_job(first, seed),))
@@ -165,7 +165,7 @@ def curve_job(racer: Racer, seed: int) -> Job:
 def time_job(racer: Racer, link: str, workers: int) -> Job:
     """The seconds of a step on a link."""
     warm, timed, _ = steps_timed(racer, link)
-    whole = 2 * (workers - 1) / workers * GRADIENT_BYTES * 8 / _bits_per_second(link)
+    whole = 2 * (workers - 1) / workers * racer.work.bytes * 8 / _bits_per_second(link)
     share = {"ddp+bf16": 0.5, "AllReduce(codec=PowerSGD(rank=4))": 0.1}.get(racer.recipe, 1.0 if racer.dense else 0.0)
     # Torch's PowerSGD sends ten whole gradients first; local methods send the parameters once in a period.
     exchanges = 10 if "powersgd" in racer.recipe else timed / racer.period if not racer.dense else 0
@@ -182,10 +182,10 @@ def time_job(racer: Racer, link: str, workers: int) -> Job:
 def check_jobs() -> Iterator[Job]:
     """Whole runs; each needs all times of its link and all curves of its racers."""
     for link, own in WHERE:
-        headline = [racer for racer in RACERS if racer.headline and (racer.whose == "thinwire") == own]
+        headline = [racer for racer in of_task("text") if racer.headline and (racer.whose == "thinwire") == own]
         needs = (
             *(curve_job(racer, SEEDS[0]) for racer in (named("ddp"), *headline)),
-            *(time_job(racer, link, WORKERS) for racer in (LOCAL, *headline)),
+            *(time_job(racer, link, WORKERS) for racer in (LOCALS["text"], *headline)),
         )
         first = first_of(link, own)
         yield Job(
@@ -208,14 +208,18 @@ def jobs() -> list[Job]:
 
 
 def _in_order() -> Iterator[Job]:
-    headline = [racer for racer in RACERS if racer.headline]
-    others = [racer for racer in RACERS if not racer.headline]
+    headline = [racer for racer in of_task("text") if racer.headline]
+    others = [racer for racer in of_task("text") if not racer.headline]
     yield from _curves(headline, SEEDS[0])
     yield from _times(headline, SIZES[0])
     yield from check_jobs()
     for seed in SEEDS[1:]:
         yield from _curves(headline, seed)
     yield from _times(headline, SIZES[1])
+    for task in WORKS:
+        if task != "text":
+            yield from _curves(of_task(task), SEEDS[0])
+            yield from _times(of_task(task), SIZES[0])
     yield from _curves(others, SEEDS[0])
     for workers in SIZES:
         yield from _times(others, workers)
@@ -228,8 +232,10 @@ def _curves(racers: Sequence[Racer], seed: int) -> Iterator[Job]:
 
 
 def _times(racers: Sequence[Racer], workers: int) -> Iterator[Job]:
-    for link in LINKS:
-        yield from (time_job(racer, link, workers) for racer in (LOCAL, *racers))
+    task = racers[0].task
+    for link, size in WORKS[task].places:
+        if size == workers:
+            yield from (time_job(racer, link, workers) for racer in (LOCALS[task], *racers))
 
 
 # -- what is missing ---------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from benchmarks.race.racers import LINKS, RACERS, SEEDS
+from benchmarks.race.racers import PLACES, RACERS, SEEDS, ddp_of, of_task
 from benchmarks.race.results import Fields, curve_of
 from benchmarks.race.table import Row, rows
 
@@ -25,10 +25,11 @@ def draw_all(workers: int = 4) -> list[Path]:
     """Draw what can be drawn of the results; returns the files."""
     made: list[Path] = []
     mpl.rcParams["svg.hashsalt"] = "race"  # so that equal results make equal files
-    for link in LINKS:
-        found = [row for row in rows(link, workers) if row.seconds is not None and curve_of(row.racer, SEEDS[0])]
-        if len(found) > 1:
-            path = PLACE / f"race-{link.replace('+', '-')}-{workers}.svg"
+    for task, link, size in PLACES:
+        found = [row for row in rows(link, size, task) if row.seconds is not None and curve_of(row.racer, SEEDS[0])]
+        if len(found) > 1 and size == workers:
+            prefix = "race-" if task == "text" else f"race-{task}-"
+            path = PLACE / f"{prefix}{link.replace('+', '-')}-{workers}.svg"
             made.append(_curves(found, link, path, workers))
     ratios = _ratios(workers)
     if len({link for points in ratios.values() for link in points}) > 1:
@@ -51,7 +52,8 @@ def _curves(found: Sequence[Row], link: str, path: Path, workers: int) -> Path:
         axis.set_xscale("log")
         axis.set_xlabel(label)
         axis.grid(alpha=0.3)
-    left.set_ylim(top=_LEAST_LOSS_SHOWN)
+    if found[0].racer.task == "text":
+        left.set_ylim(top=_LEAST_LOSS_SHOWN)
     left.set_ylabel("held-out loss, nats")
     right.legend(fontsize=7, ncol=2)
     figure.suptitle(f"{link}, {workers} workers; dashed: not thinwire's")
@@ -64,10 +66,10 @@ def _colours() -> Sequence[Any]:
 
 def _ratios(workers: int) -> dict[str, dict[str, float]]:
     """How much sooner than DDP each racer is at the target, by link."""
-    ratios: dict[str, dict[str, float]] = {racer.name: {} for racer in RACERS}
+    ratios: dict[str, dict[str, float]] = {racer.name: {} for racer in of_task("text")}
     for link in SPEEDS:
         found = rows(link, workers)
-        ddp = next(row for row in found if row.racer.name == "ddp")
+        ddp = next(row for row in found if row.racer is ddp_of("text"))
         for row in found:
             if float("inf") not in (row.to_target, ddp.to_target):
                 ratios[row.racer.name][link] = ddp.to_target / row.to_target

@@ -19,6 +19,38 @@ SIZES = (4, 8)
 
 
 @dataclass(frozen=True)
+class Work:
+    """What is trained.
+
+    Args:
+        model: of the task.
+        optimizer: of all racers that do not name their own.
+        batch_size: of a worker and step.
+        eval_limit: held-out examples of an evaluation.
+        bytes: of the parameters in fp32.
+        places: links and numbers of workers.
+        seeds: of those that are judged.
+    """
+
+    model: str
+    optimizer: str
+    batch_size: int
+    eval_limit: int
+    bytes: float
+    places: tuple[tuple[str, int], ...]
+    seeds: tuple[int, ...]
+
+
+WORKS = {
+    "text": Work("6m", "adamw", 4, 64, 25.92e6, tuple((link, size) for size in SIZES for link in LINKS), SEEDS),
+    "cifar10": Work("resnet20", "sgd", 64, 1024, 1.09e6, (("100mbit", 4),), SEEDS[:1]),
+}
+"""By task; all figures of a race are among racers of one task."""
+PLACES = tuple((task, *place) for task, work in WORKS.items() for place in work.places)
+"""Where it is raced: task, link, workers."""
+
+
+@dataclass(frozen=True)
 class Racer:
     """One of those that race.
 
@@ -26,7 +58,8 @@ class Racer:
         name: in tables and file names.
         recipe: with {outer} where an outer optimizer's rate goes.
         whose: "thinwire", "torch", or the library that it comes from.
-        optimizer: if not the task's AdamW.
+        task: that it trains on.
+        optimizer: if not that of the work.
         inner: of a racer with an outer rate, whose inner rate it takes.
         rates_of: the racer whose rates it takes.
         same_as: the racer whose rates and curves it takes, because it computes the same.
@@ -40,7 +73,8 @@ class Racer:
     name: str
     recipe: str
     whose: str = "thinwire"
-    optimizer: str = "adamw"
+    task: str = "text"
+    optimizer: str | None = None
     inner: str | None = None
     rates_of: str | None = None
     same_as: str | None = None
@@ -49,6 +83,11 @@ class Racer:
     period: int = 8
     dense: bool = False
     warm: int = WARM_STEPS
+
+    @property
+    def work(self) -> Work:
+        """What it trains."""
+        return WORKS[self.task]
 
     @property
     def curve_of(self) -> Racer:
@@ -69,12 +108,13 @@ class Racer:
     @property
     def seeds(self) -> Sequence[int]:
         """Those that it races with."""
-        return SEEDS if self.headline else SEEDS[:1]
+        return self.work.seeds if self.headline else SEEDS[:1]
 
 
 CODED = "ErrorFeedback(Nearest(bits=4))"
 OUTER = "OuterOptimizer('SGD', lr={outer}, momentum=0.9, nesterov=True)"
-LOCAL = Racer("Local", "Local()")
+LOCALS = {"text": Racer("Local", "Local()"), "cifar10": Racer("resnet-Local", "Local()", task="cifar10")}
+"""By task, the step without communication."""
 # In the order in which they are run.
 RACERS = (
     Racer("ddp", "ddp", "torch", dense=True),
@@ -116,9 +156,25 @@ RACERS = (
     Racer("OneBitAdam", "CompressedMomentum(warmup_steps=48)", optimizer="onebit-adam", headline=False, warm=50),
     Racer("LocalSGD-32", "LocalSGD(period=32)", headline=False, period=32),
     Racer("SlowMo", "SlowMo(period=32, momentum=0.4, lr={outer})", inner="LocalSGD-32", headline=False, period=32),
+    Racer("resnet-ddp", "ddp", "torch", task="cifar10", dense=True),
+    Racer("resnet-powersgd-4", "ddp+powersgd(rank=4)", "torch", task="cifar10"),
+    Racer("resnet-Overlap-4bit", f"OverlapLocalSGD(period=8, codec={CODED})", task="cifar10"),
+    Racer("resnet-post-local-sgd", "post-local-sgd(period=8)", "torch", task="cifar10"),
+    Racer("resnet-PowerSGD", "AllReduce(codec=PowerSGD(rank=4))", task="cifar10"),
+    Racer("resnet-AllReduce", "AllReduce()", same_as="resnet-ddp", task="cifar10", headline=False, dense=True),
 )
 
 
 def named(name: str) -> Racer:
     """The racer of that name."""
-    return next(racer for racer in (LOCAL, *RACERS) if racer.name == name)
+    return next(racer for racer in (*LOCALS.values(), *RACERS) if racer.name == name)
+
+
+def of_task(task: str) -> list[Racer]:
+    """Those that train on it."""
+    return [racer for racer in RACERS if racer.task == task]
+
+
+def ddp_of(task: str) -> Racer:
+    """The one whose losses are the target."""
+    return of_task(task)[0]

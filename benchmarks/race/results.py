@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.race.racers import AVERAGED, BUDGET, OUTER_RATES, RATES, Racer, named
+from benchmarks.race.racers import AVERAGED, BUDGET, OUTER_RATES, RATES, Racer, ddp_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "race"
 Fields = dict[str, Any]
@@ -80,15 +80,15 @@ def steps_to(found: Fields, target: float, key: str = "losses") -> int | None:
     return None
 
 
-def targets(seed: int) -> dict[str, float] | None:
+def targets(task: str, seed: int) -> dict[str, float] | None:
     """DDP's losses after its budget, held-out and in training; None before it was run."""
-    found = curve_of(named("ddp"), seed)
+    found = curve_of(ddp_of(task), seed)
     return None if found is None else {key: final(found, key) for key in ("losses", "training")}
 
 
-def is_enough(found: Fields, seed: int) -> bool:
+def is_enough(found: Fields, task: str, seed: int) -> bool:
     """Whether a curve has spent the budget and reached both targets."""
-    goals = targets(seed)
+    goals = targets(task, seed)
     spent = bool(found["steps"]) and found["steps"][-1] >= BUDGET
     return spent and goals is not None and all(steps_to(found, goals[key], key) is not None for key in goals)
 

@@ -40,8 +40,10 @@ class _EnoughError(Exception):
 def settings_of(racer: Racer, rate: float, outer: float | None, *, workers: int = 4, **more: Any) -> Settings:
     """The settings of a run; `rate` is a multiple of the task's learning rate."""
     recipe = racer.recipe.format(outer=outer) if outer is not None else racer.recipe
-    asked = {"task": "text", "model": "6m", "strategy": recipe, "workers": workers, "optimizer": racer.optimizer}
-    found = resolve({**asked, "batch_size": 4, "threads": 1, "warmup_steps": 20, "eval_limit": 64, **more})
+    work = racer.work
+    asked = {"task": racer.task, "model": work.model, "strategy": recipe, "workers": workers}
+    asked |= {"optimizer": racer.optimizer or work.optimizer, "batch_size": work.batch_size}
+    found = resolve({**asked, "threads": 1, "warmup_steps": 20, "eval_limit": work.eval_limit, **more})
     return replace(found, lr=rate * found.lr)
 
 

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.race.racers import BUDGET, LOCAL, RACERS, Racer, named
+from benchmarks.race.racers import BUDGET, LOCALS, Racer, ddp_of, of_task
 from benchmarks.race.results import Fields, curve_of, final, loss_until, result, steps_to, targets
 
 NOT_RUN = "not run"
-FLOAT_BYTES = 4
-PARAMETERS = 6.48e6
 # An eighth of what DDP sends in the budget.
 BYTES_SHARE = 8
 
@@ -81,10 +79,10 @@ class Row:
         return float("inf") if found is None else found.middle
 
 
-def rows(link: str, workers: int) -> list[Row]:
-    """A row for each racer, from the least time to the target."""
-    wall = _times(LOCAL, link, workers)
-    found = [_row(racer, link, workers, wall) for racer in RACERS]
+def rows(link: str, workers: int, task: str = "text") -> list[Row]:
+    """A row for each racer of a task, from the least time to the target."""
+    wall = _times(LOCALS[task], link, workers)
+    found = [_row(racer, link, workers, wall) for racer in of_task(task)]
     return sorted(found, key=lambda row: (row.to_target, row.seconds or float("inf")))
 
 
@@ -98,12 +96,12 @@ def _row(racer: Racer, link: str, workers: int, wall: Fields | None) -> Row:
     if times is not None and "failed" in times:
         figures["failed"] = times["failed"]
     elif times is not None:
-        figures = _of_times(times, wall)
+        figures = _of_times(racer, times, wall)
     limit = median(wall["block_seconds"]) * BUDGET if wall is not None and "failed" not in wall else None
     return Row(racer, **figures, **_of_curves(racer, figures.get("seconds"), limit))
 
 
-def _of_times(times: Fields, wall: Fields | None) -> dict[str, Any]:
+def _of_times(racer: Racer, times: Fields, wall: Fields | None) -> dict[str, Any]:
     seconds = median(times["block_seconds"])
     sent, wire = times["payload_bytes_of_run"], times["wire_bytes_per_worker_per_step"]
     found: dict[str, Any] = {
@@ -119,7 +117,7 @@ def _of_times(times: Fields, wall: Fields | None) -> dict[str, Any]:
         found |= {
             "exposed": seconds - free,
             "of_wall": free / seconds,
-            "copies": (times["peak_memory_bytes"] - wall["peak_memory_bytes"]) / (FLOAT_BYTES * PARAMETERS),
+            "copies": (times["peak_memory_bytes"] - wall["peak_memory_bytes"]) / racer.work.bytes,
         }
     return found
 
@@ -127,7 +125,11 @@ def _of_times(times: Fields, wall: Fields | None) -> dict[str, Any]:
 def _of_curves(racer: Racer, seconds: float | None, limit: float | None) -> dict[str, Any]:
     # Of racers whose curves are others', all seeds that these have.
     every = [(seed, each) for seed in racer.curve_of.seeds if (each := curve_of(racer, seed)) is not None]
-    curves = [(each, goals, _bytes_allowed(seed)) for seed, each in every if (goals := targets(seed)) is not None]
+    curves = [
+        (each, goals, _bytes_allowed(racer.task, seed))
+        for seed, each in every
+        if (goals := targets(racer.task, seed)) is not None
+    ]
     if not curves:
         return {}
     found: dict[str, Any] = {
@@ -149,8 +151,8 @@ def _known(values: Any) -> tuple[float, ...]:
     return tuple(value for value in values if value is not None)
 
 
-def _bytes_allowed(seed: int) -> float:
-    found = curve_of(named("ddp"), seed)
+def _bytes_allowed(task: str, seed: int) -> float:
+    found = curve_of(ddp_of(task), seed)
     assert found is not None
     return (found["payload_bytes"] or [0.0])[-1] / BYTES_SHARE  # DDP ends with the budget
 
@@ -203,10 +205,10 @@ def _over(ddp: Row, row: Row) -> str:
     return f"{ddp.to_target / row.to_target:.2f}"
 
 
-def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS)) -> str:
+def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS), *, task: str = "text") -> str:
     """The rows of a link, as Markdown; racers of which nothing has been run are told below it."""
-    found = rows(link, workers)
-    ddp = next(row for row in found if row.racer.name == "ddp")
+    found = rows(link, workers, task)
+    ddp = next(row for row in found if row.racer is ddp_of(task))
     there = [row for row in found if row.seconds is not None]
     if not there:
         return f"{NOT_RUN.capitalize()}.\n"
