@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from reproductions.shared.claims import MODULES, Claim, claim, last_result, last_verdict
+from reproductions.shared.quick import told
 from thinwire.storage.files import write_atomically
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
@@ -47,7 +48,7 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
     parts = "".join(
         f"| {name} | {rule} | {outcomes.get(name, 'not run yet')} |\n" for name, rule in which.parts.items()
     )
-    full, quick = which.minutes
+    (full, quick), words = which.minutes, told(which)
     made = f"{result['when']}{', the quick form' if result['quick'] else ''}" if result else "none yet"
     earlier = "".join(
         f"- *{each.rule}.* Verdict: {each.verdict}. Changed because {each.why}.\n" for each in which.earlier
@@ -57,8 +58,8 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
         f"Protocol: {which.protocol}.\n\n| Part | Holds when | Outcome |\n| --- | --- | --- |\n{parts}\n"
         f"Where it does not pay: {which.costs}.\n\n"
         f"`thinwire reproduce {which.name}` takes about {full:g} minutes, with `--quick` {quick:g}. Committed result: "
-        f"{made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n"
-        + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
+        f"{made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n\n"
+        f"{words[0].upper()}{words[1:]}.\n" + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
     )
 
 

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from reproductions.shared.claims import (
     write_result,
 )
 from reproductions.shared.page import PAGE, page
+from reproductions.shared.quick import run_again, runs_of, told
 from thinwire.errors import ConfigError
 
 RESULT = Result({"payload": Outcome.HOLDS, "wire": Outcome.NOISE}, "8 times less", 8.0, 7.9, 8.1, {"a": 1})
@@ -84,3 +87,31 @@ def test_a_result_is_kept_with_its_rule_and_a_changed_rule_is_told(
 def test_a_result_with_other_parts_than_the_claim_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the result has parts"):
         write_result(tmp_path, claim("decentlam"), RESULT, quick=True, when="2026-01-01")
+
+
+def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    which = claim("local-sgd-bytes")
+    outcomes = iter(["holds", "holds", "holds in part: payload"])
+
+    def reproduce(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        assert command[3:6] == ["reproduce", which.name, "--quick"]
+        home = Path(command[-1])
+        if (verdict := next(outcomes, None)) is not None:
+            home.mkdir()
+            kept = {"when": "2026-01-01", "thinwire": "0", "rule": which.rule, "verdict": verdict, "measured": "8"}
+            (home / "result.json").write_text(json.dumps(kept))
+        return subprocess.CompletedProcess(command, 1)
+
+    (tmp_path / "local_sgd_bytes").mkdir()
+    monkeypatch.setattr("reproductions.shared.quick._HOME", tmp_path)
+    monkeypatch.setattr("reproductions.shared.quick.subprocess.run", reproduce)
+    assert told(which) == "its quick form has not been run by the present rule"
+    run_again(which)
+    assert told(which) == "one run of its quick form took 0.0 minutes, with the verdict: holds"
+    run_again(which)
+    assert told(which) == "2 runs of its quick form took 0.0 to 0.0 minutes, all with the verdict: holds"
+    run_again(which)
+    assert told(which).endswith("and do not agree; 2 of them: holds; 1 of them: holds in part: payload")
+    with pytest.raises(subprocess.CalledProcessError):
+        run_again(which)
+    assert len(runs_of(which)) == 3 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
