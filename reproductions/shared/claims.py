@@ -221,12 +221,17 @@ def last_result(name: str) -> dict[str, Any] | None:
     return json.loads(path.read_bytes()) if path.is_file() else None
 
 
+def is_present(which: Claim, result: Mapping[str, Any]) -> bool:
+    """Whether a result was made by the present rule and protocol, which names the data and seeds."""
+    return result["rule"] == which.rule and result.get("protocol") == which.protocol
+
+
 def last_verdict(which: Claim, result: dict[str, Any] | None) -> str:
     """The verdict of a committed result, and whether it is one by the present rule."""
     if result is None:
         return "no committed result"
     verdict = result.get("verdict") or ("holds" if result["holds"] else "does not hold")
-    if result["rule"] != which.rule:
+    if not is_present(which, result):
         return f"not run yet by the present rule; by the rule before: {verdict}"
     return f"{verdict}{' (quick form)' if result['quick'] else ''}"
 

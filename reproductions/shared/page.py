@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from reproductions.shared.claims import MODULES, Claim, claim, last_result, last_verdict
+from reproductions.shared.claims import MODULES, Claim, claim, is_present, last_result, last_verdict
 from reproductions.shared.quick import told
 from thinwire.storage.files import write_atomically
 
@@ -44,7 +44,7 @@ def _row(which: Claim, result: dict[str, Any] | None) -> str:
 
 
 def _section(which: Claim, result: dict[str, Any] | None) -> str:
-    outcomes = result.get("parts", {}) if result and result["rule"] == which.rule else {}
+    outcomes = result.get("parts", {}) if result and is_present(which, result) else {}
     parts = "".join(
         f"| {name} | {rule} | {outcomes.get(name, 'not run yet')} |\n" for name, rule in which.parts.items()
     )

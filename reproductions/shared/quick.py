@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reproductions.shared.claims import MODULES, Claim, claim
+from reproductions.shared.claims import MODULES, Claim, claim, is_present
 from thinwire.storage.files import write_atomically
 
 _HOME = Path(__file__).parents[1]
@@ -28,9 +28,12 @@ TIMES = 3
 
 def runs_of(which: Claim) -> list[dict[str, Any]]:
     """The committed runs of a claim's quick form by its present rule, the oldest first."""
+    return [each for each in _kept(which) if is_present(which, each)]
+
+
+def _kept(which: Claim) -> list[dict[str, Any]]:
     path = _path(which)
-    found: list[dict[str, Any]] = json.loads(path.read_bytes()) if path.is_file() else []
-    return [each for each in found if each["rule"] == which.rule]
+    return json.loads(path.read_bytes()) if path.is_file() else []
 
 
 def told(which: Claim) -> str:
@@ -65,9 +68,9 @@ def run_again(which: Claim) -> dict[str, Any]:
         if not (home / "result.json").is_file():
             raise subprocess.CalledProcessError(done.returncode, command)
         result = json.loads((home / "result.json").read_bytes())
-    kept = {key: result[key] for key in ("when", "thinwire", "rule", "verdict", "measured")}
+    kept = {key: result[key] for key in ("when", "thinwire", "rule", "protocol", "verdict", "measured")}
     found = {**kept, "seconds": round(seconds, 1)}
-    write_atomically(_path(which), (json.dumps([*runs_of(which), found], indent=1) + "\n").encode())
+    write_atomically(_path(which), (json.dumps([*_kept(which), found], indent=1) + "\n").encode())
     return found
 
 

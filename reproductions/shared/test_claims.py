@@ -81,6 +81,8 @@ def test_a_result_is_kept_with_its_rule_and_a_changed_rule_is_told(
     assert last_verdict(which, found) == "holds in part: payload; wire: within noise (quick form)"
     changed = replace(which, parts={"payload": "it is 9"})
     assert last_verdict(changed, found).startswith("not run yet by the present rule; by the rule before: holds in part")
+    other_seeds = replace(which, protocol="as before, with other seeds")
+    assert last_verdict(other_seeds, found).startswith("not run yet by the present rule")
     assert last_verdict(which, None) == "no committed result"
 
 
@@ -99,6 +101,7 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
         if (verdict := next(outcomes, None)) is not None:
             home.mkdir()
             kept = {"when": "2026-01-01", "thinwire": "0", "rule": which.rule, "verdict": verdict, "measured": "8"}
+            kept["protocol"] = which.protocol
             (home / "result.json").write_text(json.dumps(kept))
         return subprocess.CompletedProcess(command, 1)
 
@@ -114,4 +117,7 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
     assert told(which).endswith("and do not agree; 2 of them: holds; 1 of them: holds in part: payload")
     with pytest.raises(subprocess.CalledProcessError):
         run_again(which)
+    # Runs by an earlier rule are kept, and do not count.
+    changed = replace(which, protocol="with other seeds")
+    assert runs_of(changed) == [] and told(changed) == "its quick form has not been run by the present rule"
     assert len(runs_of(which)) == 3 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
