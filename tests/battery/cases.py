@@ -254,6 +254,28 @@ STRATEGIES: list[Case] = [
     case(PushSum(staleness=2), to.stale_push_sum(common.one_peer, 2)),
     case(Gossip(Periodic(), "after"), to.on_graph(common.adapt_then_combine, common.periodic(common.one_peer, 4))),
     case(Gossip(Periodic(Ring(), 3)), to.on_graph(common.combine_while_adapting, common.periodic(common.ring, 3))),
+    # The other methods that take a period.
+    case(
+        DecentLaM(Periodic(Ring(), 3), momentum=0.3),
+        to.with_own_momentum(gossip.decentlam, common.periodic(common.ring, 3), momentum=0.3),
+        *PLAIN,
+        "bf16",
+    ),
+    case(
+        QuasiGlobal(Periodic(Ring(), 3), momentum=0.5),
+        to.with_own_momentum(gossip.quasi_global, common.periodic(common.ring, 3), momentum=0.5),
+        *PLAIN,
+        "bf16",
+    ),
+    case(
+        DoubleAveraging(Periodic(Ring(), 2), momentum=0.5),
+        to.with_own_momentum(gossip.double_averaging, common.periodic(common.ring, 2), momentum=0.5),
+        *PLAIN,
+        "bf16",
+    ),
+    case(
+        EagerPushSum(Periodic(every=3), staleness=0), to.on_graph(common.push_sum, common.periodic(common.one_peer, 3))
+    ),
     # Overlap SGP, Algorithm 2: sent every third step, and received before the next.
     case(PushSum(Periodic(every=3), staleness=2), to.stale_push_sum(common.periodic(common.one_peer, 3), 2)),
     case(EagerPushSum(staleness=0), to.on_graph(common.push_sum, common.one_peer)),

@@ -13,7 +13,7 @@ from thinwire.topology.graphs import OnePeerExponential
 class Periodic(Topology):
     r"""A graph whose edges are there at every $\tau$-th step; at the others every worker keeps its own vector.
 
-    So every method on a graph takes a period: workers do local steps, and send at the end of every $\tau$-th. The graph
+    So methods on a graph take a period: workers do local steps, and send at the end of every $\tau$-th. The graph
     inside goes one step on each time. `Gossip(Periodic(Ring(), every=8))` is decentralised local SGD,
     `PushSum(Periodic(OnePeerExponential(), every=4), staleness=4)` is Overlap SGP as in its Algorithm 2, which sends
     every $\tau$ steps and has as many to receive. It divides traffic by $\tau$, and lets workers drift further apart.
