@@ -321,7 +321,10 @@ FEATURES: dict[str, tuple[Callable[[str], None], str]] = {
     "FSDP2": (sharded, "pass `group=mesh[...]` of the ranks that hold the same shard"),
     "HSDP": (hybrid, "a worker is a whole (replicate, shard) mesh, within which FSDP2 averages gradients"),
     "LoRA": (low_rank, "adapters alone are sent; frozen parameters are compared once"),
-    "Muon": (muon, "beside AdamW for what is no matrix: one `attach` for each, as here, or for a `CombinedOptimizer` of both"),
+    "Muon": (
+        muon,
+        "beside AdamW for what is no matrix: one `attach` for each, as here, or for a `CombinedOptimizer` of both",
+    ),
     "GradScaler": (scaled, "`attach(scaler=...)`: all workers skip the same steps"),
     "EMA": (
         averaged,
