@@ -180,6 +180,18 @@ def test_bits_chosen_step_by_step_are_near_the_fewest_of_hindsight(convexity: fl
     assert sum(chosen) <= 1.01 * sum(fewest_bits(weights, error))
 
 
+@pytest.mark.parametrize(("convexity", "lr", "steps"), [(1.0, 1.0, 5), (0.5, 1.0, 4000), (0.9, 1.0, 500)])
+def test_errors_that_die_at_once_or_below_the_smallest_number_are_planned_for(
+    convexity: float, lr: float, steps: int
+) -> None:
+    rule, ledger, step = ErrorBound(1e-3, steps, strong_convexity=convexity), BitLedger(), Step([1.0], [100], lr, 1.0)
+    chosen: list[int] = []
+    for _ in range(steps):
+        chosen += (bits := rule.choose(ledger, step))
+        ledger = rule.settle(ledger, step, bits)
+    assert ledger.error <= 1e-3 and chosen[0] == rule.least < chosen[-1] < rule.most
+
+
 def test_under_a_bound_bits_fall_with_the_gradient_and_rise_towards_the_end() -> None:
     rule = ErrorBound(1e-3, 50, 1.0, 0.1)
     by_square = [rule.choose(BitLedger(step=10), Step([s], [1], 0.5, 1.0))[0] for s in (1e-4, 1e-2, 1.0, 100.0)]
