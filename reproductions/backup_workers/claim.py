@@ -6,12 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import inf, isfinite
+from math import inf, isfinite, nextafter
 from statistics import fmean, stdev
 
 from reproductions.backup_workers.race import Delays, Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
-from reproductions.shared.claims import Attempt, Claim, Earlier, Result, judged
+from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least
 from thinwire.emulate import Straggler
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers
@@ -20,10 +20,16 @@ from thinwire.tasks import Task, load
 
 WORKERS = 4
 ALL, ASYNCHRONOUS = "b = 0", "asynchronous"
+# Of the races that are judged: the number of backups that was chosen, and asynchronous SGD at that one's learning rate.
+CHOSEN, STALE = "chosen b", "asynchronous at the chosen b's rate"
+_RIVALS = {
+    "than all workers": ALL,
+    "than asynchronous, at its rate": STALE,
+    "than asynchronous, at the other's own rate": ASYNCHRONOUS,
+}
+_LOWER = nextafter(1.0, 2.0)  # a rival's loss over ours: a tie is not lower
 _STEP_SECONDS, _BATCH_SIZE = 0.01, 16
 _STALL_PROBABILITY, _STALL_SECONDS, _FACTOR = 0.15, 0.2, 10.0
-Races = Mapping[tuple[str, str], Tuned]
-"""Of (which workers are late, method)."""
 
 
 def _stalling(rank: int, seed: int) -> Straggler:
@@ -43,16 +49,16 @@ class Scale:
 
     Args:
         first: the learning rate at which every method's search for its own begins.
-        searched: the seeds of that search.
-        seeds: with which each is run at the rate that was found.
+        searched: the seeds of that search, by which the number of backups is chosen as well.
+        seeds: others, with which the verdict is made at the rates that were found.
         most: the most backups.
         seconds: that a race takes.
     """
 
     first: float = 0.4
-    searched: tuple[int, ...] = (100, 101)
-    seeds: tuple[int, ...] = (0, 1, 2, 3)
-    most: int = 3
+    searched: tuple[int, ...] = (100, 101, 102)
+    seeds: tuple[int, ...] = tuple(range(8))
+    most: int = WORKERS - 1
     seconds: float = 3.0
 
     @property
@@ -62,23 +68,43 @@ class Scale:
         return backups | {ASYNCHRONOUS: ParameterServer()}
 
 
-QUICK = Scale(searched=(100,), seeds=(0, 1, 2), seconds=2.3)
+QUICK = Scale(searched=(100,), seeds=(0, 1, 2), seconds=2.2)
+
+
+@dataclass(frozen=True)
+class Course:
+    """What came of one kind of late workers.
+
+    Attributes:
+        tuned: by method, what the search found.
+        rans: by arm, its races: one for each seed that is judged, in the same order.
+    """
+
+    tuned: Mapping[str, Tuned]
+    rans: Mapping[str, Sequence[Ran]]
+
+
+Courses = Mapping[str, Course]
+"""By which workers are late."""
 
 
 def measure(attempt: Attempt) -> Result:
-    """Race every method at its own rate, with workers that stall and with one that is slow."""
+    """Find every method's rate and the number of backups, then race with other seeds, all arms in turn."""
     scale, places = QUICK if attempt.quick else Scale(), count()
     task = load("digits")
-    races: dict[tuple[str, str], Tuned] = {}
-    stale: dict[str, list[Ran]] = {}
+    courses: dict[str, Course] = {}
     for condition, delays in CONDITIONS.items():
+        tuned: dict[str, Tuned] = {}
         for name, strategy in scale.methods.items():
-            attempt.begin(f"{name}, {condition}", next(places))
-            races[condition, name] = _tuned(task, strategy, scale, delays)
-        lr = races[condition, _winner(_ends(races), condition)].rate
-        attempt.begin(f"{ASYNCHRONOUS} at {lr:g}, {condition}", next(places))
-        stale[condition] = [_raced(task, ParameterServer(), scale, delays, lr, seed) for seed in scale.seeds]
-    return judge(races, stale, _drawn(attempt, races, stale))
+            attempt.begin(f"search: {name}, {condition}", next(places))
+            tuned[name] = _tuned(task, strategy, scale, delays)
+        rans: dict[str, list[Ran]] = {}
+        for seed in scale.seeds:
+            attempt.begin(f"seed {seed}, {condition}", next(places))
+            for arm, (strategy, lr) in _arms(tuned, scale).items():
+                rans.setdefault(arm, []).append(_raced(task, strategy, scale, delays, lr, seed))
+        courses[condition] = Course(tuned, rans)
+    return judge(courses, _drawn(attempt, courses))
 
 
 def _tuned(task: Task, strategy: Strategy, scale: Scale, delays: Delays) -> Tuned:
@@ -86,8 +112,23 @@ def _tuned(task: Task, strategy: Strategy, scale: Scale, delays: Delays) -> Tune
         return fmean(_raced(task, strategy, scale, delays, lr, seed).end for seed in scale.searched)
 
     tried = search_rate(trial, scale.first)
-    lr = best_of(tried)
-    return Tuned(lr, tried, tuple(_raced(task, strategy, scale, delays, lr, seed) for seed in scale.seeds))
+    return Tuned(best_of(tried), tried)
+
+
+def chosen(tuned: Mapping[str, Tuned]) -> str:
+    """The number of backups above 0 with the lowest loss in the search, at its own rate."""
+    return min((name for name in tuned if name not in (ALL, ASYNCHRONOUS)), key=lambda name: tuned[name].loss)
+
+
+def _arms(tuned: Mapping[str, Tuned], scale: Scale) -> dict[str, tuple[Strategy, float]]:
+    """What is raced with every seed that is judged: its strategy and its learning rate."""
+    name, methods = chosen(tuned), scale.methods
+    return {
+        ALL: (methods[ALL], tuned[ALL].rate),
+        CHOSEN: (methods[name], tuned[name].rate),
+        STALE: (methods[ASYNCHRONOUS], tuned[name].rate),
+        ASYNCHRONOUS: (methods[ASYNCHRONOUS], tuned[ASYNCHRONOUS].rate),
+    }
 
 
 def _raced(task: Task, strategy: Strategy, scale: Scale, delays: Delays, lr: float, seed: int) -> Ran:
@@ -95,87 +136,87 @@ def _raced(task: Task, strategy: Strategy, scale: Scale, delays: Delays, lr: flo
     return run_race(task, strategy, race, delays, seed=seed)
 
 
-def judge(races: Races, stale: Mapping[str, Sequence[Ran]], pictures: Sequence[str]) -> Result:
-    """Whether some b above 0 ends lower than b = 0, and than asynchronous SGD at the same learning rate.
+def judge(courses: Courses, pictures: Sequence[str]) -> Result:
+    """Whether the chosen b ends lower than all workers and than asynchronous SGD, seed by seed.
 
     Args:
-        races: of every method, at its own learning rate.
-        stale: by who is late, asynchronous SGD at the learning rate of the best b.
+        courses: of each kind of late workers.
         pictures: their names.
     """
-    ends = _ends(races)
-    winners = {condition: _winner(ends, condition) for condition in stale}
-    old = {c: fmean(ran.end for ran in rans) for c, rans in stale.items()}
-    sooner = {c: ends[c, ALL] / ends[c, name] for c, name in winners.items()}
-    fresher = {c: old[c] / ends[c, name] for c, name in winners.items()}
-    tuned = {c: ends[c, ASYNCHRONOUS] / ends[c, name] for c, name in winners.items()}
+    ratios = {f"{c}: {part}": _ratios(courses[c].rans, arm) for part, arm in _RIVALS.items() for c in courses}
+    parts = {part: at_least(each, _LOWER) for part, each in ratios.items()}
+    sooner = [ratio for c in courses for ratio in ratios[f"{c}: {next(iter(_RIVALS))}"]]
     told = "; ".join(
-        f"{condition}: {name} ends at {ends[condition, name]:.4f}, {ALL} at {ends[condition, ALL]:.4f}, "
-        f"{ASYNCHRONOUS} SGD at {old[condition]:.4f} with the learning rate of {name}, "
-        f"at {ends[condition, ASYNCHRONOUS]:.4f} with its own"
-        for condition, name in winners.items()
+        f"{c}: {chosen(course.tuned)} ends at {_end(course, CHOSEN):.4f}, {ALL} at {_end(course, ALL):.4f}, "
+        f"{ASYNCHRONOUS} SGD at {_end(course, STALE):.4f} with the learning rate of {chosen(course.tuned)}, "
+        f"at {_end(course, ASYNCHRONOUS):.4f} with its own"
+        for c, course in courses.items()
     )
+    edges = [f"{name}, {c}" for c, course in courses.items() for name, each in course.tuned.items() if not each.inner]
     return Result(
-        parts={
-            **{f"{c}: than all workers": judged(ratio > 1) for c, ratio in sooner.items()},
-            **{f"{c}: than asynchronous, at its rate": judged(ratio > 1) for c, ratio in fresher.items()},
-            **{f"{c}: than asynchronous, at the other's own rate": judged(ratio > 1) for c, ratio in tuned.items()},
-        },
+        parts=parts,
         measured=told,
-        value=fmean(sooner.values()),
-        least=min(sooner.values()),
-        most=max(sooner.values()),
+        value=fmean(sooner),
+        least=min(sooner),
+        most=max(sooner),
         details={
-            **{f"{name}, {condition}": _words(each) for (condition, name), each in races.items()},
-            **{
-                f"{ASYNCHRONOUS} at the rate of {winners[c]}, {c}": f"{_course(rans)}, learning rate "
-                f"{races[c, winners[c]].rate:g}"
-                for c, rans in stale.items()
-            },
-            **{f"b that ends lowest, {c}": name.removeprefix("b = ") for c, name in winners.items()},
-            **{f"b by the times of steps, each seed, {c}": _advice(races[c, ALL].rans) for c in winners},
-            "where it falls short": _shortfalls(sooner, fresher, tuned),
-            "learning rates found at an edge": ", ".join(f"{n}, {c}" for (c, n), t in races.items() if not t.inner)
-            or "none",
+            **{f"rival's loss over the chosen b's, each seed, {part}": _listed(each) for part, each in ratios.items()},
+            **{f"{arm}, {c}": _course(rans) for c, course in courses.items() for arm, rans in course.rans.items()},
+            **{f"search, {n}, {c}": _found(each) for c, course in courses.items() for n, each in course.tuned.items()},
+            **{f"chosen b, {c}": _choice(course.tuned) for c, course in courses.items()},
+            **{f"b by the times of steps, each seed, {c}": _advice(each.rans[ALL]) for c, each in courses.items()},
+            "where it falls short": _shortfalls(ratios, parts),
+            "learning rates found at an edge": ", ".join(edges) or "none",
             "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
         },
     )
 
 
-def _ends(races: Races) -> dict[tuple[str, str], float]:
-    return {key: fmean(ran.end for ran in tuned.rans) for key, tuned in races.items()}
+def _ratios(rans: Mapping[str, Sequence[Ran]], rival: str) -> list[float]:
+    """A rival's loss at the end over the chosen b's, seed by seed: not a number where both have diverged."""
+    pairs = zip(rans[rival], rans[CHOSEN], strict=True)
+    return [theirs.end / ours.end for theirs, ours in pairs]
 
 
-def _winner(ends: Mapping[tuple[str, str], float], condition: str) -> str:
-    """The number of backups above 0 that ends with the least loss."""
-    names = [name for c, name in ends if c == condition and name not in (ALL, ASYNCHRONOUS)]
-    return min(names, key=lambda name: ends[condition, name])
+def _end(course: Course, arm: str) -> float:
+    return fmean(ran.end for ran in course.rans[arm])
 
 
-def _shortfalls(sooner: Mapping[str, float], fresher: Mapping[str, float], tuned: Mapping[str, float]) -> str:
-    lost = [f"{c}: {ALL} ends lower" for c, ratio in sooner.items() if ratio <= 1]
-    lost += [f"{c}: {ASYNCHRONOUS} SGD ends lower at the same learning rate" for c, r in fresher.items() if r <= 1]
-    lost += [
-        f"{c}: {ASYNCHRONOUS} SGD ends lower at its own learning rate: it throws no gradient away"
-        for c, ratio in tuned.items()
-        if ratio < 1
+def _listed(ratios: Sequence[float]) -> str:
+    return ", ".join(f"{ratio:.3f}" for ratio in ratios)
+
+
+def _shortfalls(ratios: Mapping[str, Sequence[float]], parts: Mapping[str, Outcome]) -> str:
+    lost = [
+        f"{part}: lower with {sum(ratio > 1 for ratio in ratios[part])} of {len(ratios[part])} seeds"
+        for part, outcome in parts.items()
+        if outcome is not Outcome.HOLDS
     ]
     return "; ".join(lost) or "nowhere"
 
 
-def _words(tuned: Tuned) -> str:
-    shares = ", ".join(f"{fmean(ran.shares[rank] for ran in tuned.rans):.0%}" for rank in range(WORKERS))
+def _choice(tuned: Mapping[str, Tuned]) -> str:
+    """Which b was chosen, of which, and whether it is the least or the greatest of them."""
+    losses = {name: each.loss for name, each in tuned.items() if name not in (ALL, ASYNCHRONOUS)}
+    best, names = chosen(tuned), list(losses)
+    edge = ", at an edge of those tried" if best in (names[0], names[-1]) else ""
+    told = ", ".join(f"{name}: {loss:.3f}" for name, loss in losses.items())
+    return f"{best.removeprefix('b = ')}{edge} (in the search {told})"
+
+
+def _found(tuned: Tuned) -> str:
     tried = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tuned.tried.items()))
-    return f"{_course(tuned.rans)}, learning rate {tuned.rate:g} (tried {tried}), ranks used {shares}"
+    return f"learning rate {tuned.rate:g} (tried {tried})"
 
 
 def _course(rans: Sequence[Ran]) -> str:
-    """How races went: where they end, how far they came, and how much they waver."""
+    """How races went: where they end, how far they came, how much they waver, and whose gradients were used."""
     ends = [ran.end for ran in rans]
     noise = fmean(_deviation(ran.losses[-len(ran.losses) // 3 :]) for ran in rans)
+    shares = ", ".join(f"{fmean(ran.shares[rank] for ran in rans):.0%}" for rank in range(WORKERS))
     return (
         f"loss {fmean(ends):.4f} ({min(ends):.4f} to {max(ends):.4f}), {fmean(ran.steps for ran in rans):.0f} updates, "
-        f"deviation over the last third {noise:.4f}"
+        f"deviation over the last third {noise:.4f}, ranks used {shares}"
     )
 
 
@@ -187,16 +228,22 @@ def _advice(rans: Sequence[Ran]) -> str:
     return ", ".join(str(WORKERS - ran.best) for ran in rans)
 
 
-def _drawn(attempt: Attempt, races: Races, stale: Mapping[str, Sequence[Ran]]) -> list[str]:
+def _drawn(attempt: Attempt, courses: Courses) -> list[str]:
     """The names of the pictures; none where matplotlib is not installed."""
     try:
         from reproductions.backup_workers.pictures import ends_picture, time_picture
     except ModuleNotFoundError:
         return []
-    chosen: dict[tuple[str, str], Sequence[Ran]] = {key: tuned.rans for key, tuned in races.items()}
-    if all(isfinite(ran.end) for rans in stale.values() for ran in rans):
-        chosen |= {(condition, f"{ASYNCHRONOUS}, best b's rate"): rans for condition, rans in stale.items()}
-    return [picture.png(attempt.folder).name for picture in (time_picture(chosen), ends_picture(chosen))]
+    # An arm that has diverged somewhere cannot be drawn, and both kinds of late workers show the same arms.
+    arms = [
+        arm
+        for arm in (ALL, CHOSEN, STALE, ASYNCHRONOUS)
+        if all(isfinite(ran.end) for course in courses.values() for ran in course.rans[arm])
+    ]
+    if not arms:
+        return []
+    shown = {(condition, arm): course.rans[arm] for condition, course in courses.items() for arm in arms}
+    return [picture.png(attempt.folder).name for picture in (time_picture(shown), ends_picture(shown))]
 
 
 CLAIM = Claim(
@@ -208,27 +255,32 @@ CLAIM = Claim(
     published="in words: with backup workers synchronous training converges in less time and to better accuracy than "
     "asynchronous training, and in less time than without them (its figures, of 100 machines, are not comparable)",
     protocol=f"digits, {WORKERS} workers as threads, with random stalls and with one worker always slow, for the same "
-    "time; each method at a learning rate of its own, found by doubling or halving from the same one with seeds apart; "
-    "4 seeds (quick: 3)",
+    "time; each method at a learning rate of its own, found by doubling or halving from the same one, and the b above "
+    "0 that ends lowest there, both with 3 seeds (quick: 1) apart from those that are judged; then 8 seeds (quick: 3), "
+    "all arms in turn with each",
     parts={
-        **{
-            f"{c}: than all workers": "the best b above 0 ends with a lower held-out loss than b = 0"
-            for c in CONDITIONS
-        },
-        **{
-            f"{c}: than asynchronous, at its rate": "it ends lower than asynchronous SGD at the learning rate of that b"
-            for c in CONDITIONS
-        },
-        **{
-            f"{c}: than asynchronous, at the other's own rate": "it ends lower than asynchronous SGD at its own best "
-            "rate"
-            for c in CONDITIONS
-        },
+        f"{condition}: {part}": words
+        for part, words in {
+            "than all workers": "with every seed the chosen b above 0 ends with a lower held-out loss than b = 0",
+            "than asynchronous, at its rate": "with every seed it ends lower than asynchronous SGD at the learning "
+            "rate of that b",
+            "than asynchronous, at the other's own rate": "with every seed it ends lower than asynchronous SGD at its "
+            "own best rate",
+        }.items()
+        for condition in CONDITIONS
     },
     costs="with few workers asynchronous SGD at its own learning rate can end lower: its gradients are few steps old, "
     "and it throws none away",
-    minutes=(8, 2.5),
+    minutes=(10, 2.7),
     earlier=(
+        Earlier(
+            "with random stalls and with one slow worker the best b above 0, the one with the lowest mean of the seeds "
+            "that are judged, ends with a lower mean held-out loss than b = 0, than asynchronous SGD at the learning "
+            "rate of that b, and than asynchronous SGD at its own best rate",
+            "not run",
+            "the least of three b's on the seeds that are judged favours backups, and a ratio of means hides how seeds "
+            "differ",
+        ),
         Earlier(
             "after the same time, each method at a learning rate of its own, the best b above 0 has a lower held-out "
             "loss than b = 0, and than asynchronous SGD at the learning rate of that b, with random stalls and with "

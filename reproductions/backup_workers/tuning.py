@@ -5,25 +5,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 
-from reproductions.backup_workers.race import Ran
-
-_FARTHEST = 6  # doublings or halvings from the first rate
+_FARTHEST = 6  # doublings or halvings from the first rate, or from the first below it that does not diverge
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A method at the learning rate that was found for it.
+    """What the search for a method's learning rate found.
 
     Attributes:
         rate: the learning rate.
-        tried: by learning rate, the loss in the search, which has a seed of its own.
-        rans: at that rate, one race for each of the other seeds.
+        tried: by learning rate, the mean loss in the search, which has seeds of its own.
     """
 
     rate: float
     tried: Mapping[float, float]
-    rans: tuple[Ran, ...]
+
+    @property
+    def loss(self) -> float:
+        """In the search, at the rate that was found."""
+        return self.tried[self.rate]
 
     @property
     def inner(self) -> bool:
@@ -36,17 +38,22 @@ def search_rate(trial: Callable[[float], float], first: float) -> dict[float, fl
 
     Args:
         trial: of a learning rate, the loss that it ends with; infinite where it diverges.
-        first: where the search begins.
+        first: where the search begins. Where it diverges, it is halved until it does not: neighbours that diverge
+            as well would tell nothing of which way is better.
 
     Returns:
         By learning rate, the loss of every trial.
     """
     tried = {first: trial(first)}
+    while not isfinite(tried[first]) and len(tried) <= _FARTHEST:
+        first *= 0.5
+        tried[first] = trial(first)
     for factor in (2.0, 0.5):
         rate = first
         for _ in range(_FARTHEST):
             following = rate * factor
-            tried[following] = trial(following)
+            if following not in tried:
+                tried[following] = trial(following)
             if tried[following] >= tried[rate]:
                 break
             rate = following

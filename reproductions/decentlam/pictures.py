@@ -48,7 +48,7 @@ def bias_picture(biases: Mapping[tuple[str, float, float], float], momentum: flo
         figure,
         "Bias at rest",
         "Methods without bias are not drawn; QG-DmSGD and DecentLaM lie on DSGD, which has no momentum.",
-        "Two plots of squared bias on least squares for eight methods, against learning rate and against momentum.",
+        f"Two plots of squared bias on least squares for {len(shown)} methods, by learning rate and by momentum.",
     )
 
 
@@ -57,7 +57,8 @@ def accuracy_picture(accuracies: Mapping[tuple[str, int], Sequence[float]]) -> P
     figure = canvas(7.2, 4.4)
     axes = figure.subplots()
     totals = sorted({total for _, total in accuracies})
-    for place, (name, look) in enumerate(_LOOKS.items()):
+    shown = {name: look for name, look in _LOOKS.items() if (name, totals[0]) in accuracies}
+    for place, (name, look) in enumerate(shown.items()):
         found = [[100 * (1 - value) for value in accuracies[name, total]] for total in totals]
         shifted = [total * 1.03 ** (place - len(_LOOKS) / 2) for total in totals]
         axes.vlines(shifted, [min(each) for each in found], [max(each) for each in found], color=look.tone.light, lw=1)
@@ -67,18 +68,18 @@ def accuracy_picture(accuracies: Mapping[tuple[str, int], Sequence[float]]) -> P
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else ""))
     plain(axes, x="examples a step, all workers together", y="wrong answers, percent")
-    legend(figure, [key(look) for look in _LOOKS.values()], _NAMES)
+    legend(figure, [key(look) for look in shown.values()], list(shown))
     return Picture(
         "accuracy",
         figure,
         "Accuracy as the batch grows",
         "The same number of examples each; bars reach from the worst seed to the best.",
-        "Wrong answers of eight methods against the size of the batch, with the range over seeds.",
+        f"Wrong answers of {len(shown)} methods against the size of the batch, with the range over seeds.",
     )
 
 
 def _most(biases: Mapping[tuple[str, float, float], float], name: str) -> float:
-    return max(bias for (each, _, _), bias in biases.items() if each == name)
+    return max((bias for (each, _, _), bias in biases.items() if each == name), default=0.0)
 
 
 def _line(axes: Axes, look: Look, values: Mapping[float, float]) -> None:

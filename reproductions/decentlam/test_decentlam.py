@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from reproductions.decentlam import claim as decentlam
 from reproductions.decentlam import least_squares
-from reproductions.decentlam.claim import Accuracies, Biases, Scale, judge
+from reproductions.decentlam.claim import Accuracies, AtRest, Biases, Choices, Scale, judge
 from reproductions.decentlam.methods import METHODS
 from reproductions.shared.claims import Attempt, claim, write_result
+from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
 from thinwire import Complete, Gossip, OnePeerExponential, Ring
 from thinwire.tasks import load
@@ -74,27 +76,50 @@ def test_the_learning_rate_warms_up_over_a_tenth_of_the_steps() -> None:
     assert Schedule(steps=5, batch_size=1, lr=0.8).rate(0) == 0.8
 
 
-def figures(off: float = 1e-12, ratio: float = 50.0, gain: float = 0.02) -> tuple[Biases, Accuracies]:
+def figures(
+    off: float = 1e-12,
+    ratio: float = 50.0,
+    predicted: float = 50.0,
+    added: float = 1.0,
+    gains: tuple[float, ...] = (0.02, 0.022, 0.021),
+    earlier: tuple[float, ...] = (0.0, 0.001, -0.001),
+) -> tuple[Biases, Choices, Accuracies]:
     """What might have been measured."""
     biases: Biases = {}
     for method in METHODS:
-        momentum = 0.0 if method.name == "DSGD" else 0.9
-        for rate in (0.05, 0.1):
-            bias = 0.0 if method.pull is None else rate * (ratio if method.name == "DmSGD" else 1.0)
-            biases[method.name, momentum, rate] = (bias, off)
+        for momentum in (0.0,) if method.name == "DSGD" else (0.5, 0.9):
+            for rate in (0.05, 0.1):
+                real, told = {"DmSGD": (ratio, predicted), "DecentLaM": (added, 1.0)}.get(method.name, (1.0, 1.0))
+                scale = 0.0 if method.pull is None else rate
+                biases[method.name, momentum, rate] = AtRest(scale * real, off, scale * told)
     accuracies = {(method.name, total): [0.9, 0.92, 0.91] for method in METHODS for total in (64, 1024)}
-    accuracies["DecentLaM", 1024] = [0.9 + gain, 0.92 + gain, 0.911 + gain]
+    for total, differences in ((64, earlier), (1024, gains)):
+        pairs = zip(accuracies["DmSGD", total], differences, strict=True)
+        accuracies["DecentLaM", total] = [theirs + more for theirs, more in pairs]
     accuracies["EDM", 1024] = [0.95, 0.95, 0.95]
-    return biases, accuracies
+    choices = dict.fromkeys(accuracies, Choice({0.5: 0.3, 1.0: 0.2, 2.0: 0.4}))
+    return biases, choices, accuracies
 
 
 @pytest.mark.parametrize(
-    ("changes", "holds"),
-    [({}, True), ({"off": 1e-8}, False), ({"ratio": 0.9}, False), ({"gain": -0.01}, False), ({"gain": 0.0}, False)],
+    ("changes", "part", "outcome"),
+    [
+        ({"off": 1e-8}, "points of rest", "does not hold"),
+        ({"ratio": 0.9, "predicted": 0.9}, "bias", "does not hold"),
+        ({"ratio": 51.0}, "bias", "does not hold"),
+        ({"added": 1.02, "predicted": 50.0 / 1.02}, "bias", "does not hold"),
+        ({"gains": (-0.01, -0.02, 0.01)}, "accuracy", "does not hold"),
+        ({"gains": (0.02, 0.0, 0.01)}, "accuracy", "within noise"),
+        ({"earlier": (0.02, 0.022, 0.021)}, "growing with the batch", "does not hold"),
+        ({"earlier": (0.02, 0.0, 0.021)}, "growing with the batch", "within noise"),
+        ({"gains": (-0.01, -0.02, 0.01), "earlier": (-0.03, -0.04, -0.01)}, "growing with the batch", "holds"),
+    ],
 )
-def test_the_verdict_follows_from_the_figures(changes: dict[str, float], holds: bool) -> None:
+def test_each_part_of_the_verdict_follows_from_the_figures(changes: dict[str, Any], part: str, outcome: str) -> None:
+    assert judge(*figures(), []).holds
     result = judge(*figures(**changes), [])
-    assert result.holds is holds
+    assert result.parts[part] == outcome
+    assert list(result.parts) == list(claim("decentlam").parts)
 
 
 def test_losses_are_told_as_well_as_wins() -> None:
@@ -103,22 +128,23 @@ def test_losses_are_told_as_well_as_wins() -> None:
     assert result.details["accuracy at 1024 examples a step: DmSGD"] == "91.00 % (90.00 to 92.00)"
     assert result.details["squared bias, momentum 0.9: DmSGD"] == "2.5 at 0.05, 5 at 0.1"
     assert result.details["pictures"] == "![bias.png](bias.png)"
-    assert "50.0 times" in result.measured
+    assert result.details["factor of the learning rate at 64 examples a step: DmSGD"].startswith("1 (loss 0.300 at 0.5")
+    assert "50.0 to 50.0 times" in result.measured
     assert result.least < result.value < result.most
 
 
 def test_a_small_run_measures_draws_and_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    few = tuple(BY_NAME[name] for name in ("DmSGD", "DecentLaM"))
+    few = tuple(BY_NAME[name] for name in ("DSGD", "DmSGD", "DecentLaM"))
     monkeypatch.setattr(decentlam, "METHODS", few)
     monkeypatch.setattr(decentlam, "WORKERS", 4)
-    monkeypatch.setattr(decentlam, "QUICK", Scale(rates=(0.3,), momenta=(0.9,), batches=(16,), seeds=2))
+    monkeypatch.setattr(decentlam, "QUICK", Scale((0.3,), (0.9,), (16,), factors=(0.5, 1.0), seeds=2))
     monkeypatch.setattr(decentlam, "_EXAMPLES", 16 * 4 * 5)
     monkeypatch.setattr(least_squares, "_LOOK_EVERY", 50)
     monkeypatch.setattr(decentlam, "_drawn", lambda *_: [])
     begun: list[tuple[str, int]] = []
     result = decentlam.measure(Attempt(tmp_path, True, lambda event: None, lambda *words: begun.append(words)))
-    assert [place for _, place in begun] == [0, 1, 2, 3]
-    assert "DecentLaM" in begun[1][0]
+    assert [place for _, place in begun] == [0, 1, 2, 3, 4, 5]
+    assert "DecentLaM" in begun[2][0]
     assert float(result.measured.rpartition(" ")[2]) < 1e-9
     page = write_result(tmp_path, claim("decentlam"), result, quick=True, when="today").read_text()
     assert "squared bias, momentum 0.9: DecentLaM" in page
@@ -126,7 +152,7 @@ def test_a_small_run_measures_draws_and_reports(tmp_path: Path, monkeypatch: pyt
 
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    biases, accuracies = figures()
+    biases, _, accuracies = figures()
     names = decentlam._drawn(Attempt(tmp_path, True, lambda event: None, lambda *_: None), biases, accuracies)
     assert names == ["bias.png", "accuracy.png"]
     assert all((tmp_path / name).stat().st_size > 10_000 for name in names)

@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from reproductions.dqsgd.regression import Kept, kept, parity
-from reproductions.dqsgd.thread_runs import Learned, learned
-from reproductions.shared.claims import Attempt, Claim, Result, judged
+from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
+from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.threads import Schedule
 from thinwire.codecs.majority import MajorityVote
 from thinwire.codecs.qsgd import QSGD
@@ -26,7 +26,9 @@ from thinwire.tasks import Task, load
 WORKERS = 4
 _BLOCK = 512  # as QSGD's buckets
 _EXCESS, _POINTS, _FEWER = 0.01, 0.005, 0.75
-_DENSE, _OURS, _RIVAL = "SGD", "DQ-SGD, 3 bits", "QSGD, 4 bits"
+# Scales are counted too: 3 bits an entry with them exceed three quarters of QSGD's bytes by a hair, 2.95 do not.
+_BITS = 2.95
+_DENSE, _OURS, _RIVAL = "SGD", f"DQ-SGD, {_BITS:g} bits", "QSGD, 4 bits"
 _SLOW = ("fixed, 4 bits", "DQ-SGD, 4 bits", "DQ-SGD, bound")
 
 
@@ -55,7 +57,7 @@ class Scale:
     left_out: tuple[str, ...] = _SLOW
 
 
-_DIGITS = Scale("digits", None, Schedule(100, 8, 0.1, momentum=0.9), (0.03, 0.1), (0.001, 0.003), 2, 1)
+_DIGITS = Scale("digits", None, Schedule(100, 8, 0.1, momentum=0.9), (0.03, 0.1), (0.001, 0.003), 3, 1)
 _NEWS = Scale("agnews", None, Schedule(200, 16, 1.0, momentum=0.9), (1.0,), (0.01,), 3, 1)
 
 
@@ -65,7 +67,8 @@ def scales(quick: bool, real: bool) -> list[Scale]:
         return [_NEWS if real else _DIGITS]
     if not real:
         return [replace(_DIGITS, rates=(0.03, 0.1, 0.3), votes=(0.001, 0.003), seeds=5, bounds=5, left_out=())]
-    pictures = Scale("cifar10", "resnet8", Schedule(300, 32, 0.1, momentum=0.9), (0.03, 0.1), (0.0003, 0.001), 1, 1)
+    schedule, rates, votes = Schedule(180, 32, 0.1, momentum=0.9), (0.03, 0.1, 0.3), (0.0003, 0.001, 0.003)
+    pictures = Scale("cifar10", "resnet8", schedule, rates, votes, 3, 1)
     news = replace(_NEWS, rates=(0.5, 1.0, 2.0), votes=(0.003, 0.01, 0.03), bounds=5, left_out=())
     return [news, pictures]
 
@@ -80,7 +83,7 @@ def methods(steps: int, left_out: Sequence[str] = ()) -> dict[str, Strategy]:
         "fixed, 4 bits": DQSGD(FixedBits(4), _BLOCK),
         "fixed, 3 bits": DQSGD(FixedBits(3), _BLOCK),
         "DQ-SGD, 4 bits": DQSGD(BitBudget(4.0, steps), _BLOCK),
-        _OURS: DQSGD(BitBudget(3.0, steps), _BLOCK),
+        _OURS: DQSGD(BitBudget(_BITS, steps), _BLOCK),
         "DQ-SGD, bound": DQSGD(ErrorBound(3e-3, steps), _BLOCK),
     }
     return {name: strategy for name, strategy in every.items() if name not in left_out}
@@ -94,14 +97,17 @@ def measure(attempt: Attempt) -> Result:
         attempt.begin(f"logistic regression under a bound, seed {seed}", next(places))
         bounds.append(kept(problem, error=3e-6, steps=400, lr=0.2 / problem.smoothness, seed=seed))
     found: dict[str, dict[str, list[Learned]]] = {}
+    chosen: dict[str, str] = {}
     for plan in plans:
-        task, found[plan.task] = load(plan.task), {}
+        task, found[plan.task], rates = load(plan.task), {}, list[str]()
         for name, strategy in methods(plan.schedule.steps, plan.left_out).items():
             attempt.begin(f"{plan.task}: {name}", next(places))
-            found[plan.task][name] = _best(task, strategy, plan)
+            found[plan.task][name], rate = _best(task, strategy, plan)
+            rates.append(f"{name} {rate}")
+        chosen[f"{plan.task}: rates chosen, by the loss of a seed that is not judged"] = ", ".join(rates)
     result = judge(bounds, found, _drawn(attempt, bounds, found))
     data = ", ".join(f"{load(plan.task).title}, rate {_rates(plan)}, {plan.schedule.steps} steps" for plan in plans)
-    return replace(result, details={**result.details, "data": data})
+    return replace(result, details={**result.details, **chosen, "data": data})
 
 
 def _rates(plan: Scale) -> str:
@@ -110,8 +116,8 @@ def _rates(plan: Scale) -> str:
     return f"{tried} ({votes} where entries move alike), {plan.seeds} seeds"
 
 
-def _best(task: Task, strategy: Strategy, plan: Scale) -> list[Learned]:
-    """The runs of the rate that learns most with a seed of its own."""
+def _best(task: Task, strategy: Strategy, plan: Scale) -> tuple[list[Learned], str]:
+    """The runs of the rate that learns most with a seed of its own, and that rate in words."""
 
     def run(rate: float, seed: int) -> Learned:
         schedule = replace(plan.schedule, lr=rate)
@@ -120,30 +126,25 @@ def _best(task: Task, strategy: Strategy, plan: Scale) -> list[Learned]:
     votes = isinstance(strategy, AllReduce) and isinstance(strategy.codec, MajorityVote)
     rates = plan.votes if votes else plan.rates
     rate = min(rates, key=lambda each: run(each, 1000).loss) if len(rates) > 1 else next(iter(rates))
-    return [run(rate, seed) for seed in range(plan.seeds)]
+    return [run(rate, seed) for seed in range(plan.seeds)], rate_in_words(rate, rates)
 
 
 def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]], pictures: list[str]) -> Result:
     """Whether bounds were kept with few bits, and what was learned with fewer is as good."""
     excess = [run.excess for run in bounds]
     respected = all(run.gap <= run.bound and run.added <= 1 for run in bounds)
-    gains = {task: _mean(runs[_OURS], "accuracy") - _mean(runs[_RIVAL], "accuracy") for task, runs in found.items()}
-    shares = {
-        task: _mean(runs[_OURS], "payload_bytes") / _mean(runs[_RIVAL], "payload_bytes") for task, runs in found.items()
-    }
-    as_good = all(
-        gain >= _POINTS or (gain >= -_POINTS and shares[task] <= _FEWER + 0.02) for task, gain in gains.items()
-    )
+    gains = {task: _gains(runs, _RIVAL) for task, runs in found.items()}
+    shares = {task: _share(runs, _RIVAL) for task, runs in found.items()}
     return Result(
         parts={
             "bound": judged(respected),
-            "fewest bits": judged(fmean(excess) <= _EXCESS),
-            "accuracy": judged(as_good),
+            "fewest bits": at_most(excess, _EXCESS),
+            "accuracy": weakest([as_good(each, shares[task]) for task, each in gains.items()]),
         },
         measured=f"bound {'kept' if respected else 'broken'} with {fmean(excess):+.2%} bits more than the fewest; "
         + "; ".join(
-            f"{task}: {100 * gains[task]:+.2f} points beside QSGD of 4 bits, with {shares[task]:.2f} times its bytes"
-            for task in gains
+            f"{task}: {_points(each)} beside QSGD of 4 bits, with {shares[task]:.4f} times its bytes"
+            for task, each in gains.items()
         ),
         value=fmean(excess),
         least=min(excess),
@@ -162,8 +163,40 @@ def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Lear
     )
 
 
+def as_good(gains: Sequence[float], share: float) -> Outcome:
+    """Whether so much accuracy is gained in each seed as that share of a rival's bytes asks for.
+
+    Args:
+        gains: of accuracy, seed by seed.
+        share: of the rival's bytes that was sent.
+    """
+    return at_least(gains, -_POINTS if share <= _FEWER else _POINTS)
+
+
+def _gains(runs: Mapping[str, Sequence[Learned]], rival: str) -> list[float]:
+    """Accuracy more than a rival's with the same seed: the same data, order and first parameters."""
+    return [ours.accuracy - other.accuracy for ours, other in zip(runs[_OURS], runs[rival], strict=True)]
+
+
+def _share(runs: Mapping[str, Sequence[Learned]], rival: str) -> float:
+    return _mean(runs[_OURS], "payload_bytes") / _mean(runs[rival], "payload_bytes")
+
+
+def _points(gains: Sequence[float]) -> str:
+    """Paired differences in words: their mean, its standard error, and each."""
+    each = ", ".join(f"{100 * gain:+.2f}" for gain in gains)
+    error = f" ± {100 * stdev(gains) / len(gains) ** 0.5:.2f}" if len(gains) > 1 else ""
+    return f"{100 * fmean(gains):+.2f}{error} points (by seed: {each})"
+
+
 def _rows(found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> dict[str, Any]:
-    return {
+    beside = {
+        f"{task}, {_OURS} beside {name}": f"{_points(_gains(runs, name))}, {_share(runs, name):.3f} times its bytes"
+        for task, runs in found.items()
+        for name in runs
+        if name != _OURS
+    }
+    return beside | {
         f"{task}, {name}": f"accuracy {_mean(runs, 'accuracy'):.4f} "
         f"({min(run.accuracy for run in runs):.4f} to {max(run.accuracy for run in runs):.4f}), "
         f"loss {_mean(runs, 'loss'):.4f}, {_mean(runs, 'bits_per_entry'):.3f} bits sent for a parameter and step"
@@ -193,17 +226,39 @@ CLAIM = Claim(
     paper="Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021, "
     "arXiv:2107.14575",
     published="better trade-offs of accuracy against communication than SGD, SignSGD, TernGrad and QSGD",
-    protocol="logistic regression under an error bound, 5 seeds (quick: 1); AG News and CIFAR-10 with ResNet-8 (digits "
-    "where files are missing; quick: AG News), SGD, SignSGD, TernGrad, QSGD and DQ-SGD, each at the best of the same "
-    "number of learning rates; 3 seeds on AG News, 1 on CIFAR-10",
+    protocol="logistic regression under an error bound, 5 seeds (quick: 1); AG News, 200 steps, and CIFAR-10 with "
+    "ResNet-8, 180 steps (digits where files are missing; quick: AG News, each method at one rate), 3 seeds each; SGD, "
+    f"SignSGD, TernGrad, QSGD and DQ-SGD of {_BITS:g} bits, each at the best of 3 learning rates, chosen with a seed "
+    "that is not judged; QSGD is the rival that is judged, seed by seed, the others are told beside it",
     parts={
-        "bound": "logistic regression: the distance from the optimum and the ledger are within their bounds",
-        "fewest bits": f"there, mean bits are within {_EXCESS:.0%} of the fewest of hindsight",
-        "accuracy": f"every task: at least {_POINTS:.1%} more accurate than QSGD of 4 bits, or no more than that less "
-        f"accurate with {_FEWER:g} times its bytes",
+        "bound": "logistic regression, every seed: the distance from the optimum and the ledger are within their "
+        "bounds",
+        "fewest bits": f"there, mean bits are within {_EXCESS:.0%} of the fewest of hindsight in every seed; where "
+        "some seeds are and others not, it is within noise",
+        "accuracy": f"every task, in every seed: no more than {_POINTS:.1%} less accurate than QSGD of 4 bits with the "
+        f"same seed where it sends at most {_FEWER:g} times QSGD's bytes, scales counted; at least {_POINTS:.1%} more "
+        "accurate where it sends more; where some seeds of a task meet this and others not, it is within noise",
     },
-    costs="where gradients shrink within the run, or steps remove much of earlier errors, the error bound spends 1.4 "
-    "to 1.8 times the fewest bits of hindsight: it reserves error for steps that need less of it",
+    costs="where gradients shrink within the run, or steps remove much of earlier errors, the error bound spends 1.5 "
+    "to 3.7 times the fewest bits of hindsight: it reserves error for steps that need less of it",
     minutes=(25, 2),
+    earlier=(
+        Earlier(
+            "bound: logistic regression: the distance from the optimum and the ledger are within their bounds; fewest "
+            f"bits: there, mean bits are within {_EXCESS:.0%} of the fewest of hindsight; accuracy: every task: at "
+            f"least {_POINTS:.1%} more accurate than QSGD of 4 bits, or no more than that less accurate with 0.75 "
+            "times its bytes",
+            "not run",
+            "means of seeds, of which CIFAR-10 had one, cannot be told from noise; and the code let 0.77 times the "
+            "bytes pass for 0.75",
+        ),
+        Earlier(
+            "logistic regression: the distance from the optimum and the ledger within their bounds, mean bits within "
+            f"{_EXCESS:.0%} of the fewest of hindsight; every task: at least {_POINTS:.1%} more accurate than QSGD of "
+            "4 bits, or no more than that less accurate with 0.75 times its bytes",
+            "holds: +0.71% bits; AG News +3.22 points, CIFAR-10 (one seed) +2.27 points, with 0.75 times the bytes",
+            "one rule became three parts",
+        ),
+    ),
     run=measure,
 )

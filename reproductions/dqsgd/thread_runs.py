@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from reproductions.shared.claims import Outcome
 from reproductions.shared.threads import Schedule
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
@@ -80,3 +82,25 @@ def learned(
         return Learned(metric, loss, sent, schedule.steps, size)
 
     return run_threads(workers, body, timeout=PATIENCE_SECONDS)[0]
+
+
+def weakest(outcomes: Sequence[Outcome]) -> Outcome:
+    """What comes of a rule that must hold of every one of several tasks, or numbers of workers.
+
+    Example:
+        >>> weakest([Outcome.HOLDS, Outcome.NOISE]).value, weakest([Outcome.NOISE, Outcome.FAILS]).value
+        ('within noise', 'does not hold')
+    """
+    return next(each for each in (Outcome.FAILS, Outcome.NOISE, Outcome.HOLDS) if each in outcomes)
+
+
+def rate_in_words(rate: float, tried: Sequence[float]) -> str:
+    """A chosen rate, and whether it lies at the edge of those that were tried.
+
+    Example:
+        >>> rate_in_words(0.1, (0.03, 0.1, 0.3)), rate_in_words(0.3, (0.03, 0.1, 0.3)), rate_in_words(1.0, [1.0])
+        ('0.1', '0.3 (edge)', '1 (the only one)')
+    """
+    if len(tried) == 1:
+        return f"{rate:g} (the only one)"
+    return f"{rate:g}{' (edge)' if rate in (min(tried), max(tried)) else ''}"

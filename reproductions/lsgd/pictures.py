@@ -36,7 +36,7 @@ def loss_picture(curves: Mapping[str, Sequence[Curve]]) -> Picture:
         "loss",
         figure,
         "Held-out loss against time",
-        "All methods have the same time over the same link, each at the best of the same learning rates.",
+        "All methods have the same time over the same link, each at its own learning rate.",
         f"Held-out loss of {', '.join(curves)} against seconds of training.",
     )
 

@@ -56,6 +56,14 @@ class Finish:
         """Of a step, round by round."""
         return self.counts[scheme][0].seconds
 
+    def inference_bytes(self, scheme: Scheme) -> float:
+        """The most that a rank sent in a forward pass alone."""
+        return max(each.inference_payload_bytes for each in self.counts[scheme])
+
+    def inference_seconds(self, scheme: Scheme) -> list[float]:
+        """Of a forward pass alone, round by round."""
+        return self.counts[scheme][0].inference_seconds
+
     def losses(self) -> list[float]:
         """Of each scheme, after the same steps."""
         return [self.counts[scheme][0].loss for scheme in SCHEMES]
@@ -127,6 +135,16 @@ def formula_payload_bytes(race: Race, scheme: Scheme) -> float:
         elements = one_dimensional_elements(layer, sequence_parallel=True, keeps_gathered=True) + norms
     else:
         elements = layer_elements(layer) + norm_elements(layer) + vector_elements(layer)
+    return ELEMENT_BYTES * race.stem.layers * elements
+
+
+def formula_inference_bytes(race: Race, scheme: Scheme) -> float:
+    """What a rank sends in a forward pass alone."""
+    layer = layer_of(race)
+    if scheme == "2d":
+        elements = layer_elements(layer, "forward") + norm_elements(layer, "forward")
+    else:
+        elements = one_dimensional_elements(layer, "forward", sequence_parallel=scheme == "1d+sequence")
     return ELEMENT_BYTES * race.stem.layers * elements
 
 

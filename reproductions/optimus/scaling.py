@@ -16,6 +16,37 @@ TOKENS_PER_HIDDEN = 8
 LAYERS = 24
 HEAD_SIZE = 64
 LIMIT_BYTES = 16 * 2**30
+SEQUENCE = 512  # tokens, in the paper
+
+
+@dataclass(frozen=True)
+class Published:
+    """A row of the paper's table of weak scaling: Megatron's figure, then Optimus's.
+
+    Args:
+        ranks: GPUs, of 16 GB.
+        hidden: features of the stream.
+        heads: of attention.
+        batches: sequences.
+        training: sequences in a second.
+        inference: the same of forward passes alone.
+    """
+
+    ranks: int
+    hidden: int
+    heads: int
+    batches: tuple[int, int]
+    training: tuple[float, float]
+    inference: tuple[float, float]
+
+
+PUBLISHED = (
+    Published(4, 2048, 32, (60, 96), (2.936, 2.523), (12.61, 10.15)),
+    Published(16, 4096, 64, (60, 192), (1.383, 1.413), (4.80, 5.67)),
+    Published(36, 6120, 72, (40, 288), (0.882, 1.306), (2.96, 5.26)),
+    Published(64, 8192, 128, (30, 384), (0.641, 0.950), (2.16, 3.86)),
+)
+STRONG_HIDDEN, STRONG_HEADS = 3072, 64  # of the paper's strong scaling
 
 
 @dataclass(frozen=True)
@@ -47,14 +78,29 @@ class Row:
 
 def scaling(limit_nbytes: float = LIMIT_BYTES) -> list[Row]:
     """A row for each number of ranks."""
-    return [_row(p, limit_nbytes) for p in RANKS]
+    widths = {p: HIDDEN_PER_SIDE * isqrt(p) for p in RANKS}
+    return [row_of(p, hidden, hidden // HEAD_SIZE, limit_nbytes) for p, hidden in widths.items()]
 
 
-def _row(ranks: int, limit_nbytes: float) -> Row:
+def sent_for_a_sequence(row: Published) -> tuple[float, float]:
+    """Bytes of training at the paper's two batches: in one dimension, and in two with the paper's storage."""
+    side = isqrt(row.ranks)
+    one, two = (Layer(tokens=SEQUENCE * b, hidden=row.hidden, rows=side, columns=side) for b in row.batches)
+    elements = one_dimensional_elements(one) / row.batches[0], layer_elements(two, layout="AB") / row.batches[1]
+    return 4 * LAYERS * elements[0], 4 * LAYERS * elements[1]
+
+
+def row_of(ranks: int, hidden: int, heads: int, limit_nbytes: float = LIMIT_BYTES) -> Row:
+    """The figures of one square mesh.
+
+    Args:
+        ranks: a square number.
+        hidden: features of the stream.
+        heads: of attention.
+        limit_nbytes: of a rank's memory.
+    """
     side = isqrt(ranks)
-    hidden = HIDDEN_PER_SIDE * side
     layer = Layer(tokens=TOKENS_PER_HIDDEN * hidden, hidden=hidden, rows=side, columns=side)
-    heads = hidden // HEAD_SIZE
 
     def nbytes(direction: Direction) -> dict[str, float]:
         # The paper keeps every weight in one storage, of which no gather serves two products.

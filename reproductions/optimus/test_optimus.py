@@ -5,17 +5,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+from torch import Tensor
 
 from reproductions.optimus import claim as optimus
+from reproductions.optimus import worker
 from reproductions.optimus.claim import CLAIM, judge
-from reproductions.optimus.race import Finish, formula_payload_bytes, formula_peak_bytes
-from reproductions.optimus.scaling import scaling
+from reproductions.optimus.race import Finish, formula_inference_bytes, formula_payload_bytes, formula_peak_bytes
+from reproductions.optimus.scaling import row_of, scaling
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem
 from reproductions.optimus.worker import Counts, Race
 from reproductions.shared.claims import Attempt, Result
+from thinwire.tensor2d.panels import Panels
 
 RACE = Race(Stem(2, 256, 4, 64, 32), 2, 2, rounds=3, product=64)
 SECONDS: dict[Scheme, list[float]] = {"1d": [1.0, 1.1, 1.2], "1d+sequence": [0.9, 1.0, 1.1], "2d": [0.7, 0.8, 0.9]}
@@ -26,7 +31,8 @@ def finish(race: Race = RACE, **changes: Any) -> Finish:
     counts: dict[Scheme, list[Counts]] = {}
     for scheme in SCHEMES:
         payload, peak = formula_payload_bytes(race, scheme), round(formula_peak_bytes(race, scheme))
-        each = Counts(payload, peak, 2.0, SECONDS[scheme])
+        inferred = formula_inference_bytes(race, scheme)
+        each = Counts(payload, peak, 2.0, SECONDS[scheme], inferred, peak // 2, [s / 3 for s in SECONDS[scheme]])
         counts[scheme] = [replace(each, **(changes if scheme == "2d" else {}))] * (race.rows * race.columns)
     return Finish(race, counts, {"hidden": [(0.1, 1.0)] * 3, "exposed": [(0.4, 1.3)] * 3})
 
@@ -57,6 +63,8 @@ PEAK = formula_peak_bytes(RACE, "2d")
         ({"loss": 2.1}, "the same model"),
         ({"payload_bytes": formula_payload_bytes(RACE, "2d") + 4}, "bytes"),
         ({"payload_bytes": 2e9}, "bytes"),
+        ({"inference_payload_bytes": formula_inference_bytes(RACE, "2d") + 4}, "bytes of inference"),
+        ({"inference_payload_bytes": 2e9}, "bytes of inference"),
         ({"peak_bytes": round(1.11 * PEAK)}, "memory"),
         ({"peak_bytes": round(0.89 * PEAK)}, "memory"),
         ({"peak_bytes": 10**12}, "memory"),
@@ -80,7 +88,37 @@ def test_rounds_that_differ_about_the_time_are_noise() -> None:
 def test_a_batch_that_is_not_four_times_as_large_refutes_it() -> None:
     rows = scaling(limit_nbytes=1e12)
     few = [replace(row, most_tokens={**row.most_tokens, "2d": row.most_tokens["1d"]}) for row in rows]
-    assert judge([finish()], few, None, []).parts["batch at 16 ranks"] == "does not hold"
+    parts = judge([finish()], few, None, []).parts
+    assert parts["batch at 16 ranks"] == parts["batch at 64 ranks"] == "does not hold"
+
+
+def test_the_paper_s_batch_at_64_ranks_is_asked_for_at_both_of_its_widths() -> None:
+    strong = row_of(64, 3072, 64)
+    assert judge([finish()], [*scaling(), strong], None, []).parts["batch at 64 ranks"] == "holds"
+    few = replace(strong, most_tokens={**strong.most_tokens, "2d": 7 * strong.most_tokens["1d"]})
+    assert judge([finish()], [*scaling(), few], None, []).parts["batch at 64 ranks"] == "does not hold"
+
+
+def test_the_paper_s_table_is_told_beside_the_formulas() -> None:
+    told = judged(finish()).details["the paper's weak scaling, 64 GPUs"]
+    assert "b 30 in one dimension and 384 in two (12.8x)" in told and "(1.48x)" in told and "(1.79x)" in told
+    assert "(15.7x)" in told
+
+
+def test_overlap_takes_turns_with_none_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    ways: list[bool] = []
+
+    def multiplied(a: Tensor, b: Tensor, mesh: object, panels: Panels) -> Tensor:
+        ways.append(panels.overlap)
+        return a @ b
+
+    monkeypatch.setattr(worker, "multiply_ab", multiplied)
+    monkeypatch.setattr(worker, "_exposed", lambda mesh: 0.0)
+    monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    found = worker.waits(SimpleNamespace(rows=1, columns=1), 4, 2, rounds=3)  # type: ignore[arg-type]
+    assert ways == [True, False, False, True] * 2
+    assert {way: len(each) for way, each in found.items()} == {"hidden": 3, "exposed": 3}
 
 
 def test_time_at_sixteen_ranks_is_not_judged() -> None:

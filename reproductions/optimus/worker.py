@@ -60,12 +60,18 @@ class Counts:
         peak_bytes: of tensors alive together.
         loss: of the whole batch, in the third step.
         seconds: of each round's steps, per step.
+        inference_payload_bytes: sent in a forward pass alone.
+        inference_peak_bytes: of tensors alive together in it.
+        inference_seconds: of each round's forward passes, per pass.
     """
 
     payload_bytes: float
     peak_bytes: int
     loss: float
     seconds: list[float]
+    inference_payload_bytes: float
+    inference_peak_bytes: int
+    inference_seconds: list[float]
 
 
 class Runner:
@@ -100,12 +106,25 @@ class Runner:
         sent = counted.payload_nbytes + self._mesh.payload_bytes - before
         return sent, counted.peak_nbytes, float(loss) / self._copies
 
-    def seconds(self, steps: int) -> float:
-        """The mean time of so many steps."""
+    @torch.no_grad()
+    def infer(self) -> Tensor:
+        """A forward pass alone."""
+        return self._model(self._input)
+
+    def counted_inference(self) -> tuple[float, int]:
+        """Bytes and peak memory of a forward pass, beside parameters and input alone."""
+        before = self._mesh.payload_bytes
+        held = [_local(x.detach()) for x in (*self._model.parameters(), self._input)]
+        with Counted(held, ranks=self._ranks) as counted:
+            self.infer()
+        return counted.payload_nbytes + self._mesh.payload_bytes - before, counted.peak_nbytes
+
+    def seconds(self, steps: int, *, inference: bool = False) -> float:
+        """The mean time of so many steps, or of forward passes alone."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(steps):
-            self.step()
+            self.infer() if inference else self.step()
         dist.barrier()
         return (time.perf_counter() - start) / steps
 
@@ -115,22 +134,27 @@ class Runner:
         return [_local(x.detach()) for x in (*self._model.parameters(), *momenta, self._input, self._target)]
 
 
-def waits(mesh: Mesh2D, size: int, panels: Panels, rounds: int) -> list[list[float]]:
-    """Seconds exposed and seconds altogether of each round of a product of square matrices and its two gradients."""
+def waits(mesh: Mesh2D, size: int, panels: int, rounds: int) -> dict[str, list[list[float]]]:
+    """Seconds exposed and seconds altogether of each round of a product of square matrices and its two gradients.
+
+    In each round panels overlap once and once do not, so that both meet the same weather; who begins changes.
+    """
     draw = torch.Generator().manual_seed(dist.get_rank())
     block = size // mesh.rows, size // mesh.columns
     a, b, grad = (torch.randn(block, generator=draw) for _ in range(3))
     a.requires_grad_()
     b.requires_grad_()
-    found: list[list[float]] = []
-    for _ in range(rounds + 1):
-        before = _exposed(mesh)
-        dist.barrier()
-        start = time.perf_counter()
-        torch.autograd.grad(multiply_ab(a, b, mesh, panels), (a, b), grad)
-        end = time.perf_counter()
-        found.append([_exposed(mesh) - before, end - start])
-    return found[1:]
+    found: dict[str, list[list[float]]] = {"hidden": [], "exposed": []}
+    for number in range(rounds + 1):
+        for way in found if number % 2 == 0 else reversed(found):
+            before = _exposed(mesh)
+            dist.barrier()
+            start = time.perf_counter()
+            product = multiply_ab(a, b, mesh, Panels(panels, overlap=way == "hidden"))
+            torch.autograd.grad(product, (a, b), grad)
+            end = time.perf_counter()
+            found[way].append([_exposed(mesh) - before, end - start])
+    return {way: each[1:] for way, each in found.items()}
 
 
 def _exposed(mesh: Mesh2D) -> float:
@@ -150,11 +174,16 @@ def run(race: Race) -> dict[Scheme, Counts]:
         runner.step()
         runner.step()
     counts = {scheme: runner.counted() for scheme, runner in runners.items()}
-    seconds: dict[Scheme, list[float]] = {scheme: [] for scheme in SCHEMES}
+    inferred = {scheme: runner.counted_inference() for scheme, runner in runners.items()}
+    times: dict[Scheme, tuple[list[float], list[float]]] = {scheme: ([], []) for scheme in SCHEMES}
     for _ in range(race.rounds):
         for scheme, runner in runners.items():
-            seconds[scheme].append(runner.seconds(race.steps))
-    return {scheme: Counts(*counts[scheme], seconds[scheme]) for scheme in SCHEMES}
+            times[scheme][0].append(runner.seconds(race.steps))
+        for scheme, runner in runners.items():
+            times[scheme][1].append(runner.seconds(race.steps, inference=True))
+    return {
+        scheme: Counts(*counts[scheme], times[scheme][0], *inferred[scheme], times[scheme][1]) for scheme in SCHEMES
+    }
 
 
 def main(text: str, folder: Path) -> None:
@@ -167,9 +196,7 @@ def main(text: str, folder: Path) -> None:
         found: dict[str, Any] = {scheme: asdict(counts) for scheme, counts in run(race).items()}
         if race.product:
             mesh = mesh_2d((race.rows, race.columns))
-            for way in (True, False):
-                how = Panels(race.panels, overlap=way)
-                found["hidden" if way else "exposed"] = waits(mesh, race.product, how, race.rounds)
+            found |= waits(mesh, race.product, race.panels, race.rounds)
         write_atomically(folder / f"rank-{dist.get_rank()}.json", json.dumps(found).encode())
         dist.barrier()
     finally:

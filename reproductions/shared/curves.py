@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the runs of a comparison went: held-out loss against steps and seconds."""
+"""How runs went: held-out loss against steps, seconds and learning rates."""
 
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 
 from thinwire.runs.comparison import Comparison
@@ -42,13 +44,33 @@ class Curve:
         """When the run was done."""
         return self.seconds[-1]
 
-    def loss_at(self, seconds: float) -> float:
-        """The loss at a time, on the straight line between the evaluations around it; the last one after the end."""
-        place = bisect_right(self.seconds, seconds)
-        if place == 0 or place == len(self.seconds):
-            return self.losses[0 if place == 0 else -1]
-        (start, end), (first, second) = self.seconds[place - 1 : place + 1], self.losses[place - 1 : place + 1]
-        return first + (second - first) * (seconds - start) / (end - start)
+    def loss_by(self, seconds: float) -> float:
+        """The lowest loss up to the first evaluation at that time or after it, or up to the end.
+
+        Nothing is drawn between evaluations: losses fall along a convex curve, and a straight line lies above it.
+        """
+        return min(self.losses[: bisect_left(self.seconds, seconds) + 1])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which learning rate a method got.
+
+    Args:
+        losses: the held-out loss with each rate tried, the mean over the seeds of the trials.
+    """
+
+    losses: Mapping[float, float]
+
+    @property
+    def rate(self) -> float:
+        """The one with the lowest loss; a run that diverged counts as the worst."""
+        return min(self.losses, key=lambda rate: self.losses[rate] if isfinite(self.losses[rate]) else inf)
+
+    def __str__(self) -> str:
+        tried = ", ".join(f"{loss:.3f} at {rate:g}" for rate, loss in self.losses.items())
+        edge = ", at the edge of the grid" if self.rate in (min(self.losses), max(self.losses)) else ""
+        return f"{self.rate:g}{edge} (loss {tried})"
 
 
 def curves_of(done: Comparison) -> list[list[Curve]]:

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
-from reproductions.dqsgd.thread_runs import Learned, learned
-from reproductions.shared.claims import Attempt, Claim, Result, judged
+from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
+from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_most, judged
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
 from thinwire.strategies.base import Strategy
@@ -21,6 +21,7 @@ from thinwire.strategies.gradients.sketched import SketchedSGD
 from thinwire.tasks import Task, load
 
 _LOSS, _FLAT = 0.01, 1.1
+_MOST_GATHERING = 64  # workers: each gathers what all others chose, and no verdict needs how accurate that is
 DENSE, SKETCHED, TOP_K = "dense SGD", "Sketched SGD", "local top-k"
 AS_THREADS = "Sketched SGD, as threads"
 WIDE, HEAVY, FETCH = "Sketched SGD, 5 rows", "Sketched SGD, momentum 0.9", "FetchSGD"
@@ -68,7 +69,7 @@ class Method:
 
 _DIGITS = Scale("digits", 64, 300, (0.03, 0.1), (0.2, 0.4), 1, 1, (4, 16), 128, 0.01, 4.0)
 _MNIST = Scale("mnist", 64, 300, (0.03, 0.06), (0.2, 0.4), 1, 1, (4, 16), 256, 0.004, 20.0)
-_MORE: dict[str, Any] = {"rates": (0.1, 0.2, 0.4), "seeds": 3}
+_MORE: dict[str, Any] = {"rates": (0.1, 0.2, 0.4), "seeds": 3, "many_seeds": 3}
 
 
 def scales(quick: bool, real: bool) -> list[Scale]:
@@ -93,6 +94,11 @@ def methods(plan: Scale) -> dict[str, Method]:
 def on_many(plan: Scale) -> dict[str, Method]:
     """What is compared on more workers; where time is short, only what the verdict needs."""
     return {name: method for name, method in methods(plan).items() if plan.seeds > 1 or name != TOP_K}
+
+
+def learned_by(plan: Scale, workers: int) -> dict[str, Method]:
+    """What learns on that many workers, a thread each; of the rest only bytes are counted, on the crowd."""
+    return {name: method for name, method in on_many(plan).items() if workers <= _MOST_GATHERING or name != TOP_K}
 
 
 def variants(plan: Scale) -> dict[str, Method]:
@@ -126,6 +132,7 @@ def measure(attempt: Attempt) -> Result:
     plans, places = scales(attempt.quick, bool(os.environ.get("THINWIRE_DATA"))), count()
     found: dict[str, Found] = {}
     crowds: dict[str, dict[str, Learned]] = {}
+    chosen: dict[str, str] = {}
     for plan in plans:
         task = load(plan.task)
 
@@ -133,13 +140,17 @@ def measure(attempt: Attempt) -> Result:
             attempt.begin(f"{named}, {what}", next(places))
 
         rates = {name: _best_rate(task, method, plan, name, begin) for name, method in _all(plan).items()}
+        chosen[f"{plan.task}: rates chosen, by the loss of a seed that is not judged, on {plan.workers[0]} workers"] = (
+            ", ".join(f"{name} {rate_in_words(rates[name], each.rates)}" for name, each in _all(plan).items())
+        )
         found[plan.task] = {**_by_processes(task, plan, rates, attempt, begin), **_by_threads(task, plan, rates, begin)}
         begin(f"{plan.crowd} workers: bytes")
         briefly = replace(plan, steps=2, batch_size=plan.crowd)
         crowds[plan.task] = {
             name: _run(task, method, 0.01, briefly, plan.crowd, 0) for name, method in on_many(plan).items()
         }
-    return judge(plans, found, crowds, _drawn(attempt, found))
+    result = judge(plans, found, crowds, _drawn(attempt, found))
+    return replace(result, details={**result.details, **chosen})
 
 
 def _by_processes(task: Task, plan: Scale, rates: Mapping[str, float], attempt: Attempt, begin: Begin) -> Found:
@@ -160,7 +171,7 @@ def _by_threads(task: Task, plan: Scale, rates: Mapping[str, float], begin: Begi
     """On more workers, a thread each."""
     found = dict[tuple[int, str], Sequence[Learned]]()
     for workers in plan.workers[1:]:
-        for name, method in on_many(plan).items():
+        for name, method in learned_by(plan, workers).items():
             begin(f"{workers} threads: {name}")
             runs = [_run(task, method, rates[name], plan, workers, seed) for seed in range(plan.many_seeds)]
             found[workers, name] = runs
@@ -188,12 +199,14 @@ def judge(
     plans: Sequence[Scale], found: Mapping[str, Found], crowds: Mapping[str, Mapping[str, Learned]], pictures: list[str]
 ) -> Result:
     """Whether nothing is lost with a fraction of the bytes, as few of them on many workers as on few."""
-    lost, less, asked, growth = list[float](), list[float](), list[float](), list[float]()
+    lost, less, asked, growth = list[list[float]](), list[float](), list[float](), list[float]()
+    paired: dict[str, str] = {}
     for plan in plans:
         runs = found[plan.task]
         for workers in plan.workers:
             dense, ours = (runs[workers, name] for name in (DENSE, SKETCHED))
-            lost.append(_mean(dense, "accuracy") - _mean(ours, "accuracy"))
+            lost.append([one.accuracy - other.accuracy for one, other in zip(dense, ours, strict=True)])
+            paired[f"{plan.task}, {workers} workers, {SKETCHED} less {DENSE}"] = _points(lost[-1])
             less.append(dense[0].payload_bytes / ours[0].payload_bytes)
             asked.append(plan.least)
         some, crowd = _per_step(runs[plan.workers[1], SKETCHED][0]), _per_step(crowds[plan.task][SKETCHED])
@@ -201,17 +214,19 @@ def judge(
     few = all(ratio >= least for ratio, least in zip(less, asked, strict=True))
     return Result(
         parts={
-            "accuracy": judged(max(lost) <= _LOSS),
+            "accuracy": weakest([at_most(each, _LOSS) for each in lost]),
             "payload": judged(few),
             "many workers": judged(max(growth) <= _FLAT),
         },
         measured=f"{min(less):.2f} times less payload than dense SGD (all of it counted, both ways) at "
-        f"{-max(lost):+.4f} accuracy at the worst; {_on_wire(plans, found)}{max(growth):.3f} times the bytes on "
+        f"{-max(map(fmean, lost)):+.4f} accuracy at the worst number of workers ({-max(map(max, lost)):+.4f} in the "
+        f"worst seed); {_on_wire(plans, found)}{max(growth):.3f} times the bytes on "
         f"{plans[-1].crowd} workers of those on {plans[-1].workers[1]}",
         value=min(less),
         least=min(less),
         most=max(less),
         details={
+            **paired,
             **_rows(found),
             **{
                 f"{plan.task}, bytes on {plan.crowd} workers, {name}": f"{_per_step(run):,.0f} a worker and step"
@@ -230,6 +245,13 @@ def judge(
             "pictures": " ".join(f"![{name}]({name})" for name in pictures) or "none: matplotlib is missing",
         },
     )
+
+
+def _points(lost: Sequence[float]) -> str:
+    """Paired losses of accuracy in words: what is gained on the mean, its standard error, and in each seed."""
+    each = ", ".join(f"{0.0 - 100 * one:+.2f}" for one in lost)
+    error = f" ± {100 * stdev(lost) / len(lost) ** 0.5:.2f}" if len(lost) > 1 else ""
+    return f"{0.0 - 100 * fmean(lost):+.2f}{error} points (by seed: {each})"
 
 
 def _per_step(run: Learned) -> float:
@@ -287,12 +309,15 @@ CLAIM = Claim(
     "SGD, for a fraction of its bytes that does not grow with their number.",
     paper="Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488",
     published="up to 40 times less communication without loss, on up to 256 workers",
-    protocol="MNIST (scikit-learn's digits where its files are missing), a network, dense SGD with momentum, local "
-    "top-k and sketches, each at the best of the same number of learning rates; 4 processes and 64 and 256 threads "
-    "(quick: 16), 3 seeds (quick: 1)",
+    protocol="MNIST (scikit-learn's digits where its files are missing), a network, 400 steps of 256 examples (quick: "
+    "300 of 64), dense SGD with momentum, local top-k and sketches, each at the best of the same number of learning "
+    "rates, chosen on 4 workers with a seed that is not judged; 4 processes, and 64 and 256 threads (quick: 16), 3 "
+    f"seeds of each (quick: 1), judged in pairs of the same seed; local top-k learns on {_MOST_GATHERING} workers at "
+    "most, on 256 its bytes are counted",
     parts={
-        "accuracy": f"on any number of workers at most {_LOSS:.1%} less accurate than dense SGD at its best learning "
-        "rate",
+        "accuracy": f"on every number of workers and in every seed at most {_LOSS:.1%} less accurate than dense SGD at "
+        "its best learning rate with the same seed; where, on some number of workers, some seeds are and others not, "
+        "it is within noise",
         "payload": f"at least {_MNIST.least:g} times less payload on MNIST ({_DIGITS.least:g} times on scikit-learn's "
         "digits, whose model is small)",
         "many workers": f"at most {_FLAT:g} times the bytes on the largest number of workers as on the second",
@@ -300,5 +325,25 @@ CLAIM = Claim(
     costs="small models: a sketch's table and its candidates are no smaller than the gradient; on fast links the time "
     "to sketch exceeds the time that is saved",
     minutes=(35, 2),
+    earlier=(
+        Earlier(
+            f"accuracy: on any number of workers at most {_LOSS:.1%} less accurate than dense SGD at its best learning "
+            f"rate; payload: at least {_MNIST.least:g} times less payload on MNIST ({_DIGITS.least:g} times on "
+            f"scikit-learn's digits, whose model is small); many workers: at most {_FLAT:g} times the bytes on the "
+            "largest number of workers as on the second",
+            "not run",
+            "the code ran one seed on 64 and 256 workers where the protocol said three, and means were compared "
+            "without their noise",
+        ),
+        Earlier(
+            f"on any number of workers at most {_LOSS:.1%} less accurate than dense SGD at its best learning rate, "
+            f"with at least {_MNIST.least:g} times less payload on MNIST ({_DIGITS.least:g} times on scikit-learn's "
+            f"digits, whose model is small), and at most {_FLAT:g} times the bytes on the largest number of workers as "
+            "on the second",
+            "holds: 31.16 times less payload, -0.0047 accuracy at the worst (one seed on 64 and 256 workers), 1.012 "
+            "times the bytes",
+            "one rule became three parts",
+        ),
+    ),
     run=measure,
 )

@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Short runs on threads: each method's learning rate for the race, and its results where workers' data differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reproductions.shared.curves import Choice
+from reproductions.shared.threads import Schedule, train_on_threads
+from thinwire.comm.base import Comm
+from thinwire.comm.threads import run_threads
+from thinwire.runs.optimizer import make_optimizer
+from thinwire.runs.settings import Settings
+from thinwire.strategies.recipe import parse
+from thinwire.tasks import Evaluation, load
+from thinwire.worker.worker import attach
+
+UNLIKE, UNLIKE_WORKERS = "dirichlet(0.1)", 8
+_STEPS, _BATCH_SIZE = 120, 16
+
+
+@dataclass(frozen=True)
+class Unlike:
+    """What came of one method where workers' data differ.
+
+    Args:
+        choice: its learning rate.
+        accuracies: on held-out data, with each seed.
+    """
+
+    choice: Choice
+    accuracies: Sequence[float]
+
+
+def race_loss(settings: Settings, recipe: str) -> float:
+    """The held-out loss of the consensus after a run on threads, with all of a real run's settings but its link."""
+    task = load(settings.task)
+    shards = task.shards(settings.workers, split=settings.split, seed=settings.seed)
+    steps = settings.steps or 0
+
+    def body(comm: Comm) -> float:
+        model = task.model(settings.model, seed=settings.seed)
+        optimizer = make_optimizer(model, settings)
+        worker = attach(model, optimizer, parse(recipe), comm=comm, seed=settings.seed)
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = settings.lr_at(step)
+            batch = task.batch(
+                shards[comm.rank], step, batch_size=settings.batch_size, seed=settings.seed, rank=comm.rank
+            )
+            optimizer.zero_grad()
+            loss = task.loss(model, batch)
+            loss.backward()
+            worker.record_batch(loss=loss)
+            optimizer.step()
+        with worker.consensus() as agreed:
+            found = task.evaluate(agreed, limit=settings.eval_limit)
+        worker.detach()
+        return found.loss
+
+    return run_threads(settings.workers, body)[0]
+
+
+def unlike(recipe: str, rates: Sequence[float], tuning_seeds: Sequence[int], seeds: Sequence[int]) -> Unlike:
+    """Train with each seed at the rate that has the lowest loss with other seeds."""
+    choice = Choice(
+        {rate: _mean([_ended(recipe, rate, seed).loss for seed in tuning_seeds]) for rate in rates},
+    )
+    return Unlike(choice, [_ended(recipe, choice.rate, seed).metric for seed in seeds])
+
+
+def _mean(losses: Sequence[float]) -> float:
+    return sum(losses) / len(losses)
+
+
+def _ended(recipe: str, lr: float, seed: int) -> Evaluation:
+    schedule = Schedule(_STEPS, _BATCH_SIZE, lr, momentum=0.9)
+    return train_on_threads(load("digits"), parse(recipe), schedule, workers=UNLIKE_WORKERS, split=UNLIKE, seed=seed)
