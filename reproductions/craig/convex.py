@@ -8,20 +8,21 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from thinwire.coreset.baselines import even
 from thinwire.coreset.selection import select
-from thinwire.coreset.subset import Subset, budget_of, keyed
+from thinwire.coreset.subset import Subset, budget_of
 
 
 @dataclass(frozen=True, eq=False)
 class Regression:
     """Binary or multinomial logistic regression.
+
+    Its objective decays every parameter, the intercept included: so it is strongly convex, as the paper's theorem has
+    it, on a subset of one class too. Runs, optima and residuals all have this one objective.
 
     Args:
         title: what the data are.
@@ -59,12 +60,14 @@ class Regression:
 
     def objective(self, layer: nn.Module) -> float:
         """The loss of all the data, with weight decay."""
+        # The layer may have double precision; single precision would leave rounding that exceeds a small residual.
+        precision = next(layer.parameters()).dtype
         with torch.no_grad():
             decay = sum(float(p.double().square().sum()) for p in layer.parameters()) * self.weight_decay / 2
-            return float(self.losses(layer, self.x, self.y).double().mean()) + decay
+            return float(self.losses(layer, self.x.to(precision), self.y).double().mean()) + decay
 
     def solved(self, subset: Subset) -> nn.Linear:
-        """The optimum of the weighted subset: by Newton's method for one output, else nearly, by L-BFGS."""
+        """The optimum of the weighted subset, in double precision: by Newton's method, for more classes by L-BFGS."""
         layer = self.layer().double()
         x, y = self.x[subset.indices].double(), self.y[subset.indices]
 
@@ -76,7 +79,7 @@ class Regression:
             _newton_(layer, x, y, subset.scaled / len(subset), self.weight_decay, objective)
         else:
             _quasi_newton_(layer, objective)
-        return layer.float()
+        return layer
 
     @cached_property
     def best(self) -> float:
@@ -140,15 +143,12 @@ def _quasi_newton_(layer: nn.Linear, objective: Callable[[], Tensor], iterations
     optimizer.step(closure)  # pyright: ignore[reportArgumentType]
 
 
-def choose(problem: Regression, fraction: float, kind: Literal["craig", "random"], seed: int) -> tuple[Subset, float]:
-    """A subset, and the seconds it took to choose: by the distance of features within each class, or by chance.
+def choose(problem: Regression, fraction: float) -> tuple[Subset, float]:
+    """A coreset by the distance of features within each class, and the seconds it took to choose; nothing is drawn.
 
     Among near neighbours alone, which takes a fraction of the exact selection's time for nearly its objective.
     """
     began = time.perf_counter()
     budget = budget_of(fraction, problem.n)
-    if kind == "craig":
-        found = Subset.of(select(problem.x, budget=budget, labels=problem.y, method="sparse"))
-    else:
-        found = even(torch.randperm(problem.n, generator=keyed(seed, 0x2A2D))[:budget], problem.n)
+    found = Subset.of(select(problem.x, budget=budget, labels=problem.y, method="sparse"))
     return found, time.perf_counter() - began

@@ -20,7 +20,8 @@ METHODS: tuple[Method, ...] = ("ig", "saga", "svrg")
 KINDS = ("craig", "random", "weighted random")
 NOISE = 0.1
 WEIGHT_DECAY = 1e-3
-_LOOKS = 60
+# Looks lie so far apart, as ratios of gradients; differences of no more than one are none.
+SPACING, COARSE = 1.05, 1.15
 _SNAPSHOT_PASSES = 2
 
 
@@ -45,7 +46,7 @@ class Arm:
 class Trial:
     """One run: its arm, its rate in epoch k, `rate / (1 + decay k)`, and the seed of its orders."""
 
-    arm: str
+    arm: Arm
     rate: float
     decay: float
     seed: int
@@ -59,9 +60,18 @@ class Course:
     residuals: tuple[float, ...]
 
     def first(self, target: float) -> float:
-        """The gradients after which the residual was no more than the target; infinite if it never was."""
-        pairs = zip(self.evaluations, self.residuals, strict=True)
-        return next((float(count) for count, left in pairs if left <= target), math.inf)
+        """The gradients after which the residual was no more than the target; infinite if it never was.
+
+        Between the last look above the target and the first at or below it, the logarithm of the residual is a line.
+        """
+        before, above = 0, math.inf
+        for count, left in zip(self.evaluations, self.residuals, strict=True):
+            if left <= target:
+                if left <= 0 or math.isinf(above):
+                    return float(count)
+                return before + (count - before) * math.log(above / target) / math.log(above / left)
+            before, above = count, left
+        return math.inf
 
 
 def redundant(problem: Regression, copies: int, most: int) -> Regression:
@@ -77,80 +87,110 @@ def redundant(problem: Regression, copies: int, most: int) -> Regression:
     return Regression(problem.title, torch.cat([x, others]), y.repeat(copies), WEIGHT_DECAY)
 
 
-def arms_of(problem: Regression, fractions: Sequence[float]) -> list[Arm]:
-    """All the data, and coresets and random points of each size.
+def coresets_of(problem: Regression, fractions: Sequence[float]) -> list[Arm]:
+    """All the data, and a coreset of each size; nothing about them is drawn."""
+    found = [Arm("full", torch.arange(problem.n), torch.ones(problem.n))]
+    for fraction in fractions:
+        subset, seconds = choose(problem, fraction)
+        found.append(Arm(f"craig {percent(fraction)}", subset.indices, subset.scaled.float(), seconds))
+    return found
+
+
+def random_arms(problem: Regression, fractions: Sequence[float], seed: int) -> list[Arm]:
+    """Random points of each size, drawn by the seed.
 
     Weights of points drawn at random, times any constant, are the same arm: its learning rate is tuned. So there are
     random points that weigh the same, and random points that weigh as many samples as they are the nearest to.
     """
-    found = [Arm("full", torch.arange(problem.n), torch.ones(problem.n))]
+    found: list[Arm] = []
     for fraction in fractions:
-        size = f"{100 * fraction:g}%"
-        subset, seconds = choose(problem, fraction, "craig", 0)
-        found.append(Arm(f"craig {size}", subset.indices, subset.scaled.float(), seconds))
-        rows = torch.randperm(problem.n, generator=keyed(0, 0x2A2D))[: budget_of(fraction, problem.n)]
-        found.append(Arm(f"random {size}", rows, torch.ones(len(rows))))
-        found.append(Arm(f"weighted random {size}", rows, _nearest_counts(problem, rows)))
+        rows = torch.randperm(problem.n, generator=keyed(seed, 0x2A2D))[: budget_of(fraction, problem.n)]
+        found.append(Arm(f"random {percent(fraction)}", rows, torch.ones(len(rows))))
+        found.append(Arm(f"weighted random {percent(fraction)}", rows, nearest_counts(problem.x, problem.y, rows)))
     return found
 
 
-def _nearest_counts(problem: Regression, rows: Tensor) -> Tensor:
+def percent(fraction: float) -> str:
+    """A size as the names of arms have it."""
+    return f"{100 * fraction:g}%"
+
+
+def nearest_counts(x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
     """How many samples of its class each of these is the nearest to, with mean 1."""
     counts = torch.zeros(len(rows))
-    for label in problem.y.unique():
-        mine = torch.nonzero(problem.y[rows] == label)[:, 0]
+    for label in y.unique():
+        mine = torch.nonzero(y[rows] == label)[:, 0]
         if len(mine):
-            for part in torch.nonzero(problem.y == label)[:, 0].split(4096):
-                nearest = torch.cdist(problem.x[part], problem.x[rows[mine]]).argmin(1)
+            for part in torch.nonzero(y == label)[:, 0].split(4096):
+                nearest = torch.cdist(x[part], x[rows[mine]]).argmin(1)
                 counts += torch.bincount(mine[nearest], minlength=len(rows))
     # The only sample of its class in both has no other; a copy of another drawn sample may have none at all.
     counts.clamp_(min=1.0)
     return counts * len(rows) / counts.sum()
 
 
-def race(problem: Regression, arms: Sequence[Arm], method: Method, trials: Sequence[Trial], most: int) -> list[Course]:
-    """Run all trials side by side until each has taken so many gradients of single samples.
+def race(
+    problem: Regression,
+    method: Method,
+    trials: Sequence[Trial],
+    most: int,
+    *,
+    target: float = -math.inf,
+    together: bool = False,
+    spacing: float = SPACING,
+) -> list[Course]:
+    """Run all trials side by side, each until the target, until it diverges, or until so many gradients are taken.
 
     Args:
         problem: binary, by whose objective over all samples the residual is measured.
-        arms: by name in the trials.
         method: of all runs.
         trials: one run each.
-        most: gradients of single samples that each run takes.
+        most: gradients of single samples that each run takes, or up to one look more.
+        target: the residual at which a run ends.
+        together: end all runs of an arm with the first that comes to the target; the others cannot be chosen.
+        spacing: of looks, as the ratio of the steps of one to those of the look before.
     """
-    state = _Runs(problem, {arm.name: arm for arm in arms}, method, trials)
-    looks: list[tuple[list[int], list[float]]] = [(state.evaluations.tolist(), state.residuals())]
-    every = max(1, most // _LOOKS // (2 if method == "svrg" else 1))
-    taken = 0
-    while int(state.evaluations.min()) < most:
-        state.step()
-        taken += 1
-        if taken % every == 0:
-            looks.append((state.evaluations.tolist(), state.residuals()))
-    looks.append((state.evaluations.tolist(), state.residuals()))
-    return [
-        Course(tuple(counts[run] for counts, _ in looks), tuple(lefts[run] for _, lefts in looks))
-        for run in range(len(trials))
-    ]
+    state = _Runs(problem, method, trials)
+    looks: list[tuple[list[int], list[float]]] = [([], []) for _ in trials]
+    running = list(range(len(trials)))
+    taken, following = 0, max(1, most // 2000)
+    while running:
+        for run, count, left in zip(running, state.evaluations.tolist(), state.residuals(), strict=True):
+            looks[run][0].append(count)
+            looks[run][1].append(left)
+        last = {run: (looks[run][0][-1], looks[run][1][-1]) for run in running}
+        arrived = {trials[run].arm.name for run, (_, left) in last.items() if left <= target} if together else set()
+        kept = [
+            row
+            for row, run in enumerate(running)
+            if last[run][0] < most and target < last[run][1] < math.inf and trials[run].arm.name not in arrived
+        ]
+        if len(kept) < len(running):
+            running = [running[row] for row in kept]
+            state.keep(kept)
+        while running and taken < following:
+            state.step()
+            taken += 1
+        following = min(max(taken + 1, round(taken * spacing)), max(taken + 1, most))
+    return [Course(tuple(counts), tuple(lefts)) for counts, lefts in looks]
 
 
 class _Runs:
     """The parameters of all runs, [runs, features + 1], and where each is in its data."""
 
-    def __init__(self, problem: Regression, arms: dict[str, Arm], method: Method, trials: Sequence[Trial]) -> None:
+    def __init__(self, problem: Regression, method: Method, trials: Sequence[Trial]) -> None:
         assert int(problem.y.max()) == 1, "binary"
-        self.problem, self.method, self.trials = problem, method, trials
-        self.arms = [arms[trial.arm] for trial in trials]
+        self.problem, self.method, self.trials = problem, method, list(trials)
         self.x = torch.cat([problem.x, torch.ones(problem.n, 1)], 1)
         self.y = problem.y.float()
         runs, features = len(trials), self.x.shape[1]
-        self.sizes = torch.tensor([len(arm.indices) for arm in self.arms])
+        self.sizes = torch.tensor([len(trial.arm.indices) for trial in trials])
         width = int(self.sizes.max())
         self.indices = torch.zeros(runs, width, dtype=torch.long)
         self.weights = torch.zeros(runs, width)
-        for run, arm in enumerate(self.arms):
-            self.indices[run, : len(arm.indices)] = arm.indices
-            self.weights[run, : len(arm.indices)] = arm.weights
+        for run, trial in enumerate(trials):
+            self.indices[run, : len(trial.arm.indices)] = trial.arm.indices
+            self.weights[run, : len(trial.arm.indices)] = trial.arm.weights
         self.w = torch.zeros(runs, features)
         self.rates = torch.tensor([trial.rate for trial in trials])
         self.decays = torch.tensor([trial.decay for trial in trials])
@@ -159,9 +199,8 @@ class _Runs:
         self.epoch = torch.zeros(runs, dtype=torch.long)
         self.evaluations = torch.zeros(runs, dtype=torch.long)
         self.rows = torch.arange(runs)
-        # Of weight decay the constant feature is free.
-        self.decay = torch.full((features,), problem.weight_decay)
-        self.decay[-1] = 0
+        # Of all features, the constant one too, as `Regression.objective` has it.
+        self.decay = problem.weight_decay
         # SAGA: the factor of each sample's last gradient; SAGA and SVRG: the mean gradient that goes with it.
         self.table = torch.zeros(runs, width if method == "saga" else 0)
         self.mean = torch.zeros(runs, features)
@@ -195,11 +234,21 @@ class _Runs:
         self.place[ended] = 0
         self.epoch += ended
 
+    def keep(self, rows: list[int]) -> None:
+        """Go on with these runs alone."""
+        self.trials = [self.trials[row] for row in rows]
+        for name in (
+            *("sizes", "indices", "weights", "w", "rates", "decays", "order", "place", "epoch", "evaluations"),
+            *("table", "mean", "anchor"),
+        ):
+            setattr(self, name, getattr(self, name)[rows])
+        self.rows = torch.arange(len(rows))
+
     def residuals(self) -> list[float]:
         """What is left of the way to the optimum, of each run; infinite where it has diverged."""
         logits = self.x @ self.w.T
         losses = torch.nn.functional.softplus(logits * (1 - 2 * self.y)[:, None]).double().mean(0)
-        losses += (self.w.double().square() * self.decay).sum(1) / 2
+        losses += self.w.double().square().sum(1) * self.decay / 2
         left = (losses - self.problem.best) / (self.problem.start - self.problem.best)
         return [value if math.isfinite(value) else math.inf for value in left.tolist()]
 
@@ -226,12 +275,17 @@ class _Runs:
         return factors, factors @ x / size
 
 
-def seconds_per_gradient(problem: Regression, samples: int = 2000) -> float:
-    """How long one step of incremental gradient takes by itself, as a loop over NumPy vectors has it."""
+def seconds_per_gradient(problem: Regression, arm: Arm, samples: int = 4000) -> float:
+    """How long one step of incremental gradient takes by itself, as a loop over NumPy vectors has it.
+
+    It visits the arm's own samples at random: those of a small subset stay in the processor's cache.
+    """
     x, y = torch.cat([problem.x, torch.ones(problem.n, 1)], 1).numpy(), problem.y.numpy()
-    w = 0.0 * x[0]
+    order = torch.randint(len(arm.indices), (samples,), generator=keyed(0, 0x1D2))
+    rows, weights = arm.indices[order].tolist(), arm.weights[order].tolist()
+    w, decay = 0.0 * x[0], problem.weight_decay
     began = time.perf_counter()
-    for row in range(samples):
-        at = row % len(y)
-        w -= 0.01 * ((1 / (1 + math.exp(-min(30.0, max(-30.0, float(w @ x[at]))))) - y[at]) * x[at] + 1e-5 * w)
+    for at, weight in zip(rows, weights, strict=True):
+        slope = 1 / (1 + math.exp(-min(30.0, max(-30.0, float(w @ x[at]))))) - y[at]
+        w -= 0.01 * (weight * slope * x[at] + decay * w)
     return (time.perf_counter() - began) / samples

@@ -9,9 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from reproductions.craig.claim import CLAIM, Found, judge
+from reproductions.craig.claim import CLAIM, beyond, judge
 from reproductions.craig.convex import Regression
-from reproductions.craig.deep import DeepCourse, Recipe, train_network, two_layers
+from reproductions.craig.deep import (
+    DeepCourse,
+    DeepFound,
+    DeepRuns,
+    Recipe,
+    WeightedRandom,
+    train_network,
+    two_layers,
+)
 from reproductions.craig.incremental import (
     METHODS,
     Arm,
@@ -19,12 +27,13 @@ from reproductions.craig.incremental import (
     Method,
     Trial,
     _Runs,  # pyright: ignore[reportPrivateUsage]
-    arms_of,
+    coresets_of,
     race,
+    random_arms,
     redundant,
 )
+from reproductions.craig.logistic import APART, Convex, Found, Round, Runs, measure_convex
 from reproductions.craig.pictures import draw_accuracies, draw_floors, draw_residuals
-from reproductions.shared.claims import Outcome
 from thinwire.coreset.baselines import Random
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.subset import Subset, keyed
@@ -45,15 +54,35 @@ def test_the_optimum_has_no_gradient_left(classes: int) -> None:
     decay = sum(p.square().sum() for p in layer.parameters()) * task.weight_decay / 2
     (task.losses(layer, task.x.double(), task.y).mean() + decay).backward()
     assert all(p.grad is not None and float(p.grad.abs().max()) < 1e-6 for p in layer.parameters())
+    assert task.residual(layer) == 0
     assert task.residual(layer.float()) == pytest.approx(0, abs=1e-6)
     assert task.residual(task.layer()) == pytest.approx(1)
+
+
+def test_runs_and_optimum_have_one_objective_on_data_with_a_large_intercept() -> None:
+    draw = torch.Generator().manual_seed(0)
+    y = (torch.arange(200) < 4).long()
+    task = Regression("uneven", torch.randn(200, 2, generator=draw), y, weight_decay=0.1)
+    best = task.solved(Subset.whole(200))
+    assert abs(float(best.bias.detach())) > 0.5  # so that its decay counts
+    (arm,) = coresets_of(task, ())
+    runs = _Runs(task, "ig", [Trial(arm, 0.1, 1.0, 0)] * 40)
+    at = torch.cat([best.weight[0], best.bias]).detach().float()
+    # At the optimum, and all around it: at a smaller intercept's decay, some of these would be below zero.
+    runs.w = at + 0.3 * torch.randn(40, 3, generator=draw) * torch.cat([torch.zeros(1), torch.ones(39)])[:, None]
+    first, *others = runs.residuals()
+    assert first == pytest.approx(0, abs=1e-6)
+    assert min(others) > 0
+    (course,) = race(task, "saga", [Trial(arm, 0.3, 0.1, 0)], 20_000)
+    assert min(course.residuals) == pytest.approx(0, abs=1e-5)
+    assert min(course.residuals) > -1e-6
 
 
 def loop(task: Regression, arm: Arm, method: str, trial: Trial, most: int) -> list[float]:
     """Parameters after `most` gradients or more, by a plain loop over single samples from the equations."""
     n, k = task.x.shape
     x = torch.cat([task.x, torch.ones(n, 1)], 1).double()
-    decay = torch.tensor([task.weight_decay] * k + [0.0], dtype=torch.float64)
+    decay = torch.full((k + 1,), task.weight_decay, dtype=torch.float64)  # of the intercept too
     size, taken, epoch = len(arm.indices), 0, 0
     w = torch.zeros(k + 1, dtype=torch.float64)
 
@@ -91,21 +120,27 @@ def loop(task: Regression, arm: Arm, method: str, trial: Trial, most: int) -> li
 @pytest.mark.parametrize("method", METHODS)
 def test_runs_side_by_side_equal_plain_loops_over_single_samples(method: Method) -> None:
     task = problem()
-    arms = arms_of(task, (0.1,))
-    trials = [Trial(arm.name, 0.05, 0.5, seed) for arm in arms for seed in (3, 4)]
-    runs = _Runs(task, {arm.name: arm for arm in arms}, method, trials)
+    arms = [*coresets_of(task, (0.1,)), *random_arms(task, (0.1,), 0)]
+    trials = [Trial(arm, 0.05, 0.5, seed) for arm in arms for seed in (3, 4)]
+    runs = _Runs(task, method, trials)
+    while int(runs.evaluations.min()) < 250:
+        runs.step()
+    # Those that go on do not notice that others end.
+    rows = [1, 2, 5, 6]
+    runs.keep(rows)
+    trials = [trials[row] for row in rows]
     while int(runs.evaluations.min()) < 430:
         runs.step()
     for run, trial in enumerate(trials):
-        arm = next(arm for arm in arms if arm.name == trial.arm)
-        expected = loop(task, arm, method, trial, int(runs.evaluations[run]))
+        expected = loop(task, trial.arm, method, trial, int(runs.evaluations[run]))
         assert runs.w[run].tolist() == pytest.approx(expected, abs=1e-4), trial
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_comes_near_the_optimum_and_counts_its_gradients(method: Method) -> None:
     task = problem()
-    (course,) = race(task, arms_of(task, ()), method, [Trial("full", 0.1, 1.0, 0)], 4000)
+    (full,) = coresets_of(task, ())
+    (course,) = race(task, method, [Trial(full, 0.1, 1.0, 0)], 4000)
     assert course.residuals[0] == pytest.approx(1)
     assert course.first(0.01) < 4000
     assert math.isinf(course.first(-1.0))
@@ -115,9 +150,35 @@ def test_every_method_comes_near_the_optimum_and_counts_its_gradients(method: Me
     assert course.evaluations[-1] >= 4000
 
 
+def test_runs_end_at_the_target_and_those_of_an_arm_with_its_first() -> None:
+    task = problem()
+    (full,) = coresets_of(task, ())
+    good, slow, diverges = (Trial(full, rate, 0.1, 0) for rate in (0.03, 1e-5, math.inf))
+    alone = race(task, "ig", [good, slow, diverges], 2000, target=0.01)
+    assert alone[0].residuals[-1] <= 0.01 < alone[0].residuals[-2]
+    assert alone[1].evaluations[-1] == 2000
+    assert alone[2].evaluations[-1] <= 2
+    fewer = race(task, "ig", [good, slow], 2000, target=0.01, together=True)
+    assert fewer[0] == alone[0]
+    assert fewer[1].evaluations == fewer[0].evaluations
+
+
+def test_a_course_is_at_the_target_between_two_looks() -> None:
+    # The residual falls tenfold from look to look: it is at 0.01 * sqrt(10) halfway.
+    course = Course((0, 100, 200), (1.0, 0.1, 0.01))
+    assert course.first(0.01) == 200
+    assert course.first(0.1**1.5) == pytest.approx(150)
+    assert Course((0, 100), (math.inf, 0.001)).first(0.01) == 100
+    assert math.isinf(course.first(0.001))
+    seen = DeepCourse((0.0, 2.0, 4.0), (0, 20, 40), (0.1, 0.5, 0.9), 0.0)
+    assert seen.first(0.7, seen.seconds) == pytest.approx(3.0)
+    assert seen.first(0.1, seen.points) == 0
+    assert math.isinf(seen.first(0.95, seen.points))
+
+
 def test_arms_of_one_size_have_as_many_samples_and_weights_of_mean_one() -> None:
-    arms = arms_of(problem(), (0.1, 0.3))
-    assert [len(arm.indices) for arm in arms] == [200, 20, 20, 20, 60, 60, 60]
+    arms = [*coresets_of(problem(), (0.1, 0.3)), *random_arms(problem(), (0.1, 0.3), 0)]
+    assert [len(arm.indices) for arm in arms] == [200, 20, 60, 20, 20, 60, 60]
     assert all(float(arm.weights.mean()) == pytest.approx(1) for arm in arms)
     by_name = {arm.name: arm for arm in arms}
     random, weighted = by_name["random 10%"], by_name["weighted random 10%"]
@@ -135,65 +196,141 @@ def test_near_duplicates_are_near_their_samples_and_have_their_labels() -> None:
     assert distances.tolist() == pytest.approx([0.1] * x.shape[2], rel=0.2)
 
 
-def found(full: float, craig: float, random: float, spent: float = 0.0) -> Found:
-    """One seed's gradients to the target, of at most 900; a gradient takes a second."""
-    counts = {"full": full, "craig 10%": craig, "random 10%": random, "weighted random 10%": 2 * random}
-    courses = {
-        arm: [Course((0, int(min(count, 900))), (1.0, 0.001 if count < 900 else 0.5))] for arm, count in counts.items()
-    }
-    return Found({}, dict.fromkeys(counts, 0.0) | {"craig 10%": spent}, 1.0, {"ig": courses})
+def runs_of(counts: list[float]) -> Runs:
+    """Gradients to the target of each judged seed, of at most 900; the seed apart is the first of them."""
+    courses = [Course((0, int(min(count, 900))), (1.0, 0.01 if count < 900 else 0.5)) for count in counts]
+    return Runs(0.1, 0.1, courses[:1], courses)
 
 
-def networks(full: float, craig: float) -> dict[str, dict[str, DeepCourse]]:
-    """How long each took to its last accuracy."""
-    return {
-        "toy": {
-            "full": DeepCourse((0.0, full), (0, 1), (0.1, 0.9), 0.0),
-            "craig 10%": DeepCourse((0.0, craig), (0, 1), (0.1, 0.9), 0.0),
-        }
+def found(full: list[float], craig: list[float], random: list[float], spent: float = 0.0) -> Found:
+    """Planted gradients to the target by seed; a gradient takes a second."""
+    runs = {
+        "full": runs_of(full),
+        "craig 10%": runs_of(craig),
+        "random 10%": runs_of(random),
+        "weighted random 10%": runs_of([2 * count for count in random]),
     }
+    return Found({}, {}, {"ig": runs}, [Round(1.0, 1.0, spent)] * len(full))
+
+
+def network(full: list[float], craig: list[float]) -> DeepFound:
+    """How long each took to the accuracy, by seed; all 100 s without coming there where infinite."""
+
+    def runs(seconds: list[float]) -> DeepRuns:
+        courses = [
+            DeepCourse((0.0, min(each, 100.0)), (0, 1), (0.1, 0.9 if each < 100 else 0.5), 0.0) for each in seconds
+        ]
+        return DeepRuns(0.1, courses[0], courses)
+
+    return DeepFound(
+        0.9, {"full": runs(full), "craig 10%": runs(craig), "random 10%": runs(full), "weighted random 10%": runs(full)}
+    )
+
+
+NEVER = math.inf
+GRADIENTS, SECONDS, RANDOM, AS_IS, NETWORKS = list(CLAIM.parts)
 
 
 @pytest.mark.parametrize(
-    ("counts", "spent", "network", "verdict", "value"),
+    ("planted", "outcomes"),
     [
-        ((600, 100, 200), 0.0, (4.0, 1.0), "holds", 6.0),
-        ((600, 100, 200), 900.0, (4.0, 1.0), "holds in part: redundant data, gradients; beside random", 6.0),
-        ((200, 100, 200), 0.0, (1.0, 1.0), "holds in part: redundant data, beside random", 2.0),
-        ((600, 100, 50), 0.0, (1.0, 1.0), "holds in part: redundant data, gradients", 6.0),
-        ((600, math.inf, math.inf), 0.0, (1.0, 1.0), "does not hold", 0.0),
-        ((math.inf, 100, math.inf), 0.0, (1.0, 1.0), "does not hold: networks", 9.0),
+        (found([600, 600], [100, 110], [200, 200]), ("holds", "holds", "holds")),
+        # Selection takes longer than all the data.
+        (found([600, 600], [100, 110], [200, 200], 900.0), ("holds", "does not hold", "holds")),
+        (found([200, 200], [100, 110], [200, 200]), ("does not hold", "does not hold", "holds")),
+        # One seed meets the rule and the other does not.
+        (found([600, 600], [100, 300], [200, 290]), ("within noise", "within noise", "within noise")),
+        # The seeds that meet it are within a look of the limit, or of random points.
+        (found([309, 309], [100, 100], [104, 200]), ("within noise", "holds", "within noise")),
+        (found([600, 600], [100, 110], [50, 60]), ("holds", "holds", "does not hold")),
+        (found([600, 600], [NEVER, NEVER], [NEVER, NEVER]), ("does not hold",) * 3),
+        (found([NEVER, NEVER], [100, 110], [200, 200]), ("cannot be decided here",) * 3),
     ],
 )
-def test_the_verdict_follows_the_figures(
-    counts: tuple[float, float, float], spent: float, network: tuple[float, float], verdict: str, value: float
-) -> None:
-    one = found(*counts, spent=spent)
-    result = judge({("toy", 20): one, ("toy", 1): one}, networks(*network), {})
+def test_each_part_is_judged_by_paired_seeds(planted: Found, outcomes: tuple[str, ...]) -> None:
+    result = judge({("toy", 20): planted, ("toy", 1): planted}, {"toy": network([4, 4], [1, 1])}, {})
     assert list(result.parts) == list(CLAIM.parts)
-    assert result.verdict.startswith(verdict.partition(";")[0])
-    assert result.value == value
-    expected = spent == 0 and value >= 3 and counts[0] < math.inf
-    assert (result.parts["redundant data, seconds"] is Outcome.HOLDS) == expected
-    undecided = result.parts["redundant data, gradients"] is Outcome.UNDECIDED
-    assert undecided == (counts[0] == math.inf)
+    assert tuple(result.parts[part] for part in (GRADIENTS, SECONDS, RANDOM)) == outcomes
+    assert result.parts[AS_IS] == outcomes[0]
     assert result.least <= result.value <= result.most
 
 
+@pytest.mark.parametrize(
+    ("full", "craig", "outcome"),
+    [
+        ([4.0, 4.0], [1.0, 1.9], "holds"),
+        ([4.0, 4.0], [1.0, 2.1], "within noise"),
+        ([4.0, 4.0], [3.0, NEVER], "does not hold"),
+        ([NEVER, NEVER], [3.0, 3.0], "cannot be decided here"),
+    ],
+)
+def test_networks_are_judged_by_paired_seeds(full: list[float], craig: list[float], outcome: str) -> None:
+    one = found([600], [100], [200])
+    assert judge({("toy", 20): one, ("toy", 1): one}, {"toy": network(full, craig)}, {}).parts[NETWORKS] == outcome
+
+
+def test_a_data_set_that_cannot_be_decided_is_told_and_does_not_decide_for_the_others() -> None:
+    good, never, bad = (found([full], [craig], [250]) for full, craig in ((600, 100), (NEVER, 100), (600, 400)))
+    deep = {"toy": network([4], [1])}
+
+    def outcome(*each: Found) -> str:
+        data = {(name, copies): one for name, one in zip("abc", each, strict=False) for copies in (1, 20)}
+        result = judge(data, deep, {})
+        said = result.details[f"{GRADIENTS}: by data set"].split("; ")
+        assert [part.startswith(name) for name, part in zip("abc", said, strict=False)] == [True] * len(each)
+        assert sum("cannot be decided" in part for part in said) == each.count(never)
+        return result.parts[GRADIENTS]
+
+    assert outcome(good, good, never) == "holds"
+    assert outcome(good, never) == "cannot be decided here"
+    assert outcome(never, bad) == "does not hold"
+
+
+def test_figures_within_a_look_of_the_limit_are_on_neither_side() -> None:
+    assert [beyond([each], 1.0).value for each in (1.06, 1.04, 0.96, 0.94)] == [
+        "holds",
+        "within noise",
+        "within noise",
+        "does not hold",
+    ]
+
+
+def test_sizes_are_chosen_with_the_seeds_apart() -> None:
+    near, far = Course((0, 100), (1.0, 0.01)), Course((0, 300), (1.0, 0.01))
+    runs = {"craig 10%": Runs(0.1, 0.1, [near], [far]), "craig 20%": Runs(0.1, 0.1, [far], [near])}
+    assert Found({}, {}, {"ig": runs}, []).best("ig", "craig") == "craig 10%"
+
+
+def test_one_problem_is_tuned_and_run_and_timed_with_random_points_of_each_seed() -> None:
+    plan = Convex("digits", 1, 120, ("ig",), seeds=2, rates=(0.03, 0.1), decays=(0.1,))
+    measured = measure_convex(plan)
+    assert len(measured.runs["ig"]) == 10
+    for arm, runs in measured.runs["ig"].items():
+        assert runs.rate in plan.rates
+        assert len(runs.apart) == len(APART)
+        assert len(runs.courses) == 2
+        assert arm == "full" or len(measured.floors[arm]) == (1 if arm.startswith("craig") else 2)
+    assert len(set(measured.floors["random 10%"])) == 2
+    assert len(measured.sooner()) == len(measured.rounds) == 2
+
+
 def test_a_network_s_clock_counts_selections() -> None:
-    recipe = Recipe("digits", load("digits"), lambda: two_layers(64, 10))
+    recipe = Recipe("digits", load("digits"), lambda seed: two_layers(64, 10, seed))
     ours = train_network(recipe, Craig(0.1, every=1), lr=0.5, points=3200, looks=2, eval_limit=50)
     random = train_network(recipe, Random(0.1), lr=0.5, points=3200, looks=2, eval_limit=50)
     assert 0 < ours.selection_seconds <= ours.seconds[-1]
     assert random.selection_seconds < ours.selection_seconds
     assert random.accuracies[-1] > random.accuracies[0]
     assert ours.points == random.points == (0, 1600, 3200)
+    weighted = train_network(recipe, WeightedRandom(0.1), lr=0.5, points=3200, looks=2, eval_limit=50, until=0.0)
+    assert weighted.points == (0, 1600)
+    assert weighted.selection_seconds > 0
 
 
 def test_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    courses = found(600, 100, 200).courses
-    first = {method: {arm: each[0] for arm, each in arms.items()} for method, arms in courses.items()}
+    arms = ("full", "craig 10%", "random 10%", "weighted random 10%")
+    first = {"ig": dict.fromkeys(arms, Course((0, 50, 100), (1.0, 0.1, 0.01)))}
     draw_residuals(tmp_path / "a.png", "toy", first, 0.01)
     draw_floors(tmp_path / "b.png", "toy", (0.1,), {"craig": [0.1], "random": [0.2], "weighted random": [0.3]})
     draw_accuracies(tmp_path / "c.png", "toy", {"full": DeepCourse((0.0, 1.0), (0, 32), (0.1, 0.9), 0.0)})
