@@ -4,8 +4,9 @@
 python -m benchmarks.power_sgd [--quick]       seconds of a step over 100 Mbit, and of one without communication
 python -m benchmarks.power_sgd losses FOLDER   held-out losses of 0.5 M parameters after 240 steps, three seeds
 
-The hook sends whole gradients in its first ten steps, and ours none. The bar for losses is the range of the hook's over
-seeds. Every run is kept in the folder, and the command goes on with those that are missing.
+The hook sends whole gradients in its first ten steps; "dense first" is ours with a switch that does so too. The bar for
+losses is the range of the hook's over seeds. Every run is kept in the folder, and the command goes on with those that
+are missing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from thinwire import tasks
 from thinwire.emulate import Network, available, parse_links, run_workers
 
 WORKERS, RANKS = 4, (1, 2, 4)
-STEPS, SEEDS = 240, (0, 1, 2)
+STEPS, SEEDS, DENSE = 240, (0, 1, 2), 10
 
 
 def contender(task: Any, name: str) -> Step:
@@ -75,17 +76,24 @@ def losses(folder: Path) -> None:
     found: dict[str, list[float]] = {}
     for seed in SEEDS:
         for rank in RANKS:
-            named = {f"ours {rank}": f"AllReduce(PowerSGD(rank={rank}))", f"torch {rank}": f"ddp+powersgd(rank={rank})"}
+            ours = f"AllReduce(PowerSGD(rank={rank}))"
+            named = {
+                f"ours {rank}": {"strategy": ours},
+                f"dense first {rank}": {"strategy": "AllReduce()", "switch": f"{DENSE}: {ours}"},
+                f"torch {rank}": {"strategy": f"ddp+powersgd(rank={rank})"},
+            }
             for name, recipe in named.items():
                 home = folder / f"{name.replace(' ', '-')}-{seed}"
-                summary = run(home, {**shared, "strategy": recipe, "seed": seed})
+                summary = run(home, {**shared, **recipe, "seed": seed})
                 found.setdefault(name, []).append(summary["eval_loss"])
-    print("| rank | ours | torch's hook | ratios |\n|---|---|---|---|")
+    print("| rank | ours | ours, dense first | torch's hook | ours over the hook's | dense first over the hook's |")
+    print("|---|---|---|---|---|---|")
     for rank in RANKS:
-        ours, hook = found[f"ours {rank}"], found[f"torch {rank}"]
-        cells = [f"{statistics.mean(each):.4f} ({min(each):.4f} to {max(each):.4f})" for each in (ours, hook)]
-        ratios = ", ".join(f"{own / other:.3f}" for own, other in zip(ours, hook, strict=True))
-        print(f"| {rank} | {' | '.join(cells)} | {ratios} |")
+        each = [found[f"{name} {rank}"] for name in ("ours", "dense first", "torch")]
+        cells = [f"{statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})" for losses in each]
+        for ours in each[:2]:
+            cells.append(", ".join(f"{own / hook:.3f}" for own, hook in zip(ours, each[2], strict=True)))
+        print(f"| {rank} | {' | '.join(cells)} |")
 
 
 def main(arguments: Sequence[str]) -> None:
