@@ -118,6 +118,7 @@ def test_a_wrong_option_beside_own_functions_is_refused_before_anything_starts(c
 
 
 def test_model_needs_data_and_loss_needs_model(capsys) -> None:
+    assert "is --model-size 0.5m" in refused(capsys, "train", "--task", "text", "--model", "0.5m")
     assert "needs --data MODULE:FUNCTION too" in refused(capsys, "train", *OWN[:2])
     assert "belongs to a model of yours" in refused(capsys, "train", "--task", "digits", *LOSS)
     assert "add --loss, such as --loss torch.nn.functional" in refused(capsys, "sweep", *OWN)

@@ -77,6 +77,11 @@ def complete_own(given: dict[str, Any]) -> Task:
         ConfigError: something else was given that the functions decide, or one of them cannot be used.
     """
     name = given["own_model"]
+    if ":" not in name and given.get("data") is None:
+        raise ConfigError(
+            f"--model {name}: must be MODULE:FUNCTION, a function of yours, with --data; the size of a task's own model "
+            f"is --model-size {name}"
+        )
     for key, reason in _DECIDED.items():
         if given.get(key) is not None and (key, given[key]) != ("split", "iid"):
             option = {"model": "model-size"}.get(key, key.replace("_", "-"))
