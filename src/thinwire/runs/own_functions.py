@@ -79,7 +79,7 @@ def complete_own(given: dict[str, Any]) -> Task:
     name = given["own_model"]
     if ":" not in name and given.get("data") is None:
         raise ConfigError(
-            f"--model {name}: must be MODULE:FUNCTION, a function of yours, with --data; the size of a task's own model "
+            f"--model {name}: must be MODULE:FUNCTION, a function of yours, with --data; the size of a task's model "
             f"is --model-size {name}"
         )
     for key, reason in _DECIDED.items():
