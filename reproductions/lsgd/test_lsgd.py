@@ -95,7 +95,8 @@ def test_rounds_that_differ_are_within_noise_whatever_their_means() -> None:
 
 
 def test_a_run_that_diverges_is_higher_than_any() -> None:
-    assert not judge(races(LSGD=(float("nan"), 0.1)), landscapes(), None, []).holds
+    diverged = {"LSGD": (float("nan"), 0.1)}
+    assert not judge(races(**diverged), landscapes(), None, []).holds
     assert judge(races(AllReduce=(float("nan"), 0.3)), landscapes(), None, []).parts["than AllReduce"] == "holds"
 
 

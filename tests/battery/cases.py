@@ -273,12 +273,12 @@ STRATEGIES: list[Case] = [
         *PLAIN,
         "bf16",
     ),
-    case(
-        EagerPushSum(Periodic(every=3), staleness=0), to.on_graph(common.push_sum, common.periodic(common.one_peer, 3))
-    ),
     # Overlap SGP, Algorithm 2: sent every third step, and received before the next.
     case(PushSum(Periodic(every=3), staleness=2), to.stale_push_sum(common.periodic(common.one_peer, 3), 2)),
     case(EagerPushSum(staleness=0), to.on_graph(common.push_sum, common.one_peer)),
+    case(
+        EagerPushSum(Periodic(every=3), staleness=0), to.on_graph(common.push_sum, common.periodic(common.one_peer, 3))
+    ),
     case(LeaderSGD(3, pull=0.3), to.led(leader.lsgd, period=3, pull=0.3)),
     case(
         MultiLeaderSGD(2, pull=0.3, node_size=2, global_period=4, global_pull=0.2),
