@@ -7,14 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reproductions.shared.curves import Choice
-from reproductions.shared.threads import Schedule, train_on_threads
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
+from reproductions.shared.threads import Data, Schedule, train_on_threads, trained
 from thinwire.runs.optimizer import make_optimizer
 from thinwire.runs.settings import Settings
 from thinwire.strategies.recipe import parse
 from thinwire.tasks import Evaluation, load
-from thinwire.worker.worker import attach
 
 UNLIKE, UNLIKE_WORKERS = "dirichlet(0.1)", 8
 _STEPS, _BATCH_SIZE = 120, 16
@@ -35,31 +32,22 @@ class Unlike:
 
 def race_loss(settings: Settings, recipe: str) -> float:
     """The held-out loss of the consensus after a run on threads, with all of a real run's settings but its link."""
-    task = load(settings.task)
-    shards = task.shards(settings.workers, split=settings.split, seed=settings.seed)
-    steps = settings.steps or 0
-
-    def body(comm: Comm) -> float:
-        model = task.model(settings.model, seed=settings.seed)
-        optimizer = make_optimizer(model, settings)
-        worker = attach(model, optimizer, parse(recipe), comm=comm, seed=settings.seed)
-        for step in range(steps):
-            for group in optimizer.param_groups:
-                group["lr"] = settings.lr_at(step)
-            batch = task.batch(
-                shards[comm.rank], step, batch_size=settings.batch_size, seed=settings.seed, rank=comm.rank
-            )
-            optimizer.zero_grad()
-            loss = task.loss(model, batch)
-            loss.backward()
-            worker.record_batch(loss=loss)
-            optimizer.step()
-        with worker.consensus() as agreed:
-            found = task.evaluate(agreed, limit=settings.eval_limit)
-        worker.detach()
-        return found.loss
-
-    return run_threads(settings.workers, body)[0]
+    data = Data(
+        settings.workers,
+        settings.split,
+        settings.seed,
+        settings.steps or 0,
+        settings.batch_size,
+        settings.eval_limit,
+    )
+    return trained(
+        load(settings.task),
+        parse(recipe),
+        data,
+        optimizer=lambda model: make_optimizer(model, settings),
+        rate=settings.lr_at,
+        size=settings.model,
+    ).loss
 
 
 def unlike(recipe: str, rates: Sequence[float], tuning_seeds: Sequence[int], seeds: Sequence[int]) -> Unlike:

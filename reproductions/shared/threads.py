@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
@@ -50,25 +52,63 @@ def train_on_threads(
         split: how the training data are divided among workers, such as "dirichlet(0.1)".
         seed: of the division of data, the initial parameters, the order of the data and the strategy's draws.
     """
-    shards = task.shards(workers, split=split, seed=seed)
+
+    def descent(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay)
+
+    data = Data(workers, split, seed, schedule.steps, schedule.batch_size)
+    return trained(task, strategy, data, optimizer=descent, rate=schedule.rate)
+
+
+@dataclass(frozen=True)
+class Data:
+    """What workers train on.
+
+    Args:
+        workers: how many threads.
+        split: how the training data are divided among them.
+        seed: of everything that is drawn.
+        steps: of each worker.
+        batch_size: of a worker and step.
+        eval_limit: held-out examples at the end; all of them unless given.
+    """
+
+    workers: int
+    split: str
+    seed: int
+    steps: int
+    batch_size: int
+    eval_limit: int | None = None
+
+
+def trained(
+    task: Task,
+    strategy: Strategy,
+    data: Data,
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    rate: Callable[[int], float],
+    size: str | None = None,
+) -> Evaluation:
+    """As `train_on_threads`, with any optimizer, learning rate by step and size of the model."""
+    shards, seed = task.shards(data.workers, split=data.split, seed=data.seed), data.seed
 
     def body(comm: Comm) -> Evaluation:
-        model = task.model(seed=seed)
-        optimizer = torch.optim.SGD(
-            model.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay
-        )
-        worker = attach(model, optimizer, strategy, comm=comm, seed=seed)
-        for step in range(schedule.steps):
-            optimizer.param_groups[0]["lr"] = schedule.rate(step)
-            batch = task.batch(shards[comm.rank], step, batch_size=schedule.batch_size, seed=seed, rank=comm.rank)
-            optimizer.zero_grad()
+        model = task.model(size, seed=seed)
+        moves = optimizer(model)
+        worker = attach(model, moves, strategy, comm=comm, seed=seed)
+        for step in range(data.steps):
+            for group in moves.param_groups:
+                group["lr"] = rate(step)
+            batch = task.batch(shards[comm.rank], step, batch_size=data.batch_size, seed=seed, rank=comm.rank)
+            moves.zero_grad()
             loss = task.loss(model, batch)
             loss.backward()
             worker.record_batch(loss=loss)
-            optimizer.step()
+            moves.step()
         with worker.consensus() as agreed:
-            found = task.evaluate(agreed)
+            found = task.evaluate(agreed, limit=data.eval_limit)
         worker.detach()
         return found
 
-    return run_threads(workers, body)[0]
+    return run_threads(data.workers, body)[0]
