@@ -10,8 +10,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from reproductions.hfta.networks import Batch, Workload
 from reproductions.hfta.training import Step, array_step, loop_step, made
+from reproductions.hfta.workloads import Batch, Workload
 
 Curves = Sequence[Sequence[float]]
 

@@ -1,27 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Networks like those that were first trained as arrays, at widths that a processor bears, and data for them."""
+"""The networks that were first trained as arrays; by default at widths that a processor bears.
+
+Dropout is left out everywhere: an array draws other masks than separate runs, and their losses are to be compared.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
+from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire.tasks import Task, load
-
-Batch = tuple[Tensor, ...]
-_SHAPES = 4
-_POINTS = 256
-_IMAGE = 16
-_NOISE = 32
-_LENGTH = 32
-_TOKENS = 256
+SHAPES = 4
 
 
 def _points(*widths: int) -> nn.Sequential:
@@ -30,45 +22,110 @@ def _points(*widths: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Sequential(nn.Conv1d(a, b, 1), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairs))
 
 
-class PointClassifier(nn.Module):
-    """Points one by one, the greatest of every feature, and dense layers: PointNet without its alignment nets."""
+def _dense(*widths: int) -> nn.Sequential:
+    pairs = pairwise(widths)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(a, b), nn.BatchNorm1d(b), nn.ReLU()) for a, b in pairs))
 
-    def __init__(self) -> None:
+
+class Alignment(nn.Module):
+    """PointNet's alignment net: a matrix for every cloud, by which its points are multiplied."""
+
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.body = _points(3, 32, 64, 128)
-        self.head = nn.Sequential(nn.Linear(128, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, _SHAPES))
+        self.channels = channels
+        self.body, self.head = _points(channels, 64, 128, 1024), _dense(1024, 512, 256)
+        self.matrix = nn.Linear(256, channels * channels)
+        self.register_buffer("identity", torch.eye(channels))
 
     def forward(self, points: Tensor) -> Tensor:
-        """[n, 3, points] to [n, shapes]."""
-        return self.head(self.body(points).amax(2))
+        """[n, channels, points] to the same."""
+        matrix = self.matrix(self.head(self.body(points).amax(2))).unflatten(1, (self.channels, self.channels))
+        return (matrix + self.identity) @ points
+
+
+class PointFeatures(nn.Module):
+    """Features of every point, and of the whole cloud: the greatest of each.
+
+    Args:
+        near: widths of the layers up to the features of points, the first of them after the 3 coordinates.
+        far: widths of the layers after them.
+        aligned: with PointNet's two alignment nets, before the first layer and after the near ones.
+    """
+
+    def __init__(self, near: Sequence[int], far: Sequence[int], *, aligned: bool) -> None:
+        super().__init__()
+        self.place = Alignment(3) if aligned else nn.Identity()
+        self.near = _points(3, *near)
+        self.turn = Alignment(near[-1]) if aligned else nn.Identity()
+        self.far = _points(near[-1], *far)
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        """[n, 3, points] to [n, near, points] and [n, far, 1]."""
+        near = self.turn(self.near(self.place(points)))
+        return near, self.far(near).amax(2, keepdim=True)
+
+
+class PointClassifier(nn.Module):
+    """PointNet: the features of the whole cloud, and dense layers."""
+
+    def __init__(
+        self,
+        near: Sequence[int] = (32, 64),
+        far: Sequence[int] = (128,),
+        head: Sequence[int] = (64,),
+        *,
+        kinds: int = SHAPES,
+        aligned: bool = False,
+    ) -> None:
+        super().__init__()
+        self.body = PointFeatures(near, far, aligned=aligned)
+        self.head = nn.Sequential(_dense(far[-1], *head), nn.Linear(head[-1], kinds))
+
+    def forward(self, points: Tensor) -> Tensor:
+        """[n, 3, points] to [n, kinds]."""
+        return self.head(self.body(points)[1].squeeze(2))
 
 
 class PointSegmenter(nn.Module):
-    """Every point's own features beside those of the whole cloud."""
+    """PointNet: every point's own features beside those of the whole cloud."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        near: Sequence[int] = (32, 64),
+        far: Sequence[int] = (128,),
+        head: Sequence[int] = (64,),
+        *,
+        parts: int = 2 * SHAPES,
+        aligned: bool = False,
+    ) -> None:
         super().__init__()
-        self.near, self.far = _points(3, 32, 64), _points(64, 128)
-        self.head = nn.Sequential(_points(192, 64), nn.Conv1d(64, 2 * _SHAPES, 1))
+        self.body = PointFeatures(near, far, aligned=aligned)
+        self.head = nn.Sequential(_points(near[-1] + far[-1], *head), nn.Conv1d(head[-1], parts, 1))
 
     def forward(self, points: Tensor) -> Tensor:
         """[n, 3, points] to [n, parts, points]."""
-        near = self.near(points)
-        whole = self.far(near).amax(2, keepdim=True).expand(-1, -1, points.shape[2])
-        return self.head(torch.cat([near, whole], 1))
+        near, whole = self.body(points)
+        return self.head(torch.cat([near, whole.expand(-1, -1, points.shape[2])], 1))
 
 
 class AdversarialPair(nn.Module):
-    """DCGAN's two networks, each going its way in the same step: the gradient turns round between them."""
+    """DCGAN's two networks, each going its way in the same step: the gradient turns round between them.
 
-    def __init__(self) -> None:
+    Args:
+        widths: of the generator, from its 4 x 4 images to those of half the size; the discriminator has them in turn.
+        noise: numbers that an image is made of.
+    """
+
+    def __init__(self, widths: Sequence[int] = (32, 16), noise: int = 32) -> None:
         super().__init__()
-        grow = [nn.ConvTranspose2d(_NOISE, 32, 4, bias=False), nn.BatchNorm2d(32), nn.ReLU()]
-        grow += [nn.ConvTranspose2d(32, 16, 4, 2, 1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-        self.generator = nn.Sequential(*grow, nn.ConvTranspose2d(16, 3, 4, 2, 1), nn.Tanh())
-        shrink = [nn.Conv2d(3, 16, 4, 2, 1), nn.LeakyReLU(0.2)]
-        shrink += [nn.Conv2d(16, 32, 4, 2, 1, bias=False), nn.BatchNorm2d(32), nn.LeakyReLU(0.2)]
-        self.discriminator = nn.Sequential(*shrink, nn.Conv2d(32, 1, 4))
+        grow = [nn.ConvTranspose2d(noise, widths[0], 4, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU()]
+        for a, b in pairwise(widths):
+            grow += [nn.ConvTranspose2d(a, b, 4, 2, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU()]
+        self.generator = nn.Sequential(*grow, nn.ConvTranspose2d(widths[-1], 3, 4, 2, 1), nn.Tanh())
+        shrink: list[nn.Module] = [nn.Conv2d(3, widths[-1], 4, 2, 1), nn.LeakyReLU(0.2)]
+        for a, b in pairwise(reversed(widths)):
+            shrink += [nn.Conv2d(a, b, 4, 2, 1, bias=False), nn.BatchNorm2d(b), nn.LeakyReLU(0.2)]
+        self.discriminator = nn.Sequential(*shrink, nn.Conv2d(widths[0], 1, 4))
 
     def forward(self, images: Tensor, noise: Tensor) -> Tensor:
         """Logits of [real, made] images, [2, n]; the generator climbs where the discriminator descends."""
@@ -100,7 +157,7 @@ class Residual(nn.Module):
 
 
 def resnet18(width: int = 8) -> nn.Module:
-    """Eighteen layers as in He et al. (2016), for small images, an eighth as wide."""
+    """Eighteen layers as in He et al. (2016), for small images; theirs has a width of 64."""
     stem = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     widths = [width, width, 2 * width, 4 * width, 8 * width]
     stages = [
@@ -133,17 +190,106 @@ def mobilenet() -> nn.Module:
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
-class Transformer(nn.Module):
-    """Two layers that look back, over bytes."""
+class Squeeze(nn.Module):
+    """Channels weighted by what a small network makes of their means: Hu et al. (2018)."""
 
-    def __init__(self, width: int = 64) -> None:
+    def __init__(self, channels: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(_TOKENS, width), nn.Embedding(_LENGTH, width)
+        fewer = _divisible(channels / 4)
+        ways = [nn.Linear(channels, fewer), nn.ReLU(), nn.Linear(fewer, channels), nn.Hardsigmoid()]
+        self.weights = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[n, channels, rows, columns] to the same."""
+        return x * self.weights(x).unsqueeze(2).unsqueeze(3)
+
+
+def _divisible(channels: float) -> int:
+    """The nearest multiple of eight, and no less than nine tenths."""
+    found = max(8, int(channels + 4) // 8 * 8)
+    return found + 8 if found < 0.9 * channels else found
+
+
+class InvertedWithWeights(nn.Module):
+    """MobileNetV3's block: MobileNetV2's with other activations, and channels weighted.
+
+    Args:
+        inputs: channels.
+        wide: channels in between.
+        outputs: channels.
+        kernel: of the convolution of every channel by itself.
+        stride: of that.
+        weighted: with `Squeeze`.
+        hard: hard-swish for the activation, not ReLU.
+    """
+
+    def __init__(
+        self, inputs: int, wide: int, outputs: int, kernel: int, stride: int, *, weighted: bool, hard: bool
+    ) -> None:
+        super().__init__()
+        self.keeps, act = stride == 1 and inputs == outputs, nn.Hardswish if hard else nn.ReLU
+        widen = [nn.Conv2d(inputs, wide, 1, bias=False), nn.BatchNorm2d(wide), act()] if wide != inputs else []
+        alone = [nn.Conv2d(wide, wide, kernel, stride, kernel // 2, groups=wide, bias=False), nn.BatchNorm2d(wide)]
+        narrow = [nn.Conv2d(wide, outputs, 1, bias=False), nn.BatchNorm2d(outputs)]
+        self.body = nn.Sequential(*widen, *alone, Squeeze(wide) if weighted else nn.Identity(), act(), *narrow)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """With the input added where the shape stays."""
+        return x + self.body(x) if self.keeps else self.body(x)
+
+
+# Kernel, channels in between, outputs, weighted, hard-swish, stride: Howard et al. (2019), table 1.
+_LARGE = (
+    (3, 16, 16, 0, 0, 1),
+    (3, 64, 24, 0, 0, 2),
+    (3, 72, 24, 0, 0, 1),
+    (5, 72, 40, 1, 0, 2),
+    (5, 120, 40, 1, 0, 1),
+    (5, 120, 40, 1, 0, 1),
+    (3, 240, 80, 0, 1, 2),
+    (3, 200, 80, 0, 1, 1),
+    (3, 184, 80, 0, 1, 1),
+    (3, 184, 80, 0, 1, 1),
+    (3, 480, 112, 1, 1, 1),
+    (3, 672, 112, 1, 1, 1),
+    (5, 672, 160, 1, 1, 2),
+    (5, 960, 160, 1, 1, 1),
+    (5, 960, 160, 1, 1, 1),
+)
+
+
+def mobilenet_v3_large() -> nn.Module:
+    """MobileNetV3-Large with ten classes, by the table of Howard et al. (2019)."""
+    stem = [nn.Conv2d(3, 16, 3, 2, 1, bias=False), nn.BatchNorm2d(16), nn.Hardswish()]
+    blocks, inputs = list[nn.Module](), 16
+    for kernel, wide, outputs, weighted, hard, stride in _LARGE:
+        block = InvertedWithWeights(inputs, wide, outputs, kernel, stride, weighted=bool(weighted), hard=bool(hard))
+        blocks.append(block)
+        inputs = outputs
+    last = [nn.Conv2d(inputs, 960, 1, bias=False), nn.BatchNorm2d(960), nn.Hardswish()]
+    head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(960, 1280), nn.Hardswish(), nn.Linear(1280, 10)]
+    return nn.Sequential(*stem, *blocks, *last, *head)
+
+
+class Transformer(nn.Module):
+    """Two layers that look back.
+
+    Args:
+        width: of the layers.
+        hidden: of their dense part.
+        heads: of their attention.
+        tokens: of the vocabulary.
+        length: of a sequence.
+    """
+
+    def __init__(self, width: int = 64, hidden: int = 128, heads: int = 4, tokens: int = 256, length: int = 32) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(tokens, width), nn.Embedding(length, width)
         self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0, batch_first=True) for _ in range(2)
+            nn.TransformerEncoderLayer(width, heads, hidden, dropout=0.0, batch_first=True) for _ in range(2)
         )
-        self.head = nn.Linear(width, _TOKENS)
-        self.register_buffer("later", torch.ones(_LENGTH, _LENGTH, dtype=torch.bool).triu(1))
+        self.head = nn.Linear(width, tokens)
+        self.register_buffer("later", torch.ones(length, length, dtype=torch.bool).triu(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, length] to logits [n, tokens, length]."""
@@ -151,88 +297,3 @@ class Transformer(nn.Module):
         for layer in self.layers:
             x = layer(x, self.later)
         return self.head(x).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A network, its data and its loss.
-
-    Args:
-        title: for readers.
-        data: where the data come from.
-        make: a new network, from torch's own generator.
-        batch: a step's inputs, and what the loss is given beside the outputs.
-        loss: of one model.
-    """
-
-    title: str
-    data: str
-    make: Callable[[], nn.Module]
-    batch: Callable[[int], tuple[Batch, Batch]]
-    loss: Callable[..., Tensor]
-
-
-def workloads() -> dict[str, Workload]:
-    """All six, by a short name; images are CIFAR-10's where THINWIRE_DATA has them, else handwritten digits."""
-    source = "CIFAR-10 at half its resolution" if os.environ.get("THINWIRE_DATA") else "digits, enlarged"
-    shapes, cross = "made-up clouds of four shapes", F.cross_entropy
-    return {
-        "pointnet-cls": Workload("PointNet, shapes", shapes, PointClassifier, partial(clouds, parts=False), cross),
-        "pointnet-seg": Workload("PointNet, parts", shapes, PointSegmenter, partial(clouds, parts=True), cross),
-        "dcgan": Workload("DCGAN", source, AdversarialPair, _noisy_images, adversarial_loss),
-        "resnet18": Workload("ResNet-18, width 8", source, resnet18, _images, cross),
-        "mobilenet": Workload("MobileNetV2-style", source, mobilenet, _images, cross),
-        "transformer": Workload("Transformer, 2 layers of 64", "text", Transformer, _text, cross),
-    }
-
-
-def clouds(step: int, *, parts: bool, samples: int = 8) -> tuple[Batch, Batch]:
-    """Points on spheres, cubes, cylinders and rings; the label is the shape, or each point's half of it."""
-    draw = torch.Generator().manual_seed(step)
-    kinds = torch.arange(samples) % _SHAPES
-    x = torch.stack([_surface(int(kind), draw) for kind in kinds])
-    x = x * (0.8 + 0.4 * torch.rand(samples, 1, 1, generator=draw))
-    labels = 2 * kinds.unsqueeze(1) + (x[:, 2] > 0) if parts else kinds
-    return (x,), (labels,)
-
-
-def _surface(kind: int, draw: torch.Generator) -> Tensor:
-    """[3, points] on one surface about the origin."""
-    normal = torch.randn(3, _POINTS, generator=draw)
-    sphere = normal / normal.norm(dim=0)
-    if kind == 0:
-        return sphere
-    if kind == 1:
-        return normal / normal.abs().amax(0)
-    around = normal[:2] / normal[:2].norm(dim=0)
-    if kind == 2:
-        return torch.cat([around, 2 * torch.rand(1, _POINTS, generator=draw) - 1])
-    turn = 6.283185 * torch.rand(_POINTS, generator=draw)
-    return torch.cat([around * (1 + 0.3 * turn.cos()), 0.3 * turn.sin().unsqueeze(0)])
-
-
-@cache
-def _task(name: str) -> Task:
-    return load(name)
-
-
-def _from_task(name: str, step: int, samples: int) -> Sequence[Tensor]:
-    task = _task(name)
-    (shard,) = task.shards(1, seed=0)
-    return task.batch(shard, step, batch_size=samples, seed=0, rank=0)
-
-
-def _images(step: int, samples: int = 8) -> tuple[Batch, Batch]:
-    images, labels = _from_task("cifar10" if os.environ.get("THINWIRE_DATA") else "digits", step, samples)
-    return (F.interpolate(images, (_IMAGE, _IMAGE)).expand(-1, 3, -1, -1).contiguous(),), (labels,)
-
-
-def _noisy_images(step: int) -> tuple[Batch, Batch]:
-    (images,), _ = _images(step)
-    noise = torch.randn(len(images), _NOISE, 1, 1, generator=torch.Generator().manual_seed(step))
-    return (images.tanh(), noise), ()
-
-
-def _text(step: int) -> tuple[Batch, Batch]:
-    tokens, following = _from_task("text", step, 8)
-    return (tokens[:, :_LENGTH].contiguous(),), (following[:, :_LENGTH].contiguous(),)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many models of one kind, trained in five ways, and what each takes.
 
-`python -m reproductions.hfta.training NAME MODELS SECONDS THREADS ROUNDS` lets all ways take turns, each turn
+`python -m reproductions.hfta.training NAME MODELS SECONDS THREADS ROUNDS DEVICE` lets all ways take turns, each turn
 in a process of its own. These are forked from one that has loaded what all of them need, torch's compiler above all,
 which the first optimizer of a process would spend seconds on.
 """
@@ -14,7 +14,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
 from statistics import median
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from reproductions.hfta.networks import Workload, workloads
+from reproductions.hfta.workloads import Workload, every
 from thinwire.emulate import run_workers
 from thinwire.errors import ThinwireError
 from thinwire.fusion import Adam, fuse, keep_memory, measuring, save_autotune_cache
@@ -48,7 +48,7 @@ class Pace:
 
     Args:
         models_per_second: steps of single models in a second, of all models together.
-        nbytes: the most memory that a process held, in bytes.
+        nbytes: the most memory that a process held, in bytes; on a GPU, its tensors there.
     """
 
     models_per_second: float
@@ -149,7 +149,9 @@ def vmap_step(workload: Workload, models: int) -> Step:
 _STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": loop_step}
 
 
-def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) -> dict[str, list[Pace]]:
+def in_turns(
+    name: str, models: int, seconds: float, threads: int, rounds: int, device: str = "cpu"
+) -> dict[str, list[Pace]]:
     """What each way took in every round, in which all take turns.
 
     Args:
@@ -158,6 +160,7 @@ def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) 
         seconds: that each way trains for, after a few steps that are not counted.
         threads: of torch; processes that run at once have one each.
         rounds: each goes through the ways in the other direction than the one before.
+        device: "cpu" or "cuda".
 
     Raises:
         ThinwireError: a process failed.
@@ -169,7 +172,7 @@ def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) 
             way, pace = json.loads(line).popitem()
             found[way].append(Pace(**pace))
 
-    given = [name, str(models), str(seconds), str(threads), str(rounds)]
+    given = [name, str(models), str(seconds), str(threads), str(rounds), device]
     deadline = rounds * len(WAYS) * _TIMEOUT_SECONDS
     exits = run_workers([sys.executable, "-m", __name__, *given], 1, on_line=keep, timeout=deadline)
     if any(each.code for each in exits) or any(len(paces) < rounds for paces in found.values()):
@@ -180,11 +183,11 @@ def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) 
 def main(arguments: Sequence[str]) -> Iterator[str]:
     """Let all ways take turns; each turn is `{way: pace}` as JSON."""
     name, models, seconds = arguments[0], int(arguments[1]), float(arguments[2])
-    threads, rounds = int(arguments[3]), int(arguments[4])
+    threads, rounds, device = int(arguments[3]), int(arguments[4]), arguments[5]
     import_module("torch._dynamo")
     for number in range(rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            yield json.dumps({way: asdict(forked(partial(measure, name, way, models, seconds, threads)))})
+            yield json.dumps({way: asdict(forked(partial(measure, name, way, models, seconds, threads, device)))})
 
 
 def forked(work: Callable[[], Pace]) -> Pace:
@@ -216,25 +219,26 @@ def forked(work: Callable[[], Pace]) -> Pace:
         other.join()
 
 
-def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
+def measure(name: str, way: str, models: int, seconds: float, threads: int, device: str = "cpu") -> Pace:
     """Train in this process; arguments as of `in_turns`."""
     torch.set_num_threads(1 if way == "processes" else threads)
     keep_memory()
-    workload = _cached(workloads()[name])
+    # CUDA is first used after all forks: a forked process cannot use what its parent has begun.
+    workload = _cached(every(device)[name])
     if way == "processes":
-        pace = _at_once(workload, models, seconds)
+        pace = _at_once(workload, models, seconds, device)
     else:
-        count = 1 if way == "process" else models
-        pace = count / _seconds_per_step(_STEPS[way](workload, count), seconds)
+        count, own = 1 if way == "process" else models, _cached(workload.to(device))
+        pace = count / _seconds_per_step(_STEPS[way](own, count), seconds)
+    if device == "cuda" and way != "processes":
+        return Pace(pace, torch.cuda.max_memory_allocated())
     return Pace(pace, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
 def _cached(workload: Workload) -> Workload:
     """With a few batches that are made beforehand: reading data is no part of what is compared."""
     batches = [workload.batch(number) for number in range(_BATCHES)]
-    return Workload(
-        workload.title, workload.data, workload.make, lambda number: batches[number % _BATCHES], workload.loss
-    )
+    return replace(workload, batch=lambda number: batches[number % _BATCHES])
 
 
 def _seconds_per_step(step: Step, seconds: float) -> float:
@@ -249,11 +253,11 @@ def _seconds_per_step(step: Step, seconds: float) -> float:
     return median(found)
 
 
-def _at_once(workload: Workload, models: int, seconds: float) -> float:
+def _at_once(workload: Workload, models: int, seconds: float, device: str) -> float:
     """Steps per second of processes that begin and end together."""
     context = multiprocessing.get_context("fork")
     barrier, counts = context.Barrier(models), context.Queue()
-    work = partial(_beside, workload, seconds, barrier, counts)
+    work = partial(_beside, workload, seconds, barrier, counts, device)
     others = [context.Process(target=work) for _ in range(models)]
     for other in others:
         other.start()
@@ -263,8 +267,8 @@ def _at_once(workload: Workload, models: int, seconds: float) -> float:
     return sum(found)
 
 
-def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any) -> None:
-    step, done = loop_step(workload, 1), 0
+def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any, device: str) -> None:
+    step, done = loop_step(_cached(workload.to(device)), 1), 0
     for number in range(_WARM_UP):
         step(number)
     barrier.wait(_TIMEOUT_SECONDS)
