@@ -29,7 +29,7 @@ def _plans(quick: bool, real: set[str]) -> tuple[list[Convex], list[Deep]]:
         ]
         return convex, [Deep("digits", None, (0.1, 0.4), rates, 30_000 if quick else 100_000)]
     if quick:
-        plans = [Convex(task, copies, 600, ("ig",)) for task in ("digits", "a9a") for copies in (1, REDUNDANT)]
+        plans = [Convex(task, copies, 450, ("ig",)) for task in ("digits", "a9a") for copies in (1, REDUNDANT)]
         return plans, [Deep("mnist", None, (0.2,), rates[1:], 24_000)]
     # Fewer of MNIST, whose many features take most of the time.
     originals = {"digits": 1000, "mnist": 500, "a9a": 1000}
@@ -247,7 +247,7 @@ CLAIM = Claim(
     "points), at constant rates so that no horizon decides, to the accuracy of all the data at the end, less "
     f"{100 * POINTS:g} point; selected anew in each epoch, its time counted; random and weighted random points are "
     "rivals that are told; rate (of three) and size chosen with a seed apart, 3 judged seeds, arms in turns (quick: "
-    "digits and a9a with 600 samples, incremental gradient alone, and the first network with "
+    "digits and a9a with 450 samples, incremental gradient alone, and the first network with "
     "24,000 points, two rates and one size)",
     parts={
         "redundant data, gradients": f"with {REDUNDANT} near-duplicates, with every seed, incremental gradient on the "
