@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.peers import HERE, LIBRARIES
+from benchmarks.race import __main__ as command
 from benchmarks.race import jobs, page, results
-from benchmarks.race.racers import LINKS, RACERS, RATES, named
+from benchmarks.race.bars import bars
+from benchmarks.race.racers import LINKS, LOCALS, RACERS, WORKS, named
 from benchmarks.race.results import curve_of, final, steps_to
-from benchmarks.race.runs import steps_timed
+from benchmarks.race.runs import settings_of, steps_timed
 from benchmarks.race.table import rows, table
 
 MADE = {"when": "2026-11-23 05:00", "torch": "2.13.0", "python": "3.11.7", "cores": 2}
@@ -42,12 +44,14 @@ def write_curve(place: Path, name: str, *, falls: float, payload: float, steps: 
     )
 
 
-def write_times(place: Path, name: str, *, seconds: float, payload: float) -> None:
+def write_times(
+    place: Path, name: str, *, seconds: float, payload: float, where: str = "100mbit-4", spread: float = 0.0
+) -> None:
     write(
         place,
-        f"times/100mbit-4-{name}",
+        f"times/{where}-{name}",
         {
-            "block_seconds": [seconds] * 3,
+            "block_seconds": [seconds, seconds - spread, seconds + spread],
             "steps": 37,
             "payload_bytes_per_step": payload,
             "payload_bytes_of_run": 37 * payload,
@@ -86,8 +90,9 @@ def test_a_row_is_steps_times_seconds_beside_the_wall(raced: Path) -> None:
     assert ddp.to_target == 960 and ours.to_target == pytest.approx(195)
     assert ours.exposed == pytest.approx(0.05) and ours.of_wall == pytest.approx(0.6 / 0.65)
     assert ours.wire == pytest.approx(1.04e6)
-    # 40 MB times 240, an eighth of it, are 1,200 MB; at equal seconds, 144, DDP has done 36 steps.
-    assert ours.equal_bytes == pytest.approx((4 - 0.04 * 47,))
+    # 40 MB times 240, an eighth of it, are 1,200 MB, more than ours sends in the budget, which ends at step 240; at
+    # equal seconds, 144, DDP has done 36 steps.
+    assert ours.equal_bytes == pytest.approx((4 - 0.04 * 23,))
     assert ddp.equal_seconds == pytest.approx((4 - 0.05 * 2,))
     assert by_name["DiLoCo"].seconds is None and by_name["DiLoCo"].to_target == float("inf")
 
@@ -99,6 +104,86 @@ def test_the_table_says_what_was_not_reached_and_what_was_not_run(raced: Path) -
     assert "| not reached |" in next(line for line in lines if line.startswith("| powersgd-4"))
     assert lines[-1].startswith("Not run: ") and "DiLoCo" in lines[-1]
     assert table("20mbit", 4) == "Not run.\n"
+
+
+def test_first_steps_that_send_everything_are_in_the_product(raced: Path) -> None:
+    write_curve(raced, "powersgd-4", falls=0.05, payload=1e6)
+    row = next(row for row in rows("100mbit", 4) if row.racer.name == "powersgd-4")
+    # Ten steps as long as DDP's, and 230 of its own.
+    assert row.start == pytest.approx(10 * (4.0 - 0.7))
+    assert row.to_target == pytest.approx(10 * 4.0 + 230 * 0.7)
+    (raced / "times" / "100mbit-4-ddp.json").unlink()
+    row = next(row for row in rows("100mbit", 4) if row.racer.name == "powersgd-4")
+    assert row.seconds == 0.7 and row.to_target == float("inf")
+
+
+def test_other_numbers_of_workers_have_steps_and_no_target(raced: Path) -> None:
+    for name, seconds in (("Local", 0.6), ("ddp", 6.0), ("Overlap-4bit", 0.64)):
+        write_times(raced, name, seconds=seconds, payload=1e6, where="20mbit-8", spread=0.1)
+    ours = next(row for row in rows("20mbit", 8) if row.racer.name == "Overlap-4bit")
+    assert ours.seconds == 0.64 and ours.steps == () and ours.to_target == float("inf")
+    text = page.page()
+    section = text[text.index("## 20 Mbit, 8 workers") :]
+    assert "held-out target" not in section[: section.index("\n## ")]
+    assert "| Overlap-4bit (thinwire) | 0.640 (0.540 to 0.740) | 94% | 0.040 |" in section
+    assert "| the wall: nothing is sent | 0.600 (0.500 to 0.700) |" in section
+    assert "| 20 Mbit | 8 |" not in text
+
+
+def test_a_curve_that_failed_is_told_and_counts_for_nothing(raced: Path) -> None:
+    write(raced, "losses/Overlap-4bit-0", {"steps": [], "losses": [], "failed": "no answer within 60 s"})
+    row = next(row for row in rows("100mbit", 4) if row.racer.name == "Overlap-4bit")
+    assert row.steps == () and row.to_target == float("inf")
+    assert "A curve of Overlap-4bit failed: no answer within 60 s." in table("100mbit", 4)
+
+
+def test_bars_are_judged_by_the_first_of_each_kind(raced: Path) -> None:
+    found = {(bar.place, bar.asked): bar for bar in bars()}
+    place = "100mbit, 4 workers"
+    assert found[place, "Overlap-4bit: its steps' speed over the wall's"].outcome == "met"
+    over = found[place, "Overlap-4bit: DDP's seconds to the target over its"]
+    assert over.figure == pytest.approx(960 / 195) and over.outcome == "**not met**"
+    assert found[place, "Overlap-4bit: those of ddp over its"].outcome == "met"
+    loss = found[place, "Overlap-4bit: held-out loss at equal tokens over DDP's"]
+    assert loss.figure == pytest.approx((4 - 0.04 * 23) / (4 - 0.05 * 23)) and loss.outcome == "**not met**"
+    assert found[
+        "20mbit, 8 workers", "the first of ours with 4 workers: exposed communication over the step"
+    ].line() == (
+        "| 20mbit, 8 workers | the first of ours with 4 workers: exposed communication over the step | at most 0.15 |  "
+        "| not run |"
+    )
+
+
+def test_rates_are_multiples_of_one_rate_whatever_the_optimizer() -> None:
+    by_name = {name: settings_of(named(name), 0.5, None, steps=10) for name in ("ddp", "OneBitAdam")}
+    assert by_name["OneBitAdam"].optimizer == "onebit-adam"
+    assert by_name["OneBitAdam"].lr == by_name["ddp"].lr == pytest.approx(0.5 * 3e-3)
+
+
+def test_what_is_timed_trains_as_the_recipe_does_after_its_first_steps() -> None:
+    for racer in (*LOCALS.values(), *RACERS):
+        assert (racer.timed is None) == (racer.dense_steps == 0) == (racer.dense_as is None)
+        # Images need files that may not be here.
+        if racer.timed is not None and racer.task == "text":
+            assert settings_of(racer, 0.5, None, steps=10, strategy=racer.timed).strategy
+            assert named(racer.dense_as or "").dense
+
+
+def test_everything_else_is_run_where_one_run_fails(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+
+    def run(job: jobs.Job) -> None:
+        ran.append(job.name)
+        if job.name.endswith("-ddp"):
+            (place / "failed").mkdir(exist_ok=True)
+            (place / "failed" / f"{job.name.replace('/', '-')}.txt").write_text("no such link")
+            raise RuntimeError("no such link")
+        write_times(place, job.name.rpartition("-")[2], seconds=1.0, payload=1e6)
+
+    monkeypatch.setattr(jobs.Job, "run", run)
+    monkeypatch.setattr(command, "show", lambda what: ran.append(what))
+    assert command.run_all(["times"], ["100mbit/4/ddp", "100mbit/4/LocalSGD"]) == 1
+    assert ran == ["times/100mbit-4-ddp", "times/100mbit-4-LocalSGD", "plot", "page"]
 
 
 def test_the_page_tells_the_first_of_each_kind(raced: Path) -> None:
@@ -120,16 +205,21 @@ def test_equal_curves_are_run_once(raced: Path) -> None:
 
 def test_rates_come_before_the_curves_that_take_them(place: Path) -> None:
     left = [job.name for job in jobs.missing([], [])]
-    assert left[:5] == [*(f"tune/ddp-{rate:g}" for rate in RATES), "losses/ddp-0"]
-    assert left.index("tune/LocalSGD-32-0.25") < left.index("tune/DiLoCo-outer-0.4") < left.index("losses/DiLoCo-0")
-    assert left.index("losses/DiLoCo-0") < left.index("times/100mbit-4-Local") < left.index("times/20mbit-4-Local")
+    assert left[:5] == [*(f"tune/ddp-{rate:g}" for rate in WORKS["text"].rates), "losses/ddp-0"]
+    first = left.index("tune/LocalSGD-32-0.25")
+    assert first < left.index("tune/DiLoCo-4bit-outer-0.4") < left.index("losses/DiLoCo-4bit-0")
+    assert left.index("losses/DiLoCo-4bit-0") < left.index("times/100mbit-4-Local") < left.index("times/20mbit-4-Local")
     assert left.index("times/100mbit+50ms-4-ddp") < left.index("checks/100mbit-own") < left.index("losses/ddp-1")
     assert len(left) == len(set(left))
 
 
 def test_a_pattern_keeps_what_it_names_and_what_that_needs(place: Path) -> None:
     left = [job.name for job in jobs.missing(["losses"], ["*/4/powersgd-4"])]
-    assert left[:6] == [*(f"tune/powersgd-4-{rate:g}" for rate in RATES), "tune/ddp-0.25", "tune/ddp-0.5"]
+    assert left[:6] == [
+        *(f"tune/powersgd-4-{rate:g}" for rate in WORKS["text"].rates),
+        "tune/ddp-0.125",
+        "tune/ddp-0.25",
+    ]
     assert [job.name for job in jobs.missing(["times"], ["1gbit/8/ddp"])] == ["times/1gbit-8-ddp"]
 
 

@@ -110,15 +110,47 @@ class TorchftLocalSGD(_Torchft):
 
 @dataclass(frozen=True)
 class TorchftDiLoCo(_Torchft):
-    """An outer optimizer, SGD with Nesterov momentum 0.9, steps every `period` steps."""
+    """An outer optimizer, SGD with Nesterov momentum 0.9, steps every `period` steps.
+
+    Args:
+        period: steps between two of a fragment's outer steps.
+        lr: of the outer optimizer.
+        fragments: the model in so many parts, whose outer steps are spread over the period.
+        delay: steps from the launch of a fragment's average to its outer step.
+        alpha: weight of a worker's own parameters in what follows the outer step.
+    """
 
     period: int = 32
     lr: float = 0.7
+    fragments: int = 1
+    delay: int = 0
+    alpha: float = 0.0
 
     name = "torchft-diloco"
     paper = "Douillard et al., DiLoCo, 2023, arXiv:2311.08105"
 
     def context(self, manager: Manager, model: nn.Module, optimizer: Optimizer) -> AbstractContextManager[Any]:
-        """As in `examples/diloco`, with one fragment."""
-        outer = SGD(model.parameters(), lr=self.lr, momentum=0.9, nesterov=True)
-        return DiLoCo(manager, [model], optimizer, outer, sync_every=self.period)
+        """As in `examples/diloco`."""
+        parts = [model] if self.fragments == 1 else fragments_of(model, self.fragments)
+        outers = [SGD(part.parameters(), lr=self.lr, momentum=0.9, nesterov=True) for part in parts]
+        return DiLoCo(
+            manager,
+            parts,
+            optimizer,
+            outers,
+            sync_every=self.period,
+            fragment_sync_delay=self.delay,
+            fragment_update_alpha=self.alpha,
+        )
+
+
+def fragments_of(model: nn.Module, count: int) -> list[nn.Module]:
+    """The layers of a model in order, in so many parts of about as many parameters."""
+    layers = [each for child in model.children() for each in (child if isinstance(child, nn.ModuleList) else [child])]
+    sizes = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    parts, before, whole = [nn.ModuleList() for _ in range(count)], 0, sum(sizes)
+    for layer, size in zip(layers, sizes, strict=True):
+        # By the middle of each layer.
+        parts[min(count - 1, int(count * (before + size / 2) / whole))].append(layer)
+        before += size
+    return list(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 import benchmarks.race as rule
 from benchmarks.peers import LIBRARIES, install
@@ -29,9 +30,7 @@ def main() -> int:
     if asked.what == "next":
         return 0 if run_next(asked.part, asked.only) else 3
     if asked.what == "all":
-        while run_next(asked.part, asked.only):
-            pass
-        return 0
+        return run_all(asked.part, asked.only)
     if asked.what == "run":
         for job in jobs():
             if job.name in asked.names:
@@ -50,6 +49,23 @@ def main() -> int:
         seconds = [job.seconds for job in left if job.part == part]
         sys.stdout.write(f"{part}: {len(seconds)} runs, about {sum(seconds) / 60:.0f} minutes\n")
     return 0
+
+
+def run_all(parts: Sequence[str], only: Sequence[str]) -> int:
+    """Run everything that is missing, then draw the pictures and write the page; 1 if something could not run."""
+    failed = 0
+    while left := missing(parts, only):
+        try:
+            run_next(parts, only)
+        except Exception as error:
+            # Its traceback is kept, and it is not tried again.
+            if not left[0].failed:
+                raise
+            sys.stdout.write(f"failed: {error}\n")
+            failed = 1
+    show("plot")
+    show("page")
+    return failed
 
 
 def show(what: str, *, check: bool = False) -> int:

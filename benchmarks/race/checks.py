@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from statistics import fmean
-
-from benchmarks.race.racers import AVERAGED, EVALUATED_EVERY, LINKS, MOST, SEEDS, Racer, named, of_task
-from benchmarks.race.results import BUDGET, Fields, best_try, result, targets
+from benchmarks.race.racers import LINKS, SEEDS, Racer, named, of_task
+from benchmarks.race.results import Fields, best_try, curve_of, result, steps_to, targets
 from benchmarks.race.runs import curve, settings_of
 from benchmarks.race.table import NOT_RUN, rows
 
@@ -31,27 +29,16 @@ def check_name(link: str, own: bool) -> str:
 
 
 def whole_run(link: str, own: bool) -> Fields:
-    """Train the first one on a link until the mean of three evaluations is no more than the target."""
+    """Train the first one on a link for as many steps as its curve took to the target, and evaluate it once."""
     racer, goals = first_of(link, own), targets("text", SEEDS[0])
     assert racer is not None and goals is not None
-    best = best_try(racer)
-    assert best is not None
-
-    def reached(found: Fields) -> bool:
-        losses = found["losses"]
-        return len(losses) >= AVERAGED and fmean(losses[-AVERAGED:]) <= goals["losses"]
-
-    settings = settings_of(
-        racer,
-        best["rate"],
-        best["outer"],
-        steps=MOST * BUDGET,
-        seed=SEEDS[0],
-        eval_every=EVALUATED_EVERY,
-        link=link,
-    )
-    found = curve(settings, reached)
-    return {"link": link, "racer": racer.name, "reached": reached(found), **found}
+    best, along = best_try(racer), curve_of(racer, SEEDS[0])
+    assert best is not None and along is not None
+    steps = steps_to(along, goals["losses"])
+    assert steps is not None
+    settings = settings_of(racer, best["rate"], best["outer"], steps=steps, seed=SEEDS[0], eval_every=steps, link=link)
+    known = along["losses"][along["steps"].index(steps)]
+    return {"link": link, "racer": racer.name, "curve_loss": known, **curve(settings)}
 
 
 def check_lines() -> list[str]:
@@ -61,10 +48,12 @@ def check_lines() -> list[str]:
         found = result(check_name(link, own))
         if found is None:
             racer = first_of(link, own)
-            lines.append(f"| {link} | {racer.name if racer else NOT_RUN} | | {NOT_RUN} |")
+            lines.append(f"| {link} | {racer.name if racer else NOT_RUN} | {NOT_RUN} | {NOT_RUN} | | |")
             continue
         row = next(row for row in rows(link, WORKERS) if row.racer is named(found["racer"]))
-        product = NOT_RUN if row.seconds is None or not row.steps else f"{row.steps[0] * row.seconds:.0f} s"
-        whole = f"{found['seconds'][-1]:.0f} s" if found["reached"] else "not reached"
-        lines.append(f"| {link} | {found['racer']} | {product} | {whole} |")
+        product = row.seconds_to(row.steps[:1])
+        told = NOT_RUN if product is None else f"{product.middle:.0f} s"
+        whole = f"{found['seconds'][-1]:.0f} s" if found["seconds"] else f"failed: {found.get('failed')}"
+        loss = f"{found['losses'][-1]:.3f}" if found["losses"] else ""
+        lines.append(f"| {link} | {found['racer']} | {told} | {whole} | {loss} | {found['curve_loss']:.3f} |")
     return lines

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import benchmarks.race as rule
 from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
+from benchmarks.race.bars import bars
 from benchmarks.race.checks import check_lines
-from benchmarks.race.racers import LOCALS, OUTER_RATES, PLACES, RACERS, ddp_of
+from benchmarks.race.racers import LOCALS, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
-from benchmarks.race.table import COST, NOT_RUN, SPEED, Row, rows, table
+from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table
 
 PAGE = Path(__file__).parents[2] / "docs" / "race.md"
 _HEAD = """# The race
@@ -33,7 +34,7 @@ _PLACES = {
 
 def page() -> str:
     """The page as Markdown."""
-    parts = [_HEAD, _standing(), _tables(), _drawn(), _rates(), _checks(), _absent(), _rule(), _commands()]
+    parts = [_HEAD, _standing(), _asked(), _tables(), _drawn(), _rates(), _checks(), _absent(), _rule(), _commands()]
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 
@@ -48,6 +49,8 @@ def _standing() -> str:
         "| --- | ---: | --- | --- | ---: | ---: |",
     ]
     for task, link, workers in PLACES:
+        if workers != SIZES[0]:
+            continue
         found = rows(link, workers, task)
         own = _first([row for row in found if row.racer.whose == "thinwire"])
         peer = _first([row for row in found if row.racer.whose != "thinwire"])
@@ -57,6 +60,18 @@ def _standing() -> str:
         cells = [place, str(workers), _told(own), _told(peer), _seconds(ddp), ratio]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _asked() -> str:
+    lines = [
+        "## What was asked",
+        "",
+        "Medians over the seeds; the first of ours is that of the racers with all seeds.",
+        "",
+        "| Where | What | Asked | Measured | |",
+        "| --- | --- | ---: | ---: | --- |",
+    ]
+    return "\n".join([*lines, *(bar.line() for bar in bars())])
 
 
 def _title_of(task: str, link: str, workers: int) -> str:
@@ -83,6 +98,9 @@ def _tables() -> str:
         title = _title_of(task, link, workers)
         if result(f"times/{link}-{workers}-{LOCALS[task].name}") is None:
             absent.append(title)
+            continue
+        if workers != SIZES[0]:
+            lines += [f"## {title}", "", "What a step costs:", "", table(link, workers, STEP, task=task), ""]
             continue
         lines += [f"## {title}", "", table(link, workers, SPEED, task=task)]
         lines += ["What a step costs, and the loss at equal cost:", ""]
@@ -117,7 +135,7 @@ def _rates() -> str:
         "## Rates",
         "",
         "Held-out loss after the tries, by the multiple of the task's learning rate, or by the outer rate; the chosen "
-        "one is bold, and stands in the recipe.",
+        "one is bold, and stands in the recipe; * is at an edge of what was tried.",
         "",
         "| | recipe | tries |",
         "| --- | --- | --- |",
@@ -133,19 +151,26 @@ def _rates() -> str:
         for each in tries(racer):
             rate = each["rate"] if each["outer"] is None else each["outer"]
             text = f"{rate:g}: {final_of_try(each):.3f}"
-            told.append(f"**{text}**" if best is not None and each is best else text)
+            chosen = best is not None and each is best
+            told.append(f"**{text}{_edge(racer, rate)}**" if chosen else text)
         lines.append(f"| {racer.name} | `{recipe}` | {', '.join(told) or NOT_RUN} |")
     return "\n".join(lines)
+
+
+def _edge(racer: Racer, rate: float) -> str:
+    tried = OUTER_RATES if racer.outer else racer.work.rates
+    return "*" if rate in (min(tried), max(tried)) else ""
 
 
 def _checks() -> str:
     lines = [
         "## Products and whole runs",
         "",
-        "Seconds to the target as steps times seconds, and as a whole run on the link took them:",
+        "Seconds to the target as steps times seconds, and as a whole run of as many steps on the link took them, with "
+        "one evaluation at its end; the loss there, and that of the curve:",
         "",
-        "| Link | racer | product | whole run |",
-        "| --- | --- | ---: | ---: |",
+        "| Link | racer | product | whole run | its loss | the curve's |",
+        "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     return "\n".join([*lines, *check_lines()])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from benchmarks.race.racers import AVERAGED, BUDGET, OUTER_RATES, RATES, Racer, ddp_of
+from benchmarks.race.racers import AVERAGED, BUDGET, OUTER_RATES, Racer, ddp_of
 
 RESULTS = Path(__file__).parents[1] / "results" / "race"
 Fields = dict[str, Any]
@@ -34,7 +34,7 @@ def tune_names(racer: Racer) -> list[str]:
     """The files of a racer's tries."""
     own = racer.tuned_as
     if own.inner is None:
-        return [f"tune/{own.name}-{rate:g}" for rate in RATES]
+        return [f"tune/{own.name}-{rate:g}" for rate in own.work.rates]
     return [f"tune/{own.name}-outer-{outer:g}" for outer in OUTER_RATES]
 
 
@@ -94,6 +94,10 @@ def is_enough(found: Fields, task: str, seed: int) -> bool:
 
 
 def loss_until(found: Fields, values: Sequence[float], limit: float) -> float | None:
-    """The mean of the last evaluations at which a running value is no more than a limit; None where there is none."""
-    within = [loss for loss, value in zip(found["losses"], values, strict=True) if value <= limit]
+    """The mean of the last evaluations at which a running value is no more than a limit; None where there is none.
+
+    A curve may go on beyond the budget, until the target; those evaluations do not count.
+    """
+    every = zip(found["losses"], values, found["steps"], strict=True)
+    within = [loss for loss, value, step in every if value <= limit and step <= BUDGET]
     return fmean(within[-AVERAGED:]) if within else None

@@ -22,6 +22,7 @@ from benchmarks.race.racers import (
     FEW_STEPS,
     FEW_WARM_STEPS,
     FEWEST_STEPS,
+    WARM_STEPS,
     Racer,
 )
 from thinwire.errors import ThinwireError
@@ -38,13 +39,23 @@ class _EnoughError(Exception):
 
 
 def settings_of(racer: Racer, rate: float, outer: float | None, *, workers: int = 4, **more: Any) -> Settings:
-    """The settings of a run; `rate` is a multiple of the task's learning rate."""
-    recipe = racer.recipe.format(outer=outer) if outer is not None else racer.recipe
+    """The settings of a run; `rate` is a multiple of the task's learning rate for the work's own optimizer.
+
+    Args:
+        racer: who runs.
+        rate: the multiple.
+        outer: the outer rate, if there is one.
+        workers: how many.
+        more: other settings; `strategy` replaces the recipe.
+    """
     work = racer.work
+    recipe = more.pop("strategy", racer.recipe)
+    recipe = recipe.format(outer=outer) if outer is not None else recipe
     asked = {"task": racer.task, "model": work.model, "strategy": recipe, "workers": workers}
     asked |= {"optimizer": racer.optimizer or work.optimizer, "batch_size": work.batch_size}
     found = resolve({**asked, "threads": 1, "warmup_steps": 20, "eval_limit": work.eval_limit, **more})
-    return replace(found, lr=rate * found.lr)
+    own = resolve({**asked, "optimizer": work.optimizer})
+    return replace(found, lr=rate * own.lr)
 
 
 def curve(settings: Settings, enough: Enough = lambda _: False) -> Fields:
@@ -100,21 +111,25 @@ def steps_timed(racer: Racer, link: str) -> tuple[int, int, int]:
     """Steps before the timed ones, the timed ones, and those of a block."""
     if link == "20mbit" and racer.dense:
         return FEW_WARM_STEPS, FEW_STEPS, FEW_BLOCK
-    return racer.warm, -(-FEWEST_STEPS // racer.period) * racer.period, racer.period
+    # Two periods at least, so that there is a spread.
+    return WARM_STEPS, max(2, -(-FEWEST_STEPS // racer.period)) * racer.period, racer.period
 
 
 def step_times(racer: Racer, link: str, workers: int) -> Fields:
     """What a step costs on a link: seconds, bytes, memory, CPU time."""
     warm, timed, block = steps_timed(racer, link)
+    # What is in flight at the end is waited for in the last step, which belongs to no block.
+    steps = warm + timed + 1
     outer = 0.7 if racer.outer else None  # neither rate changes what a step costs
     settings = settings_of(
         racer,
         0.5,
         outer,
         workers=workers,
-        steps=warm + timed,
+        strategy=racer.timed or racer.recipe,
+        steps=steps,
         seed=0,
-        eval_every=warm + timed,
+        eval_every=steps,
         link=None if link == "none" else link,
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -123,18 +138,18 @@ def step_times(racer: Racer, link: str, workers: int) -> Fields:
             summary = launch(settings, home)
         except ThinwireError as error:
             return {"link": link, "workers": workers, "failed": str(error)[:300], "made": made(settings)}
-        steps = [line for line in lines_of(home) if "loss" in line]
+        lines = [line for line in lines_of(home) if "loss" in line]
     ends = range(warm + block - 1, warm + timed, block)
-    seconds = [(steps[end]["seconds"] - steps[end - block]["seconds"]) / block for end in ends]
-    payload = [(steps[end]["payload_bytes"] - steps[end - block]["payload_bytes"]) / block for end in ends]
+    seconds = [(lines[end]["seconds"] - lines[end - block]["seconds"]) / block for end in ends]
+    payload = [(lines[end]["payload_bytes"] - lines[end - block]["payload_bytes"]) / block for end in ends]
     return {
         "link": link,
         "workers": workers,
         "block_steps": block,
         "block_seconds": [round(each, 6) for each in seconds],
-        # Torch's PowerSGD sends whole gradients in its first ten steps.
+        # Some send whole gradients in their first steps.
         "payload_bytes_per_step": median(payload),
-        "payload_bytes_of_run": steps[-1]["payload_bytes"],
+        "payload_bytes_of_run": lines[-1]["payload_bytes"],
         **{name: summary.get(name) for name in _SUMMARY},
         "made": made(settings),
     }

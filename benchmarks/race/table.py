@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.race.racers import BUDGET, LOCALS, Racer, ddp_of, of_task
+from benchmarks.race.racers import BUDGET, LOCALS, SIZES, Racer, ddp_of, named, of_task
 from benchmarks.race.results import Fields, curve_of, final, loss_until, result, steps_to, targets
 
 NOT_RUN = "not run"
@@ -37,6 +37,8 @@ class Row:
     Attributes:
         racer: whose row it is.
         seconds: median over blocks.
+        blocks: those of each block.
+        start: what its first steps take beyond these seconds, all together; None where that is not known.
         exposed: the step less the wall's.
         of_wall: the speed of a step beside the wall's.
         payload: bytes that a worker sends.
@@ -44,16 +46,20 @@ class Row:
         memory: peak of a worker's process, in bytes.
         copies: what that is more than without communication, in copies of the parameters.
         cpu: seconds of a worker's processor.
-        steps: to the held-out target, by seed; infinite where it was not reached.
+        steps: to the held-out target, by seed; infinite where it was not reached. These and all losses are those of
+            4 workers, and there are none for other numbers.
         training_steps: to the training target.
         final: held-out loss at equal steps, by seed.
         equal_bytes: at equal bytes.
         equal_seconds: at equal seconds.
-        failed: why it could not run.
+        failed: why it could not be timed.
+        curve_failed: why a curve could not be run.
     """
 
     racer: Racer
     seconds: float | None = None
+    blocks: tuple[float, ...] = ()
+    start: float | None = 0.0
     exposed: float | None = None
     of_wall: float | None = None
     payload: float | None = None
@@ -67,10 +73,13 @@ class Row:
     equal_bytes: tuple[float, ...] = ()
     equal_seconds: tuple[float, ...] = ()
     failed: str | None = None
+    curve_failed: str | None = None
 
     def seconds_to(self, steps: Sequence[float]) -> Spread | None:
-        """Steps times seconds."""
-        return None if self.seconds is None else Spread.of([count * self.seconds for count in steps])
+        """Steps times seconds, and what the first ones take beyond that."""
+        if self.seconds is None or self.start is None:
+            return None
+        return Spread.of([count * self.seconds + self.start for count in steps])
 
     @property
     def to_target(self) -> float:
@@ -97,8 +106,21 @@ def _row(racer: Racer, link: str, workers: int, wall: Fields | None) -> Row:
         figures["failed"] = times["failed"]
     elif times is not None:
         figures = _of_times(racer, times, wall)
+        figures["start"] = _start(racer, link, workers, figures["seconds"])
+    if workers != SIZES[0]:
+        return Row(racer, **figures)
     limit = median(wall["block_seconds"]) * BUDGET if wall is not None and "failed" not in wall else None
-    return Row(racer, **figures, **_of_curves(racer, figures.get("seconds"), limit))
+    return Row(racer, **figures, **_of_curves(racer, figures.get("seconds"), figures.get("start"), limit))
+
+
+def _start(racer: Racer, link: str, workers: int, seconds: float) -> float | None:
+    """What the steps that send all gradients take beyond the others."""
+    if racer.dense_as is None:
+        return 0.0
+    dense = _times(named(racer.dense_as), link, workers)
+    if dense is None or "failed" in dense:
+        return None
+    return racer.dense_steps * (median(dense["block_seconds"]) - seconds)
 
 
 def _of_times(racer: Racer, times: Fields, wall: Fields | None) -> dict[str, Any]:
@@ -106,6 +128,7 @@ def _of_times(racer: Racer, times: Fields, wall: Fields | None) -> dict[str, Any
     sent, wire = times["payload_bytes_of_run"], times["wire_bytes_per_worker_per_step"]
     found: dict[str, Any] = {
         "seconds": seconds,
+        "blocks": tuple(times["block_seconds"]),
         "payload": times["payload_bytes_per_step"],
         # The counters are of the whole run, and the payload of the timed blocks.
         "wire": None if not wire or not sent else times["payload_bytes_per_step"] * wire * times["steps"] / sent,
@@ -122,17 +145,20 @@ def _of_times(racer: Racer, times: Fields, wall: Fields | None) -> dict[str, Any
     return found
 
 
-def _of_curves(racer: Racer, seconds: float | None, limit: float | None) -> dict[str, Any]:
+def _of_curves(racer: Racer, seconds: float | None, start: float | None, limit: float | None) -> dict[str, Any]:
     # Of racers whose curves are others', all seeds that these have.
-    every = [(seed, each) for seed in racer.curve_of.seeds if (each := curve_of(racer, seed)) is not None]
+    run = [(seed, each) for seed in racer.curve_of.seeds if (each := curve_of(racer, seed)) is not None]
+    every = [(seed, each) for seed, each in run if "failed" not in each]
+    failures = [each["failed"] for _, each in run if "failed" in each]
     curves = [
         (each, goals, _bytes_allowed(racer.task, seed))
         for seed, each in every
         if (goals := targets(racer.task, seed)) is not None
     ]
+    found: dict[str, Any] = {"curve_failed": failures[0]} if failures else {}
     if not curves:
-        return {}
-    found: dict[str, Any] = {
+        return found
+    found |= {
         "steps": tuple(float(steps_to(each, goals["losses"]) or "inf") for each, goals, _ in curves),
         "training_steps": tuple(
             float(steps_to(each, goals["training"], "training") or "inf") for each, goals, _ in curves
@@ -140,9 +166,9 @@ def _of_curves(racer: Racer, seconds: float | None, limit: float | None) -> dict
         "final": tuple(final(each) for each, _, _ in curves),
         "equal_bytes": _known(loss_until(each, each["payload_bytes"], allowed) for each, _, allowed in curves),
     }
-    if seconds is not None and limit is not None:
+    if seconds is not None and start is not None and limit is not None:
         found["equal_seconds"] = _known(
-            loss_until(each, [step * seconds for step in each["steps"]], limit) for each, _, _ in curves
+            loss_until(each, [step * seconds + start for step in each["steps"]], limit) for each, _, _ in curves
         )
     return found
 
@@ -183,11 +209,12 @@ COLUMNS: dict[str, Callable[[Row, Row], str]] = {
     "DDP's over these": lambda row, ddp: _over(ddp, row),
     "steps": lambda row, _: _spread(Spread.of(row.steps), "{:.0f}".format),
     "seconds to the training target": lambda row, _: _spread(row.seconds_to(row.training_steps), "{:.0f}".format),
-    "seconds a step": lambda row, _: _cell(row.seconds, "{:.3f}".format),
+    "seconds a step": lambda row, _: _spread(Spread.of(row.blocks), "{:.3f}".format),
     "of the wall's speed": lambda row, _: _cell(row.of_wall, "{:.0%}".format),
     "exposed seconds a step": lambda row, _: _cell(row.exposed, "{:.3f}".format),
     "payload, MB a step": lambda row, _: _cell(row.payload, _megabytes),
-    "on the wire, MB a step": lambda row, _: _cell(row.wire, _megabytes),
+    # Without a link nothing counts them.
+    "on the wire, MB a step": lambda row, _: "–" if row.wire is None else _megabytes(row.wire),
     "CPU seconds a step": lambda row, _: _cell(row.cpu, "{:.3f}".format),
     "peak memory, MB": lambda row, _: _cell(row.memory, lambda value: f"{value / 1e6:.0f}"),
     "more copies of the parameters": lambda row, _: _cell(row.copies, "{:.1f}".format),
@@ -197,6 +224,8 @@ COLUMNS: dict[str, Callable[[Row, Row], str]] = {
 }
 SPEED = tuple(COLUMNS)[:7]
 COST = tuple(COLUMNS)[7:]
+# Of a step, whatever it learns.
+STEP = tuple(COLUMNS)[4:12]
 
 
 def _over(ddp: Row, row: Row) -> str:
@@ -216,7 +245,13 @@ def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS), *, t
     for row in there:
         cells = [COLUMNS[name](row, ddp) for name in columns]
         lines.append(f"| {row.racer.name} ({row.racer.whose}) | {' | '.join(cells)} |")
-    absent = [row.racer.name for row in found if row.seconds is None and row.failed is None]
+    wall = _row(LOCALS[task], link, workers, _times(LOCALS[task], link, workers))
+    if wall.seconds is not None:
+        cells = [COLUMNS[name](wall, ddp) if name in STEP else "" for name in columns]
+        lines.append(f"| the wall: nothing is sent | {' | '.join(cells)} |")
+    raced = [row for row in found if row.racer.headline or workers == SIZES[0]]
+    absent = [row.racer.name for row in raced if row.seconds is None and row.failed is None]
     failed = [f"{row.racer.name} failed: {row.failed}" for row in found if row.failed is not None]
+    failed += [f"A curve of {row.racer.name} failed: {row.curve_failed}" for row in found if row.curve_failed]
     notes = [f"Not run: {', '.join(absent)}."] * bool(absent) + [f"{each}." for each in failed]
     return "\n".join(lines) + "\n" + "".join(f"\n{note}\n" for note in notes)

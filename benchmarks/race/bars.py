@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What was asked of the race, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.race.racers import LINKS, SIZES, ddp_of
+from benchmarks.race.table import NOT_RUN, Row, rows
+
+AHEAD = 0.98
+"""A peer is ahead if it is at the target in less than so much of the time: less is noise of the clock."""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One demand.
+
+    Attributes:
+        place: the link and the number of workers.
+        asked: what, in words.
+        figure: what was measured; None where it has not been run.
+        limit: the least that was asked; the most, where `most`.
+        most: whether less is better.
+    """
+
+    place: str
+    asked: str
+    figure: float | None
+    limit: float
+    most: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """Whether it was met."""
+        if self.figure is None:
+            return NOT_RUN
+        met = self.figure <= self.limit if self.most else self.figure >= self.limit
+        return "met" if met else "**not met**"
+
+    def line(self) -> str:
+        """As a row of a table."""
+        told = "" if self.figure is None else f"{self.figure:.3g}"
+        limit = f"{'at most' if self.most else 'at least'} {self.limit:g}"
+        return f"| {self.place} | {self.asked} | {limit} | {told} | {self.outcome} |"
+
+
+def bars() -> list[Bar]:
+    """All of them."""
+    found = [bar for link, *limits in _LIMITS for bar in _of_link(link, *limits)]
+    return [*found, *_eight(), *_unlimited()]
+
+
+# Link; of the wall's speed, DDP's time over the first of ours, and that of the first of the others.
+_LIMITS = (
+    ("100mbit", 0.9, 6.0, 1.3),
+    ("20mbit", 0.85, 25.0, 1.5),
+    ("1gbit", None, 1.5, AHEAD),
+    ("100mbit+50ms", None, None, AHEAD),
+)
+assert {link for link, *_ in _LIMITS} <= set(LINKS)
+
+
+def winner(link: str) -> Row | None:
+    """The first of ours among those with all seeds, with 4 workers."""
+    return _first([row for row in rows(link, SIZES[0]) if row.racer.whose == "thinwire" and row.racer.headline])
+
+
+def _first(found: list[Row]) -> Row | None:
+    known = [row for row in found if row.to_target < float("inf")]
+    return min(known, key=lambda row: row.to_target) if known else None
+
+
+def _of_link(link: str, wall: float | None, over_ddp: float | None, over_peer: float) -> Iterator[Bar]:
+    own, found, place = winner(link), rows(link, SIZES[0]), f"{link}, {SIZES[0]} workers"
+    ddp = next(row for row in found if row.racer is ddp_of("text"))
+    peer = _first([row for row in found if row.racer.whose != "thinwire"])
+    name = own.racer.name if own else "the first of ours"
+    if wall is not None:
+        yield Bar(place, f"{name}: its steps' speed over the wall's", own.of_wall if own else None, wall)
+    if over_ddp is not None:
+        yield Bar(place, f"{name}: DDP's seconds to the target over its", _over(ddp, own), over_ddp)
+    named = peer.racer.name if peer else "the first of the others"
+    yield Bar(place, f"{name}: those of {named} over its", _over(peer, own), over_peer)
+    yield Bar(place, f"{name}: held-out loss at equal tokens over DDP's", _loss_over(own, ddp), 1.01, most=True)
+    yield Bar(place, f"{name}: memory, in copies of the parameters", own.copies if own else None, 4.0, most=True)
+
+
+def _over(row: Row | None, own: Row | None) -> float | None:
+    if row is None or own is None or row.to_target == float("inf"):
+        return None
+    return row.to_target / own.to_target
+
+
+def _loss_over(own: Row | None, ddp: Row) -> float | None:
+    if own is None or not own.final or not ddp.final:
+        return None
+    # Both have the same seeds, in the same order, as far as they have been run.
+    return median(a / b for a, b in zip(own.final, ddp.final, strict=False))
+
+
+def _eight() -> Iterator[Bar]:
+    own = winner("20mbit")
+    at_eight = {row.racer.name: row for row in rows("20mbit", SIZES[1])}
+    row = at_eight[own.racer.name] if own else None
+    share = row.exposed / row.seconds if row and row.seconds and row.exposed is not None else None
+    asked = f"{own.racer.name if own else 'the first of ours with 4 workers'}: exposed communication over the step"
+    yield Bar(f"20mbit, {SIZES[1]} workers", asked, share, 0.15, most=True)
+
+
+def _unlimited() -> Iterator[Bar]:
+    found = {row.racer.name: row for row in rows("none", SIZES[0])}
+    ours, ddp = found["AllReduce"].seconds, found[ddp_of("text").name].seconds
+    share = ddp / ours if ours and ddp else None
+    yield Bar(f"no limit, {SIZES[0]} workers", "AllReduce, the planner's: its steps' speed over DDP's", share, 0.98)
