@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 
 import torch
 
 from reproductions.shared.claims import Outcome
-from reproductions.shared.threads import Schedule
+from reproductions.shared.threads import Schedule, unless_diverged
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.strategies.base import Strategy
@@ -81,7 +82,8 @@ def learned(
         metric, loss = (found.metric, found.loss) if found else (0.0, 0.0)
         return Learned(metric, loss, sent, schedule.steps, size)
 
-    return run_threads(workers, body, timeout=PATIENCE_SECONDS)[0]
+    worst = Learned(0.0, inf, inf, schedule.steps, 1)
+    return unless_diverged(lambda: run_threads(workers, body, timeout=PATIENCE_SECONDS)[0], worst)
 
 
 def weakest(outcomes: Sequence[Outcome]) -> Outcome:

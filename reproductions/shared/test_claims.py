@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import subprocess
 from dataclasses import replace
+from math import inf
 from pathlib import Path
 
 import pytest
 
+from reproductions.dqsgd.thread_runs import learned
 from reproductions.shared.claims import (
     MODULES,
     Outcome,
@@ -22,9 +24,14 @@ from reproductions.shared.claims import (
     verdict_of,
     write_result,
 )
+from reproductions.shared.curves import Choice
 from reproductions.shared.page import PAGE, page
 from reproductions.shared.quick import run_again, runs_of, told
+from reproductions.shared.threads import Schedule, train_on_threads
+from reproductions.slowmo.steps import Figures, Plan, Trial, run
+from thinwire import AllReduce, LocalSGD
 from thinwire.errors import ConfigError
+from thinwire.tasks import load
 
 RESULT = Result({"payload": Outcome.HOLDS, "wire": Outcome.NOISE}, "8 times less", 8.0, 7.9, 8.1, {"a": 1})
 
@@ -121,3 +128,15 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
     changed = replace(which, protocol="with other seeds")
     assert runs_of(changed) == [] and told(changed) == "its quick form has not been run by the present rule"
     assert len(runs_of(which)) == 3 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
+
+
+def test_a_trial_that_diverges_is_the_worst_one() -> None:
+    task = load("digits")
+    fast = Schedule(steps=12, batch_size=8, lr=1e30)
+    found = train_on_threads(task, LocalSGD(period=4), fast, workers=2, split="iid", seed=0)
+    assert (found.loss, found.metric) == (inf, 0.0)
+    slow = train_on_threads(task, LocalSGD(period=4), replace(fast, lr=0.1), workers=2, split="iid", seed=0)
+    assert Choice({1e30: found.loss, 0.1: slow.loss}).rate == 0.1
+    assert learned(task, AllReduce(), fast, workers=2, seed=0).loss == inf
+    plan = Plan(task, workers=2, steps=12, batch_size=8)
+    assert run(plan, Trial("LocalSGD(period=4)", 1e30), 0) == Figures(inf, inf, 0.0)

@@ -5,15 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
+from typing import TypeVar
 
 import torch
 from torch import nn
 
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
+from thinwire.errors import NonFiniteError
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Evaluation, Task
 from thinwire.worker.worker import attach
+
+Found = TypeVar("Found")
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,21 @@ class Schedule:
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return self.lr * min(1.0, (step + 1) / max(1, self.steps // 10))
+
+
+def unless_diverged(run: Callable[[], Found], worst: Found) -> Found:
+    """What a run gives; the worst there is, where its loss or its gradients are NaN or infinite.
+
+    A trial whose learning rate is too high must not end the trials of the others.
+
+    Example:
+        >>> unless_diverged(lambda: 0.25, inf)
+        0.25
+    """
+    try:
+        return run()
+    except NonFiniteError:
+        return worst
 
 
 def train_on_threads(
@@ -90,7 +110,11 @@ def trained(
     rate: Callable[[int], float],
     size: str | None = None,
 ) -> Evaluation:
-    """As `train_on_threads`, with any optimizer, learning rate by step and size of the model."""
+    """As `train_on_threads`, with any optimizer, learning rate by step and size of the model.
+
+    Returns:
+        Of a run that diverges, an infinite loss, and a metric of 0.
+    """
     shards, seed = task.shards(data.workers, split=data.split, seed=data.seed), data.seed
 
     def body(comm: Comm) -> Evaluation:
@@ -111,4 +135,4 @@ def trained(
         worker.detach()
         return found
 
-    return run_threads(data.workers, body)[0]
+    return unless_diverged(lambda: run_threads(data.workers, body)[0], Evaluation(inf, 0.0, 0))

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from pathlib import Path
 from statistics import fmean
 
 import torch
 from torch import nn
 
+from reproductions.shared.threads import unless_diverged
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.storage.files import write_atomically
@@ -73,7 +75,15 @@ Runs = Mapping[str, Mapping[Trial, Sequence[Figures]]]
 
 
 def run(plan: Plan, trial: Trial, seed: int) -> Figures:
-    """Train and measure; the seed decides first parameters, the deal and the order of data."""
+    """Train and measure; the seed decides first parameters, the deal and the order of data.
+
+    Returns:
+        Of a run that diverges, infinite losses, and an accuracy of 0.
+    """
+    return unless_diverged(lambda: _run(plan, trial, seed), Figures(inf, inf, 0.0))
+
+
+def _run(plan: Plan, trial: Trial, seed: int) -> Figures:
     task = plan.task
     shards = task.shards(plan.workers, split=plan.split, seed=seed)
 
