@@ -26,7 +26,7 @@ demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several st
 	$(BIN)/thinwire demo
 
 # Types are checked on the core that the tests leave idle.
-test: $(VENV)/ok lint  ## set-up, checks and the core tests; about nine minutes on two cores
+test: $(VENV)/ok lint  ## set-up, checks and the core tests; about ten minutes on two cores
 	@$(MAKE) --no-print-directory -j 2 types core
 
 # Many tests start processes that share two cores. What has failed is run once more, alone, and must pass then.

@@ -2,6 +2,7 @@
 """The documentation site: MyST pages, docstrings by autodoc, and mathematics as MathML."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "_ext"))
@@ -27,7 +28,7 @@ exclude_patterns = ["_build", "_ext"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
-    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Dealt|ElasticState|Fleet|Logger|Network|Segment|Switched)"),
+    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Chosen|Dealt|Elastic|Fleet|Logger|Mapped|Network|Policy|Progress|Segment|Switched)"),
     # A function of an internal module, which has no page.
     (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_)"),
 ]
@@ -41,6 +42,8 @@ nb_execution_raise_on_error = True
 
 default_role = "py:obj"
 autodoc_member_order = "bysource"
+# Trainers that are not installed here; their integrations have pages all the same.
+autodoc_mock_imports = [name for name in ("accelerate", "lightning", "ray", "transformers") if find_spec(name) is None]
 autodoc_typehints_format = "short"
 python_maximum_signature_line_length = 88
 napoleon_numpy_docstring = False

@@ -113,6 +113,9 @@ class Comm(ABC):
         Args:
             xs: one vector per rank, of any sizes and one dtype.
             sizes: the number of elements to receive from each rank.
+
+        Raises:
+            ConfigError: not one vector and one size per rank.
         """
         if len(xs) != self.size or len(sizes) != self.size:
             raise ConfigError(
@@ -124,7 +127,16 @@ class Comm(ABC):
         return self._track("all_to_all", sent, lambda: self._all_to_all(xs, sizes))
 
     def send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        """Send `x` to each rank in `dst`; receive one vector like `x` from each rank in `src`, in that order."""
+        """Send `x` to each rank in `dst`; receive one vector like `x` from each rank in `src`, in that order.
+
+        Args:
+            x: of any shape and dtype, the same on all ranks that it goes to or comes from.
+            dst: ranks.
+            src: ranks.
+
+        Raises:
+            ConfigError: this rank is among them.
+        """
         if self.rank in dst or self.rank in src:
             raise ConfigError(f"send_recv of rank {self.rank} with itself: a topology must not contain self-loops")
         if not dst and not src:

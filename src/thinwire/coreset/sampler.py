@@ -72,7 +72,7 @@ class CraigSampler(Sampler[int]):
 
     As with `DistributedSampler`, call `set_epoch` before each epoch; it selects points again where the policy requires
     it. Every rank gets every `size`-th point of one common order, so that all ranks have equally many. Weights have
-    mean 1 over the whole subset, so that the learning rate for all points stays right:
+    mean 1 over the whole subset, so that the learning rate for all points stays right::
 
         loader = DataLoader(Weighted(dataset), batch_size=32, sampler=sampler, num_workers=2)
         for epoch in range(100):

@@ -67,7 +67,7 @@ def run(
     part of the cluster (no Ray client), and its end ends the run.
 
     Args:
-        loop: called with `config` in every actor; it calls `thinwire.attach(..., elastic=True)`, and ends by
+        loop: called with `config` in every actor; it calls `attach(..., elastic=True)`, and ends by
             `worker.step`.
         config: the loop's argument.
         workers: actors at the start.

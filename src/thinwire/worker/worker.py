@@ -247,8 +247,10 @@ class Worker(ElasticState):
         Args:
             batches: this rank's batches. Where every rank's have a length, one message settles who ends when;
                 otherwise each step begins with a message of 4 bytes.
-            after_step: called after each step that is taken without a batch, for what the loop does besides (a
-                scheduler's step). The scaler given to `attach` is updated already.
+            after_step: called after each step without a batch, such as a scheduler's; the scaler is updated already.
+
+        Raises:
+            ConfigError: under `elastic=True` or `Paced`, or if the optimizer needs a closure.
         """
         if self.elastic is not None:
             raise ConfigError("join() with elastic=True: numbers of batches change with the workers; give all the same")
@@ -354,8 +356,7 @@ class Worker(ElasticState):
         """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.
 
         A run that continues from it ends with the same bits as one that was not stopped, but for methods whose results
-        depend on timing, of which no two runs are alike: `EagerPushSum`, `ADPSGD`, `AsyncLeaderSGD`, `BackupWorkers`
-        and `ParameterServer`.
+        depend on timing (`strategy.timing_dependent`), of which no two runs are alike.
 
         Args:
             folder: holds one checkpoint per saved step.

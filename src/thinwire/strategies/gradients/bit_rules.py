@@ -94,7 +94,7 @@ class Step:
 
 @registered
 class FixedBits:
-    """The same bits at every step.
+    """The same bits at every step, as in the baselines of Yan et al., DQ-SGD, 2021, arXiv:2107.14575.
 
     Example:
         >>> FixedBits(3).choose(BitLedger(), Step(squares=[1.0, 9.0], sizes=[10, 10], lr=0.1, share=1.0))
