@@ -13,6 +13,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
+from reproductions.shared.threads import unless_diverged
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.emulate import Straggler
@@ -116,7 +117,15 @@ def run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, *, seed
         race: how long and how fast.
         delays: what makes workers late.
         seed: of the first parameters, the order of the data and the delays.
+
+    Returns:
+        Of a race that diverges, one loss, which is infinite.
     """
+    worst = Ran((race.seconds,), (inf,), 0, (0.0,) * race.workers, race.workers)
+    return unless_diverged(lambda: _run_race(task, strategy, race, delays, seed), worst)
+
+
+def _run_race(task: Task, strategy: Strategy, race: Race, delays: Delays, seed: int) -> Ran:
     clock, alone = Clock(race), isinstance(strategy, ParameterServer)
 
     def body(comm: Comm) -> tuple[int, list[tuple[int, ...]]]:

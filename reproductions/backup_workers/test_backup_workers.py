@@ -154,3 +154,14 @@ def test_a_race_ends_in_time_and_keeps_what_was_known_when(strategy: Strategy) -
     if strategy == BackupWorkers():
         assert sum(found.shares) == pytest.approx(2)
         assert 1 <= found.best <= 3
+
+
+@pytest.mark.parametrize("strategy", [BackupWorkers(backups=1), ParameterServer()], ids=str)
+def test_a_race_that_diverges_ends_infinitely_high_and_does_not_end_the_search(strategy: Strategy) -> None:
+    pytest.importorskip("sklearn")
+
+    def never(rank: int, seed: int) -> Straggler:
+        return Straggler()
+
+    fast = Race(0.4, 0.004, 8, 1e30, workers=3, looks=6)
+    assert run_race(load("digits"), strategy, fast, never, seed=0).end == inf

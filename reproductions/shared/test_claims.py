@@ -131,6 +131,7 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_trial_that_diverges_is_the_worst_one() -> None:
+    pytest.importorskip("sklearn")
     task = load("digits")
     fast = Schedule(steps=12, batch_size=8, lr=1e30)
     found = train_on_threads(task, LocalSGD(period=4), fast, workers=2, split="iid", seed=0)
