@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
+from math import isfinite
 from statistics import fmean, median
 from typing import Any
 
@@ -13,7 +14,6 @@ from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, vo
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
 from thinwire.emulate import available
-from thinwire.errors import NonFiniteError
 from thinwire.runs.comparison import Comparison, compare
 from thinwire.runs.defaults import resolve
 
@@ -72,28 +72,17 @@ def measure(attempt: Attempt) -> Result:
     def begin(what: str, _: int) -> None:
         attempt.begin(what, next(places))
 
-    learned, forgetful = _learned(attempt, scale, begin), without_feedback(attempt, scale, begin)
+    learned = _learned(attempt, scale, begin)
     timed = {link: _timed(attempt, scale, link, begin) for link in scale.links} if available() is None else {}
-    return judge(learned, forgetful, timed, scale, attempt)
+    return judge(learned, timed, scale, attempt)
 
 
 def _learned(attempt: Attempt, scale: Scale, begin: Begin) -> Comparison:
-    recipes = ["AllReduce()", f"CompressedMomentum(warmup_steps={warm_up(scale.steps)})"]
-    return _compared(attempt, begin, "learning", recipes, _lesson(scale), scale.rounds)
-
-
-def _lesson(scale: Scale) -> dict[str, Any]:
-    every = max(1, scale.steps // scale.evaluations)
-    return {"model": "0.5m", "steps": scale.steps, "batch_size": 8, "eval_every": every}
-
-
-def without_feedback(attempt: Attempt, scale: Scale, begin: Begin) -> Comparison | str:
-    """The control, which may diverge: then what ended it."""
-    recipe = f"CompressedMomentum(warmup_steps={warm_up(scale.steps)}, feedback=False)"
-    try:
-        return _compared(attempt, begin, "without-feedback", [recipe], _lesson(scale), scale.rounds)
-    except NonFiniteError as error:
-        return str(error).partition(";")[0]
+    warm, every = warm_up(scale.steps), max(1, scale.steps // scale.evaluations)
+    # The last is a control, and may diverge.
+    ours = [f"CompressedMomentum(warmup_steps={warm}{more})" for more in ("", ", feedback=False")]
+    asked = {"model": "0.5m", "steps": scale.steps, "batch_size": 8, "eval_every": every}
+    return _compared(attempt, begin, "learning", ["AllReduce()", *ours], asked, scale.rounds)
 
 
 def _timed(attempt: Attempt, scale: Scale, link: str, begin: Begin) -> Comparison:
@@ -126,13 +115,9 @@ def _compared(
     )
 
 
-def judge(
-    learned: Comparison, forgetful: Comparison | str, timed: Mapping[str, Comparison], scale: Scale, attempt: Attempt
-) -> Result:
+def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, attempt: Attempt) -> Result:
     """Whether the losses are alike, the bytes as few as promised, and steps as short."""
-    curves: dict[str, list[Curve]] = dict(zip((LAMB, OURS), curves_of(learned), strict=True))
-    if not isinstance(forgetful, str):
-        (curves[FORGETFUL],) = curves_of(forgetful)
+    curves: dict[str, list[Curve]] = dict(zip((LAMB, OURS, FORGETFUL), curves_of(learned), strict=True))
     ratios = [ours.last_loss / theirs.last_loss for ours, theirs in zip(curves[OURS], curves[LAMB], strict=True)]
     stages = stages_of(learned, 1, warm_up(scale.steps))
     coded, whole = (min(getattr(each, name) for each in stages) for name in ("coded_volume", "volume"))
@@ -160,7 +145,6 @@ def judge(
         most=max(each.volume for each in stages),
         details={
             **{f"held-out loss, {name}": _losses(curves, name) for name in curves},
-            **({f"held-out loss, {FORGETFUL}": f"none: {forgetful}"} if isinstance(forgetful, str) else {}),
             "held-out loss over LAMB's, by round": ", ".join(f"{ratio:.4f}" for ratio in ratios),
             "volume by formula": _formula(stages),
             "volume once frozen, against bf16": f"{coded / 2:.2f}",
@@ -214,7 +198,10 @@ def _formula(stages: Sequence[Stages]) -> str:
 
 
 def _losses(curves: Mapping[str, Sequence[Curve]], name: str) -> str:
-    return f"{fmean(curve.last_loss for curve in curves[name]):.4f}"
+    """The mean of a method's last losses, of the runs that did not diverge; and how many did."""
+    ended = [curve.last_loss for curve in curves[name] if isfinite(curve.last_loss)]
+    mean, lost = f"{fmean(ended):.4f}" if ended else "", len(curves[name]) - len(ended)
+    return ", ".join(filter(None, (mean, f"{lost} of {len(curves[name])} diverged" if lost else "")))
 
 
 def _drawn(

@@ -7,7 +7,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isfinite
+from math import inf, isfinite, nan
 from pathlib import Path
 
 from thinwire.runs.comparison import Comparison
@@ -21,7 +21,7 @@ class Curve:
     Attributes:
         steps: at which the consensus model was evaluated, ascending.
         seconds: of training until then.
-        losses: its held-out losses, in nats.
+        losses: its held-out losses, in nats; infinite at the end of a run that diverged.
         seconds_per_step: the mean over the run.
         exposed_seconds_per_step: what of that was spent waiting for messages.
         bytes_per_step: payload that one worker sent, the mean over the run.
@@ -84,11 +84,14 @@ def curves_of(done: Comparison) -> list[list[Curve]]:
 
 def _curve(folder: Path, summary: Fields) -> Curve:
     found = [line for line in RunFolder(folder).lines("metrics.jsonl") if "eval_loss" in line]
+    if "diverged" in summary:
+        found.append({"step": summary["steps"], "seconds": summary["seconds"], "eval_loss": inf})
+    keys = ("seconds_per_step", "exposed_seconds_per_step", "payload_bytes_per_worker_per_step")
+    # A run that diverged before its first evaluation has written no step.
+    means = [nan if summary[key] is None else float(summary[key]) for key in keys]
     return Curve(
-        steps=tuple(int(line["step"]) for line in found),
-        seconds=tuple(float(line["seconds"]) for line in found),
-        losses=tuple(float(line["eval_loss"]) for line in found),
-        seconds_per_step=float(summary["seconds_per_step"]),
-        exposed_seconds_per_step=float(summary["exposed_seconds_per_step"]),
-        bytes_per_step=float(summary["payload_bytes_per_worker_per_step"]),
+        tuple(int(line["step"]) for line in found),
+        tuple(float(line["seconds"]) for line in found),
+        tuple(float(line["eval_loss"]) for line in found),
+        *means,
     )

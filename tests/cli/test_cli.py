@@ -35,7 +35,7 @@ def refused(capsys, *arguments):
     return printed.err
 
 
-@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"]], ids=" ".join)
+@pytest.mark.parametrize("arguments", [["train", "--help"], ["--help"], ["topology", "Ring()"]], ids=" ".join)
 def test_output_that_nobody_reads_is_no_failure(arguments):
     process = subprocess.Popen(
         [sys.executable, "-m", "thinwire.cli", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -45,6 +45,19 @@ def test_output_that_nobody_reads_is_no_failure(arguments):
     with process.stderr:
         assert process.stderr.read() == b""
     assert process.wait(60) == 141
+
+
+def test_a_store_s_port_is_one(capsys):
+    assert "--port 70000: must be 0 to 65535" in refused(capsys, "store", "--port", "70000")
+
+
+def test_a_run_without_a_timeline_has_ended_well(capsys, tmp_path):
+    pytest.importorskip("sklearn")
+    short = ["--task", "digits", "--workers", "1", "--steps", "3", "--eval-limit", "64"]
+    assert main(["train", *short, "--trace", "--json", "--out", str(tmp_path / "run")]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["steps"] == 3
+    assert "no trace: " in printed.err and not (tmp_path / "run" / "trace.json").exists()
 
 
 def test_a_connection_that_breaks_is_no_output_that_nobody_reads(monkeypatch):

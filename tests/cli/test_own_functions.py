@@ -81,6 +81,17 @@ def test_own_functions_are_swept_with_every_optimizer() -> None:
     assert tomllib.loads(Path("sweep/run.toml").read_text())["optimizer"] == names
 
 
+def test_a_sweep_of_own_functions_is_resumed_only_where_they_are_named_again(capsys) -> None:
+    short = ["--lr", "0.01", "--trials", "2", "--steps", "4"]
+    assert main(["sweep", *OWN, *LOSS, *short, "--out", "sweep"]) == 0
+    capsys.readouterr()
+    err = refused(capsys, "sweep", "--resume", "sweep")
+    assert "add --model examples.own_task:model --data examples.own_task:data --loss torch.nn.functional:cross" in err
+    err = refused(capsys, "sweep", "--resume", "sweep", *OWN[:2], "--data", "examples.own_task:model", *LOSS)
+    assert "--data examples.own_task:model: the sweep began with examples.own_task:data" in err
+    assert main(["sweep", "--resume", "sweep", *OWN, *LOSS]) == 0
+
+
 @pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named_with_its_rank_and_step(capsys) -> None:
     Path("late_mistake.py").write_text(

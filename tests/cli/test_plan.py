@@ -76,6 +76,10 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--link", "100mbit", "--model", "train:make", "--task", "text"], "instead of --task"),
         (["--link", "100mbit", "--optimizer", "lion"], "must be sgd or adamw"),
         (["--network", "no.toml"], "no.toml: cannot be read"),
+        (["--link", "100mbit", "--workers", "0"], "--workers 0: a plan is for 2 to 4096"),
+        (["--link", "100mbit", "--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
+        (["--doctor", "x.json", "--batch-size", "4"], "its step was timed already; give --task too"),
+        (["--doctor", "x.json", "--model-size", "6m"], "its step was timed already; give --task too"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_message(
@@ -84,6 +88,22 @@ def test_what_cannot_be_is_refused_in_one_message(
     assert main(["plan", *options]) == 2
     printed = capsys.readouterr()
     assert words in printed.err and printed.out == "" and "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ('compute = {time = "lognormal(50ms, 0.2)"}', "[compute]: the step takes what --step-seconds says"),
+        ("deaths = [{rank = 1, step = 3}]", "[[deaths]]: a plan is for workers that live"),
+        ('pauses = [{rank = 1, at = "2s", for = "1s"}]', "[[pauses]]: a plan is for every step alike"),
+    ],
+)
+def test_entries_of_a_network_file_that_would_be_ignored_are_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, entry: str, words: str
+) -> None:
+    (tmp_path / "network.toml").write_text(entry)
+    assert main(["plan", *QUICK, "--network", str(tmp_path / "network.toml"), "--step-seconds", "0.05"]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_file_that_the_doctor_did_not_write_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import threading
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from thinwire.doctor.host import Host, Interface, gloo_address
 from thinwire.doctor.links import Listener, Pair, call, schedule
 from thinwire.doctor.speeds import StepTime
 from thinwire.doctor.verdict import costs_of, network_of
+from thinwire.emulate.worker import WorkerExit
 
 LO = Interface("lo", "127.0.0.1", True, 0, 65536)
 ETH = Interface("eth0", "10.0.0.1", False, 1000, 1500)
@@ -171,6 +173,8 @@ def test_nobody_behind_a_port_is_told_in_words() -> None:
     ("options", "words"),
     [
         (["--timeout", "0"], "--timeout 0: must be 1 to 600 seconds"),
+        (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
+        (["--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
         (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
         (["--model", "no_such_module:f"], "--model no_such_module:f: must be module:function"),
         (["--model", "tests.doctor.planted:main"], "--model tests.doctor.planted:main: must be a function"),
@@ -199,3 +203,15 @@ def test_strategies_are_simulated_on_the_measured_links_and_the_slow_one_is_kept
 
 def test_nothing_is_simulated_where_links_were_not_measured() -> None:
     assert list(costs_of(replace(seen(), pairs=[]))) == []
+
+
+def test_ranks_that_measure_for_minutes_are_not_ended_by_a_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+
+    def run(command: list[str], workers: int, **options: Any) -> list[WorkerExit]:
+        given.update(options)
+        return [WorkerExit(rank, 0, None, 1.0, 1.0, False) for rank in range(workers)]
+
+    monkeypatch.setattr("thinwire.emulate.run_workers", run)
+    assert main(["doctor", "--workers", "2", "--timeout", "1"]) == 0
+    assert given["timeout"] > 120

@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import math
+import tomllib
 
 import pytest
 
@@ -13,6 +14,7 @@ from thinwire.comm.work import Interval
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.runs import Settings, parse_recipe, resolve
 from thinwire.runs.comparison import short_name
+from thinwire.runs.configuration import as_toml
 from thinwire.runs.measure import InterfaceCounter, Record, Timeline, Totals, WireBytes, share
 from thinwire.runs.recipes import describe, split_recipes
 from thinwire.runs.schedule import SyncSchedule
@@ -21,6 +23,11 @@ from thinwire.runs.settings import read_settings
 
 def settings(**others):
     return Settings(**{"task": "digits", "model": "mlp", "strategy": "AllReduce(codec=None)", "steps": 100, **others})
+
+
+def test_options_of_any_text_are_read_back():
+    given = {"data": '/home/\U00020bb7\u7530/\x7f \\ "d"\n\t', "lr": 0.1, "elastic": True}
+    assert tomllib.loads(as_toml(given, head="an example")) == given
 
 
 def test_settings_survive_json():

@@ -11,6 +11,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.report.folder import read
+from thinwire.report.table import rows
 
 pytest.importorskip("sklearn")
 Capture = pytest.CaptureFixture[str]
@@ -54,6 +55,38 @@ def test_a_network_file_takes_the_place_of_links(capsys: Capture, tmp_path: Path
     assert found["seconds_per_step"] == pytest.approx(0.23, 0.05)
 
 
+def test_a_slow_worker_of_the_file_is_slow_in_its_whole_step(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "network.toml"
+    file.write_text('network = {bandwidth = "10gbit"}\nworkers = [{ranks = 1, slowdown = 4}]')
+    given = ("--strategies", "AllReduce()", "--step-seconds", "0.03", "--network", str(file))
+    (found,) = compared(capsys, "--simulate", *given, "--out", str(tmp_path / "run"))
+    assert found["seconds_per_step"] == pytest.approx(0.12, 0.02)
+
+
+def test_waits_may_take_as_long_as_the_slowest_link_of_the_file_needs(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "network.toml"
+    file.write_text('network = {bandwidth = "10kbit"}')  # an all-reduce takes longer than the usual minute
+    given = ("--strategies", "AllReduce()", "--step-seconds", "0.03", "--network", str(file))
+    (found,) = compared(capsys, "--simulate", *given, "--out", str(tmp_path / "run"))
+    assert found["steps"] == 6 and found["seconds_per_step"] > 10
+
+
+def test_a_run_that_diverges_is_told_and_the_next_one_follows(capsys: Capture, tmp_path: Path) -> None:
+    out, given = tmp_path / "run", ("--simulate", "--step-seconds", "0.03", "--lr", "1e25", "--optimizer", "sgd")
+    recipes = ("--strategies", "AllReduce(); LocalSGD(period=2)")
+    assert main(["compare", *DIGITS, *given, *recipes, "--out", str(out)]) == 1
+    printed = capsys.readouterr()
+    first, second = json.loads(printed.out.splitlines()[0])
+    assert first["strategy"].startswith("AllReduce") and second["strategy"].startswith("LocalSGD")
+    for each in (first, second):
+        assert "NaN or infinite" in each["diverged"] or "the loss is" in each["diverged"]
+        assert each["eval_loss"] is each["train_loss"] is None
+    found = read(out)
+    assert len(found.runs) == 2
+    assert all(any(note.startswith("The run diverged, and ended") for note in run.notes) for run in found.runs)
+    assert {row["held-out loss"] for row in rows(found.summaries)} == {"diverged"}
+
+
 @pytest.mark.slow
 def test_numbers_are_those_of_processes(capsys: Capture, tmp_path: Path) -> None:
     virtual = compared(capsys, "--simulate", *TWO, "--step-seconds", "0.03", "--out", str(tmp_path / "virtual"))
@@ -72,8 +105,31 @@ def test_numbers_are_those_of_processes(capsys: Capture, tmp_path: Path) -> None
         (("--simulate", "--network", "x.toml", "--link", "1gbit"), "both say what the network is; give one"),
         (("--simulate", "--strategies", "AllReduce()", "--network", "x.toml"), "x.toml: cannot be read"),
         (("--simulate", "--step-seconds", "-1"), "must be positive seconds"),
+        (("--simulate", "--strategies", "AllReduce()", "--elastic"), "simulated workers cannot be lost"),
+        (("--strategies", "AllReduce(); ddp", "--switch", "2: AllReduce()"), "torch's own methods cannot be left"),
+        (
+            ("--strategies", "AllReduce(); Paced(base=LocalSGD(period=4))", "--switch", "2: AllReduce()"),
+            "only after multiples of 4 steps",
+        ),
+        (("--strategies", "AllReduce(); ddp", "--elastic"), "torch's own methods end with any worker"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:
     assert main(["compare", *DIGITS, *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ('compute = {time = "50ms"}', "[compute]: the step takes what --step-seconds says"),
+        ("deaths = [{rank = 1, step = 2}]", "[[deaths]]: a lost worker ends a comparison"),
+    ],
+)
+def test_entries_of_a_network_file_that_would_be_ignored_are_refused(
+    entry: str, words: str, capsys: Capture, tmp_path: Path
+) -> None:
+    (tmp_path / "network.toml").write_text(entry)
+    given = ("--simulate", "--strategies", "AllReduce()", "--network", str(tmp_path / "network.toml"))
+    assert main(["compare", *DIGITS, *given]) == 2
     assert words in " ".join(capsys.readouterr().err.split())

@@ -103,11 +103,32 @@ def test_a_run_folder_is_one_that_the_report_reads(capsys: Capture, tmp_path: Pa
         (("--strategy", "AllReduce()", "--network", "no-such.toml"), "no-such.toml: cannot be read"),
         (("--strategy", "AllReduce()", "--meta", "--task", "digits"), "real gradients need numbers"),
         (("--strategy", "Hypercub()"), "Hypercub"),
+        (("--strategy", "AllReduce()", "--task", "digit"), "digit"),
+        (("--strategy", "Gossip(Hypercube())", "--workers", "6"), "6"),
     ],
 )
 def test_mistakes_are_named(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:
     assert main(["simulate", *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_folder_holds_one_run(capsys: Capture, tmp_path: Path) -> None:
+    arguments = ("--strategy", "AllReduce()", *SMALL, "--out", str(tmp_path / "run"))
+    printed(capsys, *arguments)
+    before = (tmp_path / "run" / "timeline.jsonl").read_text()
+    assert main(["simulate", *arguments]) == 2
+    assert "holds a run already; name another folder" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "run" / "timeline.jsonl").read_text() == before
+    assert main(["simulate", "--strategy", "AllReduce()", "--steps", "0", "--out", str(tmp_path / "no")]) == 2
+    assert not (tmp_path / "no").exists()
+
+
+def test_the_first_broadcast_is_no_part_of_a_step(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "slow.toml"
+    file.write_text('network = {bandwidth = "10mbit"}')
+    large = ("--strategy", "LocalSGD(period=50)", "--workers", "2", "--steps", "5", "--parameters", "1e6", "--meta")
+    found = figures(capsys, *large, "--network", str(file))  # the broadcast takes three seconds
+    assert found["seconds_per_step"] == pytest.approx(0.05, rel=0.05)
 
 
 # -- training ----------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import json as json_text
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,6 +38,10 @@ _SINGLE_RUN_ONLY = [
 
 
 _STEP_BUDGET = 4.0
+_NOT_COMPARED = {
+    "compute": "the step takes what --step-seconds says, or what it takes here; workers may have a slowdown",
+    "deaths": "a lost worker ends a comparison; thinwire simulate has deaths",
+}
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     json: bool = False
 
     def __call__(self) -> int:
-        """Run every strategy; returns 0."""
+        """Run every strategy; returns 0, or 1 where a run diverged."""
         from thinwire.runs import launch, resolve
         from thinwire.runs.configuration import without_decided
         from thinwire.runs.recipes import split_recipes
@@ -91,8 +95,9 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
             raise ConfigError(f"--rounds {self.rounds}: must be at least 1")
         self._check_simulation()
         recipes = split_recipes(self._recipes())
-        settings = resolve({**self.given(), "strategy": recipes[0]}, emulated=not self.simulate)
-        start = self._simulated(settings, recipes) if self.simulate else launch
+        settings, start = resolve({**self.given(), "strategy": recipes[0]}, emulated=not self.simulate), launch
+        if self.simulate:
+            settings, start = self._simulated(settings, recipes)
         folder = self.out or default_folder(settings.task, "compare")
         own = ("rounds", "simulate", "step_seconds", "network")
         values = {name: getattr(self, name) for name in own}
@@ -109,12 +114,12 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         page = report(folder)
         if self.json:
             out.print(json_text.dumps(done.summaries), markup=False)
-            return 0
+            return int(bool(done.diverged))
         show(done, markdown=self.markdown)
         if self.simulate:
             out.print("all times are virtual: of simulated workers on a simulated network", markup=False)
         out.print(str(page or folder), markup=False)
-        return 0
+        return int(bool(done.diverged))
 
     def _check_simulation(self) -> None:
         """Refuse options of a simulation without --simulate, and those that exclude each other."""
@@ -133,23 +138,30 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         unchanged = self.strategies == Compare.strategies
         return self.strategies.replace("ddp;", "AllReduce();") if self.simulate and unchanged else self.strategies
 
-    def _simulated(self, settings: Settings, recipes: Sequence[str]) -> Start:
-        """Makes runs in virtual time."""
+    def _simulated(self, settings: Settings, recipes: Sequence[str]) -> tuple[Settings, Start]:
+        """What makes runs in virtual time, and their settings."""
+        from thinwire.plan.networks import check_entries
         from thinwire.plan.predict import ModelTime
+        from thinwire.runs.defaults import default_timeout
+        from thinwire.runs.own_functions import load_task
         from thinwire.runs.simulated import SimulatedRuns, check_simulated
         from thinwire.simulate import load_network
 
         check_simulated(settings, recipes)
         network = None if self.network is None else load_network(self.network)
         if network is not None:
+            check_entries(network, f"--network {self.network}", _NOT_COMPARED)
             network.check(settings.workers)
+            if self.given()["timeout"] is None:
+                timeout = default_timeout(settings, load_task(settings), slowest=network.slowest)
+                settings = replace(settings, timeout=timeout)
         if self.step_seconds is None:
             err.print("the model's training step, here", markup=False)
             step = _time_step(settings)
         else:
             forward = self.step_seconds / 3
             step = ModelTime(forward, self.step_seconds - forward)
-        return SimulatedRuns(step, network)
+        return settings, SimulatedRuns(step, network)
 
 
 def _time_step(settings: Settings) -> ModelTime:
@@ -220,13 +232,16 @@ def title(settings: Settings, count: int, *, simulated: bool = False, network: P
 
 
 def show(done: Comparison, *, markdown: bool = False) -> None:
-    """Print the table, and the spread of the time per step over rounds."""
+    """Print the table, which runs diverged, and the spread of the time per step over rounds."""
     from thinwire.report import markdown as as_markdown
 
     if markdown:
         out.print(as_markdown(done.summaries), markup=False, end="")
     else:
         show_summaries(done.summaries)
+    for recipe, number, words in done.diverged:
+        which = f"{recipe}, round {number + 1}" if len(done.rounds[0]) > 1 else recipe
+        err.print(f"{which} diverged: {words}", markup=False)
     if len(done.rounds[0]) > 1:
         for recipe, (least, most) in zip(done.strategies, done.spread("seconds_per_step"), strict=True):
             if math.isfinite(least):

@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where commands write: results to the standard output, everything else to the standard error."""
 
+from typing import NoReturn
+
 from rich.console import Console
 
-out = Console(highlight=False, soft_wrap=True)
+
+class Output(Console):
+    """The standard output; where nobody reads on, as after `| head`, `thinwire.cli.main` is told."""
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Let the error through; rich would end the program with the exit code of a failure."""
+        raise BrokenPipeError
+
+
+out = Output(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from thinwire.doctor.verdict import Cost
 
 _GOOD, _NEARLY = 0.9, 0.95
+# Seconds for what ranks measure besides waiting for answers: links, all-reduces, steps, and the simulations after them.
+_LONGEST = 240
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
@@ -145,7 +147,7 @@ class Doctor:
                 err.print(Text.assemble(f"[{rank}] " if rank else "", Text.from_ansi(line)))
 
         environment = {"COLUMNS": str(out.width), **({"FORCE_COLOR": "1"} if out.is_terminal else {})}
-        options: dict[str, Any] = {"environment": environment, "on_line": show, "timeout": 20 * self.timeout}
+        options: dict[str, Any] = {"environment": environment, "on_line": show, "timeout": _LONGEST + 20 * self.timeout}
         if self.link is None:
             exits = run_workers(command, workers, **options)
         else:

@@ -24,6 +24,11 @@ if TYPE_CHECKING:
 _STEP_BUDGET = 4.0
 _FORWARD = 1 / 3
 _FEWEST, _MOST = 2, 4096
+_NOT_PLANNED = {
+    "compute": "the step takes what --step-seconds says, or what it takes here; workers may have a slowdown",
+    "deaths": "a plan is for workers that live; thinwire simulate has deaths",
+    "pauses": "a plan is for every step alike; thinwire simulate has pauses",
+}
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,7 @@ class Plan:
         from thinwire.plan.search import Planner, choose
 
         seen = self._examination()
-        workers = self.workers or (seen.size if seen else 4)
+        workers = self.workers if self.workers is not None else (seen.size if seen else 4)
         if not _FEWEST <= workers <= _MOST:
             raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
         network = self._network(seen, workers)
@@ -119,6 +124,15 @@ class Plan:
             raise ConfigError(f"{words}; a network is --link, --network FILE or --doctor FILE")
         if self.model is not None and (self.task is not None or self.model_size is not None):
             raise ConfigError(f"--model {self.model}: instead of --task and --model-size; give one of them")
+        if self.model is not None and self.batch_size is not None:
+            raise ConfigError(f"--batch-size {self.batch_size} with --model: your function makes the batches")
+        if self.doctor is not None and self.task is None and self.model is None:
+            for name, value in (("model-size", self.model_size), ("batch-size", self.batch_size), ("data", self.data)):
+                if value is not None:
+                    raise ConfigError(
+                        f"--{name} {value} with --doctor {self.doctor}: its step was timed already; give --task too, "
+                        "and that task's model is timed here"
+                    )
         if self.latency is not None and self.link is None:
             raise ConfigError(
                 f"--latency {self.latency}: goes with --link; a network file and the doctor have their own"
@@ -140,11 +154,13 @@ class Plan:
     def _network(self, seen: Examination | None, workers: int) -> Network:
         from thinwire.emulate import parse_links
         from thinwire.emulate.units import parse_duration
-        from thinwire.plan.networks import LATENCY, network_of_links
+        from thinwire.plan.networks import LATENCY, check_entries, network_of_links
         from thinwire.simulate import load_network
 
         if self.network is not None:
-            return load_network(self.network)
+            network = load_network(self.network)
+            check_entries(network, f"--network {self.network}", _NOT_PLANNED)
+            return network
         if seen is not None:
             from thinwire.doctor.verdict import network_of
 

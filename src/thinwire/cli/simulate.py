@@ -15,6 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.report.units import nbytes, seconds, share
 
 if TYPE_CHECKING:
+    from thinwire.runs.folder import RunFolder
     from thinwire.simulate import Network, Simulation
     from thinwire.simulate.summary import Summary
     from thinwire.simulate.training import MakeOptimizer, Outcome, Training
@@ -73,6 +74,7 @@ class Simulate:
         """
         if self.parameters < 1 or self.parameters % 1:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
+        from thinwire import tasks
         from thinwire.runs.recipes import parse_recipe
         from thinwire.simulate.summary import summarise
         from thinwire.simulate.training import Training
@@ -81,6 +83,11 @@ class Simulate:
         strategy = parse_recipe(self.strategy)
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"--strategy {self.strategy}: is torch's own method, whose code cannot be simulated")
+        # Before anything is simulated, so that a mistake is told as one.
+        if self.workers > 0:
+            strategy.check(self.workers)
+        if self.task is not None:
+            tasks.load(self.task)
         training = Training(
             strategy,
             steps=self.steps,
@@ -90,10 +97,14 @@ class Simulate:
             numbers="meta" if self.meta else "real",
             seed=self.seed,
         )
-        ended = self._simulate(training, self._network())
+        network = self._network()
+        network.check(self.workers)
+        # Last, so that a mistake leaves nothing behind.
+        folder = None if self.out is None else _new_folder(self.out)
+        ended = self._simulate(training, network)
         summary = summarise(ended)
-        if self.out is not None:
-            _write(self.out, strategy, self, ended, summary)
+        if folder is not None:
+            _write(folder, strategy, self, ended, summary)
         if self.json:
             out.print(json_text.dumps(asdict(summary)), markup=False)
         else:
@@ -205,14 +216,29 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
         yield "loss", f"{summary.loss:.6g}, of the model that all workers agree on"
 
 
-def _write(path: Path, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary) -> None:
-    """A run folder, which `thinwire report` reads."""
+def _new_folder(path: Path) -> RunFolder:
+    """A folder for the run, which holds none yet.
+
+    Raises:
+        ConfigError: it holds a run already, or cannot be created.
+    """
     from thinwire.runs.folder import RunFolder
+
+    folder = RunFolder(path)
+    # No settings tell of a simulated run, so its own files do.
+    if any((path / name).exists() for name in ("config.json", "summary.json", "comparison.json")):
+        raise ConfigError(f"--out {path}: holds a run already; name another folder")
+    folder.create()
+    return folder
+
+
+def _write(
+    folder: RunFolder, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary
+) -> None:
+    """Write a run folder, which `thinwire report` reads."""
     from thinwire.simulate.summary import intervals
     from thinwire.strategies.recipe import brief
 
-    folder = RunFolder(path)
-    folder.create()
     model = f"{command.parameters:g} parameters" if command.task is None else command.task
     facts = {
         "strategy": brief(strategy),

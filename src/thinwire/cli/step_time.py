@@ -32,6 +32,10 @@ def step_of(
     Raises:
         ConfigError: one of them cannot be.
     """
+    if batch_size is not None and batch_size < 1:
+        raise ConfigError(f"--batch-size {batch_size}: must be at least 1")
+    if model is not None and batch_size is not None:
+        raise ConfigError(f"--batch-size {batch_size} with --model: your function makes the batches")
     import torch
 
     from thinwire import tasks

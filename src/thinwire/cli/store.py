@@ -33,6 +33,8 @@ class Store:
         """Serve; returns 0 after an interrupt."""
         from thinwire.comm.rendezvous import host_store
 
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port {self.port}: must be 0 to 65535")
         try:
             store = host_store(self.host, self.port)
         except OSError as error:

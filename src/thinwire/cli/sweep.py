@@ -95,7 +95,8 @@ class Sweep:
         data: folder of data files; default THINWIRE_DATA. With --model, MODULE:FUNCTION from (rank, size, seed) to
             batches, or to batches and held-out batches.
         out: output folder; default runs/TASK-sweep-TIME.
-        resume: folder of an interrupted sweep to resume, with the options that it began with.
+        resume: folder of an interrupted sweep to resume, with the options that it began with; functions of yours are
+            named again.
         overwrite: replace an unfinished sweep in the output folder.
         json: print everything as JSON.
     """
@@ -146,8 +147,9 @@ class Sweep:
             from thinwire.sweep.journal import begun
 
             if begun(folder / _JOURNAL):
-                data = "" if self.data is None else f" --data {shlex.quote(str(self.data))}"
-                err.print(f"to resume: thinwire sweep --resume {shlex.quote(str(folder))}{data}", markup=False)
+                again = (("model", self.own_model), ("data", self.data), ("loss", self.own_loss))
+                options = "".join(f" --{name} {shlex.quote(str(x))}" for name, x in again if x is not None)
+                err.print(f"to resume: thinwire sweep --resume {shlex.quote(str(folder))}{options}", markup=False)
             else:
                 err.print("nothing was begun, so nothing is lost: give the same command again", markup=False)
             raise
@@ -192,7 +194,9 @@ class Sweep:
 
     def _settings(self) -> Fields:
         """The options that decide a sweep's results, as JSON values."""
-        return {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MAY_CHANGE}
+        own_data = None if self.own_model is None else str(self.data)  # a function, not where a folder lies
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MAY_CHANGE}
+        return {**given, "own_data": own_data}
 
     def _resumed(self, folder: Path) -> Sweep:
         """The sweep with the options that it began with; options that contradict them are errors."""
@@ -203,13 +207,20 @@ class Sweep:
         if self.overwrite:
             raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing; leave out one of them")
         before, now, defaults = settings_in(folder / _JOURNAL), self._settings(), Sweep()._settings()
+        before.setdefault("own_data", None)
         # An option that is given again with the value it began with is allowed, and so is one at its default.
+        if before["own_model"] is not None and (self.own_model is None or self.data is None):
+            loss = "" if before["own_loss"] is None else f" --loss {before['own_loss']}"
+            raise ConfigError(
+                f"--resume {folder}: its model and data are functions, and files import nothing; if you trust them, "
+                f"add --model {before['own_model']} --data {before['own_data']}{loss}"
+            )
         for name, value in now.items():
             if value not in (defaults[name], before[name]):
-                option = option_name(name)
+                option = {"own_data": "data"}.get(name, option_name(name))
                 begun = "without it" if before[name] is None else f"with {before[name]}"
                 raise ConfigError(f"--{option} {value}: the sweep began {begun}; leave it out")
-        return replace(self, **before)
+        return replace(self, **{name: value for name, value in before.items() if name != "own_data"})
 
     def _plan(self, space: Space) -> Plan:
         import torch

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tyro.conf import Positional
 
-from thinwire.cli.console import out
+from thinwire.cli.console import Output, out
 from thinwire.cli.options import slowest_rate
 from thinwire.errors import ConfigError
 from thinwire.report.units import count, digits, nbytes, rate, seconds
@@ -164,7 +164,6 @@ class Topology:
                 yield "refused", reason
 
     def _tabulate(self, known: dict[str, Facts]) -> None:
-        from rich.console import Console
         from rich.table import Table
 
         costs = ["bytes a step"] * (self.parameters is not None) + ["transfer"] * (self.link is not None)
@@ -177,7 +176,7 @@ class Topology:
             figures = [digits(each.vectors_per_step), digits(each.busiest_vectors_per_step), *sent]
             mixing = [digits(each.spectral_gap), _steps(each.steps_to_average), _steps(each.steps_to_a_thousandth)]
             rows.append([name, _kind(each), str(each.period), *figures, *mixing])
-        console = Console(highlight=False, width=None if out.is_terminal else _WIDE)
+        console = Output(highlight=False, width=None if out.is_terminal else _WIDE)
         columns = zip(["topology", *headings], *rows, strict=True)
         if sum(max(map(len, column)) + 3 for column in columns) >= console.width:
             # A narrower table would cut its figures.

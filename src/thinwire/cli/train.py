@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.console import out
+from thinwire.cli.console import err, out
 from thinwire.cli.options import default_folder, settings_as_options
 from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
@@ -153,7 +153,10 @@ class Train(settings_as_options(without=["timeline_steps"])):
         from thinwire.worker.notice import LEFT_WITH_NOTICE
 
         if self.trace:
-            write_trace(folder)
+            try:
+                write_trace(folder)
+            except ConfigError as error:  # the run itself has ended well
+                err.print(f"no trace: {error}", markup=False)
         code = 0 if "notice" not in summary else LEFT_WITH_NOTICE
         if self.json:
             out.print(json_text.dumps(summary), markup=False)

@@ -79,24 +79,30 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
     final = [0.0] * len(trained)
     rows: list[list[float]] = []
 
+    def now() -> float:
+        # A GPU works on after its kernels were launched.
+        if trained[0].device.type != "cpu":
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
     def note(place: int) -> None:
-        final[place] = time.perf_counter()
+        final[place] = now()
 
     handles = [
         p.register_post_accumulate_grad_hook(lambda _, place=place: note(place)) for place, p in enumerate(trained)
     ]
     start = time.perf_counter()
     while len(rows) < _FEWEST_STEPS + 1 or (len(rows) < STEPS + 1 and time.perf_counter() - start < budget):
-        begin = time.perf_counter()
+        begin = now()
         optimizer.zero_grad()
         value = loss()
-        middle = time.perf_counter()
+        middle = now()
         value.backward()
-        after = time.perf_counter()
+        after = now()
         optimizer.step()
         # A parameter without a gradient is ready at the end.
         ready = [(at - middle) / (after - middle) if at >= middle else 1.0 for at in final]
-        rows.append([middle - begin, after - middle, time.perf_counter() - after, *ready])
+        rows.append([middle - begin, after - middle, now() - after, *ready])
     for handle in handles:
         handle.remove()
     # Means, as a median leaves out the steps in which another process had the core, and training does not.

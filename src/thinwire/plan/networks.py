@@ -51,6 +51,28 @@ def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Netw
     return Network(bits_per_second=rate, latency=latency + usual.delay_seconds, specials=specials)
 
 
+def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -> None:
+    """Refuse entries of a network file that would be ignored.
+
+    Args:
+        network: as it was read.
+        argument: the option and its value, for errors.
+        reasons: why an entry is of no use, by the field: `compute`, `deaths` or `pauses`.
+
+    Raises:
+        ConfigError: with the entry and the reason.
+
+    Example:
+        >>> from thinwire.simulate import Network
+        >>> check_entries(Network(bits_per_second=1e8), "--network n.toml", {"deaths": "nobody dies here"})
+    """
+    usual = Network()
+    for field, reason in reasons.items():
+        if getattr(network, field) != getattr(usual, field):
+            entry = "[compute]" if field == "compute" else f"[[{field}]]"
+            raise ConfigError(f"{argument}: {entry}: {reason}; leave it out")
+
+
 def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> Network:
     """The network on which the simulated ring takes as long as all-reduces were measured to take.
 

@@ -98,6 +98,8 @@ def _read_run(folder: Path) -> Run:
     if summary is None:
         notes.append("The run ended before its summary.json was written; its figures come from metrics.jsonl.")
         summary = _summarised(config or {}, steps, evaluations)
+    if text(summary, "diverged"):
+        notes.append(f"The run diverged, and ended: {text(summary, 'diverged')}.")
     run = Run(
         folder=folder,
         label="",

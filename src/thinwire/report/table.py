@@ -154,7 +154,12 @@ def speeds(summaries: Sequence[Facts]) -> list[str] | None:
 
 
 def written(summary: Facts, column: Column) -> str:
-    """One figure with its unit; `-` if not measured, `not reached` for a target, `not finite` for NaN and infinity."""
+    """One figure with its unit; `-` if not measured, `not reached` for a target, `not finite` for NaN and infinity.
+
+    The losses of a run that ended since it diverged are `diverged`.
+    """
+    if column.key in ("train_loss", "eval_loss") and text(summary, "diverged"):
+        return "diverged"
     if diverged(summary, column.key):
         return "not finite"
     value = number(summary, column.key)

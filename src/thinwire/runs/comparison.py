@@ -9,13 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
-from thinwire.errors import ConfigError
-from thinwire.runs.defaults import check_nonfinite, check_recipe
+from thinwire.errors import ConfigError, NonFiniteError
+from thinwire.runs.defaults import check_nonfinite, check_recipe, check_recipe_survives
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.launcher import Listener, ignore_event, launch
+from thinwire.runs.measure import Totals
 from thinwire.runs.optimizer import check_optimizer
 from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
+from thinwire.runs.switches import check_switches
 
 
 class Start(Protocol):
@@ -42,8 +44,18 @@ class Comparison:
 
     @property
     def summaries(self) -> list[Fields]:
-        """For each strategy, the summary of the round with the median step time."""
+        """For each strategy, the summary of the round with the median step time, of those that did not diverge."""
         return [_median_round(summaries) for summaries in self.rounds]
+
+    @property
+    def diverged(self) -> list[tuple[str, int, str]]:
+        """The runs that diverged: strategy, round from 0, and what ended it."""
+        return [
+            (strategy, number, summary["diverged"])
+            for strategy, summaries in zip(self.strategies, self.rounds, strict=True)
+            for number, summary in enumerate(summaries)
+            if "diverged" in summary
+        ]
 
     def spread(self, key: str) -> list[tuple[float, float]]:
         """For each strategy, the minimum and maximum of a figure over its rounds; NaN where it is missing."""
@@ -65,7 +77,8 @@ def compare(
     """Run each strategy, once per round, in folders beneath one.
 
     In a round all strategies start from the same parameters and see the same batches in the same order; each round has
-    its own seed.
+    its own seed. A run that diverges, whose loss or gradient is NaN or infinite, is a result too: its summary says
+    under `diverged` what ended it, has no losses, and the next run follows.
 
     Args:
         settings: of all runs, except the strategy.
@@ -80,7 +93,7 @@ def compare(
     Raises:
         ConfigError: a recipe cannot be read, or does not serve this number of workers or this optimizer; before any
             run.
-        ThinwireError: a run failed; the folders of earlier runs are kept.
+        ThinwireError: a run failed, other than by diverging; the folders of earlier runs are kept.
     """
     if rounds < 1:
         raise ConfigError(f"rounds={rounds}: must be at least 1")
@@ -89,6 +102,10 @@ def compare(
     for recipe in recipes:
         check_optimizer(parse_recipe(recipe), settings)
         check_nonfinite(recipe, settings.nonfinite)
+        if settings.switch is not None:
+            check_switches(settings.switch, recipe, settings.workers)
+        if settings.elastic:
+            check_recipe_survives(replace(settings, strategy=recipe))
     names = _folder_names(recipes)
     home = RunFolder(folder)
     if (folder / "comparison.json").exists():
@@ -99,10 +116,40 @@ def compare(
         for place, (recipe, name) in enumerate(zip(recipes, names, strict=True)):
             begin(recipe, number * len(recipes) + place)
             own_settings = replace(settings, strategy=recipe, seed=settings.seed + number)
-            summaries[place].append(start(own_settings, folder / _round_name(name, number), listener=listener))
+            own_folder = folder / _round_name(name, number)
+            try:
+                summary = start(own_settings, own_folder, listener=listener)
+            except NonFiniteError as error:
+                summary = _write_diverged(RunFolder(own_folder), own_settings, error)
+            summaries[place].append(summary)
             # After every run: a comparison that is interrupted can still be reported.
             _write_comparison(home, names, summaries, title)
     return Comparison(folder, tuple(recipes), tuple(tuple(each) for each in summaries))
+
+
+def _write_diverged(home: RunFolder, settings: Settings, error: NonFiniteError) -> Fields:
+    """Write and return the summary of a run that diverged: its steps until then, and what ended it."""
+    totals = Totals(home.records())
+    last = totals.records[-1] if totals.records else None
+    summary: Fields = {
+        "strategy": settings.strategy,
+        "task": settings.task,
+        "model": settings.model,
+        "workers": settings.workers,
+        "link": settings.link,
+        "steps": 0 if last is None else last.step,
+        "seconds": 0.0 if last is None else last.seconds,
+        **totals.summary(),
+        "wire_bytes_per_worker_per_step": None,
+        "train_loss": None,
+        "eval_loss": None,
+        "eval_metric": None,
+        "seconds_to_target": None,
+        "target_loss": settings.target_loss,
+        "diverged": str(error),
+    }
+    home.write("summary.json", summary)
+    return summary
 
 
 def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence[Sequence[Fields]], title: str) -> None:
@@ -118,7 +165,8 @@ def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence
 
 
 def _median_round(summaries: Sequence[Fields]) -> Fields:
-    ordered = sorted(summaries, key=lambda summary: summary["seconds_per_step"] or 0.0)
+    ended = [summary for summary in summaries if "diverged" not in summary] or summaries
+    ordered = sorted(ended, key=lambda summary: summary["seconds_per_step"] or 0.0)
     # The lower one of an even number: a report shows a run that took place, not a mean of two.
     return ordered[(len(ordered) - 1) // 2]
 

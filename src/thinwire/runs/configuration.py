@@ -48,4 +48,14 @@ def as_toml(values: Mapping[str, Any], *, head: str) -> str:
         lr = 0.1
     """
     rows = ((name, str(x) if isinstance(x, Path) else x) for name, x in values.items() if x is not None)
-    return "\n".join([f"# {head}", *(f"{name} = {json.dumps(x)}" for name, x in rows)]) + "\n"
+    return "\n".join([f"# {head}", *(f"{name} = {_value(x)}" for name, x in rows)]) + "\n"
+
+
+def _value(x: Any) -> str:
+    """A value in TOML, whose strings are JSON's, but for DEL and characters that JSON would escape in two halves."""
+    text = json.dumps(x, ensure_ascii=False).replace("\x7f", "\\u007f")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # of a path that is no text; no TOML can have it
+        return json.dumps(x)
+    return text

@@ -57,7 +57,7 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     elif settings.on_notice is not None:
         check_can_save(settings)
     task.shards(settings.copies, split=settings.split, seed=settings.seed)
-    return settings if "timeout" in given else replace(settings, timeout=_default_timeout(settings, task))
+    return settings if "timeout" in given else replace(settings, timeout=default_timeout(settings, task))
 
 
 def _task(given: dict[str, Any]) -> Task:
@@ -186,12 +186,19 @@ def default_threads(workers: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // workers) if hasattr(os, "sched_getaffinity") else 1
 
 
-def _default_timeout(settings: Settings, task: Task) -> float:
-    """A minute, or several times what sending the whole model takes on the slowest link."""
+def default_timeout(settings: Settings, task: Task, *, slowest: float | None = None) -> float:
+    """A minute, or several times what sending the whole model takes on the slowest link.
+
+    Args:
+        settings: of the run.
+        task: whose model is sent.
+        slowest: rate of the slowest link, in bits per second; that of the settings' links unless given.
+    """
     with torch.device("meta"):
         parameters = sum(p.numel() for p in task.model(settings.model, seed=settings.seed).parameters())
-    links = parse_links(settings.link or "none", settings.workers)
-    slowest = min((link.bits_per_second or 1e9 for link in links), default=1e9)
+    if slowest is None:
+        links = parse_links(settings.link or "none", settings.workers)
+        slowest = min((link.bits_per_second or 1e9 for link in links), default=1e9)
     slower = max(each.factor for each in parse_stragglers(settings.slow, settings.stall, workers=settings.workers))
     # Four times what the slowest link needs to carry one model per worker, at 32 bits per parameter.
     return max(60.0 * min(slower, 10), 4 * settings.workers * 32 * parameters / slowest)

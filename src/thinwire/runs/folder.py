@@ -87,6 +87,10 @@ class RunFolder:
         # What follows the last newline is empty, or a line that a killed writer did not finish.
         return [json.loads(row) for row in rows[:-1] if row]
 
+    def records(self) -> list[Record]:
+        """The steps that were written."""
+        return [_record(line) for line in self.lines("metrics.jsonl") if "loss" in line]
+
     def rewind(self, step: int) -> list[Record]:
         """Drop what was written after a step, to resume from it; return the steps up to it.
 

@@ -68,5 +68,7 @@ def check_simulated(settings: Settings, recipes: Sequence[str]) -> None:
                 f"{recipe} is torch's own method, whose code cannot be simulated; leave it out, or compare without "
                 "--simulate. AllReduce() does what ddp does"
             )
+    if settings.elastic:
+        raise ConfigError("elastic=True: simulated workers cannot be lost; leave it out, or compare without --simulate")
     if settings.stop is not None:
         raise ConfigError(f"stop={settings.stop!r}: suspends processes; give pauses in a network file of --network")

@@ -32,6 +32,7 @@ class VirtualEngine(ThinwireEngine):
     ) -> None:
         super().__init__(worker, optimizer)
         self._comm, self._step_time, self._straggler = comm, step, straggler
+        self._factor = straggler.factor * comm.slowdown
         self._begun = 0.0
         trained = [p for p in worker.model.parameters() if p.requires_grad]
         for parameter, share in zip(trained, step.ready or _by_elements(trained), strict=True):
@@ -42,14 +43,15 @@ class VirtualEngine(ThinwireEngine):
         """The forward pass, which has been computed already, takes its time now; then the backward pass does."""
         comm, step = self._comm, self._step_time
         comm.step = self.step
-        comm.compute(step.forward * self._straggler.factor + self._straggler.stall(self.step))
+        # The comm slows down what it is told to compute; a stall takes as long on every worker.
+        comm.compute(step.forward * self._straggler.factor + self._straggler.stall(self.step) / comm.slowdown)
         self._begun = comm.now
         super().backward(loss)
         self._sleep_until(1.0)
 
     def update(self) -> None:
         """The optimizer's step, with the strategy's hooks around it."""
-        self._comm.sleep(self._step_time.update * self._straggler.factor)
+        self._comm.sleep(self._step_time.update * self._factor)
         super().update()
 
     def _until(self, share: float) -> Callable[[Tensor], None]:
@@ -57,7 +59,7 @@ class VirtualEngine(ThinwireEngine):
 
     def _sleep_until(self, share: float) -> None:
         """Let time pass until this share of the backward pass is over."""
-        end = self._begun + share * self._step_time.backward * self._straggler.factor
+        end = self._begun + share * self._step_time.backward * self._factor
         if end > self._comm.now:
             self._comm.sleep(end - self._comm.now)
 

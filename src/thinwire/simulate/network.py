@@ -162,6 +162,13 @@ class Network:
             if (death.at is None) == (death.step is None):
                 raise ConfigError(f"the death of rank {death.rank}: give either `at` or `step`")
 
+    @property
+    def slowest(self) -> float:
+        """The lowest rate at which a worker sends, in bits per second; of a rack's uplink its share."""
+        rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
+        rates += [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
+        return min(rates if self.racks is None else [*rates, self.racks.bits_per_second / self.racks.size])
+
     def check(self, workers: int) -> None:
         """Refuse ranks that a simulation of so many workers does not have.
 

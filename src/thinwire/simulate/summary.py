@@ -60,8 +60,8 @@ class Summary:
     Attributes:
         workers: how many.
         steps: each training step.
-        seconds: when the last worker had ended its last step.
-        seconds_per_step: mean.
+        seconds: from when all workers had begun their first step to when the last one had ended its last.
+        seconds_per_step: mean; what comes before the first step, the broadcast of the parameters, is no part of it.
         median_seconds_per_step: of all workers and steps.
         computed_seconds_per_step: mean over workers and steps.
         payload_bytes_per_worker_per_step: mean.
@@ -100,7 +100,9 @@ def summarise(ended: Simulation[Outcome]) -> Summary:
     steps = tuple(_step_time(step, rows) for step, rows in sorted(by_step.items()))
     outcomes = [outcome for outcome in ended.results if outcome is not None]
     own = [each.end - each.start for each in ended.record.steps]
-    seconds = max([each.end for each in ended.record.steps], default=0.0)
+    # Rank 0 has sent its parameters before the others have them.
+    begun = max([each.start for each in by_step[min(by_step)]]) if by_step else 0.0
+    seconds = max([each.end for each in ended.record.steps], default=0.0) - begun
     count = max(1, len(steps))
     waited = ended.record.waited
     total, on = sum(waited.values()), defaultdict[int, float](float)
