@@ -320,7 +320,7 @@ FEATURES: dict[str, tuple[Callable[[str], None], str]] = {
     "activation checkpointing": (checkpointed, "the same bits as without, reentrant or not"),
     "FSDP2": (sharded, "pass `group=mesh[...]` of the ranks that hold the same shard"),
     "HSDP": (hybrid, "a worker is a whole (replicate, shard) mesh, within which FSDP2 averages gradients"),
-    "LoRA": (low_rank, "adapters alone are sent; frozen parameters are compared once"),
+    "LoRA": (low_rank, "adapters alone are sent during training; frozen parameters are compared and sent once"),
     "Muon": (
         muon,
         "beside AdamW for what is no matrix: one `attach` for each, as here, or for a `CombinedOptimizer` of both",

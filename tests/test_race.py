@@ -140,18 +140,16 @@ def test_a_curve_that_failed_is_told_and_counts_for_nothing(raced: Path) -> None
 def test_bars_are_judged_by_the_first_of_each_kind(raced: Path) -> None:
     found = {(bar.place, bar.asked): bar for bar in bars()}
     place = "100mbit, 4 workers"
-    assert found[place, "Overlap-4bit: its steps' speed over the wall's"].outcome == "met"
-    over = found[place, "Overlap-4bit: DDP's seconds to the target over its"]
+    step = "time of a step of `Local()` (no communication) divided by its time of a step"
+    assert found[place, f"Overlap-4bit: {step}"].outcome == "met"
+    over = found[place, "Overlap-4bit: seconds to the target of DDP divided by its own"]
     assert over.figure == pytest.approx(960 / 195) and over.outcome == "**not met**"
-    assert found[place, "Overlap-4bit: those of ddp over its"].outcome == "met"
-    loss = found[place, "Overlap-4bit: held-out loss at equal tokens over DDP's"]
+    assert found[place, "Overlap-4bit: seconds to the target of ddp divided by its own"].outcome == "met"
+    loss = found[place, "Overlap-4bit: held-out loss at equal tokens divided by DDP's"]
     assert loss.figure == pytest.approx((4 - 0.04 * 23) / (4 - 0.05 * 23)) and loss.outcome == "**not met**"
-    assert found[
-        "20mbit, 8 workers", "the first of ours with 4 workers: exposed communication over the step"
-    ].line() == (
-        "| 20mbit, 8 workers | the first of ours with 4 workers: exposed communication over the step | at most 0.15 |  "
-        "| not run |"
-    )
+    place = "20mbit, 8 workers"
+    asked = "fastest thinwire recipe with 4 workers: exposed communication divided by its time of a step"
+    assert found[place, asked].line() == f"| {place} | {asked} | at most 0.15 |  | not run |"
 
 
 def test_rates_are_multiples_of_one_rate_whatever_the_optimizer() -> None:

@@ -92,6 +92,22 @@ def test_nothing_moves_without_a_gradient() -> None:
     assert set(optimizer.state) == {x}
 
 
+def test_only_steps_that_move_something_are_counted() -> None:
+    x, still = one([1.0, 2.0], [1.0, -1.0]), nn.Parameter(torch.ones(2))
+    optimizer = Lamb([{"params": [x]}, {"params": [still]}], lr=0.1)
+    optimizer.step()
+    kept, x.grad = x.grad, None
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1, 0]
+    x.grad = kept
+    optimizer.step()
+    y = one([1.0, 2.0], [1.0, -1.0])
+    uninterrupted = Lamb([y], lr=0.1)
+    for _ in range(2):
+        uninterrupted.step()
+    assert torch.equal(x.detach(), y.detach())
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_parameters_in_sixteen_bits_are_the_roundings_of_an_exact_copy(dtype: torch.dtype) -> None:
     x = one([1.0, -2.0, 3.0], [0.5, 0.25, -1.0], dtype)

@@ -132,6 +132,39 @@ def test_a_scaled_loss_changes_nothing() -> None:
     assert torch.equal(found, path(2, SMALL, problem, 12, lr=0.03)[-1])
 
 
+# -- parameters without elements ---------------------------------------------------------------------------------------
+
+
+class WithNothing(nn.Module):
+    """A model with one parameter of no elements."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.nothing, self.inner = nn.Parameter(torch.empty(0)), inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.nothing.sum()
+
+
+class RegressionWithNothing(Regression):
+    def model(self) -> nn.Module:
+        return WithNothing(super().model())
+
+
+def test_a_parameter_without_elements_does_not_change_the_scales_of_the_others() -> None:
+    strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, rescale=True)
+    found = path(2, strategy, RegressionWithNothing(2, 8, torch.float32), 8, lr=0.03)
+    assert torch.equal(found, path(2, strategy, Regression(2, 8, torch.float32), 8, lr=0.03))
+    assert not torch.equal(found[-1], found[3])
+
+
+def test_an_optimizer_of_nothing_can_be_frozen() -> None:
+    nothing = nn.Parameter(torch.empty(0))
+    optimizer = OneBitLamb([nothing])
+    optimizer.freeze()
+    assert optimizer.state[nothing]["coefficient"] == 1
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 

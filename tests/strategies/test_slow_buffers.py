@@ -19,6 +19,8 @@ from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
 from tests.strategies.local_runs import Make, adamw, ended, run, sent, sgd
 from thinwire import AllReduce, Comm, ConfigError, Local, LocalSGD, PushSum, SlowMo
+from thinwire.optimizers.lamb import Lamb
+from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.replica.flat import lay_out
 from thinwire.replica.moments import Moments, fresh_optimizer, moment_names
 
@@ -129,6 +131,7 @@ KINDS: list[tuple[type[Optimizer], dict[str, Any], tuple[str, ...]]] = [
     (torch.optim.RMSprop, {"momentum": 0.9}, ("momentum_buffer", "square_avg")),
     (torch.optim.NAdam, {}, ("exp_avg", "exp_avg_sq")),
     (torch.optim.Adadelta, {}, ("acc_delta", "square_avg")),
+    (Lamb, {"lr": 0.1}, ("momentum", "variance")),  # counts steps in its groups
 ]
 
 
@@ -169,6 +172,18 @@ def test_a_replica_resets_only_its_own_parameters_state() -> None:
     assert torch.equal(optimizer.state[other]["momentum_buffer"], torch.ones(2))
 
 
+def test_a_group_of_two_replicas_counts_from_zero_once_both_have_forgotten() -> None:
+    mine, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    optimizer = Lamb([mine, other], lr=0.1)
+    mine.grad, other.grad = torch.ones(2), torch.ones(2)
+    optimizer.step()
+    counts: list[int] = []
+    for parameter in (mine, other):
+        Moments(optimizer, [parameter], lay_out([("", parameter)])).forget()
+        counts.append(optimizer.param_groups[0]["step"])
+    assert counts == [1, 0]
+
+
 def test_a_rank_without_moments_counts_as_zero_and_no_rank_hangs() -> None:
     def body(comm: Comm) -> list[float]:
         parameter = nn.Parameter(torch.ones(2))
@@ -181,6 +196,33 @@ def test_a_rank_without_moments_counts_as_zero_and_no_rank_hangs() -> None:
         return state["momentum_buffer"].tolist() if state else []
 
     assert thinwire.run_threads(3, body) == [[], [3.0, 3.0], [3.0, 3.0]]
+
+
+def test_moments_in_fp32_of_parameters_in_sixteen_bits_have_means_in_fp32() -> None:
+    def body(comm: Comm) -> Tensor:
+        model = nn.ParameterList([torch.ones(3, dtype=torch.float16)])
+        optimizer = OneBitAdam(model.parameters(), lr=0.01)
+        worker = thinwire.attach(model, optimizer, SlowMo(period=1, buffers="average"), comm=comm)
+        model[0].grad = torch.full_like(model[0], 2.0**-8 * (1 + comm.rank))
+        optimizer.step()
+        worker.detach()
+        return optimizer.state[model[0]]["variance"]
+
+    # A thousandth of the mean square: fp16 has no number between 0 and 6e-8.
+    expected = torch.full((3,), 1e-3 * 2.0**-16 * (1 + 4) / 2)
+    for variance in thinwire.run_threads(2, body):
+        assert variance.dtype == torch.float32
+        assert torch.allclose(variance, expected, rtol=1e-4, atol=0)
+
+
+def test_averaged_moments_cost_the_bytes_in_which_the_optimizer_keeps_them() -> None:
+    problem = Regression(4, 8, torch.bfloat16)
+    vector = 2 * 3 / 4 * 34
+    own: Make = lambda model: OneBitAdam(model.parameters(), lr=0.01)  # noqa: E731
+    for make, nbytes in [(sgd(), 2), (adamw(), 2 * 2), (own, 3 * 4)]:  # momentum, variance and master
+        plain, _ = sent(4, SlowMo(period=4), problem, 8, make)[0]
+        averaged, _ = sent(4, SlowMo(period=4, buffers="average"), problem, 8, make)[0]
+        assert averaged - plain == pytest.approx(2 * vector * nbytes)
 
 
 class WithSecret(torch.optim.SGD):

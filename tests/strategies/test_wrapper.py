@@ -16,7 +16,8 @@ from thinwire.strategies.wrapper import Wrapper
 
 TEXTS = {"paper", "waits", "limits"}
 """Of each class itself."""
-OWN = {"plain_average", "growing", "restarts_on_resize", "inelastic", "change_view", "before_leave", "postpones"}
+OWN = {"plain_average", "growing", "restarts_on_resize", "tracks_mean", "inelastic", "change_view", "before_leave"}
+OWN |= {"postpones"}
 """Traits and a hook that are a wrapper's own; a comment in `Wrapper` says why."""
 TRAITS = sorted(set(Strategy.__annotations__) - TEXTS - OWN)
 HOOKS = sorted(name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_")
@@ -36,7 +37,8 @@ def replica() -> Replica:
 def arguments(r: Replica) -> dict[str, Any]:
     """One of each kind that hooks are given."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    return {"r": r, "part": slice(0, 2), "x": r.x, "size": 4, "step": 5, "optimizer": optimizer, "blocks": "in blocks"}
+    few = {"size": 4, "step": 5, "before": 3, "blocks": "in blocks"}
+    return {"r": r, "part": slice(0, 2), "x": r.x, "optimizer": optimizer, **few}
 
 
 def recording(answer: Any) -> tuple[Strategy, list[tuple[str, tuple[Any, ...]]]]:

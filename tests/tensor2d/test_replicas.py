@@ -15,7 +15,8 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from tests.oracles.tensor2d import BATCH, LENGTH, VOCABULARY, serial_loss
 from tests.pool import run_processes
-from tests.tensor2d.helpers import gpt, mesh_loss, parallelized
+from tests.problems import flat
+from tests.tensor2d.helpers import gpt, mesh_loss, parallelized, run
 from thinwire import ConfigError, MismatchError
 from thinwire.codecs.cast import Bf16
 from thinwire.codecs.one_bit import OneBit
@@ -286,6 +287,24 @@ def test_lamb_without_a_mesh_is_lamb_and_half_a_mesh_is_refused() -> None:
     assert all(torch.equal(x, y) for x, y in zip(ours.parameters(), theirs.parameters(), strict=True))
     with pytest.raises(ConfigError, match="belong together"):
         Lamb2D(ours.parameters(), model=ours)
+
+
+def test_lamb_on_a_mesh_does_not_undo_what_was_done_to_sixteen_bits_between_steps() -> None:
+    def work(mesh: Mesh2D) -> None:
+        model = parallelized(mesh).bfloat16()
+        optimizer = Lamb2D(model.parameters(), model=model, mesh=mesh, lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        halved = flat(model)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        assert torch.equal(flat(model), halved)
+
+    run(2, 2, work)
 
 
 def wrong_sizes() -> None:

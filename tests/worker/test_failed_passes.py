@@ -171,6 +171,16 @@ def test_a_failed_rank_that_evaluates_next_is_named_too() -> None:
         assert f"rank {rank}, step 2: the backward pass of rank 2 was stopped" in text
 
 
+@pytest.mark.parametrize("call", ["load", "detach"])
+def test_a_failed_rank_that_goes_back_or_ends_is_named_too(call: str) -> None:
+    def work(comm: Comm) -> None:
+        worker = careless(attach(comm, AllReduce()), {2: LAST} if comm.rank == 2 else {}, count=3)
+        worker.load("nowhere") if call == "load" else worker.detach()
+
+    for rank, text in enumerate(errors(3, work)):
+        assert f"rank {rank}, step 2: the backward pass of rank 2 was stopped" in text
+
+
 def test_a_failed_rank_whose_data_end_is_named_too() -> None:
     def work(comm: Comm) -> None:
         worker = attach(comm, AllReduce())

@@ -125,3 +125,20 @@ def test_another_guard_looks_again_after_the_link_has_changed() -> None:
     found = thinwire.run_threads(2, work)
     assert found[0] == found[1]
     assert found[0][:2] == (True, False) and found[0][3] == AllReduce()
+
+
+def test_steps_in_which_some_ranks_have_no_data_are_neither_measured_nor_switched_at() -> None:
+    def work(comm: Comm) -> tuple[bool, int, Strategy]:
+        clock = Clock()
+        comm.runtime = replace(comm.runtime, clock=clock)
+        worker = attach(comm, LocalSGD(period=3))
+        guard = Guard(worker, fallback_seconds=1e-9)
+        for count in (9 if comm.rank else 40, 60):
+            for data in worker.join(batches(comm.rank, count)):
+                clock.now += 1.0
+                steps(worker, [data])
+        assert guard.verdict is not None
+        return guard.verdict.kept, guard.verdict.step, worker.strategy
+
+    found = thinwire.run_threads(2, work, timeout=20)
+    assert found[0] == found[1] == (False, 40 + 2 + 3 * 9, AllReduce())

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tests.engine import attach, batches, flat, steps
 from tests.pool import run_processes
@@ -164,6 +165,29 @@ def test_a_rank_whose_parameters_have_changed_is_named() -> None:
     assert len(set(found)) == 1
     assert found[0][0] == "MismatchError"
     assert found[0][1].startswith("step 2: the parameters of rank 2 differ from those of the others")
+
+
+def test_parameters_that_differ_by_rounding_become_equal_and_training_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    def train(comm: Comm) -> tuple[Tensor, Tensor]:
+        worker = attach(comm, AllReduce())
+        steps(worker, batches(comm.rank, 2))
+        with torch.no_grad():
+            before = flat(worker.model).clone()
+            if comm.rank == 2:
+                for parameter in worker.model.parameters():
+                    parameter.copy_(torch.nextafter(parameter, torch.tensor(9.0)))
+        with worker.consensus():
+            pass
+        steps(worker, batches(comm.rank, 2, first=2))
+        return before, flat(worker.model)
+
+    found = run_threads(4, train)
+    alone = run_threads(4, lambda comm: flat(steps(attach(comm, AllReduce()), batches(comm.rank, 4)).model))
+    assert all(torch.equal(after, alone[0]) for _, after in found)
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "step 2: the parameters of rank 2 differ from those of the others by rounding"
+    )
 
 
 def test_a_check_is_counted_apart_alike_on_threads_and_on_the_counter() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.battery.runs import everything
-from tests.engine import Mixed, attach, batch, drawn, flat
+from tests.engine import Mixed, attach, batch, drawn, flat, net
 from tests.pool import run_processes
 from thinwire import (
     AllReduce,
@@ -226,3 +226,10 @@ def test_processes_raise_the_same_error() -> None:
     assert len(found[0]) == 3
     for text in found[0]:
         assert text.startswith("NonFiniteError: step 2: the gradient of 0.weight on rank 1 is NaN or infinite; ")
+
+
+def test_steps_of_several_gradients_cannot_be_left_out_in_part() -> None:
+    model = net()
+    optimizer = thinwire.Svrg(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="a step has several gradients"):
+        thinwire.attach(model, optimizer, AllReduce(), nonfinite="skip")

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
+from tests.engine import attach, batches, drawn, steps
 from tests.optimizers.one_bit_runs import begun, parameters_of, taken
 from tests.pool import run_processes
 from tests.problems import Regression
@@ -29,6 +30,7 @@ from thinwire import (
 )
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import CheckpointError
+from thinwire.optimizers.lamb import Lamb
 from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
@@ -185,6 +187,59 @@ def test_what_has_no_mean_is_refused_and_changes_nothing(kind: str, tmp_path: Pa
 
     thinwire.run_threads(2, lambda comm: body(comm, False), timeout=20)
     thinwire.run_threads(3, lambda comm: body(comm, True), timeout=20)
+
+
+class Small(nn.Module):
+    """Parameters of several elements, of one, and a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale = nn.Linear(3, 1), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.linear(x)
+
+
+def of_single_numbers(size: int, folder: Path, kind: Any, resume: bool) -> list[tuple[Worker, dict[str, Tensor]]]:
+    """Workers of their own, and what their optimizers keep; each has counted as many more steps as its rank says."""
+
+    def body(comm: Comm) -> tuple[Worker, dict[str, Tensor]]:
+        model = drawn(Small())
+        worker = attach(comm, LocalSGD(100), model=model, optimizer=lambda model: kind(model.parameters(), lr=0.02))
+        if resume:
+            load(worker, folder)
+        else:
+            steps(worker, batches(comm.rank, 2))
+            for state in worker.optimizer.state.values():
+                if "step" in state:
+                    state["step"] += comm.rank
+            for group in worker.optimizer.param_groups:
+                if "step" in group:
+                    group["step"] += comm.rank
+            worker.save(folder)
+        worker.detach()
+        own = {
+            f"{name} {key}": x for name, p in model.named_parameters() for key, x in worker.optimizer.state[p].items()
+        }
+        return worker, own
+
+    return thinwire.run_threads(size, body, timeout=20)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Lamb])
+def test_moments_of_single_numbers_are_means_and_steps_the_most(kind: Any, tmp_path: Path) -> None:
+    two = of_single_numbers(2, tmp_path, kind, resume=False)
+    expected = {
+        name: torch.stack([own[name] for _, own in two]).amax(0)
+        if name.endswith("step")
+        else torch.stack([own[name].double() for _, own in two]).mean(0).float()
+        for name in two[0][1]
+    }
+    assert not any(torch.equal(two[0][1][name], two[1][1][name]) for name in expected)
+    for worker, own in of_single_numbers(3, tmp_path, kind, resume=True):
+        assert own.keys() == expected.keys()
+        assert all(torch.equal(own[name], x) for name, x in expected.items())
+        assert worker.optimizer.param_groups[0].get("step", 3) == 3
 
 
 MAILBOXES: list[Strategy] = [EagerPushSum(), ADPSGD(), ParameterServer(), BackupWorkers(), AsyncLeaderSGD(4)]

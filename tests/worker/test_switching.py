@@ -33,6 +33,7 @@ from thinwire import (
     TopK,
     Worker,
 )
+from thinwire.optimizers.lamb import Lamb
 
 RATES = [0.1, 0.08, 0.06, 0.12] * 4
 TURNS: list[tuple[int, str, int]] = [(4, "LocalSGD(period=3)", 0), (11, "AllReduce()", 3), (16, "", 0)]
@@ -97,6 +98,23 @@ def test_workers_with_optimizers_of_their_own_stay_equal_under_all_reduce(kind: 
 
     first, *others = thinwire.run_threads(3, work, timeout=20)
     assert all(torch.equal(first, other) for other in others)
+
+
+def test_workers_that_have_counted_different_steps_in_a_group_go_on_with_the_most() -> None:
+    def work(comm: Comm) -> tuple[int, Tensor]:
+        made = attach(comm, LocalSGD(period=3), optimizer=lambda model: Lamb(model.parameters(), lr=0.02))
+        worker = steps(made, batches(comm.rank, 5))
+        worker.optimizer.zero_grad()
+        if comm.rank:
+            worker.optimizer.step()  # without a gradient
+        else:
+            steps(worker, batches(comm.rank, 1, first=5))
+        worker.switch(AllReduce())
+        return worker.optimizer.param_groups[0]["step"], flat(steps(worker, batches(comm.rank, 4, first=6)).model)
+
+    (count, first), *others = thinwire.run_threads(3, work, timeout=20)
+    assert count == 6
+    assert all(number == count and torch.equal(first, other) for number, other in others)
 
 
 def test_an_optimizer_whose_memory_has_no_mean_is_refused_where_replicas_must_be_equal() -> None:

@@ -143,18 +143,19 @@ class Comm(ABC):
             return completed([])
         return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
 
-    def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[None]:
-        """Check that all ranks make this call, at the same step, with the same numbers; they send 40 bytes each.
+    def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[list[int]]:
+        """Check that all ranks make this call, at the same step; they send 40 bytes each.
 
         Calls of different names meet each other, so that a rank which is in another one is found by all ranks at once,
         and nothing that it sends is taken for something else. The bytes are counted as `meter.check_bytes`.
 
         Args:
             call: a name of up to 24 bytes.
-            fingerprint: a number of 63 bits of what must be equal on all ranks, such as the parameters.
+            fingerprint: a number of 63 bits of what is to be equal on all ranks, such as the parameters.
 
         Returns:
-            A handle whose `wait` raises MismatchError on all ranks, with the ranks, their calls and steps.
+            A handle whose `wait` raises MismatchError on all ranks, with the ranks, their calls and steps; or returns
+            the ranks whose fingerprint is not that of most, the same list on all ranks.
 
         Example:
             >>> from thinwire import Comm, MismatchError, run_threads
@@ -168,7 +169,7 @@ class Comm(ABC):
         """
         self.round = ""  # also where a hook has failed before its first call
         if self.size == 1:
-            return completed(None)
+            return completed(list[int]())
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
         row = torch.tensor([self.step if self.in_step else -1, *words, fingerprint], device=self.check_device)
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
@@ -178,22 +179,16 @@ class Comm(ABC):
         finally:
             self.calling = ""
 
-    def _compare(self, rows: Sequence[Tensor]) -> None:
+    def _compare(self, rows: Sequence[Tensor]) -> list[int]:
         together = torch.stack(list(rows))
         if bool((together == together[0]).all()):
-            return
+            return []
         entries = [tuple(row) for row in together.tolist()]
         if len({entry[:-1] for entry in entries}) > 1:
             found = "ranks are out of step: " + places([_place(entry) for entry in entries])
             self.raise_on_all(MismatchError(f"{found}; all ranks must make the same calls after the same steps"))
         kinds = sorted({entry[-1] for entry in entries}, key=lambda kind: [entry[-1] for entry in entries].count(kind))
-        odd = [rank for rank, entry in enumerate(entries) if entry[-1] != kinds[-1]]
-        self.raise_on_all(
-            MismatchError(
-                f"step {self.step}: the parameters of {named(odd)} differ from those of the others, and this strategy "
-                "keeps them equal; give all ranks the same weights, optimizer settings and learning rates"
-            )
-        )
+        return [rank for rank, entry in enumerate(entries) if entry[-1] != kinds[-1]]
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error that this rank has found by itself; calls of all other ranks raise it too.

@@ -129,7 +129,8 @@ class GroupComm(Comm):
             return self._broadcast_(x.contiguous(), src).then(x.copy_)
 
         def launch(group: _Connections) -> Handles:
-            if group.timed and self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES:
+            chained = self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES
+            if group.timed and chained and x.device.type == "cpu":
                 position = (self.rank - src) % self.size
                 return group.chain_broadcast(x, position, self.rank, self.size, tag=self._next_tag())
             return group.broadcast(x, src)

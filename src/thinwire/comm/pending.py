@@ -85,7 +85,7 @@ class PendingMeans:
         """Forget all means in flight, whose connections are closed."""
         for mean in self._means:
             mean.close()
-        self._means.clear()
+        self._means, self._in_first_stage = [], False
 
     def _finish(self) -> None:
         self._advance()

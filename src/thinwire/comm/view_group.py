@@ -12,12 +12,15 @@ from dataclasses import asdict
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.comm.base import Comm
 from thinwire.comm.group import GroupComm, Handles, first_sentence, try_wait
 from thinwire.comm.roll_call import Failure, within
+from thinwire.comm.work import Work
 from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
 
 T = TypeVar("T")
@@ -72,6 +75,19 @@ class ViewComm(GroupComm):
         if failed:
             raise failed[0]
         return done[0]
+
+    # What is received goes into memory of its own, and from there into the caller's once the wait has succeeded: a
+    # call that was given up goes on, and may end when a worker wakes up that was frozen. It would write into parameters
+    # or gradients that have been put back, and trained on. It also sends from that memory, and not what has changed.
+
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        return super()._all_reduce_(_own(x)).then(x.copy_)
+
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        return super()._all_reduce_min_(_own(x)).then(x.copy_)
+
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        return super()._broadcast_(_own(x), src).then(x.copy_)
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
         """Wait, and look now and then whether there is still somebody to wait for.
@@ -206,6 +222,10 @@ class GlooConnector:
         """Close a comm's connections."""
         assert isinstance(comm, ViewComm)
         comm.disconnect()
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def _is_message(handle: Any) -> bool:

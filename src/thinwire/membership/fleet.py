@@ -27,12 +27,22 @@ class Fleet:
         connector: opens the connections of each view.
         rank: of this worker, if the run begins.
         size: the number of workers that the run begins with.
+        entered: the run that the environment names, and how many this process had entered before; None of others.
     """
 
     membership: Membership
     connector: Connector
     rank: int
     size: int
+    entered: tuple[str, int] | None = None
+
+    def withdraw(self) -> None:
+        """Leave, as this worker could not start in the run; the next attach of this process enters the same run."""
+        self.membership.withdraw()
+        if self.entered is not None:
+            run, before = self.entered
+            if _entered[run] == before + 1:  # it has entered no other one since
+                _entered[run] = before
 
 
 def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet:
@@ -59,11 +69,11 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
         # A torchrun agent that has started its workers again begins a new run with them.
         run += f"-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
     # A process may attach several models, one after the other; each is a run of its own.
-    prefix = f"thinwire/elastic/{run}/{_entered[run]}"
-    _entered[run] += 1
-    views = view_store(prefix, store, several=size > 1, timeout=timeout)
+    before = _entered[run]
+    views = view_store(f"thinwire/elastic/{run}/{before}", store, several=size > 1, timeout=timeout)
+    _entered[run] += 1  # not before, as one that failed is tried again
     membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout)
-    return Fleet(membership, GlooConnector(views), rank, size)
+    return Fleet(membership, GlooConnector(views), rank, size, (run, before))
 
 
 def _number(name: str, otherwise: int) -> int:

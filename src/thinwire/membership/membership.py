@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol by which workers agree on views, over keys of one store.
 
-    first/RANK          the id and the process of a worker that the run starts with
+    first/EPOCH/RANK    the id and the process of a worker of a run that is to begin as view EPOCH; empty if it gave up
     view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
+    steps/EPOCH         of the run that began as view EPOCH: whether a step was taken, or never will be
+    facts/EPOCH         what it was started with
     next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
+                        or null, of one that could not start: it is gone, though its process may run
     join/NUMBER         the id and the process of a worker that asks to join; `joins` counts them
     offer/NUMBER/K      the K-th part of a state that a member has for that worker, while the others train on
     beat/ID             counts up while the worker's process runs
@@ -12,6 +15,10 @@
 When a peer is lost, each survivor closes its connections, so that its neighbours notice, and registers for the next
 view. Whoever finds that every other member has registered or is gone proposes the view; the first proposal is the view.
 A worker that finds itself left out stops, as one does that cannot reach the store: so there is never a second group.
+
+A run begins as view 0, when all its first workers are there. What they do before the first step is no round: a loss
+ends it on all of them. When all are gone, those that are started again begin the run anew, as the view after the last
+one, unless a step was taken before: of the two that which is written first holds.
 """
 
 from __future__ import annotations
@@ -34,6 +41,8 @@ _STORE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
 _GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
+_TAKEN, _NONE = "taken", "none"  # a step of a run; never any
+_WITHDRAWN = "null"  # in the place of a progress
 
 
 class ViewStore(Protocol):
@@ -94,6 +103,9 @@ class Membership:
         self._given_state = state
         self._beat_seconds = beat_seconds
         self._beats: dict[str, tuple[bytes, float]] = {}
+        self._first_beats: dict[str, bytes] = {}
+        self._place: tuple[str, str] | None = None
+        self._stepped = False
         self._requests = 0
         self._history: list[View] = []
         self._ended = threading.Event()
@@ -110,28 +122,111 @@ class Membership:
 
         Raises:
             CommTimeoutError: not all of them came, or the running job did not take this worker in, within the timeout.
-            CommError: the store cannot be reached.
+            PeerLostError: the run has ended; or the store cannot be reached.
         """
         threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
-        if self._ask(lambda store: store.check(["view/0"])):
-            return self._join()
-        self._ask(lambda store: store.set(f"first/{rank}", json.dumps([self.worker, self.row])))
-        keys, end = [f"first/{other}" for other in range(size)], time.monotonic() + self.timeout
-        while not self._ask(lambda store: store.check(["view/0"])):
+        try:
+            while True:
+                last = self._newest()
+                if last is None or self._begins_anew(last):
+                    view = self._begin(0 if last is None else last.epoch + 1, rank, size)
+                    if view.rank(self.worker) is not None:
+                        return self._accept(view)
+                # It has begun; if that was just now, another worker had this one's rank.
+                try:
+                    return self._join()
+                except RunEndedError:
+                    last = self._newest()
+                    if last is None or not self._begins_anew(last):
+                        raise
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def _begin(self, epoch: int, rank: int, size: int) -> View:
+        """Wait until all workers are there that the run begins with; returns its first view, whoever is in it."""
+        keys, own = [f"first/{epoch}/{each}" for each in range(size)], json.dumps([self.worker, self.row])
+        self._place, end, absent = (keys[rank], own), time.monotonic() + self.timeout, list(range(size))
+        while not self._ask(lambda store: store.check([f"view/{epoch}"])):
+            self._take_place(keys[rank], own)
             if self._ask(lambda store: store.check(keys)):
-                found = [json.loads(self._ask(lambda store, key=key: store.get(key))) for key in keys]
-                view = View(0, tuple(worker for worker, _ in found), rows=dict(found))
-                return self._accept(self._propose(view))
+                places = [self._value(key) for key in keys]
+                absent = [each for each, place in enumerate(places) if not self._runs(place)]
+                if not absent:
+                    rows: dict[str, str] = dict(json.loads(place) for place in places)
+                    # Counted after the workers: one may have asked to join before it found that nobody was left.
+                    asked = self._ask(lambda store: store.add("joins", 0))
+                    self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
+                    self._ask(lambda store: store.set("epoch", str(epoch)))
+                    break
             if time.monotonic() > end:
-                missing = [
-                    str(r) for r, key in enumerate(keys) if not self._ask(lambda store, key=key: store.check([key]))
-                ]
+                missing = [each for each, key in enumerate(keys) if not self._value(key)] or absent
                 raise CommTimeoutError(
-                    f"rank {rank}: of {size} workers that the run begins with, rank {', '.join(missing)} did not come "
-                    f"in {self.timeout:g} s"
+                    f"rank {rank}: of {size} workers that the run begins with, rank {', '.join(map(str, missing))} did "
+                    f"not come in {self.timeout:g} s"
                 )
             time.sleep(_POLL_SECONDS)
-        return self._accept(self._read(0))
+        return self._read(epoch)
+
+    def _take_place(self, key: str, own: str) -> None:
+        """Be the worker of a rank, unless another one that runs is."""
+        found = self._ask(lambda store: store.compare_set(key, "", own)).decode()
+        if found != own and self.state_of(*json.loads(found)) is State.ENDED:
+            self._ask(lambda store: store.compare_set(key, found, own))
+
+    def _runs(self, place: str) -> bool:
+        """Whether the worker of a rank is known to run."""
+        if not place:
+            return False  # it has given up
+        worker, row = json.loads(place)
+        found = self.state_of(worker, row)
+        if found is State.UNKNOWN:
+            # One elsewhere must be seen to beat, since a worker that was killed leaves its place and its last beat.
+            beat = self._beats[worker][0]
+            return self._first_beats.setdefault(worker, beat) != beat
+        return found is not State.ENDED
+
+    def _begins_anew(self, last: View) -> bool:
+        """Whether the run begins again, as the view after its last one: all are gone, and none has taken a step."""
+        key = f"steps/{last.begins}"
+        found = self._value(key)
+        if not found and all(self._is_gone(each, last) for each in last.members):
+            found = self._ask(lambda store: store.compare_set(key, "", _NONE)).decode()
+        return found == _NONE
+
+    def _is_gone(self, worker: str, view: View) -> bool:
+        if self.state_of(worker, view.rows[worker], _GIVEN_UP_SECONDS) is State.ENDED:
+            return True
+        return self._value(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
+
+    def take_step(self) -> None:
+        """Call before a step counts: from the first one of any worker on, the run cannot begin anew.
+
+        Raises:
+            PeerLostError: it has begun anew, without this worker; or the store cannot be reached.
+        """
+        assert self.view is not None, "enter() comes first"
+        key = f"steps/{self.view.begins}"
+        if not self._stepped and self._ask(lambda store: store.compare_set(key, "", _TAKEN)).decode() != _TAKEN:
+            raise PeerLostError(
+                f"worker {self.worker}: it was taken for lost before the first step, and the others have begun the run "
+                "anew; start it again to let it join"
+            )
+        self._stepped = True
+
+    def withdraw(self) -> None:
+        """Take part no more, as this worker could not start: nobody need wait for it, though its process may run on."""
+        if self.has_left:
+            return
+        with suppress(StoreLostError):
+            if self._place is not None:
+                key, own = self._place
+                self._ask(lambda store: store.compare_set(key, own, ""))
+            if self.view is not None:
+                # In the next view too, on which the others may have agreed just now.
+                for epoch in (self.view.epoch + 1, self.view.epoch + 2):
+                    self._ask(lambda store, key=f"next/{epoch}/{self.worker}": store.set(key, _WITHDRAWN))
+        self.close()
 
     def _join(self, epoch: int = 0) -> View:
         """Wait until the others take this worker in.
@@ -154,7 +249,7 @@ class Membership:
             if self.on_offer and self._ask(lambda store, key=f"offer/{number}/{part}": store.check([key])):
                 self.on_offer(self._ask(lambda store, key=f"offer/{number}/{part}": store.get(key)).decode())
                 part, end = part + 1, time.monotonic() + self.timeout
-            if last is not None and all(self.state_of(each, row) is State.ENDED for each, row in last.rows.items()):
+            if last is not None and all(self._is_gone(each, last) for each in last.members):
                 raise RunEndedError(
                     f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone; to begin "
                     "a new run in the same store, name it with THINWIRE_RUN"
@@ -255,10 +350,8 @@ class Membership:
         self._ask(lambda store: store.set(key, json.dumps(asdict(progress))))
 
     def _proposal(self, before: View, here: list[str], requests: int | None, donor: str) -> View:
-        progress = {
-            each: Progress(**json.loads(self._ask(lambda store, key=f"next/{before.epoch + 1}/{each}": store.get(key))))
-            for each in here
-        }
+        texts = {each: self._value(f"next/{before.epoch + 1}/{each}") for each in here}
+        progress = {each: Progress(**json.loads(text)) for each, text in texts.items() if text != _WITHDRAWN}
         joined = dict(self.asked(requests or 0).values())
         left = {each: found.left for each, found in progress.items() if found.left}
         progress = {each: found for each, found in progress.items() if found.ready and not found.left}
@@ -273,16 +366,17 @@ class Membership:
             rows=rows,
             requests=max(before.requests, requests or 0),
             donor=donor,
+            begins=before.begins,
         )
 
     def _has_registered(self, worker: str, epoch: int) -> bool:
         return self._ask(lambda store: store.check([f"next/{epoch}/{worker}"]))
 
     def history(self) -> list[View]:
-        """All views so far, from the first to this worker's."""
+        """All views of the run so far, from that which it began as to this worker's."""
         assert self.view is not None, "enter() comes first"
-        while len(self._history) <= self.view.epoch:
-            self._history.append(self._read(len(self._history)))
+        while (epoch := self.view.begins + len(self._history)) <= self.view.epoch:
+            self._history.append(self._read(epoch))
         return self._history
 
     def requests(self, *, now: bool = False) -> int:
@@ -293,7 +387,9 @@ class Membership:
 
     def facts(self, own: str) -> str:
         """What the run was started with, as its first worker says; this worker's own if it is the first."""
-        return self._ask(lambda store: store.compare_set("facts", "", own)).decode()
+        assert self.view is not None, "enter() comes first"
+        key = f"facts/{self.view.begins}"
+        return self._ask(lambda store: store.compare_set(key, "", own)).decode()
 
     # -- who runs --------------------------------------------------------------------------------------------------
 
@@ -363,6 +459,8 @@ class Membership:
     # -- the store -------------------------------------------------------------------------------------------------
 
     def _accept(self, view: View) -> View:
+        if self.view is None or self.view.begins != view.begins:
+            self._history = []
         self.view = view
         self._beats.clear()
         return view
@@ -375,10 +473,19 @@ class Membership:
     def _read(self, epoch: int) -> View:
         return View.read(self._ask(lambda store: store.get(f"view/{epoch}")))
 
+    def _newest(self) -> View | None:
+        """The last view that there is."""
+        last, epoch = None, self._hint()
+        while text := self._value(f"view/{epoch}"):
+            last, epoch = View.read(text), epoch + 1
+        return last
+
     def _hint(self) -> int:
-        return (
-            int(self._ask(lambda store: store.get("epoch"))) if self._ask(lambda store: store.check(["epoch"])) else 0
-        )
+        return int(self._value("epoch") or 0)
+
+    def _value(self, key: str) -> str:
+        """The value of a key; empty where it has none."""
+        return self._ask(lambda store: store.get(key) if store.check([key]) else b"").decode()
 
     def _ask(self, call: Callable[[Any], T]) -> T:
         """The store's answer.

@@ -64,6 +64,7 @@ class View:
         rows: where each member's process runs, as `comm.liveness.own_row` in hexadecimal digits.
         requests: how many workers had asked to join so far.
         donor: who has sent its state to those that joined, before they came; empty if they get it in this view.
+        begins: the number of the view that the run began as: 0, unless all workers were lost before the first step.
 
     Example:
         >>> view = View(1, ("a", "c"), lost=("b",), progress={"a": Progress(7, True, 3)})
@@ -80,6 +81,7 @@ class View:
     rows: Mapping[str, str] = field(default_factory=dict[str, str])
     requests: int = 0
     donor: str = ""
+    begins: int = 0
 
     @property
     def size(self) -> int:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, overload
 
 import torch
@@ -94,3 +94,19 @@ def zero_moments(parameter: Tensor) -> dict[str, Tensor]:
     if parameter.dtype != dtype:
         state["master"] = parameter.detach().to(dtype)
     return state
+
+
+def exact_parameters(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
+    """What a step updates: of parameters in 16 bits the `master` copies, else the parameters themselves.
+
+    Entries that were set since the last step, as strategies set them to an average, are taken over into the copy; else
+    the step would undo that. All others keep the digits that the parameter has no room for.
+    """
+    exact: list[Tensor] = []
+    for parameter, state in zip(parameters, states, strict=True):
+        master = state.get("master")
+        if master is not None:
+            untouched = parameter == master.to(parameter.dtype)
+            master.copy_(torch.where(untouched, master, parameter.to(master.dtype)))
+        exact.append(parameter if master is None else master)
+    return exact

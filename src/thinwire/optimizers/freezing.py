@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.kernels.adaptive import frozen_adam_step_
 from thinwire.kernels.decisions import on_host
-from thinwire.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
+from thinwire.optimizers.base import ClosureOptimizer, cache_batches, exact_parameters, restore_dtypes, zero_moments
 from thinwire.optimizers.lamb import check_adaptive, update_moments_
 from thinwire.replica.flat import copy_each_
 
@@ -180,7 +180,7 @@ class FreezingOptimizer(ClosureOptimizer):
 
     def _move(self, group: dict[str, Any], parameters: Sequence[Tensor], means: dict[Tensor, Tensor]) -> None:
         states = [self.state[p] for p in parameters]
-        exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
+        exact = exact_parameters(parameters, states)
         momenta = [state["momentum"] for state in states]
         if not group["frozen"]:
             self.warm_step(group, exact, [_gradient(p, m) for p, m in zip(parameters, momenta, strict=True)], states)

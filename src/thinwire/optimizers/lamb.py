@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.kernels import adaptive
-from thinwire.optimizers.base import ClosureOptimizer, cache_batches, restore_dtypes, zero_moments
+from thinwire.optimizers.base import ClosureOptimizer, cache_batches, exact_parameters, restore_dtypes, zero_moments
 from thinwire.replica.flat import copy_each_
 
 
@@ -30,7 +30,7 @@ class Lamb(ClosureOptimizer):
     $1-\beta^t$, as in the paper; without it this is the warm-up of `OneBitLamb`, bit for bit.
 
     State: `momentum` and `variance`, each like the parameters, in fp32 at least; for parameters in 16 bits a `master`
-    copy in fp32, which the steps update; `step`.
+    copy in fp32, which the steps update. Each group counts its steps (`step`).
 
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes, ICLR 2020, arXiv:1904.00962,
     Algorithm 2.
@@ -82,8 +82,10 @@ class Lamb(ClosureOptimizer):
     def update(self) -> None:
         """Move every parameter that has a gradient."""
         for group in self.param_groups:
-            group["step"] += 1
             moved = [p for p in group["params"] if p.grad is not None and p.numel()]
+            # A step whose gradient was dropped leaves the moments as they are, and so their correction.
+            if moved:
+                group["step"] += 1
             for parameter in moved:
                 if not self.state[parameter]:
                     self.state[parameter].update(zero_moments(parameter))
@@ -97,7 +99,7 @@ class Lamb(ClosureOptimizer):
 
     def _move(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
         states = [self.state[p] for p in parameters]
-        exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
+        exact = exact_parameters(parameters, states)
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         gradients = [p.grad.to(m.dtype) for p, m in zip(parameters, momenta, strict=True) if p.grad is not None]
         update_moments_(group, momenta, variances, gradients)

@@ -126,10 +126,15 @@ class OneBitLamb(FreezingOptimizer):
             state["factor"] = torch.ones_like(state["trust"])
             known = state["trust_weight"] > 0
             state["trust"] = torch.where(known, state["trust"] / state["trust_weight"], state["factor"])
-        sizes = [torch.linalg.vector_norm(state["momentum"]) / state["momentum"].numel() ** 0.5 for state in states]
+            state["coefficient"] = torch.ones_like(state["trust"])
+        # A tensor without elements has no size: its 0/0 would make the mean, and so every coefficient, NaN.
+        sized = [state for state in states if state["momentum"].numel()]
+        if not sized:
+            return
+        sizes = [torch.linalg.vector_norm(state["momentum"]) / state["momentum"].numel() ** 0.5 for state in sized]
         # A tensor without momentum keeps coefficient 1; dividing by its size would give infinity.
         mean = torch.stack([size.to(sizes[0]) for size in sizes]).mean()
-        for state, size in zip(states, sizes, strict=True):
+        for state, size in zip(sized, sizes, strict=True):
             state["coefficient"] = torch.where(size > 0, mean.to(size) / size, torch.ones_like(size))
 
     def warm_step(

@@ -48,7 +48,11 @@ class Moments:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the moments that the optimizer has or will have for each parameter; the same on every rank."""
-        return () if self.optimizer is None else moment_names(self.optimizer)
+        return tuple(sorted({name for name, _ in self._dtypes}))
+
+    @cached_property
+    def _dtypes(self) -> dict[tuple[str, torch.dtype], torch.dtype]:
+        return {} if self.optimizer is None else moment_dtypes(self.optimizer)
 
     def forget(self) -> None:
         """Reset the optimizer's state to that of a new one: no momentum, no moments, and a step count of zero."""
@@ -58,6 +62,12 @@ class Moments:
             self.optimizer.state.pop(parameter, None)
         own = set(self.parameters)
         for each in parts_of(self.optimizer):
+            for group in each.param_groups:
+                # LAMB counts the steps of a group. While another replica's parameter in it has moments, their
+                # correction needs the count; the last replica to forget resets it.
+                members = group["params"]
+                if "step" in group and not own.isdisjoint(members) and not any(map(each.state.get, members)):
+                    group["step"] = 0 * group["step"]  # a tensor stays one
             for parameter, state in fresh_optimizer(each).state.items():
                 if parameter in own and state:  # Adagrad fills its state when it is made
                     each.state[parameter] = state
@@ -65,17 +75,27 @@ class Moments:
     def average_(self, comm: Comm) -> None:
         """Replace every moment by its mean over ranks: one all-reduce, of the parameters' size for each name.
 
-        A rank that does not have a moment yet contributes zero, and still has none afterwards.
+        Moments travel in the dtype that the optimizer keeps them in, with an all-reduce for each dtype: small variances
+        in fp32 would vanish in a parameter's fp16. A rank that does not have a moment yet contributes zero, and still
+        has none afterwards.
         """
-        if self.optimizer is None or not self.names:
+        if not self.names:
             return
+        own = self.parameters[0].dtype
+        together: dict[torch.dtype, list[str]] = {}
+        for name in self.names:
+            together.setdefault(self._dtypes.get((name, own), own), []).append(name)
+        for dtype, names in together.items():
+            self._average_(comm, names, dtype)
+
+    def _average_(self, comm: Comm, names: Sequence[str], dtype: torch.dtype) -> None:
+        assert self.optimizer is not None, "no moments without one"
         # One vector for all moments, with zeros for missing ones: every rank must send the same size.
         length = self.segments[-1].stop
-        like = self.parameters[0]
-        vector = torch.zeros(len(self.names) * length, dtype=like.dtype, device=like.device)
+        vector = torch.zeros(len(names) * length, dtype=dtype, device=self.parameters[0].device)
         held: list[Tensor] = []
         targets: list[Tensor] = []
-        for name, row in zip(self.names, vector.view(len(self.names), length), strict=True):
+        for name, row in zip(names, vector.view(len(names), length), strict=True):
             for parameter, segment in zip(self.parameters, self.segments, strict=True):
                 moment = self.optimizer.state.get(parameter, {}).get(name)
                 if moment is not None:
@@ -125,10 +145,29 @@ def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
     Raises:
         ConfigError: such a step fails.
     """
-    return tuple(sorted(set[str]().union(*(_moment_names(each) for each in parts_of(optimizer)))))
+    return tuple(sorted({name for name, _ in moment_dtypes(optimizer)}))
 
 
-def _moment_names(optimizer: Optimizer) -> set[str]:
+def moment_dtypes(optimizer: Optimizer) -> dict[tuple[str, torch.dtype], torch.dtype]:
+    """The dtype of an optimizer's moments, by their name and their parameter's dtype, found like their names.
+
+    It is at least as wide as the parameter's, and the widest where moments of one name differ.
+
+    Raises:
+        ConfigError: a step of a new optimizer fails.
+    """
+    found: dict[tuple[str, torch.dtype], torch.dtype] = {}
+    for tried in map(_after_a_step, parts_of(optimizer)):
+        for parameter, state in tried.state.items():
+            for name, x in state.items():
+                if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.shape == parameter.shape:
+                    widest = found.get((name, parameter.dtype), parameter.dtype)
+                    found[name, parameter.dtype] = x.dtype if x.dtype.itemsize > widest.itemsize else widest
+    return found
+
+
+def _after_a_step(optimizer: Optimizer) -> Optimizer:
+    """A new optimizer of the same class, after one step on small parameters."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         samples: list[nn.Parameter] = []
@@ -145,9 +184,4 @@ def _moment_names(optimizer: Optimizer) -> set[str]:
     except (TypeError, RuntimeError) as error:
         name = type(optimizer).__name__
         raise ConfigError(f"{name}: what it remembers cannot be told ({error}); use buffers='maintain'") from error
-    return {
-        name
-        for parameter, state in tried.state.items()
-        for name, x in state.items()
-        if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.shape == parameter.shape
-    }
+    return tried

@@ -64,6 +64,8 @@ class Strategy(ABC):  # noqa: B024
         plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
         restarts_on_resize: with another number of workers it begins anew at `resume_point`, since its state and its
             messages in flight belong to single workers or to the graph between them.
+        tracks_mean: it keeps a mean over workers to which each of them adds how far it has come since its last message,
+            so that a worker that is lost would be in it for ever.
         growing: names in `r.state` and `r.inflight`, or how they begin, of tensors whose size or dtype changes while
             training; the size of every other one that `start` makes is checked when a checkpoint is loaded.
         inelastic: why its workers cannot go on when one of them is lost, as `attach(elastic=True)` promises; empty
@@ -119,6 +121,7 @@ class Strategy(ABC):  # noqa: B024
     lr_factor: ClassVar[float | None] = 1.0
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
     restarts_on_resize: ClassVar[bool] = False
+    tracks_mean: ClassVar[bool] = False
     growing: ClassVar[tuple[str, ...]] = ()
     inelastic: ClassVar[str] = trait(lambda self: _UNEVEN if self.timing_dependent or self.skips_steps else "")
 
@@ -246,8 +249,9 @@ class Strategy(ABC):  # noqa: B024
 
         `r.comm` has the new ranks already. A round that not all survivors have the result of is as before its first
         message: it will be repeated. Here state and residuals stay, those of lost workers are lost with them. Where
-        something is in flight, or the state belongs to a graph of ranks, the messages are dropped, all take the mean
-        of their parameters, and begin a round anew there; what is equal on all workers, such as slow momentum, stays.
+        something is in flight, or the state belongs to a graph of ranks or to a mean that tracks all workers, the
+        messages are dropped, all take the mean of their parameters, and begin a round anew there; what is equal on all
+        workers, such as slow momentum, stays. In the end `regroup` puts right what must hold among all of them.
 
         Args:
             r: the replica.
@@ -265,11 +269,25 @@ class Strategy(ABC):  # noqa: B024
             r.equal_start = True
             self.start(r)
             r.state.update(carried[0] if carried else {})
-        elif r.inflight:
+        elif r.inflight or any(each.tracks_mean for each in nested(self)):
             r.inflight.clear()
-            r.x.copy_(mean_(r.comm, r.x.clone()).wait())
-            self.restart(r)
+            # Equal parameters need no mean. Some workers may have used the message that others still have in flight, so
+            # that not all would take part in one.
+            if not self.equal_replicas:
+                r.x.copy_(mean_(r.comm, r.x.clone()).wait())
+                self.restart(r)
+        self.regroup(r, before)
         return dropped
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """Put right what must hold among all workers' states, such as a sum; the end of a change of view.
+
+        All workers call it together, and perhaps once more, where another one is lost meanwhile.
+
+        Args:
+            r: the replica.
+            before: the number of workers before; 0 on one that has just joined, with another worker's state.
+        """
 
 
 def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:

@@ -67,8 +67,9 @@ class Wrapper(Strategy):
     lr_factor = trait(lambda self: self.base.lr_factor)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
     # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing`,
-    # `restarts_on_resize` and `inelastic` speak of a class itself; who asks for them looks at the base, too. So does
-    # `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these do.
+    # `restarts_on_resize`, `tracks_mean` and `inelastic` speak of a class itself; who asks for them looks at the base,
+    # too. So does `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these
+    # do; what must hold among all workers' states is the base's `regroup`'s.
     # `before_leave` looks at the state of both. A class that `postpones` looks at `Replica.postponed` itself.
 
     def inner(self, r: Replica) -> Replica:
@@ -118,6 +119,10 @@ class Wrapper(Strategy):
     def restart(self, r: Replica) -> None:
         """As the base."""
         self.base.restart(self.inner(r))
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base."""
+        self.base.regroup(self.inner(r), before)
 
     def lost(self, r: Replica) -> Sequence[int]:
         """As the base."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
+from thinwire.optimizers.base import exact_parameters
 from thinwire.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, update_moments_
 from thinwire.replica.flat import copy_each_
 from thinwire.tensor2d.mesh import Mesh2D
@@ -59,7 +60,7 @@ class Lamb2D(Lamb):
             super()._move(group, parameters)
             return
         states = [self.state[p] for p in parameters]
-        exact = [state.get("master", p) for p, state in zip(parameters, states, strict=True)]
+        exact = exact_parameters(parameters, states)
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         gradients = [p.grad.to(m.dtype) for p, m in zip(parameters, momenta, strict=True) if p.grad is not None]
         update_moments_(group, momenta, variances, gradients)

@@ -16,17 +16,16 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
 from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
-from thinwire.membership.elastic_comm import Connector, ElasticComm
-from thinwire.membership.fleet import Fleet, fleet_from_environment
-from thinwire.membership.membership import Membership, StoreLostError
+from thinwire.membership.elastic_comm import ElasticComm
+from thinwire.membership.fleet import Fleet
+from thinwire.membership.membership import StoreLostError
 from thinwire.membership.patience import Patience
 from thinwire.membership.view import Progress, View, settled
 from thinwire.quorum.elastic_sampler import Crew
@@ -57,8 +56,7 @@ class Elastic:
     """What an elastic worker has beside a fixed one: the views, and what a round needs to be repeated.
 
     Args:
-        membership: has entered the run.
-        connector: opens the connections of each view.
+        fleet: this worker's way into the run, which it has entered.
         comm: that the worker's replicas have.
         offered: what this worker was sent of the others' state before it was taken in.
 
@@ -68,13 +66,14 @@ class Elastic:
         on_view: called with each new view, on every worker in it.
     """
 
-    def __init__(self, membership: Membership, connector: Connector, comm: ElasticComm, offered: Offered) -> None:
-        assert membership.view is not None
-        self.view: View = membership.view
+    def __init__(self, fleet: Fleet, comm: ElasticComm, offered: Offered) -> None:
+        assert fleet.membership.view is not None
+        self.view: View = fleet.membership.view
         self.told: dict[str, float] = {}
         self.on_view: list[Callable[[View], None]] = []
-        self._membership = membership
-        self._connector = connector
+        self._fleet = fleet
+        self._membership = fleet.membership
+        self._connector = fleet.connector
         self._comm = comm
         self._round = 0
         self._done = True
@@ -180,6 +179,7 @@ class Elastic:
 
     def after_step(self, hook: Callable[[], None]) -> None:
         """Run the strategies' hook after the optimizer's step; then take in who wants to join."""
+        self._membership.take_step()
         step, ended = self.worker.step, False
         if self._opens_at is not None:
             if step >= self._opens_at:
@@ -482,7 +482,7 @@ class Elastic:
         """Give those that are new in the view the state of the worker that is furthest."""
         there = self.view.ready
         new = [rank for rank, each in enumerate(self.view.members) if each not in there]
-        if not new or not self.view.epoch:
+        if not new or self.view.epoch == self.view.begins:
             return
         step = max(each.step for each in there.values())
         source = next(each for each in there if there[each].step == step)
@@ -524,33 +524,12 @@ class Elastic:
             self._arrivals.close()
         self._connector.disconnect(self._comm.comm)
 
-
-def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
-    """Enter an elastic run, and connect with the workers of its current view.
-
-    Raises:
-        ConfigError: the environment names no store that outlives the workers.
-        CommError: the others did not come, or do not take this worker in.
-    """
-    fleet = fleet_from_environment(timeout=timeout) if elastic is True else elastic
-    offered = Offered(fleet.membership, fleet.connector)
-    fleet.membership.on_offer = offered.take
-    fleet.membership.enter(fleet.rank, fleet.size)
-    views = Elastic(fleet.membership, fleet.connector, ElasticComm(timeout=timeout), offered)
-    views.connect()
-    return views
-
-
-def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.device) -> None:
-    """Check that all ranks are started alike, and that who joins an elastic run is started as it was.
-
-    Raises:
-        MismatchError: with the first difference.
-    """
-    if views is None:
-        agree(comm, facts, device)
-    else:
-        views.agree(facts, device)
+    def withdraw(self) -> None:
+        """Leave a run in which this worker could not start, and take it off the model and the optimizer."""
+        self._fleet.withdraw()
+        if self._worker is not None:
+            self._worker.undo.close()
+        self.close()
 
 
 def _silent(strategy: Strategy) -> bool:

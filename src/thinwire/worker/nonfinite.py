@@ -7,16 +7,18 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.kernels import all_finite_each
 from thinwire.replica.shards import is_sharded, local
 from thinwire.worker.buckets import NonFinite
+from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.state import Policy, WorkerState
 
 
-def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int) -> None:
-    """Refuse a policy that is none, and one by which the parts of one model would leave out different steps.
+def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int, optimizer: Optimizer) -> None:
+    """Refuse a policy that is none, and one by which parts of a model or of a step would be left out.
 
     Raises:
         ConfigError: with the policy and what to use instead.
@@ -29,6 +31,11 @@ def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int) -> N
         raise ConfigError(
             f'nonfinite="skip" with {parts}: each rank sees its own part of a gradient, and parts of one model would '
             'leave out different steps; use nonfinite="raise" and resume from a checkpoint'
+        )
+    if policy == "skip" and evaluates_several_gradients(optimizer):
+        raise ConfigError(
+            f'nonfinite="skip" with {type(optimizer).__name__}: a step has several gradients, and would go on with '
+            'zeros in place of one; use nonfinite="raise"'
         )
 
 

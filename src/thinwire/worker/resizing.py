@@ -254,6 +254,7 @@ def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, .
         states: of all workers that were.
         shapes: of the parameters, by name.
     """
+    states = _with_most_steps(states)
     first = states[0]
     for name in first:
         if name != "state" and not all(same(state.get(name), first[name]) for state in states):
@@ -267,15 +268,28 @@ def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, .
         entries = [state["state"][parameter] for state in states if state["state"].get(parameter)]
         names = list(dict.fromkeys(name for entry in entries for name in entry))
         merged[parameter] = {
-            name: _merged_memory(
-                f"{name!r} of {parameter}", [entry.get(name) for entry in entries], shapes.get(parameter)
-            )
+            name: _merged_memory(name, parameter, [entry.get(name) for entry in entries], shapes.get(parameter))
             for name in names
         }
     return {**first, "state": merged}
 
 
-def _merged_memory(what: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
+def _with_most_steps(states: Sequence[State]) -> list[State]:
+    """The states with the most steps of any in the groups that count them, as LAMB's do.
+
+    A worker whose gradient was dropped has counted fewer.
+    """
+    most: list[dict[str, Any]] = []
+    for groups in zip(*(state["param_groups"] for state in states), strict=True):
+        steps = [group.get("step") for group in groups]
+        most.append({"step": max(steps)} if all(isinstance(each, int | float | Tensor) for each in steps) else {})
+    return [
+        {**state, "param_groups": [{**group, **step} for group, step in zip(state["param_groups"], most, strict=True)]}
+        for state in states
+    ]
+
+
+def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
     # A worker whose parameter had no gradient yet remembers nothing of it; the others' mean is then that of fewer.
     found = [value for value in values if value is not None]
     if not found or all(same(value, found[0]) for value in found):
@@ -284,14 +298,16 @@ def _merged_memory(what: str, values: Sequence[Any], shape: tuple[int, ...] | No
         return max(found)
     if all(isinstance(value, Tensor) and value.shape == found[0].shape for value in found):
         tensors = cast(list[Tensor], found)
-        if tensors[0].numel() == 1:
+        # A counter of steps is one number; so is the momentum of a parameter with one element, which is like it.
+        like = tensors[0].is_floating_point() and name != "step" and tuple(tensors[0].shape) == shape
+        if tensors[0].numel() == 1 and not like:
             return torch.stack(tensors).amax(0)
         # What is not like the parameter, such as a table of samples, belongs to the worker's own data.
         if tensors[0].is_floating_point() and shape is not None and snapshot.fits(tuple(tensors[0].shape), shape):
             return _mean(tensors)
     raise CheckpointError(
-        f"what optimizers remember as {what} differs between workers and has no mean, so their number cannot change; "
-        f"resume with {len(values)} workers, or begin anew from exported weights"
+        f"what optimizers remember as {name!r} of {parameter} differs between workers and has no mean, so their number "
+        f"cannot change; resume with {len(values)} workers, or begin anew from exported weights"
     )
 
 

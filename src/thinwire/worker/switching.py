@@ -207,6 +207,13 @@ def _let_optimizers_meet(worker: WorkerState) -> None:
         most = torch.stack(worker.comm.all_gather(own).wait()).amax(0)
         for x, value in zip(counts, most, strict=True):
             x.copy_(value)
+    # LAMB counts steps in its groups, and a worker whose gradient was dropped has counted fewer.
+    groups = [group for group in worker.optimizer.param_groups if isinstance(group.get("step"), int)]
+    if groups:
+        steps = torch.tensor([group["step"] for group in groups], device=worker.replicas[0].x.device)
+        counted = torch.stack(worker.comm.all_gather(steps).wait()).amax(0).tolist()
+        for group, count in zip(groups, counted, strict=True):
+            group["step"] = count
 
 
 def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:

@@ -35,14 +35,15 @@ from thinwire.worker.compatibility import (
     check_skipped_steps,
     several_evaluations,
 )
-from thinwire.worker.elastic import agree_with, enter
 from thinwire.worker.elastic_state import ElasticState
+from thinwire.worker.entering import agree_with, enter, leaves_on_failure
 from thinwire.worker.exchanging import register_hooks
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
 from thinwire.worker.losses import check_all_there, lost_ranks
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
+from thinwire.worker.rounding import settle
 from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start, watch
 from thinwire.worker.state import Policy
 from thinwire.worker.survivable import check_elastic
@@ -180,12 +181,13 @@ class Worker(ElasticState):
             self.comm.round = "an average in training"
 
     def _check_in_step(self, call: str) -> None:
-        self.comm.check_in_step(
-            call, fingerprint=fingerprint(self.replicas) if self.strategy.equal_replicas else 0
-        ).wait()
+        number = fingerprint(self.replicas) if self.strategy.equal_replicas else 0
+        if odd := self.comm.check_in_step(call, fingerprint=number).wait():
+            settle(self, odd)
 
     def _wait_in_step(self, call: str) -> None:
         """Check that all ranks make this call at the same step, and wait for all messages in flight."""
+        self.end_failed_pass()
         # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
         # call. Workers at their own pace reach the same step only by waiting.
         if self.strategy.timing_dependent:
@@ -279,7 +281,6 @@ class Worker(ElasticState):
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
         check_all_there(self, "switch()")
-        self.end_failed_pass()
         self._wait_in_step("switch()")
         return switching.switch(self, strategy)
 
@@ -297,7 +298,6 @@ class Worker(ElasticState):
         Raises:
             PeerLostError: the strategy goes on without a rank that is lost, and the model has buffers to be averaged.
         """
-        self.end_failed_pass()
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
             self._together(lambda: self._wait_in_step("consensus()"))
@@ -383,7 +383,6 @@ class Worker(ElasticState):
             ...     thinwire.run_threads(2, lambda comm: train(comm, folder))
             [{'epoch': 3}, {'epoch': 3}]
         """
-        self.end_failed_pass()
 
         def write() -> Path:
             check_all_there(self, "save()")
@@ -409,6 +408,7 @@ class Worker(ElasticState):
 
         def read() -> dict[str, Any]:
             check_all_there(self, "load()")
+            self.end_failed_pass()
             self.comm.check_in_step("load()").wait()
             self._begun_step = -1
             return resizing.load(self, self.own_folder(folder))
@@ -550,51 +550,51 @@ def attach(
         check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
         views = enter(elastic, timeout)
         comm = views.comm
-    comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
-    settings = {
-        "the number of workers": comm.size,
-        "the strategy": "auto" if automatic else brief(strategy),
-        "the seed": seed,
-        "init": init,
-        "bucket_bytes": bucket_bytes,
-        "find_unused": find_unused,
-        "the use of a scaler": scaled,
-        "nonfinite": nonfinite,
-        "inside_ddp": inside_ddp,
-        "elastic": views is not None,
-    }
-    facts = facts_of(model, optimizer, named, settings)
-    # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
-    # waiting for a rank that has raised.
-    agree_with(views, comm, facts, device)
-    if automatic:
-        strategy, reduce_seconds = choose(optimizer, named, comm)
-    worker = Worker(model, optimizer, strategy, comm, seed=seed)
-    worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
-    comm.in_step = comm.in_step and not strategy.timing_dependent
-    check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
-    check_wrappers(model, inside_ddp)
-    check_new(named, optimizer)
-    check_beside(model, strategy)
-    check_policy(nonfinite, named.values(), 1 if mesh is None else mesh.block.whole.size)
-    check_compatible(strategy, optimizer, comm.size, named.values())
-    check_closures(strategy, optimizer)
-    if mesh is not None:
-        check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
-        agree(mesh.block.whole, facts, device)
-        worker.block = mesh.folder
-    make_replicas(worker, named, mesh)
-    if views is None or not views.joins:  # who joins gets parameters and state from another worker
-        start(worker, init)
-    worker.nonfinite = nonfinite
-    if views is not None:
-        worker.elastic, worker.survives = views, views.gradients
-    register_hooks(worker, worker._before_step, worker._after_step)  # pyright: ignore[reportPrivateUsage]
-    if views is not None:
-        views.begin(worker, worker._strategy_after)  # pyright: ignore[reportPrivateUsage]
-    for replica in worker.replicas:
-        worker.started.append({name: (x.dtype, tuple(x.shape)) for name, x in replica.state.items()})
-    worker.attachment = Attachment(worker, inside_ddp)
-    share_skips(worker)
-    watch(worker, reduce_seconds)
-    return worker
+    with leaves_on_failure(views):
+        comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
+        settings = {
+            "the number of workers": comm.size,
+            "the strategy": "auto" if automatic else brief(strategy),
+            "the seed": seed,
+            "init": init,
+            "bucket_bytes": bucket_bytes,
+            "find_unused": find_unused,
+            "the use of a scaler": scaled,
+            "nonfinite": nonfinite,
+            "inside_ddp": inside_ddp,
+            "elastic": views is not None,
+        }
+        facts = facts_of(model, optimizer, named, settings)
+        # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
+        # waiting for a rank that has raised.
+        agree_with(views, comm, facts, device)
+        if automatic:
+            strategy, reduce_seconds = choose(optimizer, named, comm)
+        worker = Worker(model, optimizer, strategy, comm, seed=seed)
+        worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
+        comm.in_step = comm.in_step and not strategy.timing_dependent
+        check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
+        check_wrappers(model, inside_ddp)
+        check_new(named, optimizer)
+        check_beside(model, strategy)
+        check_policy(nonfinite, named.values(), 1 if mesh is None else mesh.block.whole.size, optimizer)
+        check_compatible(strategy, optimizer, comm.size, named.values())
+        check_closures(strategy, optimizer)
+        if mesh is not None:
+            check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
+            agree(mesh.block.whole, facts, device)
+            worker.block = mesh.folder
+        make_replicas(worker, named, mesh)
+        if views is None or not views.joins:  # who joins gets parameters and state from another worker
+            start(worker, init)
+        worker.nonfinite = nonfinite
+        if views is not None:
+            worker.elastic, worker.survives = views, views.gradients
+        register_hooks(worker, worker._before_step, worker._after_step)  # pyright: ignore[reportPrivateUsage]
+        if views is not None:
+            views.begin(worker, worker._strategy_after)  # pyright: ignore[reportPrivateUsage]
+        worker.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in worker.replicas]
+        worker.attachment = Attachment(worker, inside_ddp)
+        share_skips(worker)
+        watch(worker, reduce_seconds)
+        return worker

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from thinwire.reduce.compressed_all_reduce import gossip_
+from thinwire.reduce.compressed_all_reduce import gossip_, mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import accumulate_, descend_
 from thinwire.replica.replica import Replica
@@ -90,6 +90,14 @@ class ExactDiffusion(DecentralisedMomentum):
         adapted = anchor.copy_(r.x)
         gossip_(r.comm, r.x.add_(correction), self.peers(r), r.record_distance).wait()
         torch.sub(r.x, adapted, out=correction)
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """Let the corrections sum to zero among the workers that are there, or their mean would drift for ever."""
+        # Those of lost workers are missing in the sum. One that joins has another one's, which belongs to other data.
+        correction = r.state["correction"]
+        if not before:
+            correction.zero_()
+        correction.sub_(mean_(r.comm, correction.clone()).wait())
 
     def peers(self, r: Replica) -> Peers:
         r"""The step's neighbours, with the weights $\tfrac12 (I + W)$."""

@@ -17,6 +17,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.sketches import (
     Table,
     Update,
+    begin_without_shares_,
     check_plain_sgd,
     check_table,
     gradient_share,
@@ -165,6 +166,15 @@ class FetchSGD(Strategy):
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
         """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""
         hand_on_unsent(r, leaving)
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """With `conserving`, a worker that joins has no residual and no momentum; sketches are those of the sums."""
+        begin_without_shares_(r, before)
+        # What a lost worker held would stay in the sketches for ever, where no worker could apply it any more.
+        pairs = (("momentum", "momentum_sketch"), ("unsent", "error_sketch")) if self.conserving else ()
+        for name, sketch in pairs:
+            table = Table.of(r.state[name], r.state[sketch].shape, draw_key(r.seed, 0))
+            r.state[sketch].copy_(table.all_reduced(r, r.state[name][:0])[0].cells)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """Convert the states to another number of workers, with the same sum of residuals."""

@@ -21,6 +21,7 @@ from thinwire.strategies.gradients.sketches import (
     Table,
     Update,
     all_finite,
+    begin_without_shares_,
     check_plain_sgd,
     check_table,
     gradient_share,
@@ -168,6 +169,10 @@ class SketchedSGD(Strategy):
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
         """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""
         hand_on_unsent(r, leaving)
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """A worker that joins has no residual and no momentum."""
+        begin_without_shares_(r, before)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """The states of another number of workers, with the same residual in total."""

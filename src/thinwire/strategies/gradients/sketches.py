@@ -233,6 +233,17 @@ def hand_on_unsent(r: Replica, leaving: Sequence[int]) -> None:
     hand_on_sums_(r.comm, r.state, leaving, lambda name: name.rpartition("/")[2] in _SHARES, scale=1)
 
 
+def begin_without_shares_(r: Replica, before: int) -> None:
+    """Let a worker that joins owe nothing: it was given another one's shares, which would be applied twice.
+
+    Args:
+        r: the replica, with the state of `SketchedSGD` or `FetchSGD`.
+        before: the number of workers before; 0 on one that joins.
+    """
+    for name in () if before else r.state.keys() & set(_SHARES):
+        r.state[name].zero_()
+
+
 def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
     """The states of another number of workers, with the same residual and momentum in total.
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Coded means of parameters, for methods whose workers do not all return to the mean."""
 
+from typing import TypeGuard
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,11 @@ def check_tracked(codec: Codec | None) -> None:
         )
 
 
+def tracks(codec: Codec | None) -> TypeGuard[Codec]:
+    """Whether `tracked_mean` keeps a mean that follows all workers."""
+    return codec is not None and codec.keeps_residual
+
+
 def common_point(r: Replica, codec: Codec | None) -> Tensor:
     """The mean of the workers' first parameters, equal on all of them; with a codec in fp32 at least.
 
@@ -35,7 +42,7 @@ def common_point(r: Replica, codec: Codec | None) -> Tensor:
         return point
     # In half precision small differences would be lost.
     point = point.to(torch.promote_types(r.x.dtype, torch.float32))
-    if codec.keeps_residual:
+    if tracks(codec):
         r.state["mean"], r.state["sent"] = point.clone(), r.x.clone()
     return point
 
@@ -97,14 +104,14 @@ def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) ->
         point: $z$, the same on all ranks.
         weight: $w$.
     """
-    if codec is not None and codec.keeps_residual:
+    if tracks(codec):
         for name in ("mean", "sent"):
             r.state[name].lerp_(point.to(r.state[name]), weight)
 
 
 def restart_mean(r: Replica, codec: Codec | None) -> None:
     """Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight."""
-    if codec is None or not codec.keeps_residual:
+    if not tracks(codec):
         return
     for name in ("mean", "sent"):
         r.state[name].copy_(r.x)

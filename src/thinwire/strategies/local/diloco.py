@@ -16,7 +16,7 @@ from thinwire.registry import registered
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import mean_from, pull_mean_, tracked_mean
+from thinwire.strategies.local.coded_means import mean_from, pull_mean_, tracked_mean, tracks
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
@@ -110,6 +110,8 @@ class DiLoCo(OuterStep):
     # An optimizer may use norms, and keeps numbers such as step counters.
     elementwise = False
     local_rounds = trait(lambda self: self.base.local_rounds and self.ends_together)
+    # Workers send how far they have come since their last message, where they keep a part of that.
+    tracks_mean = trait(lambda self: tracks(self.codec) and self.mixing > 0)
     lr_factor = trait(lambda self: self._lr_factor())
 
     def __post_init__(self) -> None:
@@ -161,7 +163,7 @@ class DiLoCo(OuterStep):
             super().start(fragment, where)
             if self.weights == "samples":
                 fragment.state["samples"] = torch.zeros((), dtype=torch.float64)
-            if self._tracks:
+            if self.tracks_mean:
                 anchor = fragment.state["anchor"]
                 fragment.state["mean"], fragment.state["sent"] = anchor.to(r.x.device, copy=True), fragment.x.clone()
 
@@ -188,7 +190,7 @@ class DiLoCo(OuterStep):
         for fragment, _ in self._fragments(r):
             fragment.collect("average")
             super().restart(fragment, where)
-            for name in ("mean", "sent") if self._tracks else ():
+            for name in ("mean", "sent") if self.tracks_mean else ():
                 fragment.state[name].copy_(fragment.x)
             if self.weights == "samples":
                 fragment.state["samples"].zero_()
@@ -220,11 +222,6 @@ class DiLoCo(OuterStep):
     def _averages_in_place(self) -> bool:
         """Whether the base's own average may take the place of the parameters, as nothing else of them is needed."""
         return self.delay == 0 and self.mixing == 0 and self.weights == "equal" and self.codec is None
-
-    @property
-    def _tracks(self) -> bool:
-        """Whether workers send how far they have come since their last message, as they keep a part of that."""
-        return self.codec is not None and self.codec.keeps_residual and self.mixing > 0
 
     def _fragments(self, r: Replica) -> Iterator[tuple[Replica, int]]:
         """Each fragment, with the step at which its first round ends."""
@@ -263,7 +260,7 @@ class DiLoCo(OuterStep):
         else:
             share = 1.0
         if self.codec is not None:
-            mean = tracked_mean if self._tracks else mean_from
+            mean = tracked_mean if self.tracks_mean else mean_from
             return mean(r, r.x, r.state["anchor"].to(r.x.device), self.codec, share)
         return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
 
@@ -283,7 +280,7 @@ class DiLoCo(OuterStep):
             self._take_(r, r.x, where)
         elif self.mixing < 1:
             r.x.lerp_(self._take_(r, torch.empty_like(r.x), where), 1 - self.mixing)
-        if self._tracks:
+        if self.tracks_mean:
             pull_mean_(r, self.codec, anchor, 1 - self.mixing)
         if self.ends_together:
             self.base.restart(self.inner(r))

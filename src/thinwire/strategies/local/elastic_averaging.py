@@ -12,8 +12,8 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean
+from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean, tracks
 
 
 @registered
@@ -74,6 +74,7 @@ class EASGD(Strategy):
     limits = "workers in different basins keep each other, and the centre, away from either minimum"
 
     has_period = True
+    tracks_mean = trait(lambda self: tracks(self.codec))
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

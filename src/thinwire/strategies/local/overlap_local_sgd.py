@@ -13,7 +13,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean
+from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean, tracks
 
 
 @registered
@@ -89,6 +89,7 @@ class OverlapLocalSGD(Strategy):
 
     has_period = True
     postpones = True
+    tracks_mean = trait(lambda self: tracks(self.codec))
     lr_factor = trait(lambda self: 1.0 if self.compensate else self.progress)
 
     def __post_init__(self) -> None:

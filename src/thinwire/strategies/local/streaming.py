@@ -112,6 +112,11 @@ class Streaming(Wrapper):
         for fragment in self._fragments(r):
             self.base.restart(fragment)
 
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.regroup(fragment, before)
+
     def average_(self, r: Replica) -> None:
         """As the base, for each fragment."""
         for fragment in self._fragments(r):
