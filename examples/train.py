@@ -31,7 +31,7 @@ def main() -> None:
 
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    strategy = thinwire.SlowMo(period=8, momentum=0.2)  # thinwire
+    strategy = thinwire.LocalSGD(period=8)  # thinwire
     worker = thinwire.attach(model, optimizer, strategy)  # thinwire
 
     for _ in range(10):

@@ -18,7 +18,7 @@ _HEAD = """# The race
 
 Real training to a target loss over thin links: thinwire's recipes, PyTorch's own methods and other libraries, on the
 same model, parameters and batches. How long does each take until the held-out loss is as low as DDP's after 240 steps?
-A GPT of 6 M parameters learns text; and on one link a ResNet learns pictures.
+A GPT of 6.5 M parameters (size `6m`) learns text; and on one link a ResNet learns pictures.
 
 This page is written by `python -m benchmarks.race page` from the rule and the committed results; what has no result
 says "not run".
@@ -39,13 +39,13 @@ def page() -> str:
 
 
 def _standing() -> str:
-    """Who is first on each link, ours and theirs."""
+    """The fastest on each link, of thinwire's recipes and of the others."""
     lines = [
         "## Where it stands",
         "",
-        "Seconds to the target: the first of thinwire's, the first of the others, and DDP.",
+        "Seconds to the target: the fastest thinwire recipe, the fastest of the others, and DDP.",
         "",
-        "| Link | Workers | First of thinwire's | First of the others | DDP | The others' over thinwire's |",
+        "| Link | Workers | Fastest thinwire recipe | Fastest of the others | DDP | The others' over thinwire's |",
         "| --- | ---: | --- | --- | ---: | ---: |",
     ]
     for task, link, workers in PLACES:
@@ -66,7 +66,7 @@ def _asked() -> str:
     lines = [
         "## What was asked",
         "",
-        "Medians over the seeds; the first of ours is that of the racers with all seeds.",
+        "Medians over the seeds. The fastest thinwire recipe is that of the methods with all seeds.",
         "",
         "| Where | What | Asked | Measured | |",
         "| --- | --- | ---: | ---: | --- |",
@@ -169,7 +169,7 @@ def _checks() -> str:
         "Seconds to the target as steps times seconds, and as a whole run of as many steps on the link took them, with "
         "one evaluation at its end; the loss there, and that of the curve:",
         "",
-        "| Link | racer | product | whole run | its loss | the curve's |",
+        "| Link | method | product | whole run | its loss | the curve's |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     return "\n".join([*lines, *check_lines()])
@@ -198,7 +198,7 @@ def _commands() -> str:
 `make race` runs everything that is missing, and goes on where it was stopped; `python -m benchmarks.race next` makes
 one result, `python -m benchmarks.race left` says how long is left, `python -m benchmarks.race table` prints all columns
 and `python -m benchmarks.race page` writes this page. `--only '100mbit/4/ddp*'` keeps to some links, numbers of workers
-and racers.
+and methods.
 """
 
 
