@@ -203,8 +203,8 @@ def test_equal_curves_are_run_once(raced: Path) -> None:
 
 def test_rates_come_before_the_curves_that_take_them(place: Path) -> None:
     left = [job.name for job in jobs.missing([], [])]
-    assert left[:5] == [*(f"tune/ddp-{rate:g}" for rate in WORKS["text"].rates), "losses/ddp-0"]
-    first = left.index("tune/LocalSGD-32-0.25")
+    assert left[:4] == [*(f"tune/ddp-{rate:g}" for rate in WORKS["text"].rates), "losses/ddp-0"]
+    first = left.index("tune/LocalSGD-32-0.15")
     assert first < left.index("tune/DiLoCo-4bit-outer-0.4") < left.index("losses/DiLoCo-4bit-0")
     assert left.index("losses/DiLoCo-4bit-0") < left.index("times/100mbit-4-Local") < left.index("times/20mbit-4-Local")
     assert left.index("times/100mbit+50ms-4-ddp") < left.index("checks/100mbit-own") < left.index("losses/ddp-1")
@@ -213,10 +213,10 @@ def test_rates_come_before_the_curves_that_take_them(place: Path) -> None:
 
 def test_a_pattern_keeps_what_it_names_and_what_that_needs(place: Path) -> None:
     left = [job.name for job in jobs.missing(["losses"], ["*/4/powersgd-4"])]
-    assert left[:6] == [
+    assert left[:5] == [
         *(f"tune/powersgd-4-{rate:g}" for rate in WORKS["text"].rates),
-        "tune/ddp-0.125",
-        "tune/ddp-0.25",
+        "tune/ddp-0.15",
+        "tune/ddp-0.3",
     ]
     assert [job.name for job in jobs.missing(["times"], ["1gbit/8/ddp"])] == ["times/1gbit-8-ddp"]
 
@@ -261,7 +261,7 @@ def test_racers_of_one_task_are_not_compared_with_those_of_another(raced: Path) 
     images = {row.racer.name for row in rows("100mbit", 4, "cifar10")}
     assert "ddp" in text and "resnet-ddp" in images and not text & images
     left = [job.name for job in jobs.missing([], ["100mbit/4/resnet-*"])]
-    assert left[0] == "tune/resnet-ddp-0.25" and "times/100mbit-4-resnet-Local" in left
+    assert left[0] == "tune/resnet-ddp-0.5" and "times/100mbit-4-resnet-Local" in left
     assert not any(name.startswith(("times/20mbit", "losses/ddp")) for name in left)
 
 

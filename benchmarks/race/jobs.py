@@ -20,8 +20,10 @@ from benchmarks.race.checks import WHERE, WORKERS, check_name, first_of, whole_r
 from benchmarks.race.racers import (
     BUDGET,
     EVALUATED_EVERY,
+    LATER_LOCAL,
     LOCALS,
     MOST,
+    OTHERS_RACE_AT,
     OUTER_RATES,
     SEEDS,
     SIZES,
@@ -40,7 +42,7 @@ from thinwire.storage.files import write_atomically
 
 PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.
-START_SECONDS, STEP_SECONDS, EVALUATION_SECONDS = 12.0, 0.64, 1.6
+START_SECONDS, STEP_SECONDS, EVALUATION_SECONDS = 16.0, 0.55, 1.6
 
 
 @dataclass(frozen=True)
@@ -211,15 +213,16 @@ def _in_order() -> Iterator[Job]:
     others = [racer for racer in of_task("text") if not racer.headline]
     yield from _curves(headline, SEEDS[0])
     # All of a link together: exposed is what a step takes beyond the wall's of the same hours.
-    yield from _times([*headline, *others], SIZES[0])
+    yield from _times([LOCALS["text"], *headline], SIZES[0])
     yield from check_jobs()
     for seed in SEEDS[1:]:
         yield from _curves(headline, seed)
-    yield from _times(headline, SIZES[1])
+    yield from _times([LOCALS["text"], *headline], SIZES[1])
     for task in WORKS:
         if task != "text":
             yield from _curves(of_task(task), SEEDS[0])
-            yield from _times(of_task(task), SIZES[0])
+            yield from _times([LOCALS[task], *of_task(task)], SIZES[0])
+    yield from (time_job(racer, *OTHERS_RACE_AT) for racer in (LATER_LOCAL, *others))
     yield from _curves(others, SEEDS[0])
 
 
@@ -233,7 +236,7 @@ def _times(racers: Sequence[Racer], workers: int) -> Iterator[Job]:
     task = racers[0].task
     for link, size in WORKS[task].places:
         if size == workers:
-            yield from (time_job(racer, link, workers) for racer in (LOCALS[task], *racers))
+            yield from (time_job(racer, link, workers) for racer in racers)
 
 
 # -- what is missing ---------------------------------------------------------------------------------------------------

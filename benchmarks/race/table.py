@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.race.racers import BUDGET, LOCALS, SIZES, Racer, ddp_of, named, of_task
+from benchmarks.race.racers import BUDGET, LATER_LOCAL, LOCALS, OTHERS_RACE_AT, SIZES, Racer, ddp_of, named, of_task
 from benchmarks.race.results import Fields, curve_of, final, loss_until, result, steps_to, targets
 
 NOT_RUN = "not run"
@@ -90,9 +90,13 @@ class Row:
 
 def rows(link: str, workers: int, task: str = "text") -> list[Row]:
     """A row for each racer of a task, from the least time to the target."""
-    wall = _times(LOCALS[task], link, workers)
-    found = [_row(racer, link, workers, wall) for racer in of_task(task)]
+    walls = {racer: _times(racer, link, workers) for racer in (LOCALS[task], LATER_LOCAL)}
+    found = [_row(racer, link, workers, walls[_wall_of(racer)]) for racer in of_task(task)]
     return sorted(found, key=lambda row: (row.to_target, row.seconds or float("inf")))
+
+
+def _wall_of(racer: Racer) -> Racer:
+    return LOCALS[racer.task] if racer.headline or racer.task != LATER_LOCAL.task else LATER_LOCAL
 
 
 def _times(racer: Racer, link: str, workers: int) -> Fields | None:
@@ -249,7 +253,7 @@ def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS), *, t
     if wall.seconds is not None:
         cells = [COLUMNS[name](wall, ddp) if name in STEP else "" for name in columns]
         lines.append(f"| the wall: nothing is sent | {' | '.join(cells)} |")
-    raced = [row for row in found if row.racer.headline or workers == SIZES[0]]
+    raced = [row for row in found if row.racer.headline or (link, workers) == OTHERS_RACE_AT]
     absent = [row.racer.name for row in raced if row.seconds is None and row.failed is None]
     failed = [f"{row.racer.name} failed: {row.failed}" for row in found if row.failed is not None]
     failed += [f"A curve of {row.racer.name} failed: {row.curve_failed}" for row in found if row.curve_failed]
