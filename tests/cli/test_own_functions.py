@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
+from thinwire.cli.sweep import Sweep
 from thinwire.runs.folder import RunFolder
 
 OWN = ["--model", "examples.own_task:model", "--data", "examples.own_task:data"]
@@ -89,6 +90,23 @@ def test_a_sweep_of_own_functions_is_resumed_only_where_they_are_named_again(cap
     assert "add --model examples.own_task:model --data examples.own_task:data --loss torch.nn.functional:cross" in err
     err = refused(capsys, "sweep", "--resume", "sweep", *OWN[:2], "--data", "examples.own_task:model", *LOSS)
     assert "--data examples.own_task:model: the sweep began with examples.own_task:data" in err
+    # A loss that only the journal names would be imported as well.
+    err = refused(capsys, "sweep", "--resume", "sweep", *OWN)
+    assert "files import nothing; if you trust them, add" in err and LOSS[1] in err
+    assert main(["sweep", "--resume", "sweep", *OWN, *LOSS]) == 0
+
+
+def test_a_sweep_whose_journal_does_not_say_which_data_it_had_is_resumed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As older versions wrote it."""
+    settings = Sweep._settings
+    with monkeypatch.context() as patch:
+        patch.setattr(Sweep, "_settings", lambda sweep: {k: v for k, v in settings(sweep).items() if k != "own_data"})
+        arguments = ["--lr", "0.01", "--trials", "2", "--steps", "4", "--out", "sweep"]
+        assert main(["sweep", *OWN, *LOSS, *arguments]) == 0
+    capsys.readouterr()
+    assert "--data MODULE:FUNCTION" in refused(capsys, "sweep", "--resume", "sweep")
     assert main(["sweep", "--resume", "sweep", *OWN, *LOSS]) == 0
 
 

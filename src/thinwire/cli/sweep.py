@@ -207,20 +207,30 @@ class Sweep:
         if self.overwrite:
             raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing; leave out one of them")
         before, now, defaults = settings_in(folder / _JOURNAL), self._settings(), Sweep()._settings()
-        before.setdefault("own_data", None)
+        self._check_named_again(folder, before)
+        if before["own_model"] is not None:
+            before.setdefault("own_data", now["own_data"])  # older journals do not say which function it was
+        before = defaults | before
         # An option that is given again with the value it began with is allowed, and so is one at its default.
-        if before["own_model"] is not None and (self.own_model is None or self.data is None):
-            loss = "" if before["own_loss"] is None else f" --loss {before['own_loss']}"
-            raise ConfigError(
-                f"--resume {folder}: its model and data are functions, and files import nothing; if you trust them, "
-                f"add --model {before['own_model']} --data {before['own_data']}{loss}"
-            )
         for name, value in now.items():
             if value not in (defaults[name], before[name]):
                 option = {"own_data": "data"}.get(name, option_name(name))
                 begun = "without it" if before[name] is None else f"with {before[name]}"
                 raise ConfigError(f"--{option} {value}: the sweep began {begun}; leave it out")
         return replace(self, **{name: value for name, value in before.items() if name != "own_data"})
+
+    def _check_named_again(self, folder: Path, before: Fields) -> None:
+        """Refuse to import a function that only a file names."""
+        data = None if before["own_model"] is None else before.get("own_data") or "MODULE:FUNCTION"
+        began = {"model": before["own_model"], "data": data, "loss": before["own_loss"]}
+        named = {name: value for name, value in began.items() if value is not None}
+        given = {"model": self.own_model, "data": self.data, "loss": self.own_loss}
+        if any(given[name] is None for name in named):
+            options = " ".join(f"--{name} {value}" for name, value in named.items())
+            raise ConfigError(
+                f"--resume {folder}: it trains functions of yours, and files import nothing; if you trust them, "
+                f"add {options}"
+            )
 
     def _plan(self, space: Space) -> Plan:
         import torch

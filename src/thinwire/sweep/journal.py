@@ -156,10 +156,11 @@ class Journal:
             raise CheckpointError("resume=True without a folder: there is nothing to resume from; give the folder")
         content = _content(self.folder)
         before, now = content["settings"], self.settings
-        for name in {**before, **now}:
-            if before.get(name) != now.get(name):
+        # What an older version did not write down cannot be compared.
+        for name in before:
+            if before[name] != now.get(name):
                 raise CheckpointError(
-                    f"{self.folder}: {name} was {before.get(name)} and is {now.get(name)} now; resume with the "
+                    f"{self.folder}: {name} was {before[name]} and is {now.get(name)} now; resume with the "
                     "settings that the sweep began with"
                 )
         self._capacities, self._arrays = content["capacities"], content["arrays"]
