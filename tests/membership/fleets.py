@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,6 +102,7 @@ def run_fleet(
     timeout: float = 10.0,
     optimizer: Callable[..., torch.optim.Optimizer] = momentum,
     epoch: int = 0,
+    fails: int | None = None,
     **settings: Any,
 ) -> list[End]:
     """Train on threads until every worker has taken its steps; returns how each ended.
@@ -114,6 +116,7 @@ def run_fleet(
         timeout: of waits, in seconds.
         optimizer: of the model.
         epoch: batches in one, which an `ElasticSampler` deals; 0 deals none.
+        fails: the step whose first backward pass fails on all workers, which then evaluate and take another batch.
         settings: of `attach`.
     """
     network = ThreadNetwork()
@@ -135,7 +138,7 @@ def run_fleet(
             for kill in kills:
                 if kill.rank == number:
                     _Trap(worker, kill, connector)
-            sampler = ElasticSampler(epoch) if epoch else None
+            sampler, has_failed = ElasticSampler(epoch) if epoch else None, False
             end.trace[worker.step] = worker.replicas[0].x.clone()
             while worker.step < steps:
                 due = [at for at in joins if worker.step >= at]
@@ -152,6 +155,11 @@ def run_fleet(
                 x, y = batch(number, worker.step)
                 worker.optimizer.zero_grad()
                 loss = (worker.model(x) - y).square().mean()
+                if worker.step == fails and not has_failed:
+                    has_failed = True
+                    _fail(worker, loss)
+                    with worker.consensus():
+                        continue
                 loss.backward()
                 worker.record_batch(len(x), loss=loss)
                 worker.optimizer.step()
@@ -173,6 +181,18 @@ def run_fleet(
 
     with ThreadPoolExecutor(size + len(joins)) as pool:
         return list(pool.map(run, range(size + len(joins))))
+
+
+def _fail(worker: Worker, loss: Tensor) -> None:
+    """A backward pass that an exception stops when the first gradient is there."""
+
+    def stop(_: Tensor) -> None:
+        raise ArithmeticError
+
+    handle = next(reversed(list(worker.model.parameters()))).register_post_accumulate_grad_hook(stop)
+    with suppress(ArithmeticError):
+        loss.backward()
+    handle.remove()
 
 
 def survivors(ends: list[End]) -> list[End]:

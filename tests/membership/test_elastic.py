@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.worker.elastic import Elastic
 from thinwire.worker.handover import hand_over
 
 STRATEGIES: list[Strategy] = [
@@ -80,6 +82,26 @@ def test_survivors_of_gradients_repeat_the_step_and_stay_equal(call: int) -> Non
         assert ends[0].x is not None and ends[1].x is not None
         assert torch.equal(ends[0].x, ends[1].x)
         assert [end.steps for end in ends] == [12, 12]
+
+
+@pytest.mark.parametrize("call", range(6))
+def test_a_worker_may_be_lost_while_a_failed_backward_pass_is_ended_before_an_evaluation(
+    call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    depth, deepest, run = threading.local(), list[int](), Elastic.round
+
+    def watched(self: Elastic, *given: Any, **named: Any) -> Any:
+        depth.now = getattr(depth, "now", 0) + 1
+        deepest.append(depth.now)
+        try:
+            return run(self, *given, **named)
+        finally:
+            depth.now -= 1
+
+    monkeypatch.setattr(Elastic, "round", watched)
+    ends = run_fleet(3, thinwire.AllReduce(), steps=6, fails=3, kills=(Kill(rank=2, step=3, call=call),))
+    agree(survivors(ends))
+    assert max(deepest) == 1, "a round within a round"
 
 
 def test_a_survivor_alone_trains_as_one_worker() -> None:

@@ -89,5 +89,9 @@ class ElasticState(WorkerState):
         hook() if self.elastic is None else self.elastic.after_step(hook)
 
     def _together(self, call: Callable[[], T]) -> T:
-        """What all ranks do together; an elastic worker does it again where one is lost in it."""
+        """What all ranks do together; an elastic worker does it again where one is lost in it.
+
+        A backward pass that has failed is ended before, in a round of its own: others may have been in one meanwhile.
+        """
+        self.end_failed_pass()
         return call() if self.elastic is None else self.elastic.together(call)

@@ -187,7 +187,6 @@ class Worker(ElasticState):
 
     def _wait_in_step(self, call: str) -> None:
         """Check that all ranks make this call at the same step, and wait for all messages in flight."""
-        self.end_failed_pass()
         # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
         # call. Workers at their own pace reach the same step only by waiting.
         if self.strategy.timing_dependent:
@@ -281,6 +280,7 @@ class Worker(ElasticState):
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
         check_all_there(self, "switch()")
+        self.end_failed_pass()
         self._wait_in_step("switch()")
         return switching.switch(self, strategy)
 
@@ -408,7 +408,6 @@ class Worker(ElasticState):
 
         def read() -> dict[str, Any]:
             check_all_there(self, "load()")
-            self.end_failed_pass()
             self.comm.check_in_step("load()").wait()
             self._begun_step = -1
             return resizing.load(self, self.own_folder(folder))
