@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engine import attach, batches, flat, steps
+from tests.engine import attach, batches, drawn, flat, steps
 from tests.pool import run_processes
 from thinwire import (
     AllReduce,
@@ -188,6 +188,26 @@ def test_parameters_that_differ_by_rounding_become_equal_and_training_goes_on(ca
     assert record.getMessage().startswith(
         "step 2: the parameters of rank 2 differ from those of the others by rounding"
     )
+
+
+@pytest.mark.parametrize(("digits", "error"), [(1, "none"), (4, "MismatchError")])
+def test_in_sixteen_bits_one_digit_of_each_parameter_may_differ(digits: int, error: str) -> None:
+    """Beside parameters in 32 bits, which have a vector of their own."""
+
+    def train(comm: Comm) -> None:
+        model = drawn(torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2).bfloat16()))
+        worker = attach(comm, AllReduce(), model=model)
+        with torch.no_grad():
+            for parameter in model[1].parameters() if comm.rank == 1 else ():
+                for _ in range(digits):
+                    parameter.copy_(torch.nextafter(parameter, 9 * parameter.sign()))
+        with worker.consensus():
+            pass
+        assert len(worker.replicas) == 2
+        parameters = torch.cat([replica.x.double() for replica in worker.replicas])
+        assert all(torch.equal(theirs, parameters) for theirs in comm.all_gather(parameters).wait())
+
+    assert {kind for kind, _ in endings(3, train)} == {error}
 
 
 def test_a_check_is_counted_apart_alike_on_threads_and_on_the_counter() -> None:
