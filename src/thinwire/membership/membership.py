@@ -7,7 +7,7 @@
     facts/EPOCH         what it was started with
     next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
                         or null, of one that could not start: it is gone, though its process may run
-    join/NUMBER         the id and the process of a worker that asks to join; `joins` counts them
+    join/NUMBER         the id and the process of a worker that asks to join, null if it gave up; `joins` counts them
     offer/NUMBER/K      the K-th part of a state that a member has for that worker, while the others train on
     beat/ID             counts up while the worker's process runs
     epoch               about how many views there were; a worker that joins looks from there
@@ -42,7 +42,7 @@ _POLL_SECONDS = 0.01
 _SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
 _GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
 _TAKEN, _NONE = "taken", "none"  # a step of a run; never any
-_WITHDRAWN = "null"  # in the place of a progress
+_WITHDRAWN = "null"  # in the place of a progress, or of a request
 
 
 class ViewStore(Protocol):
@@ -105,6 +105,7 @@ class Membership:
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._first_beats: dict[str, bytes] = {}
         self._place: tuple[str, str] | None = None
+        self._request_key = ""  # of a request that was not served yet
         self._stepped = False
         self._requests = 0
         self._history: list[View] = []
@@ -222,10 +223,15 @@ class Membership:
             if self._place is not None:
                 key, own = self._place
                 self._ask(lambda store: store.compare_set(key, own, ""))
-            if self.view is not None:
-                # In the next view too, on which the others may have agreed just now.
-                for epoch in (self.view.epoch + 1, self.view.epoch + 2):
-                    self._ask(lambda store, key=f"next/{epoch}/{self.worker}": store.set(key, _WITHDRAWN))
+            if self._request_key:
+                self._ask(lambda store: store.set(self._request_key, _WITHDRAWN))
+            last = self._newest()
+            newest = -1 if last is None else last.epoch
+            first = newest if self.view is None else self.view.epoch
+            # Done with the next views too: others, that have just seen its place or its request, may be about to agree
+            # on one with this worker. In a view without it nobody looks for that.
+            for epoch in range(first + 1, newest + 4):
+                self._ask(lambda store, key=f"next/{epoch}/{self.worker}": store.set(key, _WITHDRAWN))
         self.close()
 
     def _join(self, epoch: int = 0) -> View:
@@ -264,7 +270,8 @@ class Membership:
     def _request(self) -> int:
         """Ask to join; returns the number of the request."""
         number = self._ask(lambda store: store.add("joins", 1))
-        self._ask(lambda store: store.set(f"join/{number}", json.dumps([self.worker, self.row])))
+        self._request_key = f"join/{number}"
+        self._ask(lambda store: store.set(self._request_key, json.dumps([self.worker, self.row])))
         return number
 
     def asked(self, upto: int) -> dict[int, tuple[str, str]]:
@@ -272,8 +279,9 @@ class Membership:
         assert self.view is not None, "enter() comes first"
         found: dict[int, tuple[str, str]] = {}
         for number in range(self.view.requests + 1, upto + 1):
-            if self._ask(lambda store, key=f"join/{number}": store.check([key])):
-                worker, row = json.loads(self._ask(lambda store, key=f"join/{number}": store.get(key)))
+            text = self._value(f"join/{number}")
+            if text and text != _WITHDRAWN:
+                worker, row = json.loads(text)
                 if self.state_of(worker, row) is not State.ENDED:
                     found[number] = worker, row
         return found
@@ -461,7 +469,7 @@ class Membership:
     def _accept(self, view: View) -> View:
         if self.view is None or self.view.begins != view.begins:
             self._history = []
-        self.view = view
+        self.view, self._request_key = view, ""
         self._beats.clear()
         return view
 
