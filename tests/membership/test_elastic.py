@@ -12,6 +12,7 @@ import torch
 import thinwire
 from tests.membership.fleets import End, Kill, run_fleet, survivors
 from thinwire import (
+    EASGD,
     AllReduce,
     BaseGraph,
     Budget,
@@ -19,6 +20,8 @@ from thinwire import (
     DiLoCo,
     DoubleAveraging,
     ErrorFeedback,
+    ExactDiffusion,
+    FetchSGD,
     LocalSGD,
     MismatchError,
     Nearest,
@@ -31,6 +34,8 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.codecs.base import draw_key
+from thinwire.strategies.gradients.sketches import Table
 from thinwire.worker.elastic import Elastic
 from thinwire.worker.handover import hand_over
 
@@ -162,6 +167,76 @@ def test_what_survivors_hold_and_what_is_told_as_lost_are_all_the_weight_there_w
         assert abs(sum(row[2] for row in rows) + lost - before) <= 1e-12
         assert abs(sum(row[4] for row in rows) - size) <= 1e-12
     assert len(seen) >= 4 - len(kills)
+
+
+def after_changes(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch, **events: Any
+) -> list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]]:
+    """The number of workers, the parameters and the state of each after each change of view; then all go on well."""
+    seen: list[tuple[int, torch.Tensor, dict[str, torch.Tensor]]] = []
+    change = type(strategy).change_view
+
+    def watched(self: Strategy, r: thinwire.Replica, before: int) -> Any:
+        told = change(self, r, before)
+        seen.append((r.comm.size, r.x.clone(), {name: x.clone() for name, x in r.state.items()}))
+        return told
+
+    monkeypatch.setattr(type(strategy), "change_view", watched)
+    agree(survivors(run_fleet(3, strategy, optimizer=plain_descent, **events)))
+    return seen
+
+
+CHANGES: list[dict[str, Any]] = [{"kills": (Kill(1, 5),)}, {"joins": (4,), "steps": 24}]
+
+
+@pytest.mark.parametrize("events", CHANGES, ids=["lost", "joined"])
+def test_corrections_of_exact_diffusion_sum_to_zero_among_those_that_are_there(
+    events: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = after_changes(ExactDiffusion(), monkeypatch, **events)
+    size = seen[-1][0]
+    corrections = [state["correction"] for number, _, state in seen if number == size][-size:]
+    assert size == (2 if "kills" in events else 4) and len(corrections) == size
+    assert torch.stack(corrections).sum(0).abs().max() <= 1e-6
+
+
+@pytest.mark.parametrize("events", CHANGES, ids=["lost", "joined"])
+def test_sketches_of_fetch_sgd_are_those_of_what_the_workers_hold(
+    events: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = FetchSGD(fraction=0.1, columns=5, rows=3, conserving=True)
+    seen = after_changes(strategy, monkeypatch, **events)
+    size = seen[-1][0]
+    states = [state for number, _, state in seen if number == size][-size:]
+    for name, sketch in (("momentum", "momentum_sketch"), ("unsent", "error_sketch")):
+        held = torch.stack([state[name] for state in states]).sum(0)
+        assert held.abs().max() > 0
+        table = Table.of(held, states[0][sketch].shape, draw_key(0, 0))
+        for state in states:
+            torch.testing.assert_close(state[sketch], table.cells)
+
+
+TRACKING: list[Strategy] = [
+    EASGD(period=3, codec=ErrorFeedback(OneBit(8))),
+    OverlapLocalSGD(period=3, codec=ErrorFeedback(OneBit(8))),
+    DiLoCo(period=3, delay=1, mixing=0.5, codec=ErrorFeedback(OneBit(8))),
+]
+
+
+@pytest.mark.parametrize("events", CHANGES, ids=["lost", "joined"])
+@pytest.mark.parametrize("strategy", TRACKING, ids=str)
+def test_a_mean_that_tracks_all_workers_begins_anew_among_those_that_are_there(
+    strategy: Strategy, events: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = after_changes(strategy, monkeypatch, **events)
+    size, x, _ = seen[-1]
+    for number, other, state in seen:
+        if number != size:
+            continue  # of a view that did not come about
+        assert torch.equal(other, x), "all begin at one point"
+        assert torch.equal(state["mean"], x) and torch.equal(state["sent"], x)
+        errors = [each for name, each in state.items() if name.partition("/")[0] in ("error", "server_error")]
+        assert errors and all(not each.any() for each in errors)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

@@ -16,7 +16,7 @@ from thinwire.registry import registered
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import mean_from, pull_mean_, tracked_mean, tracks
+from thinwire.strategies.local.coded_means import mean_from, pull_mean_, restart_mean, tracked_mean, tracks
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
@@ -190,8 +190,8 @@ class DiLoCo(OuterStep):
         for fragment, _ in self._fragments(r):
             fragment.collect("average")
             super().restart(fragment, where)
-            for name in ("mean", "sent") if self.tracks_mean else ():
-                fragment.state[name].copy_(fragment.x)
+            if self.tracks_mean:
+                restart_mean(fragment, self.codec)
             if self.weights == "samples":
                 fragment.state["samples"].zero_()
 
