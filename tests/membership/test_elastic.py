@@ -10,11 +10,14 @@ import pytest
 import torch
 
 import thinwire
+from tests.engine import attach, batch, steps
 from tests.membership.fleets import End, Kill, run_fleet, survivors
 from thinwire import (
+    DQSGD,
     EASGD,
     AllReduce,
     BaseGraph,
+    BitBudget,
     Budget,
     ConfigError,
     DiLoCo,
@@ -35,6 +38,7 @@ from thinwire import (
     Strategy,
 )
 from thinwire.codecs.base import draw_key
+from thinwire.strategies.gradients.dynamic_quantization import _QuantizationState
 from thinwire.strategies.gradients.sketches import Table
 from thinwire.worker.elastic import Elastic
 from thinwire.worker.handover import hand_over
@@ -237,6 +241,63 @@ def test_a_mean_that_tracks_all_workers_begins_anew_among_those_that_are_there(
         assert torch.equal(state["mean"], x) and torch.equal(state["sent"], x)
         errors = [each for name, each in state.items() if name.partition("/")[0] in ("error", "server_error")]
         assert errors and all(not each.any() for each in errors)
+
+
+CHOOSING: list[Strategy] = [
+    Budget(AllReduce(PowerSGD()), "60B/step"),
+    Budget(AllReduce(ErrorFeedback(Nearest(4, 8))), "60B/step"),
+    Budget(LocalSGD(period=3, codec=ErrorFeedback(Nearest(4, 8))), "60B/step"),
+    DQSGD(BitBudget(bits=3.0, steps=12, most=6), block=8),
+]
+
+
+@pytest.mark.parametrize("strategy", CHOOSING, ids=str)
+@pytest.mark.parametrize("call", range(4))
+def test_workers_that_choose_what_to_send_choose_alike_after_a_loss(strategy: Strategy, call: int) -> None:
+    for after in (False, True):
+        alive = survivors(run_fleet(3, strategy, kills=(Kill(1, 5, call, after),), optimizer=plain_descent))
+        agree(alive)
+        assert len(alive) == 2
+
+
+def test_who_has_begun_a_pass_that_others_have_not_spends_as_much_as_they_do_after_a_loss() -> None:
+    """In the middle of a change of view some have paid for the pass that begins anew, and have earned one step more."""
+    strategy = Budget(AllReduce(ErrorFeedback(Nearest(4, 8))), "60B/step")
+
+    def body(comm: thinwire.Comm) -> tuple[float, float]:
+        worker = attach(comm, strategy, optimizer=plain_descent)
+        steps(worker, [batch(comm.rank, number) for number in range(3)])
+        (r,) = worker.replicas
+        ahead = 60.0 if comm.rank == 1 else 0.0
+        r.state["balance"] += ahead - (50.0 if comm.rank == 1 else 0.0)
+        r.state["earned"] += ahead
+        before = float(r.state["balance"])
+        for _ in range(2):  # another one may be lost in it
+            strategy.regroup(r, 3)
+        return before, float(r.state["balance"])
+
+    (kept, others), (_, ahead), _ = thinwire.run_threads(3, body)
+    assert others == pytest.approx(kept) and ahead == pytest.approx(kept + 60)
+
+
+def test_who_has_planned_a_pass_by_squares_that_others_have_dropped_plans_as_they_do_after_a_loss() -> None:
+    strategy = DQSGD(BitBudget(bits=3.0, steps=12, most=6), block=8)
+
+    def body(comm: thinwire.Comm) -> tuple[list[float], torch.Tensor]:
+        worker = attach(comm, strategy, optimizer=plain_descent)
+        steps(worker, [batch(comm.rank, number) for number in range(3)])
+        (r,) = worker.replicas
+        if comm.rank == 1:
+            # The beginning of a pass, which the others are about to begin.
+            strategy._plan(r, state := _QuantizationState.of(r))
+            state.store(r)
+        strategy.change_view(r, 3)
+        steps(worker, [batch(comm.rank, number) for number in range(3, 6)])
+        return r.state["ledger"].tolist(), r.x.clone()
+
+    found = thinwire.run_threads(3, body)
+    assert all(ledger == found[0][0] and torch.equal(x, found[0][1]) for ledger, x in found)
+    assert found[0][0][0] == 5, "the squares of the pass before were used"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=str)

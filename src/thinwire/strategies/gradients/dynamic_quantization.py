@@ -137,6 +137,19 @@ class DQSGD(Strategy):
         state.store(r)
         return mean
 
+    def regroup(self, r: Replica, before: int) -> None:
+        """Let all plan alike: by the ledger of the one that is furthest, and with no squares of an earlier pass.
+
+        Where a worker was lost in a pass, some have used the squares of the pass before, which the others have dropped.
+        """
+        state = _QuantizationState.of(r)
+        ledgers = r.comm.all_gather(state.ledger.to(r.x.device)).wait()
+        state.ledger = max((each.cpu() for each in ledgers), key=lambda ledger: float(ledger[0]))
+        state.plan, state.sent = (torch.zeros(0, 3, dtype=torch.int64) for _ in range(2))
+        state.last_squares = torch.zeros(0, dtype=torch.float64)
+        r.inflight.pop("squares", None)
+        state.store(r)
+
     def holds_average(self, size: int) -> bool:
         """All ranks hold the same parameters."""
         return True

@@ -220,6 +220,23 @@ class Budget(Wrapper):
         self.base.average_(inner)
         inner.postponed = False
 
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base; and let all have as much to spend, or they would choose messages of different sizes.
+
+        Where a worker was lost in a pass, some have paid for that pass already, which they begin again, and others have
+        not. Those that are a step behind have yet to earn what that step does.
+        """
+        super().regroup(r, before)
+        balance, earned = float(r.state["balance"]), float(r.state["earned"])
+        own = torch.tensor([balance - earned if self.per_step else balance, earned], dtype=torch.float64)
+        rows = [row.tolist() for row in r.comm.all_gather(own.to(r.x.device)).wait()]
+        most = max(row[0] for row in rows)
+        if not self.per_step:
+            # Seconds that some have learned already, and others will never, as that message was dropped.
+            earned = max(row[1] for row in rows)
+            r.state["earned"].fill_(earned)
+        r.state["balance"].fill_(most + earned if self.per_step else most)
+
     # -- levels and what they cost ---------------------------------------------------------------------------------
 
     @property
