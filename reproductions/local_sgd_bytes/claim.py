@@ -7,6 +7,7 @@ from statistics import fmean
 from typing import Any
 
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, judged
+from reproductions.shared.ended import ended
 from thinwire.emulate import available
 from thinwire.runs.comparison import Comparison, compare
 from thinwire.runs.defaults import resolve
@@ -41,7 +42,7 @@ def measure(attempt: Attempt) -> Result:
         listener=attempt.listener,
         begin=attempt.begin,
     )
-    return judge(done, link)
+    return judge(ended(done), link)
 
 
 def judge(done: Comparison, link: str | None) -> Result:

@@ -9,6 +9,7 @@ from itertools import count
 from statistics import fmean, median
 
 from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_least, at_most, judged
+from reproductions.shared.ended import ended
 from reproductions.shared.threads import Schedule, train_on_threads
 from thinwire.emulate import available
 from thinwire.runs.comparison import Comparison, compare
@@ -85,7 +86,7 @@ def _timed(
             "eval_limit": 16,
         }
     )
-    return compare(
+    done = compare(
         settings,
         [METHODS[name] for name in list(METHODS)[:3]],
         attempt.folder / ("stalled" if stall else "even"),
@@ -94,6 +95,7 @@ def _timed(
         listener=attempt.listener,
         begin=begin,
     )
+    return ended(done)
 
 
 def _trained(scale: Scale, begin: Progress) -> Ends:

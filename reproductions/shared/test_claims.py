@@ -25,12 +25,14 @@ from reproductions.shared.claims import (
     write_result,
 )
 from reproductions.shared.curves import Choice
+from reproductions.shared.ended import ended
 from reproductions.shared.page import PAGE, page
 from reproductions.shared.quick import run_again, runs_of, told
 from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
 from thinwire import AllReduce, LocalSGD
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, NonFiniteError
+from thinwire.runs.comparison import Comparison
 from thinwire.tasks import load
 
 RESULT = Result({"payload": Outcome.HOLDS, "wire": Outcome.NOISE}, "8 times less", 8.0, 7.9, 8.1, {"a": 1})
@@ -141,3 +143,12 @@ def test_a_trial_that_diverges_is_the_worst_one() -> None:
     assert learned(task, AllReduce(), fast, workers=2, seed=0).loss == inf
     plan = Plan(task, workers=2, steps=12, batch_size=8)
     assert run(plan, Trial("LocalSGD(period=4)", 1e30), 0) == Figures(inf, inf, 0.0)
+
+
+def test_bytes_and_seconds_of_a_run_that_diverged_are_not_compared(tmp_path: Path) -> None:
+    summary = {"seconds_per_step": 0.1}
+    lost = {"seconds_per_step": None, "diverged": "step 3: the loss is nan on rank 1"}
+    whole = Comparison(tmp_path, ("AllReduce()", "LocalSGD()"), ((summary, summary), (summary, summary)))
+    assert ended(whole) is whole
+    with pytest.raises(NonFiniteError, match=r"LocalSGD\(\), round 1: step 3: the loss is nan on rank 1"):
+        ended(replace(whole, rounds=((summary, summary), (summary, lost))))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 
 import torch
@@ -85,6 +86,8 @@ def learned_by_processes(
 
 def _learned(summary: Fields, parameters: int) -> Learned:
     steps: int = summary["steps"]
+    if "diverged" in summary:
+        return Learned(0.0, inf, inf, max(steps, 1), parameters)  # as bad as can be, as on threads
     wire = summary["wire_bytes_per_worker_per_step"]
     return Learned(
         accuracy=summary["eval_metric"],

@@ -10,6 +10,7 @@ from math import sqrt
 from statistics import fmean, median, stdev
 
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
+from reproductions.shared.ended import ended
 from reproductions.slowmo.steps import Figures, Kept, Plan, Progress, Run, Runs, Trial, best, tuned
 from thinwire.runs.comparison import Comparison, compare
 from thinwire.runs.defaults import resolve
@@ -149,7 +150,7 @@ def _paced(attempt: Attempt, scale: Scale) -> Comparison:
             "eval_limit": 16,
         }
     )
-    return compare(
+    done = compare(
         settings,
         _PACED,
         attempt.folder / "runs" / "pace",
@@ -158,6 +159,7 @@ def _paced(attempt: Attempt, scale: Scale) -> Comparison:
         listener=attempt.listener,
         begin=attempt.begin,
     )
+    return ended(done)
 
 
 def judge(
