@@ -143,6 +143,27 @@ def test_a_step_in_which_another_process_had_the_core_counts(monkeypatch: pytest
     assert step.backward < 1e-3 and calls == [speeds.STEPS + 1]
 
 
+def test_the_backward_pass_of_a_gpu_is_timed_in_steps_that_do_not_wait_for_each_gradient(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, waited = [0.0], set[torch.device]()
+    model = torch.nn.Linear(2, 1, device="meta")  # stands for a device to be waited for
+
+    def wait(device: torch.device) -> None:
+        waited.add(device)
+        now[0] += 1.0
+
+    monkeypatch.setattr(torch.accelerator, "synchronize", wait)
+    monkeypatch.setattr(speeds, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = speeds.time_steps(
+        "model", model, optimizer, lambda: model(torch.ones(1, 2, device="meta")).sum(), budget=1e9
+    )
+    assert (step.forward, step.backward, step.update) == (1.0, 1.0, 1.0), "one wait at the end of each"
+    assert sorted(step.ready) == pytest.approx([1 / 3, 2 / 3])
+    assert waited == {torch.device("meta")}
+
+
 def test_a_door_hangs_up_on_strangers_and_answers_the_caller() -> None:
     token = secrets.token_bytes(32)
     listener = Listener("127.0.0.1", token)

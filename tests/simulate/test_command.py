@@ -119,8 +119,9 @@ def test_a_folder_holds_one_run(capsys: Capture, tmp_path: Path) -> None:
     assert main(["simulate", *arguments]) == 2
     assert "holds a run already; name another folder" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "run" / "timeline.jsonl").read_text() == before
-    assert main(["simulate", "--strategy", "AllReduce()", "--steps", "0", "--out", str(tmp_path / "no")]) == 2
-    assert not (tmp_path / "no").exists()
+    for option in ("--steps", "--workers", "--timeout"):
+        assert main(["simulate", "--strategy", "AllReduce()", option, "0", "--out", str(tmp_path / "no")]) == 2
+        assert not (tmp_path / "no").exists(), option
 
 
 def test_the_first_broadcast_is_no_part_of_a_step(capsys: Capture, tmp_path: Path) -> None:

@@ -76,6 +76,7 @@ class Simulate:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
         from thinwire import tasks
         from thinwire.runs.recipes import parse_recipe
+        from thinwire.simulate.running import check_call
         from thinwire.simulate.summary import summarise
         from thinwire.simulate.training import Training
         from thinwire.strategies.base import Strategy
@@ -98,7 +99,7 @@ class Simulate:
             seed=self.seed,
         )
         network = self._network()
-        network.check(self.workers)
+        check_call(self.workers, network, self.timeout)
         # Last, so that a mistake leaves nothing behind.
         folder = None if self.out is None else _new_folder(self.out)
         ended = self._simulate(training, network)

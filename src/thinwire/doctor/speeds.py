@@ -79,14 +79,21 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
     final = [0.0] * len(trained)
     rows: list[list[float]] = []
 
+    device = trained[0].device
+
     def now() -> float:
         # A GPU works on after its kernels were launched.
-        if trained[0].device.type != "cpu":
-            torch.accelerator.synchronize()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
         return time.perf_counter()
 
+    def looks(number: int) -> bool:
+        """Whether gradients are timed in a step; on a GPU in every other one, whose backward pass waits for each."""
+        return device.type == "cpu" or number % 2 == 1
+
     def note(place: int) -> None:
-        final[place] = now()
+        if looks(len(rows)):
+            final[place] = now()
 
     handles = [
         p.register_post_accumulate_grad_hook(lambda _, place=place: note(place)) for place, p in enumerate(trained)
@@ -106,9 +113,10 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
     for handle in handles:
         handle.remove()
     # Means, as a median leaves out the steps in which another process had the core, and training does not.
-    columns = list(zip(*rows[1:], strict=True))
-    forward, backward, update = (fmean(column) for column in columns[:3])
-    ready = [median(column) for column in columns[3:]]
+    undisturbed = rows[1:] if device.type == "cpu" else rows[2::2]
+    forward, backward, update = (fmean(row[place] for row in undisturbed) for place in range(3))
+    watched = [row[3:] for number, row in enumerate(rows) if number and looks(number)]
+    ready = [median(column) for column in zip(*watched, strict=True)]
     nbytes = sum(p.numel() * p.element_size() for p in trained)
     shapes, dtype = [list(p.shape) for p in trained], str(trained[0].dtype).removeprefix("torch.")
     return StepTime(name, shapes, dtype, nbytes, forward, backward, update, ready)

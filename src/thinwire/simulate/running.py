@@ -46,6 +46,20 @@ class Simulation(Generic[T]):
     comms: list[SimulatedComm]
 
 
+def check_call(workers: int, network: Network, timeout: float) -> None:
+    """Refuse what `simulate` cannot do, before anything is written.
+
+    Raises:
+        ConfigError: the number of workers or the timeout is out of range, or the network names a rank that there is
+            not.
+    """
+    if not 1 <= workers <= MOST_WORKERS:
+        raise ConfigError(f"workers={workers}: a simulation has 1 to {MOST_WORKERS}")
+    if not timeout > 0:
+        raise ConfigError(f"timeout={timeout}: must be positive; 60 is usual")
+    network.check(workers)
+
+
 def simulate(
     workers: int,
     work: Callable[[SimulatedComm], T],
@@ -90,12 +104,8 @@ def simulate(
         >>> print(ended.failures[0])
         rank 0, step 0, all_reduce of 2 x float32: rank 1 is lost (died at 2.5 s)
     """
-    if not 1 <= workers <= MOST_WORKERS:
-        raise ConfigError(f"workers={workers}: a simulation has 1 to {MOST_WORKERS}")
-    if not timeout > 0:
-        raise ConfigError(f"timeout={timeout}: must be positive; 60 is usual")
     network = network or Network()
-    network.check(workers)
+    check_call(workers, network, timeout)
     if alike:
         check_alike(network)
     world = World(workers, network, Draws(network, workers, seed, compute_time))
