@@ -507,7 +507,7 @@ def attach(
         bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
         nonfinite: what to do with a gradient that is NaN or infinite, unless a GradScaler skips the step: "raise" on
             all ranks; "skip" the optimizer's step, of all workers where they exchange gradients, else of this one only;
-            or "ignore" it.
+            or "ignore" it. "skip" is refused for optimizers with several gradients a step, such as LBFGS and SVRG.
         inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
             "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
             exchange off.
