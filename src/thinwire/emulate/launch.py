@@ -14,11 +14,12 @@ from contextlib import ExitStack
 from types import FrameType, TracebackType
 from typing import Any, Self
 
+from thinwire.emulate.fork_server import ForkServer, fork_server
 from thinwire.emulate.guard import Guard
 from thinwire.emulate.namespaces import enter_command
 from thinwire.emulate.network import Network
 from thinwire.emulate.rendezvous import rendezvous_environment, worker_environment
-from thinwire.emulate.worker import Lines, OnLine, Stream, Worker, WorkerExit
+from thinwire.emulate.worker import Lines, OnLine, Started, Stream, Worker, WorkerExit, start_process
 from thinwire.errors import CommTimeoutError, ConfigError
 
 POLL_SECONDS = 0.1
@@ -99,6 +100,9 @@ class Workers:
             that takes.
         restart: with `survives`, called with the exit of a worker that has failed; returns in how many seconds it is
             started again, or None to leave it. None of them is where no other one runs.
+        preload: modules that a process imports for all workers of a command `[sys.executable, "-m", MODULE, ...]`:
+            they are forks of it, where that can be, and start at once. It stays for the next call with the same
+            modules, and ends with this process.
 
     Raises:
         ConfigError: when there is no command or no such program, or the network has another number of workers.
@@ -117,6 +121,7 @@ class Workers:
         survives: bool = False,
         notices: Sequence[signal.Signals] = (),
         restart: Callable[[WorkerExit], float | None] = never,
+        preload: Sequence[str] = (),
     ) -> None:
         _check(command, workers, network)
         self.workers = workers
@@ -131,6 +136,8 @@ class Workers:
         self._survives = survives
         self._notices = tuple(notices)
         self._restart = restart
+        self._preload = tuple(preload)
+        self._forks: ForkServer | None = None
         self._again: list[tuple[float, int]] = []
         self._all: list[Worker] = []
         self._running: list[Worker] = []
@@ -160,10 +167,15 @@ class Workers:
     ) -> None:
         """End the workers that still run, and raise the exception that a signal asked for."""
         self._close()
+        if error is None:
+            self._raise_what_was_asked_for()
+
+    def _raise_what_was_asked_for(self) -> None:
+        """Raise the exception that a signal asked for, if there was one."""
         received = self._signals.received
         # A notice alone ends nothing.
         ending = received[1:] if received and received[0] in self._notices else received
-        if ending and error is None:
+        if ending:
             number = ending[0]
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(128 + number)
 
@@ -225,23 +237,40 @@ class Workers:
 
     def _start(self) -> None:
         self._own = {**rendezvous_environment(self._network), **self._environment}
+        if self._preload:
+            self._forks = self._fork_server()
         for rank in range(self.workers):
             self._start_worker(rank)
 
     def _start_worker(self, rank: int) -> None:
-        user, net = (None, None) if self._network is None else self._network.descriptors(rank)
-        worker = Worker(
-            rank,
-            [*enter_command(user, net), *self._command],
-            environment=worker_environment(rank, self.workers, self._own),
-            descriptors=[held for held in (user, net) if held is not None],
-            on_line=self._on_line,
-        )
+        worker = Worker(rank, self._start_process(rank), self._on_line)
         self._guard.watch(worker.pid)
         self._all.append(worker)
         self._running.append(worker)
         for output in worker.outputs:
             self._selector.register(output.file, selectors.EVENT_READ, output)
+
+    def _start_process(self, rank: int) -> Started:
+        user, net = (None, None) if self._network is None else self._network.descriptors(rank)
+        environment = worker_environment(rank, self.workers, self._own)
+        if self._forks is not None:
+            try:
+                _, _, module, *arguments = self._command
+                return self._forks.start(module, arguments, environment=environment, descriptors=[user, net])
+            except OSError:
+                self._forks = None  # from here on as without it
+        held = [each for each in (user, net) if each is not None]
+        return start_process([*enter_command(user, net), *self._command], environment, held)
+
+    def _fork_server(self) -> ForkServer | None:
+        """The process that workers are forked from, ready; None where there can be none."""
+        try:
+            server = fork_server(self._preload, worker_environment(0, self.workers, self._own))
+            while not server.ready(POLL_SECONDS):
+                self._raise_what_was_asked_for()
+        except OSError:
+            return None
+        return server
 
     def _start_again(self) -> None:
         """Start the workers whose time has come; none where no other one runs, or all are being stopped."""

@@ -39,7 +39,7 @@ class Refused(Exception):
     """This machine does not allow what the plan needs; the message says what."""
 
 
-def call(name: str, *arguments: int) -> None:
+def call(name: str, *arguments: Any) -> None:
     """Call a function of the C library.
 
     Raises:

@@ -94,45 +94,63 @@ class Lines:
         self.file.close()
 
 
-class Worker:
-    """A started process that leads its own process group.
+@dataclass(frozen=True)
+class Started:
+    """A child process that leads its own process group.
 
     Args:
-        rank: its rank.
+        pid: its number.
+        stdout: the end of its output to read from.
+        stderr: the same of its errors.
+        popen: what started it, if that was `subprocess`.
+    """
+
+    pid: int
+    stdout: IO[bytes]
+    stderr: IO[bytes]
+    popen: subprocess.Popen[bytes] | None = None
+
+
+def start_process(command: Sequence[str], environment: Mapping[str, str], descriptors: Sequence[int]) -> Started:
+    """Start a process that leads its own process group.
+
+    Args:
         command: what to run.
         environment: the whole environment.
         descriptors: open files that it inherits.
+    """
+    process = subprocess.Popen(
+        command,
+        env=dict(environment),
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        process_group=0,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    return Started(process.pid, process.stdout, process.stderr, process)
+
+
+class Worker:
+    """A started process, with the lines that it prints.
+
+    Args:
+        rank: its rank.
+        started: the process, just started.
         on_line: called with each line, in the thread that reads.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        command: Sequence[str],
-        *,
-        environment: Mapping[str, str],
-        descriptors: Sequence[int],
-        on_line: OnLine,
-    ) -> None:
+    def __init__(self, rank: int, started: Started, on_line: OnLine) -> None:
         self.rank = rank
+        self.pid = started.pid
         self.exit: WorkerExit | None = None
         self.stop_requested = False
         self.ended = math.inf
-        self._started = time.monotonic()
-        self._process = subprocess.Popen(
-            command,
-            env=dict(environment),
-            pass_fds=descriptors,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
-        self.pid = self._process.pid
-        assert self._process.stdout is not None and self._process.stderr is not None
+        self._started, self._popen = time.monotonic(), started.popen
         self.outputs = [
-            Lines(self._process.stdout, lambda line: on_line(rank, "stdout", line)),
-            Lines(self._process.stderr, lambda line: on_line(rank, "stderr", line)),
+            Lines(started.stdout, lambda line: on_line(rank, "stdout", line)),
+            Lines(started.stderr, lambda line: on_line(rank, "stderr", line)),
         ]
 
     def signal(self, number: int, *, stops: bool = True) -> None:
@@ -157,7 +175,8 @@ class Worker:
         self._signal_group(signal.SIGKILL)
         code = os.waitstatus_to_exitcode(status)
         # Popen must know that the process has been waited for: its number may belong to another one now.
-        self._process.returncode = code
+        if self._popen is not None:
+            self._popen.returncode = code
         self.ended = time.monotonic()
         how = (None, -code) if code < 0 else (code, None)
         cpu_seconds = usage.ru_utime + usage.ru_stime

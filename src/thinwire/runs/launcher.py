@@ -27,6 +27,8 @@ from thinwire.worker.notice import SIGNALS
 
 Listener = Callable[[Fields], None]
 _KEPT_LINES = 200
+# torch.optim imports the first when an optimizer is made, which takes as long as torch itself.
+_PRELOADED = ("torch._dynamo", "thinwire.runs.worker")
 _GRACE_SECONDS = 5.0
 
 
@@ -87,6 +89,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
                 # One worker's notice is sent to that worker; this process's own is that of the whole machine.
                 notices=SIGNALS if settings.on_notice == "save" else (),
                 restart=never if record is None else _restarts(settings, record),
+                preload=_PRELOADED,
             )
         )
         stops = parse_stops(settings.stop, workers=settings.workers)
