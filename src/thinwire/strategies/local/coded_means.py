@@ -88,7 +88,8 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, shar
     delta = x.to(mean.dtype) - sent
     sent.copy_(x)
     delta = delta if share == 1 else delta.mul_(share)
-    return _coded_mean(r, delta, codec).then(lambda delta: mean.add_(delta).clone())
+    # In the message's memory, which the caller may change.
+    return _coded_mean(r, delta, codec).then(lambda delta: delta.copy_(mean.add_(delta)))
 
 
 def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:
