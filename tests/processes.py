@@ -8,6 +8,8 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+from thinwire.emulate.fork_server import kept
+
 
 def left_behind(threads: set[threading.Thread], processes: set[int]) -> list[str]:
     new_threads = [f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads]
@@ -16,11 +18,12 @@ def left_behind(threads: set[threading.Thread], processes: set[int]) -> list[str
 
 
 def descendants() -> dict[int, str]:
-    """The living processes below this one by their id, without multiprocessing's own two.
+    """The living processes below this one by their id, without multiprocessing's own two and the server of forks.
 
     Linux lists the children of each thread; to read all of /proc instead takes milliseconds, twice for each test.
     """
     helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # type: ignore[attr-defined]
+    helpers.update(kept())
     found: dict[int, str] = {}
     parents = [os.getpid()]
     while parents:

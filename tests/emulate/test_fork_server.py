@@ -149,7 +149,7 @@ def test_forks_end_with_the_launcher(place):
                 if line.startswith("up"):
                     print(line, flush=True)
             with Workers(command, 2, on_line=show, preload=("json",)) as job:
-                print("server", job._forks._process.pid, flush=True)
+                print("server", job._forks.pid, flush=True)
                 job.wait()
             """
         )

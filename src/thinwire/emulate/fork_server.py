@@ -71,6 +71,11 @@ class ForkServer:
             )
         self._owner, self._ready = os.getpid(), False
 
+    @property
+    def pid(self) -> int:
+        """Of the server."""
+        return self._process.pid
+
     def serves(self, modules: Sequence[str], environment: Mapping[str, str]) -> bool:
         """Whether it can start such workers."""
         alive = os.getpid() == self._owner and self._process.poll() is None
@@ -171,6 +176,11 @@ def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> ForkS
             _kept.append(ForkServer(modules, environment))
             atexit.register(_kept[0].close)
         return _kept[0]
+
+
+def kept() -> list[int]:
+    """The processes that stay until this one ends: the server, if there is one."""
+    return [server.pid for server in _kept]
 
 
 @contextmanager
