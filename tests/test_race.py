@@ -193,6 +193,16 @@ def test_the_page_tells_the_first_of_each_kind(raced: Path) -> None:
 
 def test_the_committed_page_is_what_the_results_say() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python -m benchmarks.race page`"
+    assert page.README.read_text(encoding="utf-8") == page.readme(), "run `python -m benchmarks.race page`"
+
+
+def test_the_readme_has_the_fastest_on_each_link_that_was_raced(raced: Path) -> None:
+    text = page.readme()
+    recipe = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
+    assert f"| 100 Mbit | `{recipe}` | 195 s | 960 s | DDP | 4.9x, 4.92x |" in text
+    assert "| 20 Mbit |" not in text and "; one seed." in text
+    before, _, rest = page.README.read_text(encoding="utf-8").partition("<!-- race -->")
+    assert text.startswith(before) and text.endswith(rest.partition("<!-- /race -->")[2])
 
 
 def test_equal_curves_are_run_once(raced: Path) -> None:

@@ -6,6 +6,7 @@
     python -m benchmarks.race left              what is missing, and how long it takes
     python -m benchmarks.race peers             make the environments of the other libraries, in the cache folder
     python -m benchmarks.race table             what the results say; plot draws them, page writes docs/race.md
+                                                and the README's table
 
 A curve takes two to six minutes on two cores, and a timed run one to three: `left` says how long is left.
 

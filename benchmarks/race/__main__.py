@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import benchmarks.race as rule
 from benchmarks.peers import LIBRARIES, install
 from benchmarks.race.jobs import PARTS, jobs, missing, run_next
-from benchmarks.race.page import PAGE, page
+from benchmarks.race.page import PAGE, README, page, readme
 from benchmarks.race.racers import PLACES
 from benchmarks.race.table import table
 from thinwire.storage.files import write_atomically
@@ -80,9 +80,10 @@ def show(what: str, *, check: bool = False) -> int:
         for path in draw_all():
             sys.stdout.write(f"{path}\n")
     elif check:
-        return int(PAGE.read_text(encoding="utf-8") != page())
+        return int((PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")) != (page(), readme()))
     else:
         write_atomically(PAGE, page().encode())
+        write_atomically(README, readme().encode())
     return 0
 
 

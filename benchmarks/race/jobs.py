@@ -42,7 +42,7 @@ from thinwire.storage.files import write_atomically
 
 PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.
-START_SECONDS, STEP_SECONDS, EVALUATION_SECONDS = 16.0, 0.55, 1.6
+START_SECONDS, STEP_SECONDS, EVALUATION_SECONDS = 3.0, 0.55, 1.6
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ CANDIDATES: tuple[str, ...] = (
     "LocalSGD(period=8)",
     "OverlapLocalSGD(period=8)",
     "LocalSGD(period=8, codec=Quantize(4))",
+    "DiLoCo(period=8, delay=4, mixing=0.5, codec=ErrorFeedback(Nearest(bits=4)))",
     "SlowMo(base=PushSum(), period=48)",
     "SlowMo(period=16)",
     "LocalSGD(period=32)",

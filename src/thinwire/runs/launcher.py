@@ -39,9 +39,9 @@ def ignore_event(_: Fields) -> None:
 def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_event, resume: bool = False) -> Fields:
     """Run all workers of one training run here and return its summary.
 
-    No worker is left running, also when one dies or this process is interrupted or killed. Workers are forks of a process
-    that has imported torch, which stays for the next run and ends with this process; where CUDA is used, and on other
-    systems than Linux, each is a process of its own.
+    No worker is left running, also when one dies or this process is interrupted or killed. Workers are forks of a
+    process that has imported torch, which stays for the next run and ends with this process; where CUDA is used, and on
+    other systems than Linux, each is a process of its own.
 
     Args:
         settings: as `resolve` made them.
