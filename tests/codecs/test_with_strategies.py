@@ -255,11 +255,14 @@ def test_a_mean_with_feedback_is_exact_but_for_what_the_residuals_hold(strategy:
             if name.startswith("server_error/"):
                 start, stop = map(int, name.removeprefix("server_error/").split("-"))
                 held[start:stop] += 3 * x  # the server's is no mean over workers
-        return torch.stack([r.state["mean"], r.state["sent"], r.state.get("error", held) + held])
+        # The state is the residual minus what was sent, in one vector.
+        return torch.stack([r.state["mean"], r.state.get("position", r.x), r.state["error"] + held])
 
-    mean, sent, held = watched(3, strategy, problem, RATES[:13], see)[-1].unbind(1)
+    *_, before, last = watched(3, strategy, problem, RATES[:13], see)
+    sent, (mean, _, held) = before[:, 1], last.unbind(1)
     assert torch.equal(mean, mean[:1].expand_as(mean))
-    assert held.norm() > 1e-3
+    held = held + sent
+    assert 1e-3 < held.norm() < 0.9 * (sent - problem.start).norm()
     assert torch.allclose(mean[0] + held.mean(0), sent.mean(0), atol=1e-5)
 
 

@@ -93,6 +93,32 @@ def compressed_mean_(
     return (pending or PendingMeans()).launch(mean)
 
 
+def mean_from_residual(
+    comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int = 0, count: int | None = None
+) -> Work[Tensor]:
+    """`compressed_mean_` for less memory: a new vector, with only payloads in flight, where `at_once(codec)`.
+
+    The residual is what the message leaves out from the launch on, and not from the wait. So it cannot stay as it was
+    if another rank's vector is not finite: this is for means after which such a run ends.
+
+    Args:
+        comm: the ranks.
+        x: a vector; it is read now, and not changed.
+        codec: with error feedback, in two stages.
+        state: of the codec, with its residual `error`.
+        key: of the random draws, equal on all ranks.
+        count: divide the sum by this instead of the number of ranks.
+    """
+    count = count or _count_speaking(comm, x)
+    where = Place(0, x.numel())
+    return PendingMeans().launch(_two_stages_of(comm, x, codec, state, where, codec, key=key, count=count, undo=False))
+
+
+def at_once(codec: Codec) -> bool:
+    """Whether what a message leaves out is known when it is sent: with error feedback in two stages."""
+    return isinstance(codec, ErrorFeedback) and not codec.linear and not codec.own_mean and not codec.forgets
+
+
 class Place(NamedTuple):
     """Where a vector lies in the one that residuals are kept for.
 
@@ -194,7 +220,16 @@ def two_stage_mean_(
 
 
 def _two_stages_of(
-    comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, server: Codec | None, *, key: int, count: int
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    state: State,
+    where: Place,
+    server: Codec | None,
+    *,
+    key: int,
+    count: int,
+    undo: bool = True,
 ) -> Stages:
     """`two_stage_mean_` in stages."""
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
@@ -205,7 +240,7 @@ def _two_stages_of(
     if inner is not codec or codec.needs_feedback:
         residual = residual_of(state, x, where.offset, where.length)
         residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count)
-    return _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count, decay=decay)
+    return _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count, decay=decay, undo=undo)
 
 
 def _two_stage_mean(
@@ -219,8 +254,12 @@ def _two_stage_mean(
     key: int,
     count: int,
     decay: float,
+    undo: bool,
 ) -> Stages:
-    """`two_stage_mean_` from its first line to its last; `PendingMeans` says when each `yield` returns."""
+    """`two_stage_mean_` from its first line to its last; `PendingMeans` says when each `yield` returns.
+
+    Without `undo` the mean is a new vector, and residuals are written at once, as `mean_from_residual` says.
+    """
     lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
     recipe = f"{codec}" if server is codec else f"{codec} and {server}"
     # The step of the launch: the waits may belong to a later step.
@@ -233,33 +272,49 @@ def _two_stage_mean(
         payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
     elif residuals is None:
         payloads = [codec.encode(updated[cut], {}, draw) for cut, draw in zip(cuts, keys.own, strict=True)]
-    else:
+    elif undo:
         payloads = codec.encode_pieces_with_residual_(updated, residuals[0], cuts, keys.own)
+    else:
+        # Only their sum counts, and the first of the two becomes what is left out.
+        payloads = codec.encode_pieces_with_residual_(residuals[0], updated, cuts, keys.own)
     messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
+    if not undo:
+        # The vector is needed no more.
+        x = updated = torch.empty(0, device=x.device)
 
     # All-to-all: each piece to the rank that is its server.
     scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
+    del payloads, messages
     yield
 
     # Decode all ranks' codes of this rank's piece, take their mean, and encode it.
     headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype)
+    del scattered
     finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
     # An all-gather needs payloads of one size, that of the first piece, which is the longest.
-    payload, mean = payload_like(x, server.nbytes(lengths[0])).zero_(), updated[own]
+    payload = payload_like(x, server.nbytes(lengths[0])).zero_()
+    mean = updated[own] if undo else torch.empty(lengths[comm.rank], device=x.device)
     if finite and not problem:
         mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
         draw = keys.means[comm.rank]
-        # `mean` becomes the server's new residual.
         # Codes of finite vectors, and their sum, may overflow; then the step is skipped, and residuals stay finite.
         finite = norm_if_finite(mean)[0]
-        code = server.encode_with_residual_(mean, residuals[1], draw) if residuals else server.encode(mean, {}, draw)
+        if residuals is None:
+            code = server.encode(mean, {}, draw)
+        elif undo:
+            # `mean` becomes the server's new residual.
+            code = server.encode_with_residual_(mean, residuals[1], draw)
+        else:
+            code, mean = server.encode_with_residual_(residuals[1], mean, draw), residuals[1]
         finite = finite and norm_if_finite(mean)[0]
         payload[: code.nbytes].copy_(code.view(torch.uint8))
+        del code
 
     # All-gather: the mean of this rank's piece to all; or that a payload was no good, so that all raise together.
     header = header._replace(second_stage=True)
     flags = header._replace(non_finite=not finite, rejected=bool(problem), squared_norm=square)
     gathered = comm.all_gather(seal(payload, flags))
+    del payloads, payload
     yield
 
     # The verdict, before anyone changes its residuals or its vector: all ranks read the same flags of all servers.
@@ -270,12 +325,14 @@ def _two_stage_mean(
         where = f"rank {comm.rank}, step {header.step}, compressed mean"
         raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
     all_finite = yield not any(each.non_finite for each in headers)
-    if all_finite and residuals:
+    if all_finite and residuals and undo:
         keep_(residuals[0], updated, decay)
         residuals[1].copy_(mean)
     yield
 
     # Decode the means of all pieces.
+    if not undo:
+        x = updated = torch.empty(sum(lengths), device=x.device)
     if not all_finite:
         return x.fill_(torch.nan)
     server.decode_pieces_(payloads, updated, cuts, keys.means)

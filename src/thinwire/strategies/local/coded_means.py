@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.codecs.base import Codec, check_feedback, draw_key
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
 from thinwire.replica.replica import Replica
 
 
@@ -43,8 +43,25 @@ def common_point(r: Replica, codec: Codec | None) -> Tensor:
     # In half precision small differences would be lost.
     point = point.to(torch.promote_types(r.x.dtype, torch.float32))
     if tracks(codec):
-        r.state["mean"], r.state["sent"] = point.clone(), r.x.clone()
+        track(r, codec, point, pulled=False)
     return point
+
+
+def track(r: Replica, codec: Codec, point: Tensor, *, pulled: bool) -> None:
+    """Allocate what `tracked_mean` keeps, at the first parameters.
+
+    Args:
+        r: the worker.
+        codec: with error feedback.
+        point: the mean of the first parameters.
+        pulled: whether `pull_mean_` will be called.
+    """
+    r.state["mean"] = point.to(r.x.device, copy=True)
+    # Residuals are in fp32: of parameters in fp64 they would keep too few digits.
+    if pulled or not at_once(codec) or r.x.dtype == torch.float64:
+        r.state["sent"] = r.x.clone()
+    else:
+        r.state["error"] = r.x.to(torch.float32, copy=True).neg_()
 
 
 def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float = 1.0) -> Work[Tensor]:
@@ -69,12 +86,15 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, shar
 
     $$m \leftarrow m + \tfrac1n \sum_j C(x_j - s_j), \qquad s_i \leftarrow x_i ,$$
 
-    so that $m$ is the mean of all $x_i$ but for what the residuals hold at this time. Differences from $z$ must not be
-    fed back where $x_i$ keeps them: what a message leaves out is in the next difference once more, and residuals that
-    add it again carry $z$ further beyond the workers the longer a codec holds an element back.
+    so that $m$ is the mean of all $x_i$ but for what the residuals $e_i$ hold at this time. A codec in two stages sends
+    $C(x_i + (e_i - s_i))$, and $e_i - s_i$ is kept as one vector where nothing pulls $s_i$.
+
+    Differences from $z$ must not be fed back where $x_i$ keeps them: what a message leaves out is in the next
+    difference once more, and residuals that add it again carry $z$ further beyond the workers the longer a codec holds
+    an element back.
 
     Args:
-        r: the worker; with error feedback it keeps `mean` ($m$) and `sent` ($s_i$).
+        r: the worker; with error feedback it keeps `mean` ($m$), and `error` ($e_i - s_i$) or `sent` ($s_i$).
         x: its vector, which may change before the wait.
         point: $z$, the same on all ranks; must not change before the wait.
         codec: compresses the differences; None sends the vectors as they are.
@@ -84,12 +104,22 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, shar
         return mean_(r.comm, x.clone())
     if not codec.keeps_residual:
         return mean_from(r, x, point, codec, share)
-    mean, sent = r.state["mean"], r.state["sent"]
-    delta = x.to(mean.dtype) - sent
-    sent.copy_(x)
-    delta = delta if share == 1 else delta.mul_(share)
-    # In the message's memory, which the caller may change.
-    return _coded_mean(r, delta, codec).then(lambda delta: delta.copy_(mean.add_(delta)))
+    mean, sent = r.state["mean"], r.state.get("sent")
+    if sent is None:
+        delta = x
+    else:
+        delta = x.to(mean.dtype) - sent
+        sent.copy_(x)
+        delta = delta if share == 1 else delta.mul_(share)
+    if at_once(codec):
+        # Once sent it cannot be taken back, as `sent` has changed; so nothing of a vector's size is kept in flight.
+        found = mean_from_residual(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step))
+        if sent is None:
+            r.state["error"].sub_(x)
+    else:
+        found = _coded_mean(r, delta, codec)
+    # In the message's memory, if it has the mean's dtype, since the caller may change it.
+    return found.then(lambda delta: delta.to(mean.dtype).copy_(mean.add_(delta)))
 
 
 def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:
@@ -114,12 +144,15 @@ def restart_mean(r: Replica, codec: Codec | None) -> None:
     """Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight."""
     if not tracks(codec):
         return
-    for name in ("mean", "sent"):
-        r.state[name].copy_(r.x)
     # The residuals are what the mean lacks. This one is exact: they would be added to it for good.
     for name, residual in r.state.items():
         if name.partition("/")[0] in ("error", "server_error"):
             residual.zero_()
+    r.state["mean"].copy_(r.x)
+    if "sent" in r.state:
+        r.state["sent"].copy_(r.x)
+    else:
+        r.state["error"].copy_(r.x).neg_()
 
 
 def _coded_mean(r: Replica, x: Tensor, codec: Codec) -> Work[Tensor]:

@@ -16,7 +16,7 @@ from thinwire.registry import registered
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import mean_from, pull_mean_, restart_mean, tracked_mean, tracks
+from thinwire.strategies.local.coded_means import mean_from, pull_mean_, restart_mean, track, tracked_mean, tracks
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
@@ -163,9 +163,8 @@ class DiLoCo(OuterStep):
             super().start(fragment, where)
             if self.weights == "samples":
                 fragment.state["samples"] = torch.zeros((), dtype=torch.float64)
-            if self.tracks_mean:
-                anchor = fragment.state["anchor"]
-                fragment.state["mean"], fragment.state["sent"] = anchor.to(r.x.device, copy=True), fragment.x.clone()
+            if self.codec is not None and self.tracks_mean:
+                track(fragment, self.codec, fragment.state["anchor"], pulled=True)
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
         """Send the fragment whose round ends in `delay` steps, and end the round of the one that was sent then."""
@@ -183,7 +182,7 @@ class DiLoCo(OuterStep):
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
         """One step of the outer optimizer, whose gradient is the displacement of the average."""
-        self.outer.step_(state["anchor"], start - average, state)
+        self.outer.step_(state["anchor"], average.neg_().add_(start), state)
 
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
         """As the base; and start the round of every fragment at the parameters, with nothing in flight."""
@@ -279,7 +278,8 @@ class DiLoCo(OuterStep):
         if self.mixing == 0:
             self._take_(r, r.x, where)
         elif self.mixing < 1:
-            r.x.lerp_(self._take_(r, torch.empty_like(r.x), where), 1 - self.mixing)
+            point = self._take_(r, torch.empty_like(r.x), where) if where.sharded else anchor.to(r.x)
+            r.x.lerp_(point, 1 - self.mixing)
         if self.tracks_mean:
             pull_mean_(r, self.codec, anchor, 1 - self.mixing)
         if self.ends_together:
