@@ -10,7 +10,6 @@ follow: coresets, stragglers, exposed time, compression; half an hour, with `--q
 
 from __future__ import annotations
 
-import json
 import statistics
 import sys
 import tempfile
@@ -19,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import compressed, coreset, stragglers
-from thinwire.emulate import Network, available, parse_links, run_workers
+from benchmarks.paired import run_in_turns
+from thinwire.emulate import available
 from thinwire.runs.comparison import Comparison, compare
 from thinwire.runs.defaults import resolve
 
@@ -29,20 +29,7 @@ Row = tuple[str, str, str, str]
 
 def against_ddp(link: str | None, workers: int, rounds: int, module: str = "against_ddp") -> dict[str, Any]:
     """Run a paired benchmark once and return what rank 0 wrote."""
-    lines: list[str] = []
-    command = [sys.executable, "-m", f"benchmarks.{module}", str(rounds)]
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout":
-            lines.append(line)
-
-    if link is None:
-        run_workers(command, workers, on_line=keep, timeout=900)
-    else:
-        with Network(parse_links(link, workers)) as network:
-            run_workers(command, workers, network=network, on_line=keep, timeout=900)
-    found: dict[str, Any] = json.loads("".join(lines))
-    return found
+    return run_in_turns(module, workers, str(rounds), link=link)
 
 
 def paired_row(name: str, baseline: str, found: dict[str, Any], bar: str, contender: str = "thinwire") -> Row:

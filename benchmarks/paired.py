@@ -14,9 +14,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from thinwire.emulate import Network, parse_links, run_workers
 
 Step = Callable[[], None]
 
@@ -46,6 +49,24 @@ def take_turns(contenders: Mapping[str, Step], *, rounds: int, steps: int, warm_
             together()
             turns[name].wall.append((time.perf_counter() - wall) / steps)
     return turns
+
+
+def run_in_turns(module: str, workers: int, *arguments: str, link: str | None = None) -> dict[str, Any]:
+    """Run a benchmark of this package whose contenders take turns, once, and return what rank 0 has reported."""
+    lines: list[str] = []
+    command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
+
+    def keep(rank: int, stream: str, line: str) -> None:
+        if rank == 0 and stream == "stdout":
+            lines.append(line)
+
+    if link is None:
+        run_workers(command, workers, on_line=keep, timeout=900)
+    else:
+        with Network(parse_links(link, workers)) as network:
+            run_workers(command, workers, network=network, on_line=keep, timeout=900)
+    found: dict[str, Any] = json.loads("".join(lines))
+    return found
 
 
 def together() -> None:

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.peers import HERE, LIBRARIES
 from benchmarks.race import __main__ as command
 from benchmarks.race import jobs, page, results
-from benchmarks.race.bars import bars
+from benchmarks.race.bars import Bar, bars
 from benchmarks.race.racers import LINKS, LOCALS, RACERS, WORKS, named
 from benchmarks.race.results import curve_of, final, steps_to
 from benchmarks.race.runs import settings_of, steps_timed
@@ -150,6 +150,18 @@ def test_bars_are_judged_by_the_first_of_each_kind(raced: Path) -> None:
     place = "20mbit, 8 workers"
     asked = "fastest thinwire recipe with 4 workers: exposed communication divided by its time of a step"
     assert found[place, asked].line() == f"| {place} | {asked} | at most 0.15 |  | not run |"
+
+
+def test_without_a_limit_all_reduce_is_judged_by_steps_in_turns(raced: Path) -> None:
+    def judged() -> Bar:
+        (found,) = (bar for bar in bars() if bar.place == "no limit, 4 workers")
+        return found
+
+    assert judged().outcome == "not run"
+    for median, outcome in ((0.979, "**not met**"), (0.981, "met")):
+        ours = {"speed_vs_ddp": {"median": median, "low": 0.9, "high": 1.1}}
+        write(raced, "times/none-4-paired", {"contenders": {"thinwire": ours}})
+        assert judged().outcome == outcome
 
 
 def test_rates_are_multiples_of_one_rate_whatever_the_optimizer() -> None:

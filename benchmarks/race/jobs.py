@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from benchmarks.paired import run_in_turns
 from benchmarks.peers import install, installed, python_of
 from benchmarks.race.checks import WHERE, WORKERS, check_name, first_of, whole_run
 from benchmarks.race.racers import (
@@ -25,6 +26,7 @@ from benchmarks.race.racers import (
     MOST,
     OTHERS_RACE_AT,
     OUTER_RATES,
+    PAIRED_ROUNDS,
     SEEDS,
     SIZES,
     TUNING_EVALUATED_EVERY,
@@ -36,8 +38,8 @@ from benchmarks.race.racers import (
     named,
     of_task,
 )
-from benchmarks.race.results import RESULTS, Fields, best_try, is_enough, result, tune_names
-from benchmarks.race.runs import curve, settings_of, step_times, steps_timed
+from benchmarks.race.results import PAIRED, RESULTS, Fields, best_try, is_enough, result, tune_names
+from benchmarks.race.runs import curve, made, settings_of, step_times, steps_timed
 from thinwire.storage.files import write_atomically
 
 PARTS = ("tune", "losses", "times", "checks")
@@ -180,6 +182,17 @@ def time_job(racer: Racer, link: str, workers: int) -> Job:
     )
 
 
+def paired_job() -> Job:
+    """Steps of `AllReduce()` and DDP in turns, in the same processes."""
+
+    def make() -> Fields:
+        asked = settings_of(named("AllReduce"), 0.5, None, steps=1)
+        rounds, batch = str(PAIRED_ROUNDS), str(asked.batch_size)
+        return {**run_in_turns("against_ddp", SIZES[0], rounds, "6", "-", batch), "made": made(asked)}
+
+    return Job(PAIRED, f"none/{SIZES[0]}/AllReduce", START_SECONDS + 8 * PAIRED_ROUNDS * STEP_SECONDS, make)
+
+
 def check_jobs() -> Iterator[Job]:
     """Whole runs; each needs all times of its link and all curves of its racers."""
     for link, own in WHERE:
@@ -214,6 +227,7 @@ def _in_order() -> Iterator[Job]:
     yield from _curves(headline, SEEDS[0])
     # All of a link together: exposed is what a step takes beyond the wall's of the same hours.
     yield from _times([LOCALS["text"], *headline], SIZES[0])
+    yield paired_job()
     yield from check_jobs()
     for seed in SEEDS[1:]:
         yield from _curves(headline, seed)

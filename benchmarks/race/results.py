@@ -16,6 +16,10 @@ RESULTS = Path(__file__).parents[1] / "results" / "race"
 Fields = dict[str, Any]
 
 
+PAIRED = "times/none-4-paired"
+"""`AllReduce()` and DDP in turns, without a link."""
+
+
 def result(name: str) -> Fields | None:
     """What a file holds, such as "losses/ddp-0"; None where it has not been run."""
     path = RESULTS / f"{name}.json"

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means whose residual is final when they are launched: the same numbers, and no vector in flight."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import Codec, Comm, run_threads
+from thinwire.codecs.base import draw_key
+from thinwire.codecs.cast import Fp8
+from thinwire.codecs.feedback import ErrorFeedback
+from thinwire.codecs.nearest import Nearest
+from thinwire.codecs.one_bit import OneBit
+from thinwire.codecs.power_sgd import PowerSGD
+from thinwire.codecs.quantize import Quantize
+from thinwire.codecs.top_k import TopK
+from thinwire.comm.threads import single_worker
+from thinwire.comm.work import Work
+from thinwire.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_from_residual
+
+CODECS: list[Codec] = [
+    ErrorFeedback(each) for each in (OneBit(16), Nearest(4, 16), Fp8(block=16), Quantize(4, 16), TopK(0.1))
+]
+State = dict[str, Tensor]
+
+
+@pytest.mark.parametrize("n", [1, 33, 300])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_means_and_residuals_are_those_of_the_other_way(codec: Codec, n: int) -> None:
+    def body(comm: Comm) -> None:
+        draw = torch.Generator().manual_seed(comm.rank)
+        one: State = {}
+        other: State = {}
+        for step in range(4):
+            comm.step = step
+            x, key = torch.randn(n, generator=draw), draw_key(0, step)
+            given = x.clone()
+            work = mean_from_residual(comm, given, codec, one, key=key)
+            given.zero_()  # it may change before the wait
+            found = work.wait()
+            assert torch.equal(found, compressed_mean_(comm, x, codec, other, key=key).wait())
+            assert one.keys() == other.keys()
+            assert all(torch.equal(each, other[name]) for name, each in one.items())
+
+    run_threads(3, body)
+
+
+def test_a_vector_that_is_not_finite_makes_the_means_of_all_nan() -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        x = torch.ones(40)
+        x[7] = torch.inf if comm.rank == 1 else 1
+        state: State = {}
+        return mean_from_residual(comm, x, CODECS[0], state).wait(), state["error"]
+
+    found = run_threads(3, body)
+    assert all(mean.isnan().all() for mean, _ in found)
+    assert all(error.isfinite().all() for _, error in found)
+
+
+@pytest.mark.parametrize("advanced", [False, True])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_only_payloads_are_in_flight(codec: Codec, advanced: bool) -> None:
+    n, comm = 8209, single_worker()
+
+    def vectors() -> int:
+        """The memory of that size that tensors hold, whoever refers to them."""
+        gc.collect()
+        return len({each.data_ptr() for each in gc.get_objects() if type(each) is Tensor and each.shape == (n,)})
+
+    def launched(state: State, kept: bool) -> Work[Tensor]:
+        x = torch.ones(n)
+        work = compressed_mean_(comm, x, codec, state) if kept else mean_from_residual(comm, x, codec, state)
+        if advanced:
+            work.advance()
+        return work
+
+    def held(kept: bool) -> int:
+        state: State = {}
+        launched(state, kept).wait()  # makes the residuals
+        before = vectors()
+        work = launched(state, kept)
+        found = vectors() - before
+        assert work.wait().shape == (n,)
+        return found
+
+    assert held(kept=False) == 0
+    assert held(kept=True) > 0
+
+
+def test_which_codecs_can() -> None:
+    assert all(at_once(codec) for codec in CODECS)
+    others: list[Codec] = [Nearest(4), PowerSGD(), ErrorFeedback(OneBit(), decay=0.9)]
+    assert not any(at_once(codec) for codec in others)
