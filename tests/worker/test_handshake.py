@@ -15,7 +15,9 @@ import thinwire
 from tests.engine import drawn, momentum, net
 from tests.pool import run_processes
 from thinwire import AllReduce, Comm, Complete, Gossip, LocalSGD, MismatchError, run_threads
-from thinwire.worker.handshake import agree, first_difference, gather_texts
+from thinwire.comm.threads import single_worker
+from thinwire.replica.replica import Replica
+from thinwire.worker.handshake import agree, fingerprint, first_difference, gather_texts
 
 Setup = dict[str, Any]
 
@@ -217,3 +219,20 @@ def test_texts_of_one_worker_come_back() -> None:
         return gather_texts(comm, b"alone", torch.device("cpu")) + gather_texts(comm, b"", torch.device("cpu"))
 
     assert run_threads(1, work) == [[b"alone", b""]]
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 10, 37])
+def test_a_fingerprint_sees_any_two_values_that_have_changed_places_and_changes_that_cancel(n: int) -> None:
+    def number(bits: list[int]) -> int:
+        x = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+        return fingerprint([Replica(x, torch.empty(0), single_worker(), lr=lambda: 0.1)])
+
+    bits = [1000 + 7 * i for i in range(n)]
+    for i in range(n):
+        for j in range(i):
+            swapped, cancelling = list(bits), list(bits)
+            swapped[i], swapped[j] = bits[j], bits[i]
+            cancelling[i] += 1
+            cancelling[j] -= 1
+            assert number(bits) not in (number(swapped), number(cancelling))
+    assert number(bits) == number(list(bits))

@@ -150,14 +150,22 @@ def test_states_of_different_steps_are_found_at_the_next_average() -> None:
     assert found == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 2
 
 
-def test_a_rank_whose_parameters_have_changed_is_named() -> None:
+def moved(x: Tensor) -> None:
+    x[0] += 1e-3
+
+
+def swapped(x: Tensor) -> None:
+    x[:2] = x[:2].flip(0)
+
+
+@pytest.mark.parametrize("change", [moved, swapped])
+def test_a_rank_whose_parameters_have_changed_is_named(change: Callable[[Tensor], None]) -> None:
     def train(comm: Comm) -> None:
         worker = attach(comm, AllReduce())
         steps(worker, batches(comm.rank, 2))
         if comm.rank == 2:
-            flat(worker.model)
             with torch.no_grad():
-                next(worker.model.parameters()).view(-1)[0] += 1e-3
+                change(next(worker.model.parameters()).view(-1))
         with worker.consensus():
             pass
 

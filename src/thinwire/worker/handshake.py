@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from math import isqrt
 
 import torch
 from torch import Tensor, nn
@@ -55,12 +56,24 @@ def equal_on_all(comm: Comm, x: Tensor) -> bool:
 
 
 def fingerprint(replicas: Iterable[Replica]) -> int:
-    """A number of the parameters' bits."""
+    """A number of the parameters' bits, another one also where values have changed places."""
     total = 0
     for replica in replicas:
         if not replica.x.is_meta:
-            total = 31 * total + int(replica.x.view(_INTEGERS[replica.x.element_size()]).sum(dtype=torch.int64))
+            total = 31 * total + _number_of(replica.x.view(_INTEGERS[replica.x.element_size()]))
     return total % (1 << 63)
+
+
+def _number_of(bits: Tensor) -> int:
+    # With the vector as a square, every row and column has a random weight: two changes that cancel in one sum are in
+    # two rows or in two columns. A weight for each element would need a second vector.
+    side = max(1, isqrt(bits.numel()))
+    rows = bits.numel() // side
+    square, rest = bits[: rows * side].view(rows, side), bits[rows * side :]
+    sums = torch.cat([square.sum(1, dtype=torch.int64), square.sum(0, dtype=torch.int64), rest.long()])
+    draw = torch.Generator().manual_seed(0)
+    weights = torch.randint(-(1 << 62), 1 << 62, sums.shape, generator=draw)
+    return int(weights.to(sums.device).mul_(sums).sum())
 
 
 def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], other: int) -> str:
