@@ -57,3 +57,9 @@ def check_lines() -> list[str]:
         loss = f"{found['losses'][-1]:.3f}" if found["losses"] else ""
         lines.append(f"| {link} | {found['racer']} | {told} | {whole} | {loss} | {found['curve_loss']:.3f} |")
     return lines
+
+
+def whole_runs() -> list[tuple[str, str, float]]:
+    """Of each check that was run its link, racer and seconds."""
+    checks = [found for link, own in WHERE if (found := result(check_name(link, own))) is not None]
+    return [(found["link"], found["racer"], found["seconds"][-1]) for found in checks if found["seconds"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import benchmarks.race as rule
 from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
 from benchmarks.race.bars import bars
-from benchmarks.race.checks import check_lines
+from benchmarks.race.checks import check_lines, whole_runs
 from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
 from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table
@@ -101,7 +101,11 @@ def _headline() -> str:
         ]
         lines.append(f"| {' | '.join(cells)} |")
     of = "one seed" if seeds == 1 else f"medians of {seeds} seeds"
-    return "\n".join([*lines, "", f"Held-out loss as low as DDP's after 240 steps; {of}.", ""])
+    told = f"Held-out loss as low as DDP's after 240 steps; {of}. Seconds are steps times those of a step."
+    if whole := whole_runs():
+        each = (f"{seconds:.0f} s at {_PLACES[link]} ({name})" for link, name, seconds in whole)
+        told += f" Whole runs of as many steps took {', '.join(each)}."
+    return "\n".join([*lines, "", told, ""])
 
 
 def _standing() -> str:

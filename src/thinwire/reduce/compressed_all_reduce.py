@@ -268,19 +268,13 @@ def _two_stage_mean(
 
     # Encode each piece. What is not finite is not encoded; `updated` becomes the new residual.
     finite, square = norm_if_finite(x)
-    if not finite:
-        payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
-    elif residuals is None:
-        payloads = [codec.encode(updated[cut], {}, draw) for cut, draw in zip(cuts, keys.own, strict=True)]
-    elif undo:
-        payloads = codec.encode_pieces_with_residual_(updated, residuals[0], cuts, keys.own)
+    if finite:
+        payloads = _encoded(codec, updated, residuals and residuals[0], cuts, keys.own, undo=undo)
     else:
-        # Only their sum counts, and the first of the two becomes what is left out.
-        payloads = codec.encode_pieces_with_residual_(residuals[0], updated, cuts, keys.own)
+        payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
     messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
     if not undo:
-        # The vector is needed no more.
-        x = updated = torch.empty(0, device=x.device)
+        x = updated = torch.empty(0, device=x.device)  # no reference to what is needed no more
 
     # All-to-all: each piece to the rank that is its server.
     scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
@@ -296,19 +290,8 @@ def _two_stage_mean(
     mean = updated[own] if undo else torch.empty(lengths[comm.rank], device=x.device)
     if finite and not problem:
         mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
-        draw = keys.means[comm.rank]
-        # Codes of finite vectors, and their sum, may overflow; then the step is skipped, and residuals stay finite.
-        finite = norm_if_finite(mean)[0]
-        if residuals is None:
-            code = server.encode(mean, {}, draw)
-        elif undo:
-            # `mean` becomes the server's new residual.
-            code = server.encode_with_residual_(mean, residuals[1], draw)
-        else:
-            code, mean = server.encode_with_residual_(residuals[1], mean, draw), residuals[1]
-        finite = finite and norm_if_finite(mean)[0]
+        code, mean, finite = _encoded_mean(server, mean, residuals and residuals[1], keys.means[comm.rank], undo=undo)
         payload[: code.nbytes].copy_(code.view(torch.uint8))
-        del code
 
     # All-gather: the mean of this rank's piece to all; or that a payload was no good, so that all raise together.
     header = header._replace(second_stage=True)
@@ -337,6 +320,29 @@ def _two_stage_mean(
         return x.fill_(torch.nan)
     server.decode_pieces_(payloads, updated, cuts, keys.means)
     return x if updated.data_ptr() == x.data_ptr() else x.copy_(updated)
+
+
+def _encoded(
+    codec: Codec, x: Tensor, residual: Tensor | None, cuts: Sequence[slice], keys: Sequence[int], *, undo: bool
+) -> list[Tensor]:
+    """The payloads of pieces of `x` plus the residual; `x`, or without `undo` that, becomes what they leave out."""
+    if residual is None:
+        return [codec.encode(x[cut], {}, key) for cut, key in zip(cuts, keys, strict=True)]
+    # Only their sum counts, and the first of the two becomes what is left out.
+    first, other = (x, residual) if undo else (residual, x)
+    return codec.encode_pieces_with_residual_(first, other, cuts, keys)
+
+
+def _encoded_mean(
+    server: Codec, mean: Tensor, residual: Tensor | None, key: int, *, undo: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """The payload of a piece's mean, what it leaves out (the server's new residual), and whether that is finite."""
+    # Codes of finite vectors, and their sum, may overflow; then the step is skipped, and residuals stay finite.
+    finite = norm_if_finite(mean)[0]
+    cuts = [slice(0, mean.numel())]
+    (payload,) = _encoded(server, mean, residual, cuts, [key], undo=undo)
+    left = mean if undo or residual is None else residual
+    return payload, left, finite and norm_if_finite(left)[0]
 
 
 def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:

@@ -79,7 +79,7 @@ def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float =
 
 
 def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, share: float = 1.0) -> Work[Tensor]:
-    r"""The mean over workers of `x`, as exactly as the codec sends it; a new vector, the same on all ranks.
+    r"""The mean over workers of `x`, as exactly as the codec sends it, the same on all ranks; not to be changed.
 
     An unbiased codec $C$ encodes differences from a common point $z$: $m = z + \frac1n \sum_j C(x_j - z)$. With error
     feedback differences are taken from the worker's own vector in its last message, $s_i$:
@@ -118,8 +118,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, shar
             r.state["error"].sub_(x)
     else:
         found = _coded_mean(r, delta, codec)
-    # In the message's memory, if it has the mean's dtype, since the caller may change it.
-    return found.then(lambda delta: delta.to(mean.dtype).copy_(mean.add_(delta)))
+    return found.then(mean.add_)
 
 
 def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:

@@ -266,7 +266,8 @@ class DiLoCo(OuterStep):
     def _end_round(self, r: Replica, where: Placement) -> None:
         """Take the outer step with the average that has arrived, and pull the worker to where it leads."""
         if (arrived := r.collect("average")) is not None:
-            average = arrived[0].to(r.state["anchor"])
+            # A mean that is tracked goes on to the next round as it is.
+            average = arrived[0].to(r.state["anchor"], copy=self.tracks_mean)
         elif self._averages_in_place and r.x.numel() and not r.postponed:
             average = self._average(r, where)
         else:
