@@ -38,10 +38,15 @@ def check_momentum(momentum: float) -> None:
         raise ConfigError(f"momentum={momentum}: must lie in [0, 1); 0.9 is usual")
 
 
-def refuse_momentum(optimizer: Optimizer, recipe: object) -> None:
+def refuse_momentum(optimizer: Optimizer, recipe: object, otherwise: str) -> None:
     """Refuse an optimizer with momentum under a strategy that has momentum itself.
 
     It is looked up by torch's names: `momentum` (SGD, RMSprop, Muon) and the first of `betas` (the Adam family).
+
+    Args:
+        optimizer: of the workers.
+        recipe: the strategy.
+        otherwise: what to use with this optimizer, for the error.
 
     Raises:
         ConfigError: with the value and what to use instead.
@@ -55,6 +60,6 @@ def refuse_momentum(optimizer: Optimizer, recipe: object) -> None:
             if value != 0:
                 raise ConfigError(
                     f"{type(optimizer).__name__}({name}={float(value):g}) under {recipe}: it has a momentum of its "
-                    f"own, so momentum would be applied twice; give the optimizer {instead}, or use "
-                    "Gossip(order='after'), which leaves momentum to the optimizer"
+                    f"own, so momentum would be applied twice; give the optimizer {instead}, or use {otherwise}, "
+                    "which leaves momentum to the optimizer"
                 )

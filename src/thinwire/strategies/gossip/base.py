@@ -50,7 +50,7 @@ class DecentralisedMomentum(Strategy):
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse a second momentum."""
-        refuse_momentum(optimizer, self)
+        refuse_momentum(optimizer, self, "Gossip(order='after')")
 
     def start(self, r: Replica) -> None:
         """Allocate the state; refuse parameters in which small differences are lost to rounding."""

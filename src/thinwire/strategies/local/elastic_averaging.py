@@ -116,7 +116,7 @@ class EASGD(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse a second momentum."""
         if self.momentum:
-            refuse_momentum(optimizer, self)
+            refuse_momentum(optimizer, self, f"EASGD(period={self.period}, momentum=0)")
 
     def start(self, r: Replica) -> None:
         """Allocate the centre, the workers' mean."""
