@@ -61,6 +61,18 @@ def test_a_vector_that_is_not_finite_makes_the_means_of_all_nan() -> None:
     assert all(error.isfinite().all() for _, error in found)
 
 
+def test_one_that_has_just_joined_adds_nothing_and_its_vector_stays() -> None:
+    def body(comm: Comm) -> Tensor:
+        comm.silent = frozenset({2})
+        x, state = torch.full((40,), 1.0 + comm.rank), {"error": torch.full((40,), -float(comm.rank))}
+        found = mean_from_residual(comm, x, ErrorFeedback(OneBit(40)), state).wait()
+        assert torch.equal(x, torch.full((40,), 1.0 + comm.rank))
+        assert not state["error"].any()
+        return found
+
+    assert all(torch.equal(found, torch.ones(40)) for found in run_threads(3, body))
+
+
 @pytest.mark.parametrize("advanced", [False, True])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_only_payloads_are_in_flight(codec: Codec, advanced: bool) -> None:

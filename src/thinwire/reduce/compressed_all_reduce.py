@@ -109,8 +109,10 @@ def mean_from_residual(
         key: of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
     """
-    count = count or _count_speaking(comm, x)
-    where = Place(0, x.numel())
+    if comm.rank in comm.silent:
+        # One that has just joined has nothing to add: with its residual this is zero.
+        x = residual_of(state, x).neg()
+    count, where = count or comm.size - len(comm.silent), Place(0, x.numel())
     return PendingMeans().launch(_two_stages_of(comm, x, codec, state, where, codec, key=key, count=count, undo=False))
 
 

@@ -79,7 +79,7 @@ def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float =
 
 
 def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, share: float = 1.0) -> Work[Tensor]:
-    r"""The mean over workers of `x`, as exactly as the codec sends it, the same on all ranks; not to be changed.
+    r"""The mean over workers of `x`, as exactly as the codec sends it, the same on all ranks.
 
     An unbiased codec $C$ encodes differences from a common point $z$: $m = z + \frac1n \sum_j C(x_j - z)$. With error
     feedback differences are taken from the worker's own vector in its last message, $s_i$:
@@ -91,7 +91,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, shar
 
     Differences from $z$ must not be fed back where $x_i$ keeps them: what a message leaves out is in the next
     difference once more, and residuals that add it again carry $z$ further beyond the workers the longer a codec holds
-    an element back.
+    an element back. A mean that is tracked is `mean` itself, which must not be changed.
 
     Args:
         r: the worker; with error feedback it keeps `mean` ($m$), and `error` ($e_i - s_i$) or `sent` ($s_i$).
