@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from benchmarks.paired import Step, Turns, start, take_turns
+from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns
 from thinwire import tasks
-from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.emulate import available
 
 WORKERS = 4
 LINKS: tuple[str | None, ...] = ("100mbit", "1gbit", None)
@@ -86,19 +86,7 @@ def work(rounds: int, *, steps: int = 2) -> None:
 
 def measured(link: str | None, rounds: int) -> dict[str, Turns]:
     """The contenders' turns over one link."""
-    lines: list[str] = []
-    command = [sys.executable, "-m", "benchmarks.compressed", "work", str(rounds)]
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout":
-            lines.append(line)
-
-    if link is None:
-        run_workers(command, WORKERS, on_line=keep, timeout=900)
-    else:
-        with Network(parse_links(link, WORKERS)) as network:
-            run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
-    found: dict[str, list[float]] = json.loads("".join(lines))
+    found = run_in_turns("compressed", WORKERS, "work", str(rounds), link=link)
     return {name: Turns(wall=each) for name, each in found.items()}
 
 

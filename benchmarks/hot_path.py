@@ -28,8 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
-from benchmarks.paired import Step, Turns, start, take_turns
-from thinwire.emulate import run_workers
+from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns
 
 _FED_BACK = "ErrorFeedback(Nearest(bits=4))"
 RECIPES = (
@@ -122,15 +121,8 @@ def work() -> None:
 
 def table() -> str:
     """Run two workers; returns a Markdown table."""
-    lines: list[str] = []
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout":
-            lines.append(line)
-
-    run_workers([sys.executable, "-m", "benchmarks.hot_path", "--worker"], 2, on_line=keep, timeout=600)
     rows = ["| recipe | µs a tensor | ns a parameter | bytes a parameter |", "| --- | ---: | ---: | ---: |"]
-    for recipe, found in json.loads("".join(lines)).items():
+    for recipe, found in run_in_turns("hot_path", 2, "--worker").items():
         many, large = found[f"{MANY[0]} tensors"], found[f"{LARGE[0]} tensors"]
         rows.append(f"| `{recipe}` | {_spread(many, 1e6)} | {_spread(large, 1e9)} | {found['bytes']:.2f} |")
     return "\n".join(rows) + "\n"

@@ -182,7 +182,7 @@ class DiLoCo(OuterStep):
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
         """One step of the outer optimizer, whose gradient is the displacement of the average."""
-        self.outer.step_(state["anchor"], average.neg_().add_(start), state)
+        self.outer.step_(state["anchor"], start - average, state)
 
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
         """As the base; and start the round of every fragment at the parameters, with nothing in flight."""
@@ -266,8 +266,7 @@ class DiLoCo(OuterStep):
     def _end_round(self, r: Replica, where: Placement) -> None:
         """Take the outer step with the average that has arrived, and pull the worker to where it leads."""
         if (arrived := r.collect("average")) is not None:
-            # A mean that is tracked goes on to the next round as it is.
-            average = arrived[0].to(r.state["anchor"], copy=self.tracks_mean)
+            average = arrived[0].to(r.state["anchor"])
         elif self._averages_in_place and r.x.numel() and not r.postponed:
             average = self._average(r, where)
         else:

@@ -98,7 +98,7 @@ class OuterStep(Wrapper):
         Args:
             state: this strategy's, by name.
             start: where the round started: the anchor, rounded to the parameters' dtype.
-            average: the workers' average at its end, on the anchor's device; may be overwritten.
+            average: the workers' average at its end, on the anchor's device.
         """
 
     def check(self, size: int) -> None:

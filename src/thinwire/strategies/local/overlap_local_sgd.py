@@ -164,7 +164,7 @@ class OverlapLocalSGD(Strategy):
 
     def _move_anchor_(self, r: Replica, mean: Tensor) -> None:
         anchor, velocity = r.state["anchor"], r.state["velocity"]
-        gap = torch.sub(mean, anchor, out=None if self.tracks_mean else mean)
+        gap = mean - anchor
         velocity.mul_(self.momentum).add_(gap)
         anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
 

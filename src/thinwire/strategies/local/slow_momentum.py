@@ -114,5 +114,5 @@ class SlowMo(OuterStep):
             anchor.copy_(average)
             return
         # Where the learning rate was zero the displacement is zero too, so any positive divisor gives zero.
-        state["slow"].mul_(self.momentum).addcdiv_(average.neg_().add_(start), torch.where(lr > 0, lr, 1.0))
+        state["slow"].mul_(self.momentum).addcdiv_(start - average, torch.where(lr > 0, lr, 1.0))
         anchor.addcmul_(state["slow"], lr, value=-self.lr)
