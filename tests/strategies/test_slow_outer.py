@@ -33,8 +33,11 @@ from thinwire import (
     Strategy,
     Streaming,
 )
+from thinwire.comm.threads import single_worker
+from thinwire.replica.replica import Replica
 from thinwire.runs.recipes import modules_of
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
+from thinwire.strategies.local.outer_step import OuterStep
 from thinwire.strategies.recipe import brief
 
 DOUBLE = torch.float64
@@ -316,3 +319,16 @@ def test_a_round_that_is_begun_anew_starts_at_the_parameters(strategy: Strategy)
 
     for x in thinwire.run_threads(2, work):
         assert torch.equal(x, torch.full_like(x, 5.0))
+
+
+@pytest.mark.parametrize("strategy", [DiLoCo(period=2), SlowMo(period=2)], ids=str)
+def test_an_outer_step_does_not_change_the_average_which_may_be_the_parameters(strategy: OuterStep) -> None:
+    r = Replica(torch.ones(3), torch.empty(0), single_worker(), lr=lambda: 0.1)
+    strategy.start(r)
+    average = torch.tensor([1.0, 2.0, 3.0])
+    if isinstance(strategy, SlowMo):
+        r.state["num_steps"] += 1
+        r.state["lr_sum"] += 0.1
+    strategy.step_(r.state, r.state["anchor"].clone(), average)
+    assert average.tolist() == [1.0, 2.0, 3.0]
+    assert not torch.equal(r.state["anchor"], torch.ones(3))
