@@ -297,7 +297,7 @@ CLAIM = Claim(
         f"seed, by more than {ERRORS} standard errors (less than that: within noise; not larger: does not hold)",
     },
     costs="where data are alike there is no bias to remove, and DmSGD does as well",
-    minutes=(40, 3),
+    minutes=(27, 3),
     earlier=(
         Earlier(
             f"points of rest: all within {EXACT:g} of their equations; bias: DmSGD's squared bias is above "
