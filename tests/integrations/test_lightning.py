@@ -119,6 +119,104 @@ def test_training_and_resuming_are_the_plain_loop_bit_for_bit(recipe: str, how: 
         assert all(found.values()), found
 
 
+class Logged:
+    """What is logged of bytes in a run."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int | None, float]] = []
+
+    def logger(self) -> Any:
+        from lightning.pytorch.loggers.logger import Logger
+
+        rows = self.rows
+
+        class Rows(Logger):
+            name, version = "rows", 0  # pyright: ignore[reportAssignmentType]
+
+            def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+                if "thinwire/bytes" in metrics:
+                    rows.append((step, metrics["thinwire/bytes_per_step"]))
+
+            def log_hyperparams(self, *given: Any, **more: Any) -> None:
+                """Nothing."""
+
+        return Rows()
+
+
+def fitted(how: str, recipe: str, savers: list[Any], **settings: Any) -> tuple[Any, list[tuple[int | None, float]]]:
+    import lightning.pytorch as pl
+    from lightning.pytorch.strategies import DDPStrategy
+
+    from thinwire.integrations.lightning import Callback, Strategy
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+
+        def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            return self.net(**batch)["loss"]  # not through the module's own forward
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return optimizer_of(self)
+
+    resume, logged = settings.pop("ckpt_path", None), Logged()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=Strategy(recipe) if how == "strategy" else DDPStrategy(),
+        callbacks=savers if how == "strategy" else [*savers, Callback(recipe)],
+        logger=logged.logger(),
+        log_every_n_steps=1,
+        enable_checkpointing=bool(savers),
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+        **settings,
+    )
+    trainer.fit(Module(), Batches(torch.distributed.get_rank()), ckpt_path=resume)
+    return trainer, logged.rows
+
+
+def features(folder: str) -> dict[str, Any]:
+    import warnings
+
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    warnings.simplefilter("ignore")
+    found: dict[str, Any] = {}
+    parameters = sum(x.numel() for x in Net().parameters())
+    for how in ("strategy", "callback"):
+        _, rows = fitted(how, "AllReduce()", [], max_steps=3, accumulate_grad_batches=4)
+        found[f"{how}: once a step"] = rows == [(step, 4.0 * parameters) for step in (1, 2, 3)]
+    # So that weights tell whether they are those that workers agree on.
+    thinwire.LocalSGD.consensus = lambda self, r: torch.full_like(r.x, 7.0)  # type: ignore[method-assign]
+    alone = ModelCheckpoint(f"{folder}/alone", filename="x", every_n_train_steps=1, save_weights_only=True)
+    whole = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last="link")
+    trainer, _ = fitted("strategy", "LocalSGD(period=2)", [alone, whole], max_steps=4)
+    found["the strategy's method is its own again"] = "lightning_module_state_dict" not in vars(trainer.strategy)
+    for path in (f"{folder}/alone/x.ckpt", f"{folder}/step=2.ckpt"):
+        saved = torch.load(path, weights_only=True)["state_dict"]
+        found[path] = saved and all(bool((x == 7).all()) for x in saved.values())
+    torch.distributed.barrier()
+    whole = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last="link")
+    trainer, _ = fitted("strategy", "LocalSGD(period=2)", [whole], max_steps=6, ckpt_path=f"{folder}/last.ckpt")
+    found["a link is resumed"] = Path(f"{folder}/last.ckpt").is_symlink() and trainer.global_step == 6
+    # A name that is used again holds the last state alone.
+    for steps in (6, 4):
+        same = ModelCheckpoint(f"{folder}/same", "x", every_n_train_steps=2, enable_version_counter=False)
+        fitted("strategy", "LocalSGD(period=2)", [same], max_steps=steps)
+        torch.distributed.barrier()
+        states = [each.name for each in Path(folder, "same", "x.ckpt.workers", "thinwire").iterdir()]
+        found[f"one state after {steps} steps"] = states == [f"step-{steps:08d}"]
+    return found
+
+
+def test_what_lightning_does_besides_training(tmp_path: Path) -> None:
+    for found in run_processes(2, features, str(tmp_path), seconds=110):
+        assert all(found.values()), found
+
+
 def with_a_hook(folder: str) -> bool:
     import warnings
 

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain, count
 from typing import Any, cast
 
 from torch import nn
 
 from thinwire.integrations.loggers import log_to
-from thinwire.integrations.session import Session, needs, plain_model
+from thinwire.integrations.session import FOLDER, Session, needs, plain_model
 from thinwire.strategies.base import Strategy
 from thinwire.worker.worker import Worker
 
@@ -31,8 +32,9 @@ class _Trackers:
 class _Loaded:
     """What an accelerator loads last: from there on the worker's own state counts."""
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, session: Session, place: str) -> None:
         self._session = session
+        self.place = place
         self.folder = ""
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,6 +61,7 @@ def attach(
     `accelerator.save_state(folder)` saves the weights that all workers agree on and every rank's own state,
     `accelerator.load_state(folder)` goes on from it bit for bit, `accelerator.accumulate(model)` sends one gradient a
     step, and bytes and waits go to the trackers that `init_trackers` has opened. Evaluate within `worker.consensus()`.
+    Where several models are trained, attach to each, in the same order when training is resumed.
 
     Args:
         accelerator: the `Accelerator`.
@@ -72,8 +75,11 @@ def attach(
         ConfigError: as `thinwire.attach` does.
         CheckpointError: `load_state` of a folder that was saved without a worker.
     """
-    session = Session(model, optimizer, strategy, options, syncs=lambda: bool(accelerator.sync_gradients))
-    worker, loaded = session.worker, _Loaded(session)
+    # Attached in the same order, each of several models finds its own state again.
+    taken = {each.place for each in accelerator._custom_objects if isinstance(each, _Loaded)}
+    place = next(each for each in chain((FOLDER,), (f"{FOLDER}-{i}" for i in count(2))) if each not in taken)
+    session = Session(model, optimizer, strategy, options, place=place, syncs=lambda: bool(accelerator.sync_gradients))
+    worker, loaded = session.worker, _Loaded(session, place)
 
     def before_save(models: list[nn.Module], weights: list[Mapping[str, Any]], folder: str) -> None:
         with worker.consensus() as agreed:
@@ -91,6 +97,7 @@ def attach(
     worker.undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
     worker.undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
     accelerator.register_for_checkpointing(loaded)
+    worker.undo.callback(accelerator._custom_objects.remove, loaded)
     if accelerator.is_main_process:
         log_to(worker, _Trackers(accelerator), every=log_every)
     return worker

@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+
+from torch import Tensor
 
 from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.strategies.base import Strategy as Recipe
@@ -32,21 +35,36 @@ class Callback(pl.Callback):
         self.strategy = strategy
         self.options = options
         self.session: Session | None = None
+        self._logged = 0
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizer, and let checkpoints hold every rank's state."""
         optimizer = plain_optimizer(trainer.optimizers)
         options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
-        loop = trainer.fit_loop.epoch_loop
-        syncs = lambda: not loop._should_accumulate()  # noqa: E731
-        self.session = session = Session(pl_module, optimizer, self.strategy, options, syncs=syncs)
+        self.session = session = Session(pl_module, optimizer, self.strategy, options)
+        self._logged = trainer.global_step
+        strategy = trainer.strategy
+        own_weights = strategy.lightning_module_state_dict
+
+        def agreed_weights() -> dict[str, Any]:
+            # Also where only weights are saved; within validation they are held already, and stay so.
+            held = session.holding
+            session.hold()
+            try:
+                return {name: x.clone() if isinstance(x, Tensor) else x for name, x in own_weights().items()}
+            finally:
+                if not held:
+                    session.release()
+
+        strategy.lightning_module_state_dict = agreed_weights
+        session.worker.undo.callback(vars(strategy).pop, "lightning_module_state_dict", None)
 
         def finish() -> None:
             # After the last checkpoint, and before the module leaves its device.
             self.session = None
             session.finish()
 
-        before = partial(session.call_before, trainer.strategy)
+        before = partial(session.call_before, strategy)
         before("save_checkpoint", lambda checkpoint, filepath, *_, **__: session.save(f"{filepath}.workers"))
         before("remove_checkpoint", lambda path: session.remove(f"{path}.workers"))
         before("teardown", finish)
@@ -54,7 +72,13 @@ class Callback(pl.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue where `fit` was given a checkpoint."""
         if self.session is not None and trainer.ckpt_path is not None:
-            self.session.load(f"{trainer.ckpt_path}.workers")
+            # Of `save_last="link"` too.
+            self.session.load(f"{os.path.realpath(trainer.ckpt_path)}.workers")
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """Send gradients in the last of the batches that a step accumulates."""
+        if self.session is not None and self.session.worker.backward is not None:
+            self.session.worker.backward.syncing = not trainer.fit_loop.epoch_loop._should_accumulate()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validate the model that all workers agree on."""
@@ -69,17 +93,12 @@ class Callback(pl.Callback):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log bytes and waits as often as the Trainer logs."""
         step = trainer.global_step
-        if self.session is not None and trainer.loggers and step and step % trainer.log_every_n_steps == 0:
+        due = step % trainer.log_every_n_steps == 0 and step != self._logged  # a step may have several batches
+        if self.session is not None and trainer.loggers and due:
+            self._logged = step
             figures = self.session.figures()
             for logger in trainer.loggers:
                 logger.log_metrics(figures, step=step)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Put the weights that all workers agree on into the checkpoint."""
-        if self.session is not None:
-            self.session.hold()
-            checkpoint["state_dict"] = {name: x.clone() for name, x in pl_module.state_dict().items()}
-            self.session.release()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for nobody: the other workers may have failed too."""

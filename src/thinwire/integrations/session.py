@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.strategies.base import Strategy
+from thinwire.worker.checkpoint import remove_others
 from thinwire.worker.worker import Worker, attach
 
 FOLDER = "thinwire"
@@ -99,6 +100,7 @@ class Session:
         optimizer: the tool's.
         strategy: the recipe.
         options: more for `attach`.
+        place: the subfolder for every rank's state in the tool's checkpoint folders.
         syncs: asked before each forward pass in training whether its gradient is the last of the step, where the tool
             accumulates gradients.
     """
@@ -110,13 +112,15 @@ class Session:
         strategy: Strategy | str,
         options: dict[str, Any],
         *,
+        place: str = FOLDER,
         syncs: Callable[[], bool] | None = None,
     ) -> None:
         scaler = getattr(optimizer, "scaler", None)
         settings: dict[str, Any] = {"inside_ddp": "mute", "scaler": scaler, **options}
         self.worker: Worker = attach(plain_model(model), plain_optimizer(optimizer), strategy, **settings)
+        self._place = place
         self._held = ExitStack()
-        self._holding = False
+        self.holding = False
         self.figures = figures_of(self.worker)
         if syncs is not None:
 
@@ -147,20 +151,21 @@ class Session:
 
     def hold(self) -> None:
         """Put the consensus model in place until `release`; every rank must call."""
-        if not self._holding:
-            self._holding = True
+        if not self.holding:
+            self.holding = True
             self._held.enter_context(self.worker.consensus())
 
     def release(self) -> None:
         """Put this worker's own parameters back, where `hold` was called."""
-        if self._holding:
-            self._holding = False
+        if self.holding:
+            self.holding = False
             self._held.close()
 
     def save(self, folder: str | Path) -> None:
-        """Write every rank's state into a checkpoint folder of the tool."""
+        """Write every rank's state into a checkpoint folder of the tool, in place of any that was there."""
         self.release()
-        self.worker.save(Path(folder) / FOLDER, keep=None)
+        # The tool's checkpoint is one: states beside it are of what had its name before.
+        remove_others(self.worker, self.worker.save(Path(folder) / self._place, keep=None))
 
     def remove(self, folder: str | Path) -> None:
         """Remove a checkpoint folder that `save` alone has written; every rank may call."""
@@ -174,7 +179,7 @@ class Session:
             CheckpointError: it was saved without thinwire, or does not fit.
         """
         try:
-            self.worker.load(Path(folder) / FOLDER)
+            self.worker.load(Path(folder) / self._place)
         except CheckpointError as error:
             raise CheckpointError(
                 f"{error}. The tool's own checkpoint holds the weights that workers agree on"
@@ -182,11 +187,14 @@ class Session:
 
     def finish(self, *, agree: bool = True) -> None:
         """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call."""
-        self.release()
+        model = self.worker.model
         if agree:
-            with self.worker.consensus() as model:
-                kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
-            with torch.no_grad():
-                for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
-                    x.copy_(y)
+            self.release()
+            self.hold()
+        # What was loaded while the consensus was held would be undone with it.
+        kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
+        self.release()
+        with torch.no_grad():
+            for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
+                x.copy_(y)
         self.worker.detach()

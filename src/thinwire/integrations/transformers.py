@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
+from thinwire.integrations.loggers import TensorBoard, WandB
 from thinwire.integrations.session import FOLDER, Session, needs
 from thinwire.strategies.base import Strategy
 
@@ -26,6 +29,9 @@ class Callback(TrainerCallback):
     `train(resume_from_checkpoint=...)` goes on from it bit for bit. After training the model is that which all agree
     on. Bytes and waits are added to the logs: to `state.log_history`, and to TensorBoard and W&B where `report_to`
     names them.
+
+    Put it last in the list of callbacks: of an evaluation or a checkpoint that another one asks for behind it, it
+    learns too late, and raises `ConfigError`.
 
     Args:
         strategy: the recipe, as an object or as text.
@@ -48,12 +54,19 @@ class Callback(TrainerCallback):
             args.average_tokens_across_devices = False
         if self.session is not None:
             self.session.worker.undo.close()  # of a training that an error has ended
+        if getattr(state, "is_hyper_param_search", False) and args.save_strategy != "no":
+            raise ConfigError(
+                f"hyperparameter_search with save_strategy={args.save_strategy!r}: each trial saves in a folder "
+                'that callbacks are not told, so that workers\' states would lie elsewhere; set save_strategy="no"'
+            )
         syncs = GradientState()
         self.session = Session(
             more["model"], more["optimizer"], self.strategy, self.options, syncs=lambda: bool(syncs.sync_gradients)
         )
         if state.global_step > 0:
-            self.session.load(self._folder_of(args, state.global_step))
+            self.session.load(self._folder_of(args, state))
+        if getattr(args, "eval_on_start", False):
+            self.session.hold()
         self._loggers = _loggers_of(args) if state.is_world_process_zero else []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
@@ -67,7 +80,13 @@ class Callback(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Save every rank's own state beside the Trainer's."""
         if self.session is not None:
+            self._check_agreed("a checkpoint")
             self.session.save(f"{args.output_dir}/checkpoint-{state.global_step}")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Refuse an evaluation of this worker's own parameters."""
+        if self.session is not None:
+            self._check_agreed("an evaluation")
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Training goes on with the worker's own parameters, whatever other callbacks did."""
@@ -91,26 +110,54 @@ class Callback(TrainerCallback):
         if self.session is not None:
             self.session.finish(agree=not (args.load_best_model_at_end and state.best_model_checkpoint))
             self.session = None
+        for logger in self._loggers:
+            if isinstance(logger, TensorBoard):
+                logger.close()
+        self._loggers = []
 
-    def _folder_of(self, args: Any, step: int) -> str:
-        given = args.resume_from_checkpoint
-        places = [self.resume_from, given if isinstance(given, str) else None, f"{args.output_dir}/checkpoint-{step}"]
-        for place in places:
-            if place and (Path(place) / FOLDER).is_dir():
-                return place
+    def _check_agreed(self, what: str) -> None:
+        if self.session is not None and not self.session.holding:
+            raise ConfigError(
+                f"a callback behind thinwire's asked for {what}, which got the parameters of one worker and not those "
+                "that all agree on; put thinwire's Callback last in the list of callbacks"
+            )
+
+    def _folder_of(self, args: Any, state: Any) -> str:
+        """The checkpoint that the Trainer has loaded, of which a callback is told its contents and not its place."""
+        given, step = args.resume_from_checkpoint, state.global_step
+        named = [self.resume_from, given if isinstance(given, str) else None, f"{args.output_dir}/checkpoint-{step}"]
+        fits = {os.path.realpath(each): each for each in named if each and _is_of(Path(each), state)}
+        if self.resume_from in fits.values():
+            return str(self.resume_from)
+        if len(fits) == 1:
+            return next(iter(fits.values()))
         raise ConfigError(
-            f"the Trainer resumes at step {step}, and {places[-1]} holds no state of the workers; pass "
-            "Callback(..., resume_from=folder) if the checkpoint lies elsewhere"
+            f"the Trainer resumes at step {step}, and "
+            + (
+                f"{' and '.join(fits.values())} both fit"
+                if fits
+                else f"{named[-1]} holds no state of the workers there"
+            )
+            + "; pass Callback(..., resume_from=folder), the folder that train(resume_from_checkpoint=...) was given"
         )
 
 
-def _loggers_of(args: Any) -> list[Any]:
-    from thinwire.integrations.loggers import TensorBoard, WandB
+def _is_of(folder: Path, state: Any) -> bool:
+    """Whether a checkpoint folder has the workers' state, and is what a Trainer's state was loaded from."""
+    try:
+        told = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    same = told["global_step"] == state.global_step and told["log_history"] == json.loads(json.dumps(state.log_history))
+    return same and (folder / FOLDER).is_dir()
 
+
+def _loggers_of(args: Any) -> list[Any]:
     found: list[Any] = []
     names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
     if "tensorboard" in names:
-        found.append(TensorBoard(getattr(args, "logging_dir", None) or f"{args.output_dir}/runs/thinwire"))
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or getattr(args, "logging_dir", None)
+        found.append(TensorBoard(Path(folder or f"{args.output_dir}/runs/thinwire").expanduser()))
     if "wandb" in names:
         found.append(WandB())
     return found

@@ -90,6 +90,14 @@ def _prune(worker: WorkerState, folder: Path, step: int, keep: int | None) -> No
                 RankFile(home, worker.comm.rank).remove()
 
 
+def remove_others(worker: WorkerState, home: Path) -> None:
+    """Remove this rank's parts of the checkpoints beside one: earlier and later, whole or not."""
+    with suppress(OSError, ValueError, LookupError):
+        for _, other in _steps(home.parent):
+            if other != home:
+                RankFile(other, worker.comm.rank).remove()
+
+
 def _refuse_non_finite(worker: WorkerState) -> None:
     bad = [
         segment.name

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What trainers do besides training, with one worker: best models, callbacks in any order, several models."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from tests.integrations.small import Net, Rows, optimizer_of, weights
+from thinwire.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def left_as_it_was() -> Iterator[None]:
+    """Trainers set environment variables, and leave their process group."""
+    before = dict(os.environ)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+
+
+# -- Hugging Face Trainer ----------------------------------------------------------------------------------------------
+
+
+def trained(folder: Path, *callbacks: Any, resume: str | None = None, seed: int = 1, **settings: Any) -> Any:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from transformers import Trainer, TrainingArguments
+
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        per_device_train_batch_size=4,
+        learning_rate=0.05,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        dataloader_pin_memory=False,
+        seed=seed,
+        **{"max_steps": 4, "logging_steps": 1, "save_strategy": "no", **settings},
+    )
+    scores = iter(range(100, 0, -1))
+    trainer = Trainer(
+        Net(),
+        arguments,
+        train_dataset=Rows(),
+        eval_dataset=Rows(8),
+        callbacks=list(callbacks),
+        compute_metrics=lambda _: {"score": next(scores)},
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def asks_at(step: int, *, stops: bool) -> Any:
+    from transformers import TrainerCallback
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            if state.global_step == step:
+                control.should_evaluate, control.should_training_stop = True, stops
+
+    return Asks()
+
+
+def test_the_best_model_stays_where_the_last_evaluation_was_not_saved(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from safetensors.torch import load_file
+
+    from thinwire.integrations.transformers import Callback
+
+    every = {
+        f"{what}_{name}": value for what in ("eval", "save") for name, value in (("strategy", "steps"), ("steps", 4))
+    }
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "score", "greater_is_better": True}
+    trainer = trained(tmp_path, asks_at(6, stops=True), Callback("LocalSGD(period=2)"), max_steps=40, **every, **best)
+    assert trainer.state.global_step == 6 and trainer.state.best_global_step == 4
+    saved = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(x, saved[name]) for name, x in trainer.model.state_dict().items())
+
+
+def test_an_evaluation_asked_for_behind_the_callback_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from thinwire.integrations.transformers import Callback
+
+    with pytest.raises(ConfigError, match=r"an evaluation, which got the parameters of one worker.*last in the list"):
+        trained(tmp_path, Callback("LocalSGD(period=2)"), asks_at(2, stops=False))
+    trained(tmp_path, Callback("LocalSGD(period=2)"), eval_on_start=True, eval_strategy="steps", eval_steps=2)
+
+
+def test_resuming_takes_the_checkpoint_that_the_trainer_has_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from thinwire.integrations.transformers import Callback
+
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    for name, seed in (("a", 1), ("b", 2)):
+        trained(tmp_path / name, Callback("LocalSGD(period=2)"), max_steps=2, seed=seed, **saving)
+    there = str(tmp_path / "a" / "checkpoint-2")
+    with pytest.raises(ConfigError, match="checkpoint-2 holds no state of the workers there; pass Callback"):
+        trained(tmp_path / "b", Callback("LocalSGD(period=2)"), resume=there, **saving)
+    callback = Callback("LocalSGD(period=2)", resume_from=there)
+    trained(tmp_path / "b", callback, resume=there, **saving)
+    # The same script goes on later from what it has saved itself.
+    steps: list[int] = []
+    callback = Callback("LocalSGD(period=2)", resume_from=there)
+    begin = callback.on_train_begin
+
+    def noted(*given: Any, **more: Any) -> None:
+        begin(*given, **more)
+        assert callback.session is not None
+        steps.append(callback.session.worker.step)
+
+    callback.on_train_begin = noted  # type: ignore[method-assign]
+    trained(tmp_path / "b", callback, resume=str(tmp_path / "b" / "checkpoint-4"), max_steps=6, **saving)
+    assert steps == [4]
+
+
+# -- Accelerate --------------------------------------------------------------------------------------------------------
+
+
+def test_several_models_each_find_their_own_state_again(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    from accelerate import Accelerator
+
+    from thinwire.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+
+    def prepared(seed: int) -> tuple[Any, Any]:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 1)
+        return accelerator.prepare(model, optimizer_of(model))
+
+    first, second = prepared(1), prepared(2)
+    workers = [attach(accelerator, *each, "LocalSGD(period=2)") for each in (first, second)]
+    before = [weights(model) for model, _ in (first, second)]
+    accelerator.save_state(str(tmp_path))
+    for model, _ in (first, second):
+        nn.init.zeros_(model.weight)
+    accelerator.load_state(str(tmp_path))
+    for (model, _), kept in zip((first, second), before, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(weights(model), kept, strict=True))
+    # Attached again, it is the same place again, and what was detached is asked for nothing.
+    workers[0].detach()
+    workers[0] = attach(accelerator, *first, "SlowMo(period=2)")
+    accelerator.save_state(str(tmp_path))
+    accelerator.load_state(str(tmp_path))
+    for worker in workers:
+        worker.detach()
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["thinwire", "thinwire-2"]
