@@ -126,7 +126,7 @@ def test_other_numbers_of_workers_have_steps_and_no_target(raced: Path) -> None:
     section = text[text.index("## 20 Mbit, 8 workers") :]
     assert "held-out target" not in section[: section.index("\n## ")]
     assert "| Overlap-4bit (thinwire) | 0.640 (0.540 to 0.740) | 94% | 0.040 |" in section
-    assert "| the wall: nothing is sent | 0.600 (0.500 to 0.700) |" in section
+    assert "| `Local()`: nothing is sent | 0.600 (0.500 to 0.700) |" in section
     assert "| 20 Mbit | 8 |" not in text
 
 

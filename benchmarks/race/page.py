@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import benchmarks.race as rule
 from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
 from benchmarks.race.bars import bars
 from benchmarks.race.checks import check_lines, whole_runs
-from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of
+from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of, named
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
 from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table
 from thinwire.strategies.recipe import parse
@@ -24,7 +25,10 @@ same model, parameters and batches. How long does each take until the held-out l
 A GPT of 6.5 M parameters (size `6m`) learns text; and on one link a ResNet learns pictures.
 
 This page is written by `python -m benchmarks.race page` from the rule and the committed results; what has no result
-says "not run".
+says "not run". The processor of this virtual machine was up to a fifth faster in one minute than in another, and
+methods are timed minutes apart: a step that seems faster than one of `Local()`, which sends nothing, is one of another
+minute, and differences of a tenth between rows decide nothing. In the rule at the end a racer is a method, and the wall
+is the step of `Local()`.
 """
 _TRIED = """## What was tried and did not help
 
@@ -105,7 +109,18 @@ def _headline() -> str:
     if whole := whole_runs():
         each = (f"{seconds:.0f} s at {_PLACES[link]} ({name})" for link, name, seconds in whole)
         told += f" Whole runs of as many steps took {', '.join(each)}."
+        took = {(link, name): seconds for link, name, seconds in whole}
+        told += "".join(f" {words}" for words in _ratios_by_whole_runs(took))
     return "\n".join([*lines, "", told, ""])
+
+
+def _ratios_by_whole_runs(took: Mapping[tuple[str, str], float]) -> Iterator[str]:
+    """On a link on which a peer was run as a whole too, how much later it was."""
+    for link in dict.fromkeys(link for link, _ in took):
+        own = [seconds for (where, name), seconds in took.items() if where == link and named(name).whose == "thinwire"]
+        for (where, name), seconds in took.items():
+            if where == link and own and named(name).whose != "thinwire":
+                yield f"So by whole runs {name} took {seconds / own[0]:.2f} times as long at {_PLACES[link]}."
 
 
 def _standing() -> str:
@@ -269,8 +284,7 @@ def _commands() -> str:
     return f"""## Machine and commands
 
 {when} Workers are processes with one thread each, in network namespaces of one machine, behind emulated links. It is a
-virtual machine, whose processor was up to a fifth faster in one minute than in another: a step that seems faster than
-the wall is one of another minute, and differences of a tenth between rows decide nothing.
+virtual machine.
 
 `make race` runs everything that is missing, and goes on where it was stopped; `python -m benchmarks.race next` makes
 one result, `python -m benchmarks.race left` says how long is left, `python -m benchmarks.race table` prints all columns

@@ -214,7 +214,7 @@ COLUMNS: dict[str, Callable[[Row, Row], str]] = {
     "steps": lambda row, _: _spread(Spread.of(row.steps), "{:.0f}".format),
     "seconds to the training target": lambda row, _: _spread(row.seconds_to(row.training_steps), "{:.0f}".format),
     "seconds a step": lambda row, _: _spread(Spread.of(row.blocks), "{:.3f}".format),
-    "of the wall's speed": lambda row, _: _cell(row.of_wall, "{:.0%}".format),
+    "speed relative to `Local()`": lambda row, _: _cell(row.of_wall, "{:.0%}".format),
     "exposed seconds a step": lambda row, _: _cell(row.exposed, "{:.3f}".format),
     "payload, MB a step": lambda row, _: _cell(row.payload, _megabytes),
     # Without a link nothing counts them.
@@ -252,7 +252,7 @@ def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS), *, t
     wall = _row(LOCALS[task], link, workers, _times(LOCALS[task], link, workers))
     if wall.seconds is not None:
         cells = [COLUMNS[name](wall, ddp) if name in STEP else "" for name in columns]
-        lines.append(f"| the wall: nothing is sent | {' | '.join(cells)} |")
+        lines.append(f"| `Local()`: nothing is sent | {' | '.join(cells)} |")
     raced = [row for row in found if row.racer.headline or (link, workers) == OTHERS_RACE_AT]
     absent = [row.racer.name for row in raced if row.seconds is None and row.failed is None]
     failed = [f"{row.racer.name} failed: {row.failed}" for row in found if row.failed is not None]
