@@ -45,7 +45,8 @@ def test_where_gradients_stay_alike_parameters_move_by_the_effective_rate(
         for step in range(ROUNDS * PERIOD):
             if step == (ROUNDS - 10) * PERIOD:
                 before = model[0].detach().clone()
-            model[0].grad = torch.ones_like(model[0])
+            optimizer.zero_grad()
+            model[0].sum().backward()
             optimizer.step()
         return before - model[0].detach()
 

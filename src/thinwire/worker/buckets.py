@@ -276,6 +276,33 @@ class Backward:
             # Within the backward pass nothing can be done about it.
             self._lost = type(error), str(error)
 
+    def refuse_own_gradients(self) -> None:
+        """Refuse a step with gradients of this rank's own, which no pass has exchanged.
+
+        Raises:
+            ConfigError: on all ranks.
+        """
+        if self.exchanged or self.skips_steps:
+            return
+        # Those of the last exchange are views of the vector, also when a second step is taken with them.
+        own = [
+            name
+            for (p, view), name in zip(self._gradients(), self.names, strict=False)
+            if p.grad is not None and not is_sharded(p) and not _lies_in(p.grad, view)
+        ]
+        if own:
+            self._comm.raise_on_all(
+                ConfigError(
+                    f"{self._here}: optimizer.step() with a gradient of {own[0]} that no backward pass has exchanged, "
+                    "so that workers would train apart: it was computed before attach or in no_sync(), or set by hand; "
+                    "call zero_grad() after attach, and let the last pass of a step run outside of no_sync()"
+                )
+            )
+
+    def _gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for bucket in self.buckets:
+            yield from zip(bucket.parameters, bucket.gradients, strict=True)
+
     def flush(self) -> None:
         """Send the remaining buckets, wait for all of them, and put the exchanged gradients in place.
 
@@ -458,6 +485,10 @@ class Backward:
         for parameter, count in zip(parameters, counts.tolist(), strict=True):
             if not count and state == _ENDED:
                 parameter.grad = None
+
+
+def _lies_in(grad: Tensor, view: Tensor) -> bool:
+    return grad.layout == torch.strided and grad.data_ptr() == view.data_ptr()
 
 
 def _in_reentrant_checkpoint() -> bool:

@@ -13,6 +13,8 @@ from thinwire.worker.state import WorkerState
 def share_skips(worker: WorkerState) -> None:
     """Make an overflow on one rank skip the step on all ranks, as the GradScaler for sharded models does."""
     scaler, strategy = worker.scaler, worker.strategy
+    if scaler is not None and scaler.is_enabled() and strategy.reads_gradient:
+        _unscale_before_step(worker)
     if scaler is None or worker.comm.size == 1 or worker.shares_skips:
         return
     # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.
@@ -36,3 +38,11 @@ def share_skips(worker: WorkerState) -> None:
 
     scaler._unscale_grads_ = unscale_together  # pyright: ignore[reportPrivateUsage]
     worker.undo.callback(restore)
+
+
+def _unscale_before_step(worker: WorkerState) -> None:
+    """Keep a scaler from leaving the gradient scaled for a fused optimizer, where the strategy reads it first."""
+    optimizer = worker.optimizer
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer._step_supports_amp_scaling = False  # pyright: ignore[reportAttributeAccessIssue]
+        worker.undo.callback(setattr, optimizer, "_step_supports_amp_scaling", True)

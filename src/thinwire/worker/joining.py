@@ -22,7 +22,12 @@ class _End:
 _END = _End()
 
 
-def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[], None]) -> Iterator[Batch]:
+def join(
+    worker: WorkerState,
+    batches: Iterable[Batch],
+    before_step: Callable[[], object],
+    after_step: Callable[[], object],
+) -> Iterator[Batch]:
     """Yield this rank's batches, then take the steps for which other ranks still have data."""
     if evaluates_several_gradients(worker.optimizer):
         raise ConfigError(
@@ -54,7 +59,7 @@ def join(worker: WorkerState, batches: Iterable[Batch], after_step: Callable[[],
                 return
             _set_active(worker, active)
             if isinstance(batch, _End):
-                step_without_batch(worker)
+                step_without_batch(worker, before_step)
                 after_step()
             else:
                 yield batch
@@ -69,16 +74,18 @@ def _set_active(worker: WorkerState, active: int) -> None:
         replica.active = active
 
 
-def step_without_batch(worker: WorkerState) -> None:
+def step_without_batch(worker: WorkerState, before_step: Callable[[], object] = lambda: None) -> None:
     """Take one step without a gradient of this rank's own; where gradients are exchanged, with the others' mean."""
     worker.optimizer.zero_grad(set_to_none=True)
     if worker.backward is not None:
         worker.backward.flush()
     if worker.scaler is None:
+        before_step()
         worker.optimizer.step()
     else:
         # A scaler sets itself up with the first loss, which this rank may never have had.
         worker.scaler.scale(torch.zeros((), device=worker.replicas[0].x.device))
+        before_step()
         worker.scaler.step(worker.optimizer)
         worker.scaler.update()
     worker.optimizer.zero_grad(set_to_none=True)

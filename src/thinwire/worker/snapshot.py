@@ -243,7 +243,8 @@ def check_identity(worker: WorkerState, theirs: Mapping[str, Any], *, ranks: boo
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
         if ours[name] != theirs[name] and (ranks or name not in (SIZE, RANK)):
-            raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run")
+            fix = '; attach with that of the checkpoint, also where it was "auto"' * (name == "the strategy")
+            raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run{fix}")
 
 
 def is_count(value: object) -> bool:

@@ -21,7 +21,7 @@ from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.compatibility import check_start
-from thinwire.worker.handshake import equal_on_all
+from thinwire.worker.handshake import agree, describe_tensor, equal_on_all
 from thinwire.worker.parameters import by_kind, learning_rate, vectors_of
 from thinwire.worker.state import WorkerState
 
@@ -114,8 +114,17 @@ def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: 
 
 
 def average_buffers(worker: WorkerState) -> None:
-    """Replace buffers of floating dtype by their means over workers, and others by rank 0's."""
+    """Replace buffers of floating dtype by their means over workers, and others by rank 0's.
+
+    Raises:
+        MismatchError: on all ranks, if a buffer has another shape on another rank, as caches may that grow.
+    """
     buffers = list(worker.model.buffers())
+    if not buffers:
+        return
+    # Vectors of other sizes would end a process within Gloo, without a word.
+    facts = [(f"buffer {name}", describe_tensor(buffer)) for name, buffer in worker.model.named_buffers()]
+    agree(worker.comm, facts, worker.replicas[0].x.device, how="have different buffers")
     for group in by_kind(buffers).values():
         vector = flatten(group, layout := lay_out([("", b) for b in group]))
         if vector.is_floating_point():

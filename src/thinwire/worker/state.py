@@ -49,6 +49,7 @@ class WorkerState:
         watching: the hooks of `backward` on the parameters.
         shares_skips: whether the scaler was made to skip the same steps on all ranks.
         may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
+        lent: how many `consensus()` blocks are open.
         just_switched: whether no step was taken since the last switch.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
     """
@@ -74,6 +75,7 @@ class WorkerState:
         self.watching: list[RemovableHandle] = []
         self.shares_skips = False
         self.may_be_in_step = comm.in_step
+        self.lent = 0
         self.just_switched = False
         self.told_rounding = False
         self.survives: Callable[[Callable[[], None]], None] | None = None

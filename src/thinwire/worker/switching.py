@@ -19,6 +19,7 @@ from thinwire.codecs.feedback import ErrorFeedback, residual_sizes
 from thinwire.errors import ConfigError
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
+from thinwire.replica.shards import local
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.recipe import brief
 from thinwire.strategies.wrapper import Wrapper
@@ -165,7 +166,9 @@ def _check(worker: WorkerState, new: Strategy) -> None:
     check_closures(new, worker.optimizer)
     if worker.mesh is not None:
         check_mesh(new, worker.optimizer, worker.mesh.block, scaled=scaled)
-    if worker.backward is not None and worker.backward.exchanged:
+    # Of a step that a GradScaler has skipped, or a batch that all have left out, nothing is waiting.
+    waiting = any(p.grad is not None and bool(local(p.grad).any()) for p in parameters)
+    if worker.backward is not None and worker.backward.exchanged and waiting:
         raise ConfigError(_between(worker))
     if not _must_meet(worker.strategy, new):
         return

@@ -40,11 +40,12 @@ from thinwire.worker.entering import agree_with, enter, leaves_on_failure
 from thinwire.worker.exchanging import register_hooks
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
+from thinwire.worker.lending import lends, refuse_while_lent
 from thinwire.worker.losses import check_all_there, lost_ranks
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
 from thinwire.worker.rounding import settle
-from thinwire.worker.starting import average_buffers, check_named, choose, make_replicas, start, watch
+from thinwire.worker.starting import check_named, choose, make_replicas, start, watch
 from thinwire.worker.state import Policy
 from thinwire.worker.survivable import check_elastic
 from thinwire.worker.switching import Switched
@@ -85,6 +86,7 @@ class Worker(ElasticState):
     # -- the training step ---------------------------------------------------------------------------------------
 
     def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        refuse_while_lent(self, "optimizer.step()")
         if self.attachment is not None:
             self.attachment.before_step(self)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
@@ -122,6 +124,8 @@ class Worker(ElasticState):
         self.end_failed_pass(stepped=True)
         if self.just_switched:
             switching.check_first_gradient(self)
+        if self.backward is not None:
+            self.backward.refuse_own_gradients()
         self._dropped = handle_nonfinite(self, self.nonfinite)
         for replica, (parameters, _) in zip(self.replicas, self.layouts, strict=True):
             if all(parameter.grad is None for parameter in parameters):
@@ -238,7 +242,13 @@ class Worker(ElasticState):
         finally:
             self.backward.syncing = before
 
-    def join(self, batches: Iterable[Batch], *, after_step: Callable[[], None] | None = None) -> Iterator[Batch]:
+    def join(
+        self,
+        batches: Iterable[Batch],
+        *,
+        before_step: Callable[[], object] | None = None,
+        after_step: Callable[[], object] | None = None,
+    ) -> Iterator[Batch]:
         """Yield the batches; when they end, keep taking part in the other ranks' steps until theirs have ended too.
 
         A rank without data contributes no gradient: means of gradients are over the ranks that have one, and averages
@@ -248,6 +258,7 @@ class Worker(ElasticState):
         Args:
             batches: this rank's batches. Where every rank's have a length, one message settles who ends when;
                 otherwise each step begins with a message of 4 bytes.
+            before_step: called before each step without a batch: what the loop does with gradients, such as clipping.
             after_step: called after each step without a batch, such as a scheduler's; the scaler is updated already.
 
         Raises:
@@ -255,7 +266,7 @@ class Worker(ElasticState):
         """
         if self.elastic is not None:
             raise ConfigError("join() with elastic=True: numbers of batches change with the workers; give all the same")
-        return joining.join(self, batches, after_step or (lambda: None))
+        return joining.join(self, batches, before_step or (lambda: None), after_step or (lambda: None))
 
     def switch(self, strategy: Strategy | str) -> Switched:
         """Go on with another strategy from the next step on; every rank must call, after the same step.
@@ -280,6 +291,7 @@ class Worker(ElasticState):
         if self.elastic is not None:
             raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
         check_all_there(self, "switch()")
+        refuse_while_lent(self, "switch()")
         self.end_failed_pass()
         self._wait_in_step("switch()")
         return switching.switch(self, strategy)
@@ -293,9 +305,11 @@ class Worker(ElasticState):
         Parameters are the strategy's consensus (the mean, the leader, the de-biased model). Each worker has its own
         buffers while it trains; at consensus those of floating dtype, such as BatchNorm statistics, are averaged over
         workers, and others are rank 0's. An optimizer whose result differs from the parameters it trains (it has a
-        method `evaluating`, such as AC-SA) contributes its result. On leaving, everything is restored.
+        method `evaluating`, such as AC-SA) contributes its result. On leaving, everything is restored; so within it
+        nothing is saved, loaded, switched or trained.
 
         Raises:
+            MismatchError: a buffer has another shape on another rank, so that it cannot be averaged.
             PeerLostError: the strategy goes on without a rank that is lost, and the model has buffers to be averaged.
         """
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
@@ -303,26 +317,8 @@ class Worker(ElasticState):
             self._together(lambda: self._wait_in_step("consensus()"))
             if any(True for _ in self.model.buffers()):
                 check_all_there(self, "consensus() of a model with buffers, such as BatchNorm's")
-            self.shards.read()
-            own = [replica.x.clone() for replica in self.replicas]
-            buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-            try:
-                self._together(self._agree)
-                self.shards.write()
+            with lends(self, self._together):
                 yield self.model
-            finally:
-                with torch.no_grad():
-                    for replica, x in zip(self.replicas, own, strict=True):
-                        replica.x.copy_(x)
-                    self.shards.write()
-                    for name, buffer in self.model.named_buffers():
-                        buffer.copy_(buffers[name])
-
-    def _agree(self) -> None:
-        with torch.no_grad():
-            for replica in self.replicas:
-                replica.x.copy_(self.strategy.consensus(replica))
-            average_buffers(self)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -338,6 +334,7 @@ class Worker(ElasticState):
         the state of every rank. The value is a tuple, which it takes as one object of any size: a new optimizer, for
         one, has no tensors yet that could be loaded into.
         """
+        refuse_while_lent(self, "state_dict()")
         return {snapshot.part_name(self, self.comm.rank): (snapshot.state_of(self),)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -349,6 +346,7 @@ class Worker(ElasticState):
             CheckpointError: it belongs to another recipe, model or number of workers, or is no such state; names the
                 first difference, and nothing has changed.
         """
+        refuse_while_lent(self, "load_state_dict()")
         resizing.load_parts(self, state)
         self._begun_step = -1
 
@@ -386,6 +384,7 @@ class Worker(ElasticState):
 
         def write() -> Path:
             check_all_there(self, "save()")
+            refuse_while_lent(self, "save()")
             self._wait_in_step("save()")
             check_all_there(self, "save()")
             return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
@@ -408,6 +407,7 @@ class Worker(ElasticState):
 
         def read() -> dict[str, Any]:
             check_all_there(self, "load()")
+            refuse_while_lent(self, "load()")
             self.comm.check_in_step("load()").wait()
             self._begun_step = -1
             return resizing.load(self, self.own_folder(folder))
@@ -452,6 +452,7 @@ class Worker(ElasticState):
         """
         try:
             if sys.exc_info()[0] is None and not self.comm.has_failed():
+                refuse_while_lent(self, "detach()")
                 self._together(lambda: self._wait_in_step("detach()"))
         finally:
             for replica in self.replicas:
