@@ -13,10 +13,10 @@ import thinwire
 from thinwire import AllReduce
 from thinwire.cli import main
 from thinwire.cli.step_time import language_model
-from thinwire.plan.candidates import Accuracy
+from thinwire.plan.candidates import DENSE, Accuracy
 from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
 from thinwire.plan.predict import ModelTime
-from thinwire.plan.search import DENSE, Job, Option, Planner, choose
+from thinwire.plan.search import Job, Option, Planner, choose
 from thinwire.simulate import Network, Special
 from thinwire.simulate.wires import PAYLOAD_SHARE
 from thinwire.tasks.models.base import transformer_

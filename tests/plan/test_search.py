@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from thinwire import ConfigError
-from thinwire.plan.candidates import CANDIDATES, Accuracy, AccuracyTable, measured, read_table
+from thinwire.plan.candidates import CANDIDATES, DENSE, Accuracy, AccuracyTable, measured, read_table
 from thinwire.plan.predict import ModelTime
-from thinwire.plan.search import DENSE, SLOWEST, Job, Option, Planner, choose
+from thinwire.plan.search import SLOWEST, Job, Option, Planner, choose
 from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import parse
@@ -95,6 +95,12 @@ def test_every_candidate_can_be_read_and_most_were_measured() -> None:
 
 
 def test_a_run_that_did_not_reach_the_loss_counts_with_the_most_steps_that_it_had() -> None:
-    run = {"recipe": DENSE, "dense_steps": 10, "most_steps": 20}
-    found = read_table({"provenance": "", "command": "", "runs": [{**run, "steps": 12}, {**run, "steps": None}]})
-    assert found.of(DENSE) == Accuracy(1.6, 1.2, 2.0, 2, 1)
+    run = {"recipe": "PushSum()", "task": "digits", "rate": 2.0, "dense_steps": 10, "most_steps": 20}
+    dense = {**run, "recipe": DENSE, "rate": 0.5, "steps": 10}
+    runs = [dense, {**run, "steps": 12}, {**run, "steps": None}]
+    tries = [{**run, "steps": 11}, {**run, "steps": 13, "rate": 0.5}]
+    content = {"provenance": "", "command": "", "runs": runs, "tries": tries}
+    found = read_table(content)
+    assert found.of("PushSum()") == Accuracy(1.6, 1.2, 2.0, 2, 1, {"digits": 4.0})
+    assert found.of(DENSE) == Accuracy(1.0, 1.0, 1.0, 1, 0, {"digits": 1.0})
+    assert read_table(content, tuned=False).of("PushSum()") == Accuracy(1.3, 1.3, 1.3, 1, 0, {"digits": 1.0})

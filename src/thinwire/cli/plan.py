@@ -344,6 +344,9 @@ def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Opti
         split = f" with --tensor-parallel {chosen.mesh} --batch-size {samples}"
     out.print(f"\n{chosen.recipe}{split}", style="bold", markup=False)
     out.print(_why(planner, options, chosen), markup=False)
+    if chosen.accuracy is not None and any(each != 1 for each in chosen.accuracy.rates.values()):
+        rates = " and ".join(f"{each:g} on {task}" for task, each in chosen.accuracy.rates.items())
+        out.print(f"It did best with other learning rates than AllReduce(), times as high: {rates}.", markup=False)
     out.print(_changes(crossings), markup=False)
     out.print(
         f"Steps to the loss of AllReduce(), {planner.table.provenance} ({planner.table.command}); "
@@ -366,7 +369,7 @@ def _steps(option: Option) -> str:
 
 def _why(planner: Planner, options: list[Option], chosen: Option) -> str:
     """In one or two sentences."""
-    from thinwire.plan.search import DENSE
+    from thinwire.plan.candidates import DENSE
 
     dense = next((each for each in options if each.recipe == DENSE and each.mesh is None and each.prediction), None)
     found = chosen.prediction

@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
-from thinwire.plan.candidates import CANDIDATES, measured
+from thinwire.plan.candidates import CANDIDATES, DENSE, measured
 from thinwire.plan.networks import network_of_all_reduces
 from thinwire.plan.predict import ModelTime, own_work
-from thinwire.plan.search import DENSE, Job, Planner, choose
+from thinwire.plan.search import Job, Planner, choose
 from thinwire.report.units import rate, seconds
 from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy
@@ -128,7 +128,8 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
         )
         return [each / share for each in timed]
 
-    options = Planner(job, recipes, own=own).options()
+    # The learning rate stays as it is.
+    options = Planner(job, recipes, table=measured(tuned=False), own=own).options()
     dense = next(each for each in options if each.recipe == DENSE)
     found = choose([each for each in options if each.recipe == DENSE or each.steps <= MOST_STEPS])
     chosen = found if found.to_loss * WORTH <= dense.to_loss else dense
@@ -146,7 +147,7 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
 
 
 def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], workers: int) -> bool:
-    accuracy = measured().of(recipe)
+    accuracy = measured(tuned=False).of(recipe)
     if recipe != DENSE and (accuracy is None or accuracy.missed):
         return False
     try:

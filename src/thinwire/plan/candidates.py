@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from statistics import fmean
@@ -17,8 +17,9 @@ from typing import Any
 
 from thinwire.strategies.recipe import parse
 
+DENSE = "AllReduce()"
 CANDIDATES: tuple[str, ...] = (
-    "AllReduce()",
+    DENSE,
     "AllReduce(codec=Bf16())",
     "AllReduce(codec=Quantize(8))",
     "AllReduce(codec=ErrorFeedback(OneBit()))",
@@ -51,6 +52,7 @@ class Accuracy:
         most: of all runs.
         runs: how many.
         missed: how many of them did not reach the loss in the steps that they had.
+        rates: by task, the learning rate that it did best with, as a multiple of the one that AllReduce() did.
     """
 
     factor: float
@@ -58,6 +60,7 @@ class Accuracy:
     most: float
     runs: int
     missed: int
+    rates: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def words(self) -> str:
         """In a few words, for a table."""
@@ -86,26 +89,32 @@ class AccuracyTable:
 
 
 @cache
-def measured() -> AccuracyTable:
-    """The table that comes with the package."""
-    return read_table(json.loads(TABLE.read_text(encoding="utf-8")))
+def measured(*, tuned: bool = True) -> AccuracyTable:
+    """The table that comes with the package.
+
+    Args:
+        tuned: each recipe at the best of the learning rates that were tried; False for all at `AllReduce()`'s best.
+    """
+    return read_table(json.loads(TABLE.read_text(encoding="utf-8")), tuned=tuned)
 
 
-def read_table(content: Mapping[str, Any]) -> AccuracyTable:
-    """Read what `benchmarks.accuracy` has written."""
-    factors: dict[str, list[float]] = {}
-    missed: dict[str, int] = {}
-    for run in content["runs"]:
-        found = run["steps"] is not None
-        recipe = repr(parse(run["recipe"]))
-        factors.setdefault(recipe, []).append((run["steps"] if found else run["most_steps"]) / run["dense_steps"])
-        missed[recipe] = missed.get(recipe, 0) + (not found)
-    return AccuracyTable(
-        content["provenance"],
-        content["command"],
-        {recipe: _row(each, missed[recipe]) for recipe, each in factors.items()},
-    )
+def read_table(content: Mapping[str, Any], *, tuned: bool = True) -> AccuracyTable:
+    """Read what `benchmarks.accuracy` has written; for the arguments see `measured`."""
+    # A table without tries is of runs at the task's own rate.
+    every = [{"rate": 1.0, **run} for run in content["runs"]]
+    tries: list[dict[str, Any]] = content.get("tries", every)
+    dense = {run["task"]: run["rate"] for run in every if run["recipe"] == DENSE}
+    # Whatever the rate, it was tried with one seed, which is apart from those of the runs.
+    found = every if tuned else [run for run in tries if run["rate"] == dense.get(run["task"])]
+    runs: dict[str, list[Mapping[str, Any]]] = {}
+    for run in found:
+        runs.setdefault(repr(parse(run["recipe"])), []).append(run)
+    rows = {recipe: _row(each, dense) for recipe, each in runs.items()}
+    return AccuracyTable(content["provenance"], content["command"], rows)
 
 
-def _row(factors: Sequence[float], missed: int) -> Accuracy:
-    return Accuracy(fmean(factors), min(factors), max(factors), len(factors), missed)
+def _row(runs: Sequence[Mapping[str, Any]], dense: Mapping[str, float]) -> Accuracy:
+    factors = [(run["most_steps"] if run["steps"] is None else run["steps"]) / run["dense_steps"] for run in runs]
+    missed = sum(run["steps"] is None for run in runs)
+    rates = {run["task"]: run["rate"] / dense[run["task"]] for run in runs if run["task"] in dense}
+    return Accuracy(fmean(factors), min(factors), max(factors), len(runs), missed, rates)

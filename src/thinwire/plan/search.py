@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.plan.candidates import CANDIDATES, Accuracy, AccuracyTable, measured
+from thinwire.plan.candidates import CANDIDATES, DENSE, Accuracy, AccuracyTable, measured
 from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
 from thinwire.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
 from thinwire.plan.traffic import MakeOptimizer
@@ -34,7 +34,6 @@ _MOST_SPLIT_WORKERS = 8  # every rank of a mesh splits a model
 _PRECISE = 1.05
 _STRIDE = 10**0.5
 
-DENSE = "AllReduce()"
 OwnSeconds = Callable[[Strategy], Sequence[float]]
 
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 
+from thinwire.plan.candidates import DENSE
 from thinwire.plan.predict import slower
-from thinwire.plan.search import DENSE, Option, Planner
+from thinwire.plan.search import Option, Planner
 from thinwire.simulate import Network
 
 RATES = tuple(10 ** (7 + place / 2) for place in range(9))
