@@ -76,7 +76,7 @@ def attach(
         CheckpointError: `load_state` of a folder that was saved without a worker.
     """
     # Attached in the same order, each of several models finds its own state again.
-    taken = {each.place for each in accelerator._custom_objects if isinstance(each, _Loaded)}
+    taken = {each.place for each in accelerator._custom_objects if isinstance(each, _Loaded)}  # pyright: ignore[reportPrivateUsage]
     place = next(each for each in chain((FOLDER,), (f"{FOLDER}-{i}" for i in count(2))) if each not in taken)
     session = Session(model, optimizer, strategy, options, place=place, syncs=lambda: bool(accelerator.sync_gradients))
     worker, loaded = session.worker, _Loaded(session, place)
@@ -97,7 +97,7 @@ def attach(
     worker.undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
     worker.undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
     accelerator.register_for_checkpointing(loaded)
-    worker.undo.callback(accelerator._custom_objects.remove, loaded)
+    worker.undo.callback(accelerator._custom_objects.remove, loaded)  # pyright: ignore[reportPrivateUsage]
     if accelerator.is_main_process:
         log_to(worker, _Trackers(accelerator), every=log_every)
     return worker

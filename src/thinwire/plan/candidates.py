@@ -101,7 +101,7 @@ def measured(*, tuned: bool = True) -> AccuracyTable:
 def read_table(content: Mapping[str, Any], *, tuned: bool = True) -> AccuracyTable:
     """Read what `benchmarks.accuracy` has written; for the arguments see `measured`."""
     # A table without tries is of runs at the task's own rate.
-    every = [{"rate": 1.0, **run} for run in content["runs"]]
+    every: list[dict[str, Any]] = [{"rate": 1.0, **run} for run in content["runs"]]
     tries: list[dict[str, Any]] = content.get("tries", every)
     dense = {run["task"]: run["rate"] for run in every if run["recipe"] == DENSE}
     # Whatever the rate, it was tried with one seed, which is apart from those of the runs.
