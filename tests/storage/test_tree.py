@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter, OrderedDict, UserDict, defaultdict
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -27,7 +29,12 @@ LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) 
 VALUES = st.recursive(
     LEAVES,
     lambda inner: (
-        st.lists(inner, max_size=3) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(KEYS, inner, max_size=3)
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(KEYS, inner, max_size=3)
+        | st.dictionaries(KEYS, inner, max_size=3).map(OrderedDict)
+        | st.dictionaries(KEYS, st.integers(), max_size=3).map(Counter)
+        | st.dictionaries(KEYS, inner, max_size=3).map(lambda items: defaultdict(list, items))
     ),
     max_leaves=12,
 )
@@ -78,3 +85,36 @@ def test_tensors_with_equal_paths_get_different_names() -> None:
 def test_what_is_neither_tensor_nor_json_is_refused_by_its_path(value: Any) -> None:
     with pytest.raises(CheckpointError, match=rf"/extra/1/here is a {type(value).__name__}: only tensors and JSON"):
         pack({"extra": [0, {"here": value}]})
+
+
+@pytest.mark.parametrize("factory", [None, bool, dict, float, int, list, set, str, tuple])
+def test_a_defaultdict_goes_on_with_what_its_missing_keys_begin_with(factory: Any) -> None:
+    tree, tensors = pack(defaultdict(factory, a=1))
+    back = unpack(json.loads(json.dumps(tree)), tensors)
+    assert type(back) is defaultdict
+    assert back == {"a": 1}
+    assert back.default_factory is factory
+
+
+class OwnCounter(Counter[int]):
+    """A class of the user's own."""
+
+
+@pytest.mark.parametrize("value", [MappingProxyType({"a": 1}), UserDict({"a": 1}), OwnCounter([1])])
+def test_a_mapping_of_another_class_is_refused_with_what_to_save_instead(value: Any) -> None:
+    wanted = rf"/extra is a {type(value).__name__}, and would come back as a plain dict; save dict\(...\) of it"
+    with pytest.raises(CheckpointError, match=wanted):
+        pack({"extra": value})
+    with pytest.raises(CheckpointError, match=r"/extra is a defaultdict of .*OwnCounter.*: only those of bool, dict"):
+        pack({"extra": defaultdict(OwnCounter)})
+
+
+def test_what_earlier_versions_wrote_is_read_as_they_wrote_it() -> None:
+    assert unpack({"$items": [[3, 1], [5, 1]]}, {}) == {3: 1, 5: 1}
+    assert unpack({"kind": "Counter", "factory": "int"}, {}) == {"kind": "Counter", "factory": "int"}
+
+
+@pytest.mark.parametrize("kind", [{"kind": "eval"}, {"kind": "defaultdict", "factory": "exec"}, {"kind": []}])
+def test_a_kind_that_is_not_known_is_refused(kind: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match="which this version of thinwire does not know"):
+        unpack({"$items": [], **kind}, {})

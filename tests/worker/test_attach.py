@@ -610,6 +610,19 @@ def test_sparse_parameters_are_refused_by_name() -> None:
         thinwire.attach(model, torch.optim.SGD([model.table], lr=0.1), AllReduce())
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(2)], ids=str)
+def test_complex_parameters_are_refused_by_name_and_their_real_form_attaches(
+    strategy: Strategy, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(nn.Linear(3, 2, dtype=dtype))
+    with pytest.raises(ConfigError, match=rf"0\.weight is of {dtype}: only real .* torch\.view_as_real"):
+        thinwire.attach(model, momentum(model), strategy)
+    model.requires_grad_(False)
+    model.weight = nn.Parameter(torch.view_as_real(model[0].weight.data.clone()))  # a frozen complex one may stay
+    thinwire.attach(model, torch.optim.SGD([model.weight], lr=0.1), strategy).detach()
+
+
 def test_several_workers_without_a_process_group_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "4")
     model = net()

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -12,13 +13,19 @@ from thinwire.errors import CheckpointError
 
 Json = Any
 _RESERVED_KEYS = ("$tensor", "$tuple", "$items")
+# What a missing key of a defaultdict may begin with: only these functions have names that can be read back safely.
+_FACTORIES: dict[str, Callable[[], Any]] = {
+    kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
+}
 
 
 def pack(value: Any) -> tuple[Json, dict[str, Tensor]]:
     """Split nested dicts, lists and tuples into a JSON tree and its tensors by path.
 
+    A `Counter`, `OrderedDict` or `defaultdict` comes back as one.
+
     Raises:
-        CheckpointError: naming the path of something that is neither a tensor nor JSON.
+        CheckpointError: naming the path of something that is neither a tensor nor JSON, or of a dict of another class.
     """
     tensors: dict[str, Tensor] = {}
     return _pack(value, "", tensors), tensors
@@ -36,18 +43,45 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     if isinstance(value, list):
         return [_pack(v, f"{path}/{i}", tensors) for i, v in enumerate(value)]
     if isinstance(value, Mapping):
-        if all(isinstance(k, str) and k not in _RESERVED_KEYS for k in value):
+        kind = _kind_of(value, path)
+        if not kind and all(isinstance(k, str) and k not in _RESERVED_KEYS for k in value):
             return {k: _pack(v, f"{path}/{k}", tensors) for k, v in value.items()}
         # JSON has only strings for keys, and an optimizer's state has integers.
-        return {"$items": [[_pack(k, path, tensors), _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]}
+        items = [[_pack(k, path, tensors), _pack(v, f"{path}/{k}", tensors)] for k, v in value.items()]
+        # Beside a reserved key, so that no dict with a key "kind" is taken for it; versions without it read a dict.
+        return {"$items": items, **kind}
     # Python's JSON also writes and reads NaN and infinity.
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise CheckpointError(f"{path or 'the value'} is a {type(value).__name__}: only tensors and JSON values are saved")
 
 
+def _kind_of(value: Mapping[Any, Any], path: str) -> dict[str, str | None]:
+    """What makes a mapping more than a dict; empty for a dict."""
+    if type(value) is dict:
+        return {}
+    if type(value) is Counter or type(value) is OrderedDict:
+        return {"kind": type(value).__name__}
+    if type(value) is defaultdict:
+        factory = value.default_factory
+        names = [name for name, known in _FACTORIES.items() if known is factory]
+        if factory is None or names:
+            return {"kind": "defaultdict", "factory": names[0] if names else None}
+        raise CheckpointError(
+            f"{path or 'the value'} is a defaultdict of {factory!r}: only those of {', '.join(_FACTORIES)} are saved; "
+            "save dict(...) of it"
+        )
+    raise CheckpointError(
+        f"{path or 'the value'} is a {type(value).__name__}, and would come back as a plain dict; save dict(...) of it"
+    )
+
+
 def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
-    """Restore the value that `pack` split."""
+    """Restore the value that `pack` split.
+
+    Raises:
+        CheckpointError: a dict is of a kind that `pack` does not write.
+    """
     if isinstance(tree, list):
         return [unpack(v, tensors) for v in tree]
     if not isinstance(tree, dict):
@@ -57,5 +91,18 @@ def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     if "$tuple" in tree:
         return tuple(unpack(v, tensors) for v in tree["$tuple"])
     if "$items" in tree:
-        return {unpack(k, tensors): unpack(v, tensors) for k, v in tree["$items"]}
+        items = {unpack(k, tensors): unpack(v, tensors) for k, v in tree["$items"]}
+        return _of_kind(items, tree.get("kind"), tree.get("factory"))
     return {k: unpack(v, tensors) for k, v in tree.items()}
+
+
+def _of_kind(items: dict[Any, Any], kind: object, factory: object) -> dict[Any, Any]:
+    if kind is None:  # also in files of versions that wrote every mapping as a dict
+        return items
+    if kind == "Counter":
+        return Counter(items)
+    if kind == "OrderedDict":
+        return OrderedDict(items)
+    if kind == "defaultdict" and (factory is None or factory in _FACTORIES):
+        return defaultdict(None if factory is None else _FACTORIES[str(factory)], items)
+    raise CheckpointError(f"a dict is of kind {kind!r} over {factory!r}, which this version of thinwire does not know")

@@ -102,7 +102,9 @@ class Bucket:
     def in_use(self) -> bool:
         """Whether gradients that are being computed lie in the memory that the bucket is sent from."""
         pairs = zip(self.gradients, self.parameters, strict=True)
-        return any(p.grad is not None and local(p.grad).data_ptr() == view.data_ptr() for view, p in pairs)
+        found = [(view, local(p.grad)) for view, p in pairs if p.grad is not None]
+        # A sparse gradient has no memory of its own, and lies in no vector.
+        return any(grad.layout == torch.strided and grad.data_ptr() == view.data_ptr() for view, grad in found)
 
     def expose(self) -> None:
         """Make every parameter's `grad` its part of the flat vector."""

@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Optimizer, SparseAdam
 
 from thinwire.errors import ConfigError
+from thinwire.replica.moments import parts_of
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.recipe import parse
@@ -49,6 +50,8 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
     strategy.check(size)
     strategy.check_optimizer(optimizer)
     check_parameter_moves(strategy, optimizer)
+    if size > 1 or strategy.reads_gradient:  # a worker alone exchanges nothing
+        check_sparse(strategy, optimizer)
     sharded = any(is_sharded(p) for p in parameters)
     if strategy.sends_gradients and sharded:
         raise ConfigError(
@@ -76,6 +79,20 @@ def check_parameter_moves(strategy: Strategy, optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} under {strategy}: the optimizer computes the parameters from its own state, "
             "and would undo what the strategy does to them; use AllReduce(), and no_sync() in all but the last pass of "
             "a round"
+        )
+
+
+def check_sparse(strategy: Strategy, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that takes sparse gradients only, under a strategy that puts dense ones in their place.
+
+    Raises:
+        ConfigError: with the recipe and what to use instead.
+    """
+    exchanged = strategy.sends_gradients or strategy.reads_gradient
+    if exchanged and any(isinstance(each, SparseAdam) for each in parts_of(optimizer)):
+        raise ConfigError(
+            f"SparseAdam under {strategy}: it takes sparse gradients only, and those that workers exchange are dense; "
+            "average parameters, as with LocalSGD(), or use Adam"
         )
 
 

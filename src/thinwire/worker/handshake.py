@@ -18,6 +18,7 @@ from thinwire.errors import MismatchError
 from thinwire.kernels.decisions import decide
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import describe_shard
+from thinwire.worker.aliases import find_alias
 
 Facts = list[tuple[str, str]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -115,6 +116,8 @@ def facts_of(
         ("the torch version", torch.__version__.split("+")[0]),
         *((name, str(value)) for name, value in settings.items()),
         ("the optimizer", type(optimizer).__name__),
+        # Once it is the same on all ranks, all of them refuse it.
+        ("the memory that parameters share", " and ".join(find_alias(model, trained) or ()) or "none"),
         *groups,
         *parameters,
         *((f"buffer {name}", describe_tensor(b)) for name, b in model.named_buffers()),

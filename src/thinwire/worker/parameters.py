@@ -20,7 +20,8 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer updates, by name, in the model's order; without those of no elements.
 
     Raises:
-        ConfigError: the optimizer holds parameters of another model, none of this one, or ones that are not dense.
+        ConfigError: the optimizer holds parameters of another model, none of this one, or ones that are not dense and
+            real.
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # There is nothing to send of a parameter without elements, and a dtype that only such have needs no vector.
@@ -33,6 +34,11 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     for name, parameter in named.items():
         if parameter.is_sparse or parameter.layout != torch.strided:
             raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
+        if parameter.is_complex():
+            raise ConfigError(
+                f"{name} is of {parameter.dtype}: only real parameters can be trained; let {name} be "
+                "torch.view_as_real(...) of its values, and take torch.view_as_complex of it in forward()"
+            )
     return named
 
 

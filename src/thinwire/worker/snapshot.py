@@ -33,6 +33,8 @@ State = dict[str, Any]
 SIZE, RANK = "the number of workers", "the rank"
 _PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _OWN = "thinwire."
+# What torch's schedulers add to a group when they are made, which may be after a checkpoint was written or loaded.
+_SCHEDULED = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 
 
 def part_name(worker: WorkerState, rank: int) -> str:
@@ -123,12 +125,19 @@ def _named_optimizer_state(worker: WorkerState) -> State:
 
 
 def _numbered_optimizer_state(worker: WorkerState, state: State) -> State:
-    """The inverse of `_named_optimizer_state`, a copy; the parameters are numbered as those of this optimizer."""
+    """The inverse of `_named_optimizer_state`, a copy; the parameters are numbered as those of this optimizer.
+
+    What a scheduler of this run has added to a group, and the state lacks, stays: torch replaces groups as a whole.
+    """
     # Optimizers keep the tensors they are given and change them in place; the caller's state must stay as it is.
     state = deepcopy(state)
     numbers = {name: number for number, name in enumerate(_optimizer_names(worker))}
     own = iter(range(len(numbers)))
-    groups = [{**group, "params": [next(own) for _ in group["params"]]} for group in state["param_groups"]]
+    added = [{k: group[k] for k in _SCHEDULED & group.keys()} for group in worker.optimizer.param_groups]
+    groups = [
+        {**mine, **group, "params": [next(own) for _ in group["params"]]}
+        for mine, group in zip(added, state["param_groups"], strict=True)
+    ]
     held = {numbers.get(name, name): value for name, value in state["state"].items()}
     return {**state, "state": held, "param_groups": groups}
 
@@ -342,12 +351,15 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the optimizer must have {len(ours['param_groups'])} parameter groups")
     for i, (mine, theirs) in enumerate(zip(ours["param_groups"], cast(list[Any], groups), strict=True)):
         what = f"optimizer group {i}"
-        same_names(what, mapping_of(theirs, what), mine)
+        one_only = (mapping_of(theirs, what).keys() ^ mine.keys()) & _SCHEDULED
+        same_names(what, theirs.keys() - one_only, mine.keys() - one_only)
+        for name in one_only & theirs.keys():
+            _check_setting(f"{name} of {what}", theirs[name], 0.0)
         for name, value in mine.items():
             if name == "params":
                 # In whatever order: what is remembered of each is found by its name.
                 same_names(what, _texts(theirs[name], what), [names[number] for number in value])
-            else:
+            elif name not in one_only:
                 _check_setting(f"{name} of {what}", theirs[name], value)
     held, likes = mapping_of(saved["state"], "what the optimizer remembers"), _likes(worker)
     own = {names[key] if isinstance(key, int) else key: value for key, value in ours["state"].items()}

@@ -20,6 +20,7 @@ from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
+from thinwire.worker.aliases import check_aliases
 from thinwire.worker.compatibility import check_start
 from thinwire.worker.handshake import agree, describe_tensor, equal_on_all
 from thinwire.worker.parameters import by_kind, learning_rate, vectors_of
@@ -88,7 +89,12 @@ def broadcast(worker: WorkerState) -> None:
 
 
 def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
-    """Copy the parameters into flat vectors, and let each parameter be a view of its vector."""
+    """Copy the parameters into flat vectors, and let each parameter be a view of its vector.
+
+    Raises:
+        ConfigError: on all ranks, where a parameter would be untied from a tensor in the same memory.
+    """
+    check_aliases(worker.model, named)
     names = {id(p): name for name, p in named.items()}
     sharded: list[tuple[Tensor, Tensor]] = []
     # One for all replicas: a step is skipped by all of them or by none.

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from thinwire.errors import ConfigError
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, codecs_of, nested
-from thinwire.worker.compatibility import evaluates_several_gradients
+from thinwire.worker.compatibility import check_sparse, evaluates_several_gradients
 
 
 def check_elastic(
@@ -43,6 +43,7 @@ def check_elastic(
             f"elastic=True with {type(optimizer).__name__}: its step evaluates several gradients, and could not be "
             "repeated as a whole; use an optimizer that takes one"
         )
+    check_sparse(strategy, optimizer)  # also of one worker, which others may join
     if find_unused:
         raise ConfigError("elastic=True with find_unused=True: use find_unused=False, where a missing gradient is zero")
     if scaled and (strategy.reads_gradient or not strategy.sends_gradients):
