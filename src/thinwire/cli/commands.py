@@ -62,7 +62,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """Turn the arguments into a callable that does the work and returns the exit code.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: there is no such command, or an option's value cannot be read.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return _help
@@ -86,6 +86,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     import tyro
 
     from thinwire.cli.plain_help import with_plain_help
+    from thinwire.cli.values import check_values
 
     command = COMMANDS[name]
     original = getattr(import_module(command.module), command.kind)
@@ -97,6 +98,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
 
         names, flags = option_names(original)
         arguments = with_config(name, arguments, names, flags)
+    check_values(original, arguments)
     try:
         return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as ended:
