@@ -4,10 +4,16 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from thinwire.cli import console, main
+from thinwire.doctor import examination
+from thinwire.doctor.findings import Examination
+from thinwire.runs import Settings
+from thinwire.runs.folder import RunFolder
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
@@ -56,3 +62,68 @@ def test_values_of_a_command_that_is_run_are_its_own(capsys: pytest.CaptureFixtu
 def test_help_is_shown_beside_a_mistake(call: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(call.split()) == 0
     assert "usage: thinwire" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("train --resume nope", "--resume nope: no such folder; give that of a run that was trained with --save-every"),
+        ("train --resume file", "--resume file: is a file, and no folder; give that of a run"),
+        ("export nope m.safetensors", "nope: no such folder; give that of a run that was trained with --save-every"),
+        ("sweep --resume nope", "--resume nope: no such folder; a sweep is resumed from the folder that it began in"),
+        ("plan --network nope.toml", "--network nope.toml: cannot be read (No such file or directory); give a network"),
+        ("simulate --strategy AllReduce() --network no", "--network no: cannot be read (No such file or directory); "),
+        ("compare --simulate --network no", "--network no: cannot be read (No such file or directory); "),
+        ("plan --doctor no", "--doctor no: cannot be read (No such file or directory); write it with thinwire doctor"),
+        ("topology Ring --out file/x.png", "file/x.png: cannot be written (Not a directory); use a folder"),
+        ("doctor --out file/x.json", "--out file/x.json: cannot be written (Not a directory); name a file in a folder"),
+        ("doctor --workers 2 --out .", "--out .: cannot be written (Is a directory); name a file in a folder"),
+    ],
+)
+def test_a_path_that_does_not_serve_is_refused_with_its_option_and_the_reason_once(
+    call: str, words: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was measured before the path was checked")
+
+    monkeypatch.setattr(examination, "examine", measured)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("")
+    error = refused(capsys, *call.split())
+    assert error.startswith(words) and "Errno" not in error
+
+
+@pytest.mark.parametrize(
+    ("saved_every", "words"),
+    [
+        (None, "run: this run was not saved; train with --save-every N"),
+        (50, "run: this run has saved nothing yet (--save-every 50); wait for it, or train anew"),
+    ],
+)
+def test_a_run_that_was_not_saved_is_told_how_to_save_it(
+    saved_every: int | None,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = Settings(task="digits", model="mlp", strategy="AllReduce()", steps=5, save_every=saved_every)
+    RunFolder(Path("run")).create()
+    RunFolder(Path("run")).write_settings(settings)
+    assert refused(capsys, "export", "run", "m.safetensors") == words
+    assert refused(capsys, "train", "--resume", "run") == f"--resume {words}"
+
+
+def test_what_the_doctor_has_measured_is_printed_also_where_its_file_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(examination, "examine", lambda *_, **__: Examination(1, "", {}, [], {}, {}))
+    monkeypatch.setattr("thinwire.cli.doctor.write_atomically", full)
+    assert main(["doctor", "--task", "digits", "--out", str(tmp_path / "new" / "doctor.json")]) == 2
+    printed = capsys.readouterr()
+    assert "no training step was timed" in printed.out
+    assert "doctor.json: cannot be written (No space left on device)" in printed.err

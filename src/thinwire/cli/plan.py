@@ -159,7 +159,7 @@ class Plan:
         from thinwire.simulate import load_network
 
         if self.network is not None:
-            network = load_network(self.network)
+            network = load_network(self.network, name=f"--network {self.network}")
             check_entries(network, f"--network {self.network}", _NOT_PLANNED)
             return network
         if seen is not None:
