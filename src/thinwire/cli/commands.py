@@ -39,7 +39,9 @@ COMMANDS = {
     "export": Command("thinwire.cli.export", "Export", "write a run's weights to one safetensors file"),
     "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one HTML page"),
     "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over emulated slow links"),
-    "demo": Command("thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in under four minutes"),
+    "demo": Command(
+        "thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in about two and a half minutes"
+    ),
     "select": Command("thinwire.cli.select", "Select", "choose a small weighted subset of a data set: a coreset"),
     "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
     "store": Command("thinwire.cli.store", "Store", "host the store in which elastic workers agree on who they are"),
