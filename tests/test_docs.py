@@ -27,6 +27,8 @@ import thinwire
 from examples.own_strategy import InTurn
 from examples.own_strategy import run as run_own
 from tests.browser import BROWSER, QUIET
+from thinwire.cli.commands import COMMANDS
+from thinwire.cli.demo import Demo
 from thinwire.emulate.rendezvous import free_port
 from thinwire.registry import recipe_classes
 from thinwire.runs.recipes import BASELINES, parse_recipe
@@ -256,6 +258,18 @@ def test_what_is_to_be_measured_has_a_beginning_and_an_end() -> None:
 
 def test_the_readme_is_short() -> None:
     assert len(text(Path("README.md")).split("\n")) < 200
+
+
+def test_the_readme_has_every_command_in_the_order_of_the_help() -> None:
+    rows = re.findall(r"^\| `thinwire (\w+)` \|", text(Path("README.md")), re.MULTILINE)
+    assert rows == list(COMMANDS)
+
+
+def test_the_readme_and_the_help_say_alike_how_long_the_demo_takes() -> None:
+    duration = COMMANDS["demo"].summary.partition(", in ")[2]
+    assert duration.endswith("minutes")
+    for page in (text(Path("README.md")), Demo.__doc__ or ""):
+        assert f"takes {duration}" in " ".join(page.split()).lower()
 
 
 def test_the_words_by_which_an_error_is_found_are_in_it() -> None:

@@ -10,9 +10,14 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
+from thinwire.cli.network_words import differences, rates_differ
 from thinwire.doctor.findings import Examination
 from thinwire.doctor.links import Pair
 from thinwire.doctor.speeds import StepTime
+from thinwire.emulate import parse_links
+from thinwire.plan.networks import network_of_links
+from thinwire.simulate import Network, Racks, Special
+from thinwire.simulate import Pair as Between
 
 QUICK = ["--task", "digits", "--strategies", "AllReduce(); LocalSGD(period=8)"]
 
@@ -33,6 +38,50 @@ def test_a_fast_link_gets_all_reduce(capsys: pytest.CaptureFixture[str]) -> None
     found = planned(capsys, *QUICK, "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.05")
     assert found["recommended"] == "AllReduce()"
     assert found["crossings"][0]["side"] == "slower"  # type: ignore
+
+
+ONE_SLOW = [*QUICK, "--link", "100mbit,3:30kbit", "--step-seconds", "0.5"]
+
+
+def test_a_link_that_differs_is_printed_and_what_would_change_the_choice_is_told_of_all_links(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", *ONE_SLOW]) == 0
+    printed = capsys.readouterr().out
+    assert "4 workers, 100 Mbit/s, 100 µs one way; rank 3: 30 kbit/s\n" in printed
+    assert "What would change that: if all links were " in printed and " times as fast, AllReduce()." in printed
+    assert main(["plan", *ONE_SLOW, "--strategies", "AllReduce()"]) == 0
+    assert "were all links between 0.100 and 1000 times as fast" in capsys.readouterr().out
+
+
+def test_json_has_the_links_that_differ_and_the_factor_of_all(capsys: pytest.CaptureFixture[str]) -> None:
+    found = planned(capsys, *ONE_SLOW)
+    (slow,) = found["workers_that_differ"]  # type: ignore
+    assert (slow["ranks"], slow["bits_per_second"]) == ([3], 3e4)
+    (crossing,) = found["crossings"]  # type: ignore
+    assert crossing["factor"] == pytest.approx(crossing["bits_per_second"] / 1e8)
+
+
+@pytest.mark.parametrize(
+    ("network", "differ", "words"),
+    [
+        (Network(), False, ""),
+        (network_of_links(parse_links("100mbit+5ms", 4)), False, ""),
+        (network_of_links(parse_links("1gbit,1:5mbit,2:5mbit", 4)), True, "ranks 1-2: 5 Mbit/s"),
+        (network_of_links(parse_links("1gbit,3:1gbit+2ms", 4)), False, "rank 3: 1.00 ms more one way"),
+        (Network(specials=(Special((0,), slowdown=3.0),)), False, "rank 0: computes 3.00 times as long"),
+        (Network(pairs=(Between((0, 5), 1e8, 0.01),)), True, "between ranks 0 and 5: 100 Mbit/s, 10.0 ms one way"),
+        (Network(racks=Racks(8, 2e9)), True, "racks of 8, whose uplinks have 2 Gbit/s"),
+        (Network(racks=Racks(8, latency=0.001)), False, "racks of 8, 1.00 ms more between them"),
+    ],
+)
+def test_what_differs_in_a_network_is_told_in_words(network: Network, differ: bool, words: str) -> None:
+    assert (rates_differ(network), differences(network)) == (differ, words)
+
+
+def test_many_links_that_differ_are_counted() -> None:
+    network = Network(specials=tuple(Special((rank,), 1e6 * (rank + 1)) for rank in range(12)))
+    assert differences(network).endswith("rank 7: 8 Mbit/s; and 4 more")
 
 
 def test_the_step_of_a_model_is_timed_here(capsys: pytest.CaptureFixture[str]) -> None:

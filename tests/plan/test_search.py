@@ -62,6 +62,7 @@ def test_where_the_choice_changes_another_recipe_is_chosen_beyond_and_the_same_b
         for factor in (0.94, 1.06)
     }
     assert at[1.06] == DENSE and at[0.94] == crossing.recipe
+    assert crossing.factor == pytest.approx(crossing.bits_per_second / 1e10)
 
 
 def test_steps_that_a_recipe_needs_more_count_and_those_that_it_needs_less_do_not() -> None:

@@ -39,7 +39,9 @@ COMMANDS = {
     "export": Command("thinwire.cli.export", "Export", "write a run's weights to one safetensors file"),
     "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one HTML page"),
     "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over emulated slow links"),
-    "demo": Command("thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in under four minutes"),
+    "demo": Command(
+        "thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in about two and a half minutes"
+    ),
     "select": Command("thinwire.cli.select", "Select", "choose a small weighted subset of a data set: a coreset"),
     "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
     "store": Command("thinwire.cli.store", "Store", "host the store in which elastic workers agree on who they are"),
@@ -62,7 +64,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """Turn the arguments into a callable that does the work and returns the exit code.
 
     Raises:
-        ConfigError: there is no such command.
+        ConfigError: there is no such command, or an option's value cannot be read.
     """
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return _help
@@ -86,6 +88,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     import tyro
 
     from thinwire.cli.plain_help import with_plain_help
+    from thinwire.cli.values import check_values
 
     command = COMMANDS[name]
     original = getattr(import_module(command.module), command.kind)
@@ -97,6 +100,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
 
         names, flags = option_names(original)
         arguments = with_config(name, arguments, names, flags)
+    check_values(original, arguments)
     try:
         return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as ended:

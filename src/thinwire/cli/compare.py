@@ -148,7 +148,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         from thinwire.simulate import load_network
 
         check_simulated(settings, recipes)
-        network = None if self.network is None else load_network(self.network)
+        network = None if self.network is None else load_network(self.network, name=f"--network {self.network}")
         if network is not None:
             check_entries(network, f"--network {self.network}", _NOT_COMPARED)
             network.check(settings.workers)

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from importlib import import_module
-from types import NoneType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Literal
 
 from tyro.conf import Positional
 
-_POSITIONAL = get_args(Positional[int])[1]
+from thinwire.cli.values import options_of
 
 
 @dataclass(frozen=True)
@@ -44,26 +43,9 @@ def options_by_command() -> dict[str, dict[str, tuple[str, ...]]]:
     found: dict[str, dict[str, tuple[str, ...]]] = {}
     for name in installed():
         kind = getattr(import_module(COMMANDS[name].module), COMMANDS[name].kind)
-        found[name] = {"--help": ()} | _options_of(kind)
+        options = {f"--{each.name}": each.choices for each in options_of(kind) if not each.positional}
+        found[name] = {"--help": ()} | options
     return found
-
-
-def _options_of(kind: type[Any]) -> dict[str, tuple[str, ...]]:
-    hints = get_type_hints(kind, include_extras=True)
-    options: dict[str, tuple[str, ...]] = {}
-    for field in fields(kind):
-        hint, name = hints[field.name], field.name
-        metadata: list[Any] = []
-        while get_origin(hint) is Annotated:
-            hint, *more = get_args(hint)
-            metadata += more
-        if _POSITIONAL in metadata:
-            continue
-        name = next((each.name for each in metadata if getattr(each, "name", None)), name)
-        kinds = [each for each in (get_args(hint) if NoneType in get_args(hint) else (hint,)) if each is not NoneType]
-        values = tuple(str(x) for each in kinds if get_origin(each) is Literal for x in get_args(each))
-        options[f"--{name.replace('_', '-')}"] = values
-    return options
 
 
 def _bash(options: dict[str, dict[str, tuple[str, ...]]], *, zsh: bool) -> str:

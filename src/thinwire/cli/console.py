@@ -14,8 +14,9 @@ class Output(Console):
         raise BrokenPipeError
 
 
-out = Output(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+# Without emoji: module:function:name is what it says, also where `:function:` is the name of a picture.
+out = Output(highlight=False, soft_wrap=True, emoji=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 
 def print_error(problem: object) -> None:

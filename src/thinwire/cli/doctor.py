@@ -6,6 +6,7 @@ from __future__ import annotations
 import json as json_text
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ from rich.text import Text
 from thinwire.cli.console import err, out
 from thinwire.cli.step_time import step_of
 from thinwire.errors import ConfigError
-from thinwire.storage.files import write_atomically
+from thinwire.storage.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
     from thinwire.doctor.findings import Examination, Finding
@@ -70,13 +71,16 @@ class Doctor:
         """Examine; returns 0, or 1 where something will break training.
 
         Raises:
-            ConfigError: an option that cannot work.
+            ConfigError: an option that cannot work, or a file that cannot be written.
             CommTimeoutError: the rendezvous or rank 0 does not answer.
         """
         from thinwire.comm.rendezvous import started_by_torchrun
 
         if not 1 <= self.timeout <= 600:
             raise ConfigError(f"--timeout {self.timeout:g}: must be 1 to 600 seconds")
+        # Before anything is measured; rank 0 writes.
+        if self.out is not None and os.environ.get("RANK", "0") == "0":
+            _or_refused(self.out, check_writable)
         if self.workers is not None:
             if started_by_torchrun():
                 raise ConfigError("--workers starts ranks on this machine, but torchrun has started this one already")
@@ -113,12 +117,14 @@ class Doctor:
         findings = findings_of(seen)
         tell("strategies, in a simulation")
         costs = list(costs_of(seen))
-        if self.out is not None:
-            write_atomically(self.out, (json_text.dumps(_as_json(seen, findings, costs), indent=1) + "\n").encode())
         if self.json:
             out.print_json(json_text.dumps(_as_json(seen, findings, costs)))
         else:
             _print(seen, findings, costs)
+        # Last: what was measured is seen, whatever becomes of the disk.
+        if self.out is not None:
+            content = (json_text.dumps(_as_json(seen, findings, costs), indent=1) + "\n").encode()
+            _or_refused(self.out, lambda path: write_atomically(path, content))
         return int(any(finding.severity == "error" for finding in findings))
 
     def _emulated(self, workers: int) -> int:
@@ -154,6 +160,20 @@ class Doctor:
             with Network(parse_links(self.link, workers)) as network:
                 exits = run_workers(command, workers, network=network, **options)
         return max((1 if each.code is None else each.code for each in exits), default=0)
+
+
+def _or_refused(path: Path, write: Callable[[Path], None]) -> None:
+    """Write the file of --out.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    try:
+        write(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--out {path}: cannot be written ({error.strerror}); name a file in a folder you may write to"
+        ) from None
 
 
 def _as_json(seen: Examination, findings: list[Finding], costs: list[Cost]) -> dict[str, Any]:

@@ -35,14 +35,17 @@ class Export:
         """Export; returns 0.
 
         Raises:
-            ConfigError: the file's name is not that of a safetensors file.
+            ConfigError: the file's name is not that of a safetensors file, or nothing was saved.
         """
+        from thinwire.cli.saved import check_folder, check_saved
         from thinwire.worker.exporting import export_checkpoint
 
         if self.target.suffix != ".safetensors":
             raise ConfigError(
                 f"{self.target}: must end in .safetensors, such as {self.target.with_suffix('.safetensors')}"
             )
+        check_folder(self.source, f"{self.source}", "give that of a run that was trained with --save-every")
+        check_saved(self.source, f"{self.source}")
         found = export_checkpoint(self.source, self.target)
         out.print(
             f"{found.path}: step {found.step} of {workers(found.workers)} under {found.strategy}, "

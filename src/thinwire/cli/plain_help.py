@@ -6,10 +6,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
-from tyro.conf import Positional, arg
+from tyro.conf import arg
 
-# What `Positional[...]` adds to a type.
-_POSITIONAL = get_args(Positional[int])[1]
+from thinwire.cli.values import POSITIONAL, split_hint
+
 _METAVARS: dict[Any, str] = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
 
 
@@ -32,12 +32,9 @@ def with_plain_help(command: type[Any]) -> type[Any]:
 
 def _shown(name: str, hint: Any, default: object) -> Any:
     """How tyro's help shows one option."""
-    metadata: list[Any] = []
-    while get_origin(hint) is Annotated:
-        hint, *more = get_args(hint)
-        metadata += more
+    hint, metadata = split_hint(hint)
     metavar, several = None, get_origin(hint) is tuple
-    if _POSITIONAL in metadata:
+    if POSITIONAL in metadata:
         metavar = f"{name.upper()} ..." if several else name.upper()
         metavar = f"[{metavar}]" if default is None else metavar
     elif default is None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict, dataclass, replace
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import err, out
+from thinwire.cli.network_words import differences, rates_differ
 from thinwire.errors import ConfigError
 from thinwire.report.units import digits, nbytes, rate, seconds
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from thinwire.plan.meshes import LanguageModel
     from thinwire.plan.search import Crossing, Job, Option, Planner
     from thinwire.plan.traffic import MakeOptimizer
-    from thinwire.simulate import Network
+    from thinwire.simulate import Network, Pair, Racks, Special
 
 _STEP_BUDGET = 4.0
 _FORWARD = 1 / 3
@@ -158,7 +159,7 @@ class Plan:
         from thinwire.simulate import load_network
 
         if self.network is not None:
-            network = load_network(self.network)
+            network = load_network(self.network, name=f"--network {self.network}")
             check_entries(network, f"--network {self.network}", _NOT_PLANNED)
             return network
         if seen is not None:
@@ -268,9 +269,8 @@ def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, m
         Sweep("latency", "seconds", LATENCIES, by_latency(planner, recipes), job.network.latency),
         Sweep("workers", "count", counts, rows, job.workers),
     ]
-    title = (
-        f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {rate(job.network.bits_per_second)}"
-    )
+    usual = rate(job.network.bits_per_second) + ", other links in proportion" * rates_differ(job.network)
+    title = f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {usual}"
     draw_crossovers(path, sweeps, title)
     err.print(str(path), markup=False)
 
@@ -278,10 +278,14 @@ def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, m
 def _as_json(
     planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]
 ) -> dict[str, Any]:
+    network = planner.job.network
     return {
         "workers": planner.job.workers,
-        "bits_per_second": planner.job.network.bits_per_second,
-        "latency": planner.job.network.latency,
+        "bits_per_second": network.bits_per_second,
+        "latency": network.latency,
+        "racks": network.racks and _finite(network.racks),
+        "workers_that_differ": [_finite(each) for each in network.specials],
+        "links_that_differ": [_finite(each) for each in network.pairs],
         "step": asdict(step),
         "recommended": chosen.recipe,
         "tensor_parallel": chosen.mesh and str(chosen.mesh),
@@ -290,6 +294,11 @@ def _as_json(
         "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
         "options": [_fields(each) for each in options],
     }
+
+
+def _finite(part: Racks | Special | Pair) -> dict[str, Any]:
+    """A part of a network for JSON, in which no number is infinite: None is no limit of its own."""
+    return {name: None if value == inf else value for name, value in asdict(part).items()}
 
 
 def _fields(option: Option) -> dict[str, Any]:
@@ -312,7 +321,10 @@ def _fields(option: Option) -> dict[str, Any]:
 
 def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]) -> None:
     job = planner.job
-    links = f"{rate(job.network.bits_per_second)}, {seconds(job.network.latency)} one way"
+    others = differences(job.network)
+    links = f"{rate(job.network.bits_per_second)}, {seconds(job.network.latency)} one way" + f"; {others}" * bool(
+        others
+    )
     out.print(
         f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
         f"communication; {job.workers} workers, {links}\n",
@@ -347,7 +359,7 @@ def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Opti
     if chosen.accuracy is not None and any(each != 1 for each in chosen.accuracy.rates.values()):
         rates = " and ".join(f"{each:g} on {task}" for task, each in chosen.accuracy.rates.items())
         out.print(f"It did best with other learning rates than AllReduce(), times as high: {rates}.", markup=False)
-    out.print(_changes(crossings), markup=False)
+    out.print(_changes(crossings, job.network), markup=False)
     out.print(
         f"Steps to the loss of AllReduce(), {planner.table.provenance} ({planner.table.command}); "
         "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1.",
@@ -396,11 +408,21 @@ def _why(planner: Planner, options: list[Option], chosen: Option) -> str:
     )
 
 
-def _changes(crossings: list[Crossing]) -> str:
+def _changes(crossings: list[Crossing], network: Network) -> str:
     from thinwire.plan.search import FASTEST, SLOWEST
 
+    # Where links differ, one rate is not that of all.
+    differ, usual = rates_differ(network), network.bits_per_second
+    if not crossings and differ:
+        between = f"{digits(min(1, SLOWEST / usual))} and {digits(max(1, FASTEST / usual))} times as fast"
+        return f"Nothing would change that, were all links between {between}."
     if not crossings:
         return f"No link between {rate(SLOWEST)} and {rate(FASTEST)} would change that."
     words = {"slower": "below", "faster": "above"}
-    each = [f"{words[x.side]} {rate(float(digits(x.bits_per_second / 1e6)) * 1e6)} {x.recipe}" for x in crossings]
+    each = [
+        f"if all links were {digits(x.factor)} times as fast, {x.recipe}"
+        if differ
+        else f"{words[x.side]} {rate(float(digits(x.bits_per_second / 1e6)) * 1e6)} {x.recipe}"
+        for x in crossings
+    ]
     return f"What would change that: {'; '.join(each)}."

@@ -156,7 +156,7 @@ def show_summaries(summaries: Sequence[Fields]) -> None:
 
     from thinwire.report import rich_table, rows
 
-    console = Output(highlight=False, width=None if out.is_terminal else _WIDE)
+    console = Output(highlight=False, emoji=False, width=None if out.is_terminal else _WIDE)
     lines = rows(summaries)
     widths = [max(len(heading), *(len(line[heading]) for line in lines)) + 3 for heading in lines[0]]
     if len(lines) > 1 and sum(widths) < console.width:

@@ -118,7 +118,7 @@ class Simulate:
         from thinwire.simulate import Duration, Network, load_network
         from thinwire.simulate.durations import parse_distribution
 
-        network = Network() if self.network is None else load_network(self.network)
+        network = Network() if self.network is None else load_network(self.network, name=f"--network {self.network}")
         if self.compute_time is not None:
             argument = f"--compute-time {self.compute_time}"
             return replace(network, compute=parse_distribution(self.compute_time, argument=argument))

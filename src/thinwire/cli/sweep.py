@@ -200,8 +200,10 @@ class Sweep:
 
     def _resumed(self, folder: Path) -> Sweep:
         """The sweep with the options that it began with; options that contradict them are errors."""
+        from thinwire.cli.saved import check_folder
         from thinwire.sweep.journal import settings_in
 
+        check_folder(folder, f"--resume {folder}", "a sweep is resumed from the folder that it began in")
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a sweep is resumed in its own folder, {folder}; leave it out")
         if self.overwrite:

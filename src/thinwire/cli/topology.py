@@ -176,7 +176,7 @@ class Topology:
             figures = [digits(each.vectors_per_step), digits(each.busiest_vectors_per_step), *sent]
             mixing = [digits(each.spectral_gap), _steps(each.steps_to_average), _steps(each.steps_to_a_thousandth)]
             rows.append([name, _kind(each), str(each.period), *figures, *mixing])
-        console = Output(highlight=False, width=None if out.is_terminal else _WIDE)
+        console = Output(highlight=False, emoji=False, width=None if out.is_terminal else _WIDE)
         columns = zip(["topology", *headings], *rows, strict=True)
         if sum(max(map(len, column)) + 3 for column in columns) >= console.width:
             # A narrower table would cut its figures.

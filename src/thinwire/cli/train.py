@@ -118,14 +118,16 @@ class Train(settings_as_options(without=["timeline_steps"])):
         """The settings of the run to continue, with the given ones in place of its own where that is allowed.
 
         Raises:
-            ConfigError: a setting was given that decides the run's numbers, or --out.
+            ConfigError: a setting was given that decides the run's numbers, or --out; or there is nothing to continue.
         """
+        from thinwire.cli.saved import check_folder, check_saved
         from thinwire.runs import RunFolder, parse_recipe, resolve
         from thinwire.runs.configuration import without_decided
         from thinwire.runs.switches import parse_switches
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
+        check_folder(folder, f"--resume {folder}", "give that of a run that was trained with --save-every")
         before = RunFolder(folder).settings()
         if given["strategy"] is not None:
             parse_recipe(given["strategy"])
@@ -146,6 +148,9 @@ class Train(settings_as_options(without=["timeline_steps"])):
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:
                 raise ConfigError(f"{name}={now!r}: the run to resume has {was!r}, which cannot change; leave it out")
+        # An elastic run is refused with its own reason.
+        if not settings.elastic:
+            check_saved(folder, f"--resume {folder}")
         return replace(settings, command=before.command)
 
     def _show(self, summary: dict[str, Any], folder: Path) -> int:

@@ -22,7 +22,10 @@ def read_examination(path: Path) -> Examination:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); write it with thinwire doctor --out {path}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--doctor {path}: cannot be read ({reason}); write it with thinwire doctor --out {path}"
+        ) from None
     try:
         return _examination(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -117,12 +117,14 @@ class Crossing:
     """Where another recipe would be chosen.
 
     Attributes:
-        bits_per_second: of a link, at which the choice changes.
+        bits_per_second: of the usual link, at which the choice changes; those that differ keep their ratio to it.
+        factor: the same rate over the usual link's own: how many times as fast all links would be.
         side: whether links that are faster, or slower, choose it.
         recipe: the one that would be chosen.
     """
 
     bits_per_second: float
+    factor: float
     side: Literal["faster", "slower"]
     recipe: str
 
@@ -199,7 +201,8 @@ class Planner:
         while abs(log(there / here)) > log(_PRECISE):
             middle = (here * there) ** 0.5
             here, there = (middle, there) if self._choice(middle) == chosen else (here, middle)
-        return Crossing((here * there) ** 0.5, side, self._choice(there))
+        rate = (here * there) ** 0.5
+        return Crossing(rate, rate / self.job.network.bits_per_second, side, self._choice(there))
 
     def _choice(self, bits_per_second: float) -> str:
         network = self.job.network

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from thinwire.errors import ConfigError
-from thinwire.storage.files import write_atomically
+from thinwire.storage.files import make_folder_of, write_atomically
 
 Facts = Mapping[str, object]
 """A JSON object, such as a run's summary or configuration."""
@@ -98,7 +98,7 @@ def write_bytes(path: Path, content: bytes) -> Path:
         ConfigError: the folder cannot be written to.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder_of(path)
         write_atomically(path, content)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be written ({error.strerror}); use a folder you may write to") from None

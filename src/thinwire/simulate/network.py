@@ -191,8 +191,12 @@ Table = Mapping[str, Any]
 Reader = Callable[[Any, str], Any]
 
 
-def load_network(path: str | Path) -> Network:
+def load_network(path: str | Path, *, name: str | None = None) -> Network:
     """Read a network from a TOML file.
+
+    Args:
+        path: of the file.
+        name: what errors call it; its path unless given.
 
     Raises:
         ConfigError: the file cannot be read, or a line in it makes no sense; the error names the entry.
@@ -207,15 +211,17 @@ def load_network(path: str | Path) -> Network:
         ...     load_network(file).latency
         0.01
     """
+    name = str(path) if name is None else name
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give a network file in TOML") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}: cannot be read ({reason}); give a network file in TOML") from error
     try:
         table = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: is not TOML: {error}") from error
-    return read_network(table, name=str(path))
+        raise ConfigError(f"{name}: is not TOML: {error}") from error
+    return read_network(table, name=name)
 
 
 def read_network(table: Table, *, name: str = "network") -> Network:

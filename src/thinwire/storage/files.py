@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Atomic writing of files: a file is complete or not there at all."""
 
+import errno
 import os
 import secrets
 from pathlib import Path
@@ -17,6 +18,31 @@ def write_atomically(path: Path, content: bytes) -> None:
         OSError: the disk refused; the file that was at `path` before is unchanged.
     """
     rename_into_place(write_temporary(path, content), path)
+
+
+def check_writable(path: Path) -> None:
+    """Make the folder that a file is to be written to, and see that it can be; for work that is worth a lot.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    make_folder_of(path)
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    write_temporary(path, b"").unlink()
+
+
+def make_folder_of(path: Path) -> None:
+    """Make the folder of a file, if it is not there.
+
+    Raises:
+        OSError: it cannot be made; NotADirectoryError where it is a file.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        # That a file exists is no reason to give to whoever wants to write one.
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
 
 
 def write_temporary(path: Path, content: bytes) -> Path:
