@@ -28,6 +28,7 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.worker.buckets import Backward
 from thinwire.worker.elastic import Elastic
 
 SIZE, VICTIM, PERIOD = 4, 1, 2
@@ -164,3 +165,25 @@ def test_workers_that_are_a_step_apart_go_on_together(
     for end in ends:
         assert end.agreed is not None and torch.equal(end.agreed, ends[0].agreed)  # type: ignore[arg-type]
         assert end.epochs[-1] == (len(broken), ("w0", "w1", "w2"))
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_a_step_whose_mean_only_some_workers_have_is_taken_again_by_all(
+    rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that have the mean and wait for the word of one that has not must send their gradients again."""
+    collect, calls, at = Backward._collect, list[int](), list[int]()
+
+    def fails(self: Backward, state: int) -> None:
+        collect(self, state)
+        if self._comm.rank == rank and not at:
+            calls.append(state)
+            if len(calls) == 5:
+                at.append(state)
+                raise PeerLostError("the mean has got lost")
+
+    monkeypatch.setattr(Backward, "_collect", fails)
+    ends = survivors(run_fleet(3, AllReduce(), timeout=5.0))
+    assert at and all(end.epochs[-1] == (1, ("w0", "w1", "w2")) for end in ends)
+    whole = run_fleet(3, AllReduce())
+    assert all(torch.equal(a.trace[step], b.trace[step]) for a, b in zip(ends, whole, strict=True) for step in a.trace)

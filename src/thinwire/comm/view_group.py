@@ -28,6 +28,7 @@ _STORE_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 0.5
+_TELL_SECONDS = 2.0  # by which one that did not connect has said so
 _GONE = "a worker of this view is gone, or has given it up"
 _COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch has no names for them in Python
 
@@ -75,6 +76,22 @@ class ViewComm(GroupComm):
         if failed:
             raise failed[0]
         return done[0]
+
+    def _gather_rows(self, row: bytes) -> list[bytes]:
+        # Who comes here reaches all others, and may wait for two that do not reach each other. They began to wait
+        # before, so that they have given the view up, or are about to.
+        try:
+            return super()._gather_rows(row)
+        except CommTimeoutError as error:
+            problem = str(error)
+        # Outside the handler: a traceback would keep the connections open.
+        end = time.monotonic() + _TELL_SECONDS
+        while not self._lost():
+            if time.monotonic() > end:
+                raise CommTimeoutError(problem)
+            time.sleep(_POLL_SECONDS)
+        self._fault = PeerLostError(problem)
+        raise self._fault
 
     # What is received goes into memory of its own, and from there into the caller's once the wait has succeeded: a
     # call that was given up goes on, and may end when a worker wakes up that was frozen. It would write into parameters

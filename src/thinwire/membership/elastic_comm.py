@@ -27,7 +27,8 @@ class Connector(Protocol):
             lost: whether a member is known to be gone or to have given up, so that there is nothing to wait for.
 
         Raises:
-            CommError: not all members connected.
+            CommTimeoutError: this worker does not reach all members.
+            PeerLostError: a member is gone, or has given the view up, as one does that does not reach another.
         """
         ...
 

@@ -41,6 +41,7 @@ _STORE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
 _SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
 _GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
+_TRIES = 4  # of a worker that joins, to connect with the others
 _TAKEN, _NONE = "taken", "none"  # a step of a run; never any
 _WITHDRAWN = "null"  # in the place of a progress, or of a request
 
@@ -107,6 +108,7 @@ class Membership:
         self._place: tuple[str, str] | None = None
         self._request_key = ""  # of a request that was not served yet
         self._stepped = False
+        self._tries = 0
         self._requests = 0
         self._history: list[View] = []
         self._ended = threading.Event()
@@ -296,7 +298,13 @@ class Membership:
     # -- a change of view ------------------------------------------------------------------------------------------
 
     def change(
-        self, progress: Progress, *, requests: int | None = None, timeout: float | None = None, donor: str = ""
+        self,
+        progress: Progress,
+        *,
+        requests: int | None = None,
+        timeout: float | None = None,
+        donor: str = "",
+        problem: str = "",
     ) -> View:
         """Agree on the next view with all other survivors.
 
@@ -308,10 +316,12 @@ class Membership:
             requests: take in those that have asked to join, up to this number; None takes nobody in.
             timeout: how long to wait for workers of which nothing is known, in seconds.
             donor: who has sent its state to those that have asked.
+            problem: what went wrong in the view that ends, in words.
 
         Raises:
             PeerLostError: the others go on without this worker; or the store cannot be reached.
-            CommTimeoutError: this worker has no state yet, and was not taken in again within the timeout.
+            CommTimeoutError: this worker has no state yet, and was not taken in again within the timeout; or it was,
+                and did not connect, several times.
         """
         before = self.view
         assert before is not None, "enter() comes first"
@@ -337,12 +347,29 @@ class Membership:
         view = self._read(epoch)
         if view.rank(self.worker) is None:
             if not progress.ready:
+                self._count_try(before, view, problem)
                 return self._join(epoch)
             raise PeerLostError(
                 f"worker {self.worker}: the others go on as view {epoch} without this worker, which did not answer in "
                 "time; start it again to let it join"
             )
         return self._accept(view)
+
+    def _count_try(self, taken_in: View, left_out: View, problem: str) -> None:
+        """Ask to join no more after a few views that took this worker in and did not come about.
+
+        A view in which a worker that has a state was lost, or left, says nothing about this one, and does not count.
+        """
+        if left_out.left or any(each in taken_in.ready for each in left_out.lost):
+            return
+        self._tries += 1
+        if self._tries == _TRIES:
+            raise CommTimeoutError(
+                f"worker {self.worker}: it was taken in {_TRIES} times, and did not come to train with the others; it "
+                "reaches the store, but not every worker, or one does not reach it. Let firewalls pass all ports "
+                "between workers, and name the network interface that they share by GLOO_SOCKET_IFNAME; give a longer "
+                f"timeout where the state takes longer to arrive; then start this worker again ({problem})"
+            )
 
     def leave(self, progress: Progress) -> None:
         """Tell the others that the next view is without this worker, which waits for nobody.

@@ -25,6 +25,7 @@ class Progress:
         step: optimizer steps done.
         ready: False for one that has joined, and has not got the others' state yet.
         left: why it leaves with notice, such as a signal's name; empty for one that goes on.
+        unconnected: whether it could not open its connections in the view that ends, before anybody gave that view up.
 
     Example:
         >>> from thinwire.membership.view import Progress, settled
@@ -41,6 +42,7 @@ class Progress:
     step: int
     ready: bool = True
     left: str = ""
+    unconnected: bool = False
 
 
 def settled(workers: Collection[Progress]) -> int:

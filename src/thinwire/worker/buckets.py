@@ -387,13 +387,14 @@ class Backward:
                     else:
                         bucket.replica.g[bucket.part].fill_(torch.nan)
                     self._send(bucket)
+            sent = False  # also where this call has the result, as others may not have it, and all repeat it
             try:
                 if self._lost is not None:
                     kind, text = self._lost
                     raise kind(text)
                 self._collect(state)
             except (PeerLostError, CommTimeoutError):
-                sent, self._lost = False, None
+                self._lost = None
                 self.buckets[0].replica.pending_means.drop()
                 raise
 

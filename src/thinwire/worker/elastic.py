@@ -27,6 +27,7 @@ from thinwire.membership.elastic_comm import ElasticComm
 from thinwire.membership.fleet import Fleet
 from thinwire.membership.membership import StoreLostError
 from thinwire.membership.patience import Patience
+from thinwire.membership.unconnected import Unconnected
 from thinwire.membership.view import Progress, View, settled
 from thinwire.quorum.elastic_sampler import Crew
 from thinwire.replica.replica import Replica
@@ -82,6 +83,7 @@ class Elastic:
         self._opens_at: int | None = None
         self._arrivals: Arrivals | None = None
         self._newcomers: set[str] = set()
+        self._unconnected = Unconnected()
         self._offered = offered
         self._worker: WorkerState | None = None
         self._neighbours = False  # one that joins may meet another loss before `begin`
@@ -94,7 +96,7 @@ class Elastic:
         """Open the connections of the first view.
 
         Raises:
-            CommError: not all its workers connected.
+            CommError: not all its workers connected; or this one joins, and did not connect in several views.
         """
         while True:
             try:
@@ -103,9 +105,10 @@ class Elastic:
             except _LOST as error:
                 if not self.joins or isinstance(error, StoreLostError):
                     raise
-                _LOGGER.warning("worker %s asks to join again: %s", self.worker_id, error)
+                problem = str(error)
+                _LOGGER.warning("worker %s asks to join again: %s", self.worker_id, problem)
             # Outside the handler: a traceback would keep the connections open. Another worker was lost just then.
-            self.view = self._membership.change(Progress(0, done=True, step=0, ready=False))
+            self.view = self._membership.change(Progress(0, done=True, step=0, ready=False), problem=problem)
 
     @property
     def comm(self) -> ElasticComm:
@@ -409,7 +412,12 @@ class Elastic:
         return keep
 
     def _next_view(self, problem: str, requests: int | None, donor: str = "") -> None:
-        """Leave the view, and connect with the workers of the next one that comes about."""
+        """Leave the view, and connect with the workers of the next one that comes about.
+
+        Raises:
+            CommTimeoutError: some do not reach each other, and this one is to stop so that the others go on.
+        """
+        unconnected = False
         while True:
             # What is known of those that ask to join may differ between the survivors.
             self._requests = 0
@@ -418,8 +426,10 @@ class Elastic:
             if self._neighbours:
                 # Whoever proposes takes in those that anybody has heard of, so that nobody has to ask for a view again.
                 requests = self._membership.requests(now=True)
-            progress = Progress(self._round, self._done, self.worker.step, ready=self._size > 0)
-            view = self._membership.change(progress, requests=requests, donor=donor)
+            progress = Progress(
+                self._round, self._done, self.worker.step, ready=self._size > 0, unconnected=unconnected
+            )
+            view = self._membership.change(progress, requests=requests, donor=donor, problem=problem)
             if self._arrivals is not None and not (view.joined and view.donor):
                 self._arrivals.close()
                 self._arrivals = None
@@ -428,11 +438,28 @@ class Elastic:
             else:
                 self._round = settled(view.ready.values())  # as begin() did in the view that has ended
             _LOGGER.warning("%s", _in_words(view, problem))
+            self._stop_if_unconnected(view, problem)
             try:
                 self._connect(view)
                 return
             except _LOST as error:
-                problem = str(error)
+                problem, unconnected = str(error), isinstance(error, CommTimeoutError)
+
+    def _stop_if_unconnected(self, view: View, problem: str) -> None:
+        """Stop if this is the last of those that do not reach all others, which may well go on without it."""
+        unconnected = self._unconnected.add(view)
+        if not unconnected or self.worker_id != unconnected[-1]:
+            return
+        # Registered as one that could not start, it is gone for the others at once, though its process may run.
+        self._fleet.withdraw()
+        self.close()
+        raise CommTimeoutError(
+            f"worker {self.worker_id}: {len(self._unconnected.views)} views in a row with the same {view.size} workers "
+            f"did not connect. All reach the store, but {', '.join(unconnected)} did not reach all others; this one "
+            "stops, so that the others can go on. Let firewalls pass all ports between workers, and name the network "
+            "interface that they share by GLOO_SOCKET_IFNAME; then start this worker again to let it join "
+            f"({problem})"
+        )
 
     def _connect(self, view: View) -> None:
         self._comm.size = view.size
