@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.strategies.base import Strategy as Recipe
 
@@ -39,32 +37,17 @@ class Callback(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to the optimizer, and let checkpoints hold every rank's state."""
-        optimizer = plain_optimizer(trainer.optimizers)
         options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
-        self.session = session = Session(pl_module, optimizer, self.strategy, options)
+        self.session = session = Session(pl_module, plain_optimizer(trainer.optimizers), self.strategy, options)
         self._logged = trainer.global_step
-        strategy = trainer.strategy
-        own_weights = strategy.lightning_module_state_dict
-
-        def agreed_weights() -> dict[str, Any]:
-            # Also where only weights are saved; within validation they are held already, and stay so.
-            held = session.holding
-            session.hold()
-            try:
-                return {name: x.clone() if isinstance(x, Tensor) else x for name, x in own_weights().items()}
-            finally:
-                if not held:
-                    session.release()
-
-        strategy.lightning_module_state_dict = agreed_weights
-        session.worker.undo.callback(vars(strategy).pop, "lightning_module_state_dict", None)
+        session.agree_in(trainer.strategy, "lightning_module_state_dict")
 
         def finish() -> None:
             # After the last checkpoint, and before the module leaves its device.
             self.session = None
             session.finish()
 
-        before = partial(session.call_before, strategy)
+        before = partial(session.call_before, trainer.strategy)
         before("save_checkpoint", lambda checkpoint, filepath, *_, **__: session.save(f"{filepath}.workers"))
         before("remove_checkpoint", lambda path: session.remove(f"{path}.workers"))
         before("teardown", finish)
@@ -72,7 +55,6 @@ class Callback(pl.Callback):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue where `fit` was given a checkpoint."""
         if self.session is not None and trainer.ckpt_path is not None:
-            # Of `save_last="link"` too.
             self.session.load(f"{os.path.realpath(trainer.ckpt_path)}.workers")
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:

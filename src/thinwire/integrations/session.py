@@ -10,7 +10,7 @@ from shutil import rmtree
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -147,6 +147,27 @@ class Session:
             return method(*args, **more)
 
         setattr(owner, name, both)
+        self.worker.undo.callback(vars(owner).pop, name, None)
+
+    def agree_in(self, owner: Any, name: str) -> None:
+        """Let a method that returns the model's weights by name return those that all workers agree on.
+
+        Args:
+            owner: the tool's object; every rank must call its method.
+            name: the method.
+        """
+        method = getattr(owner, name)
+
+        def agreed() -> dict[str, Any]:
+            held = self.holding  # as within validation, which goes on
+            self.hold()
+            try:
+                return {key: x.clone() if isinstance(x, Tensor) else x for key, x in method().items()}
+            finally:
+                if not held:
+                    self.release()
+
+        setattr(owner, name, agreed)
         self.worker.undo.callback(vars(owner).pop, name, None)
 
     def hold(self) -> None:

@@ -3,15 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.integrations.loggers import TensorBoard, WandB
-from thinwire.integrations.session import FOLDER, Session, needs
+from thinwire.integrations.loggers import TensorBoard
+from thinwire.integrations.session import Session, needs
+from thinwire.integrations.trainer_folders import check_search, loaded_from, loggers_of
 from thinwire.strategies.base import Strategy
 
 with needs("transformers[torch]"):
@@ -54,20 +52,16 @@ class Callback(TrainerCallback):
             args.average_tokens_across_devices = False
         if self.session is not None:
             self.session.worker.undo.close()  # of a training that an error has ended
-        if getattr(state, "is_hyper_param_search", False) and args.save_strategy != "no":
-            raise ConfigError(
-                f"hyperparameter_search with save_strategy={args.save_strategy!r}: each trial saves in a folder "
-                'that callbacks are not told, so that workers\' states would lie elsewhere; set save_strategy="no"'
-            )
+        check_search(args, state)
         syncs = GradientState()
         self.session = Session(
             more["model"], more["optimizer"], self.strategy, self.options, syncs=lambda: bool(syncs.sync_gradients)
         )
         if state.global_step > 0:
-            self.session.load(self._folder_of(args, state))
+            self.session.load(loaded_from(args, state, self.resume_from))
         if getattr(args, "eval_on_start", False):
             self.session.hold()
-        self._loggers = _loggers_of(args) if state.is_world_process_zero else []
+        self._loggers = loggers_of(args) if state.is_world_process_zero else []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Where the Trainer is about to evaluate or save, give it the model that all workers agree on."""
@@ -121,43 +115,3 @@ class Callback(TrainerCallback):
                 f"a callback behind thinwire's asked for {what}, which got the parameters of one worker and not those "
                 "that all agree on; put thinwire's Callback last in the list of callbacks"
             )
-
-    def _folder_of(self, args: Any, state: Any) -> str:
-        """The checkpoint that the Trainer has loaded, of which a callback is told its contents and not its place."""
-        given, step = args.resume_from_checkpoint, state.global_step
-        named = [self.resume_from, given if isinstance(given, str) else None, f"{args.output_dir}/checkpoint-{step}"]
-        fits = {os.path.realpath(each): each for each in named if each and _is_of(Path(each), state)}
-        if self.resume_from in fits.values():
-            return str(self.resume_from)
-        if len(fits) == 1:
-            return next(iter(fits.values()))
-        raise ConfigError(
-            f"the Trainer resumes at step {step}, and "
-            + (
-                f"{' and '.join(fits.values())} both fit"
-                if fits
-                else f"{named[-1]} holds no state of the workers there"
-            )
-            + "; pass Callback(..., resume_from=folder), the folder that train(resume_from_checkpoint=...) was given"
-        )
-
-
-def _is_of(folder: Path, state: Any) -> bool:
-    """Whether a checkpoint folder has the workers' state, and is what a Trainer's state was loaded from."""
-    try:
-        told = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    same = told["global_step"] == state.global_step and told["log_history"] == json.loads(json.dumps(state.log_history))
-    return same and (folder / FOLDER).is_dir()
-
-
-def _loggers_of(args: Any) -> list[Any]:
-    found: list[Any] = []
-    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
-    if "tensorboard" in names:
-        folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or getattr(args, "logging_dir", None)
-        found.append(TensorBoard(Path(folder or f"{args.output_dir}/runs/thinwire").expanduser()))
-    if "wandb" in names:
-        found.append(WandB())
-    return found
