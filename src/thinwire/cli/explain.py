@@ -32,8 +32,9 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
     Example: thinwire explain "LocalSGD(period=8, codec=Quantize(4))" --task text --workers 4 --link 100mbit
 
     The strategy is run on tensors without data, so the bytes are exactly those of a real run; where they depend on the
-    data, the least and the most are shown. The model is that of --task (text unless given), or has --parameters. The
-    optimizer, which some strategies average too, is the task's, or one that the strategy needs.
+    data, the least and the most are shown, and where not all workers send alike, the busiest and the mean. The model is
+    that of --task (text unless given), or has --parameters. The optimizer, which some strategies average too, is the
+    task's, or one that the strategy needs.
 
     Args:
         recipe: the strategy as text, such as "LocalSGD(period=8, codec=Quantize(4))".
@@ -184,7 +185,8 @@ def _print_card(card: Card, model: str) -> None:
 def _sections(card: Card) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The card in words: headings, each with its (name, words) lines."""
     alike = "the same in every step" if card.period == 1 else f"repeating after {card.period} steps"
-    yield f"{'One worker' if card.rank == 0 else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
+    equal = card.rank == 0 and card.mean_sent_bytes_per_step == card.sent_bytes_per_step
+    yield f"{'One worker' if equal else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
     memory = card.memory_bytes_per_parameter
     each = ", ".join(f"{name} {_number(value)}" for name, value in memory.items())
     total = nbytes(sum(memory.values()) * card.parameters)
@@ -222,6 +224,7 @@ def _traffic(card: Card) -> list[tuple[str, str]]:
         sent = f"{nbytes(card.least_sent_bytes_per_step)} to {sent}, by the data,"
     lines = [
         ("sent", f"{sent} a step{received}, in {_number(card.messages_per_step)} messages"),
+        *_mean_over_workers(card),
         ("to", _receivers(card)),
         ("at most", f"{nbytes(card.largest_message_bytes)} in a message, {nbytes(card.largest_step_bytes)} in a step"),
         ("AllReduce()", all_reduce),
@@ -231,6 +234,14 @@ def _traffic(card: Card) -> list[tuple[str, str]]:
         transfer = f"{seconds(card.seconds_per_step)} of transfer a step{longest}"
         lines.append((rate(card.bits_per_second), f"{transfer}; transfers that overlap with computation cost no time"))
     return lines
+
+
+def _mean_over_workers(card: Card) -> list[tuple[str, str]]:
+    """What workers send on average, where not all send what this one does."""
+    mean = card.mean_sent_bytes_per_step
+    if mean is None or mean == card.sent_bytes_per_step:
+        return []
+    return [("mean", f"{nbytes(mean)} a step, over all {card.workers} workers")]
 
 
 def _receivers(card: Card) -> str:

@@ -14,7 +14,8 @@ from thinwire.codecs.cast import Bf16
 from thinwire.comm.work import nbytes_of
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import assume_least
-from thinwire.plan.traffic import DryRun, MakeOptimizer, StepTraffic, busiest, topologies
+from thinwire.plan.ranks import Look, look_at_ranks
+from thinwire.plan.traffic import DryRun, MakeOptimizer, StepTraffic, topologies
 from thinwire.simulate.wires import PAYLOAD_SHARE
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
@@ -67,24 +68,28 @@ class Card:
         parameters: elements of the model.
         dtype: of the parameters.
         optimizer: its class.
-        rank: the worker that the figures are for: the one that sends or receives most.
+        rank: the worker that the figures are for: the one that sends most, or receives most from named ranks.
         period: steps after which the traffic repeats; means are over this many.
         sent_bytes_per_step: bytes sent, mean; where it depends on data, the most that can be. All other figures are of
             the same case.
         least_sent_bytes_per_step: the least that can be; the same where nothing depends on data.
+        mean_sent_bytes_per_step: the mean over all workers too, which a run reports; the same where all send alike.
+            None in a large graph whose ranks are of many kinds.
         received_bytes_per_step: bytes received, mean.
         messages_per_step: messages sent, mean; a collective call counts as one.
         largest_message_bytes: bytes of the largest message; for a collective, what this worker sends in it.
         largest_step_bytes: bytes sent in the step that sends most.
         collective_bytes_per_step: the part sent in collectives; the transport decides to which ranks.
         links: the part sent to named ranks.
-        memory_bytes_per_parameter: memory that thinwire adds, by name; without the optimizer's state and activations.
+        memory_bytes_per_parameter: memory that thinwire adds, by name, on the worker where it adds most; without the
+            optimizer's state and activations.
         lr_factor: the effective learning rate in the long run, as a multiple of the optimizer's; None if not known.
         methods: the strategies of the recipe, outermost first.
         all_reduce_bytes_per_step: what AllReduce() would send.
         bf16_all_reduce_bytes_per_step: what AllReduce(codec=Bf16()) would send.
         bits_per_second: rate of each worker's link; None if none was given.
-        seconds_per_step: transfer time on that link, mean; includes transfers that overlap with computation.
+        seconds_per_step: transfer time on that link, mean, for the worker whose transfers take longest; includes those
+            that overlap with computation.
         largest_step_seconds: the same for the step with the longest transfer.
     """
 
@@ -97,6 +102,7 @@ class Card:
     period: int
     sent_bytes_per_step: float
     least_sent_bytes_per_step: float
+    mean_sent_bytes_per_step: float | None
     received_bytes_per_step: float
     messages_per_step: float
     largest_message_bytes: float
@@ -173,13 +179,13 @@ def explain(
         )
 
     # Where ranks differ, the one with most to carry sets the pace.
-    rank = busiest(strategy, workers)
-    run = dry(strategy, rank, optimizer)
-    steps = least = run.period()
+    found = look_at_ranks(lambda rank: dry(strategy, rank, optimizer), strategy, workers)
+    rank, run = found.busiest.rank, found.busiest.run
+    steps = least = found.busiest.steps
     if strategy.data_dependent_bytes:
         with assume_least():
             least = dry(strategy, rank, optimizer).period()
-    seconds = None if bits_per_second is None else [_seconds(step, bits_per_second) for step in steps]
+    seconds = None if bits_per_second is None else _slowest(found.looks, bits_per_second)
     return Card(
         recipe=brief(strategy),
         workers=workers,
@@ -190,13 +196,14 @@ def explain(
         period=len(steps),
         sent_bytes_per_step=_mean([step.sent for step in steps]),
         least_sent_bytes_per_step=_mean([step.sent for step in least]),
+        mean_sent_bytes_per_step=found.mean_sent,
         received_bytes_per_step=_mean([step.received for step in steps]),
         messages_per_step=_mean([step.messages for step in steps]),
         largest_message_bytes=max(step.largest for step in steps),
         largest_step_bytes=max(step.sent for step in steps),
         collective_bytes_per_step=_mean([sum(step.collectives) for step in steps]),
         links=_links(steps),
-        memory_bytes_per_parameter=_memory(run, steps),
+        memory_bytes_per_parameter=max((_memory(look.run, look.steps) for look in found.looks), key=_total),
         lr_factor=strategy.lr_factor,
         methods=tuple(Method(brief(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
         all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
@@ -245,6 +252,15 @@ def _mean(values: Sequence[float]) -> float:
 def _seconds(step: StepTraffic, bits_per_second: float) -> float:
     """Transfer time of one step: a link is full-duplex, so the direction with more bytes counts."""
     return 8 * max(step.sent, step.received) / (bits_per_second * PAYLOAD_SHARE)
+
+
+def _slowest(looks: Sequence[Look], bits_per_second: float) -> list[float]:
+    """Transfer times of the steps of the worker for which they are longest."""
+    return max(([_seconds(step, bits_per_second) for step in look.steps] for look in looks), key=_mean)
+
+
+def _total(memory: dict[str, float]) -> float:
+    return sum(memory.values())
 
 
 def _links(steps: Sequence[StepTraffic]) -> tuple[Link, ...]:

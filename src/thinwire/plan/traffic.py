@@ -34,6 +34,8 @@ MAX_STEPS = 10_000
 # Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too; and
 # for one that sends something at every step.
 _MIN_STEPS, _FEW_STEPS = 128, 16
+# For a rank beside one whose period is known.
+_FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,14 @@ class StepTraffic:
     """What one worker sends and receives in one step.
 
     Attributes:
-        collectives: bytes sent in each collective call; as many are received.
+        collectives: bytes sent in each collective call.
         exchanges: messages to and from named ranks.
+        surplus: bytes received in collectives beyond those sent; negative where more are sent.
     """
 
     collectives: tuple[float, ...]
     exchanges: tuple[Exchange, ...]
+    surplus: float = 0.0
 
     @property
     def sent(self) -> float:
@@ -71,7 +75,12 @@ class StepTraffic:
     @property
     def received(self) -> float:
         """Bytes of payload received."""
-        return sum(self.collectives) + sum(len(each.src) * each.nbytes for each in self.exchanges)
+        return sum(self.collectives) + self.surplus + self.received_from_named
+
+    @property
+    def received_from_named(self) -> float:
+        """Bytes of payload received in messages from named ranks."""
+        return sum(len(each.src) * each.nbytes for each in self.exchanges)
 
     @property
     def messages(self) -> int:
@@ -108,18 +117,27 @@ class RecordingComm(CountingComm):
         super().__init__(rank, size)
         self.meter = self._traffic = Traffic()
         self.exchanges: list[Exchange] = []
+        self._surplus = 0
 
     def forget(self) -> None:
         """Drop everything recorded so far, and begin to count anew."""
         self.meter = self._traffic = Traffic()
         self.exchanges.clear()
+        self._surplus = 0
 
     def take(self) -> StepTraffic:
         """Return everything recorded since the last call."""
-        step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges))
+        step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges), self._surplus)
         self._traffic.collectives.clear()
         self.exchanges.clear()
+        self._surplus = 0
         return step
+
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        # The one collective in which a rank may receive more or less than it sends.
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._surplus += sum(sizes[rank] * xs[0].element_size() - nbytes_of(xs[rank]) for rank in others)
+        return super()._all_to_all(xs, sizes)
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         self.exchanges.append(Exchange(nbytes_of(x), tuple(dst), tuple(src)))
@@ -230,6 +248,13 @@ class DryRun:
                     return found
         return tuple(steps[-length:])
 
+    def period_like(self, steps: int) -> tuple[StepTraffic, ...]:
+        """`period`, sooner: where another rank's is known to have so many steps."""
+        length = steps * -(-_FEWEST_STEPS // steps)
+        # The first round may differ, as there.
+        _, before, now = ([self.step() for _ in range(length)] for _ in range(3))
+        return tuple(now[:steps]) if now == before else self.period()
+
 
 def _repeating(steps: Sequence[StepTraffic]) -> tuple[StepTraffic, ...] | None:
     """The shortest sequence that makes up these steps, at least three times; None if there is none."""
@@ -285,14 +310,9 @@ def _fields(recipe: object) -> list[tuple[str, Any]]:
     return [(each.name, getattr(recipe, each.name)) for each in fields(recipe)]
 
 
-def busiest(strategy: Strategy, workers: int) -> int:
-    """The rank that sends or receives most in a recipe's topologies; rank 0 where all are alike."""
-    graphs = list(topologies(strategy))
-    if not graphs:
-        return 0
-    loads = [0] * workers
-    for topology in graphs:
-        for rank in range(workers):
-            peers = [topology.peers(rank, workers, step) for step in range(topology.period(workers))]
-            loads[rank] += max(sum(len(each.dst) for each in peers), sum(len(each.src) for each in peers))
-    return loads.index(max(loads))
+def sizes_of_nodes(recipe: object) -> Iterator[int]:
+    """Ranks per node, of all parts of a recipe that treat the ranks of a node apart."""
+    for name, value in _fields(recipe):
+        if name == "node_size" and isinstance(value, int):
+            yield value
+        yield from sizes_of_nodes(value)
