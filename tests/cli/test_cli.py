@@ -99,6 +99,26 @@ def test_each_command_has_help_that_does_not_show_none(capsys, name):
     assert "None" not in out and "(default: )" not in out and "(default: False)" not in out
 
 
+@pytest.mark.parametrize(("name", "columns"), [("simulate", "80"), ("plan", "84"), ("train", "100")])
+def test_help_has_no_empty_row_below_a_text_that_fills_its_line(monkeypatch, name, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
+    rows = thinwire(name, "--help").stdout.split("\n")
+    framed = [row for row in rows if row.startswith("│")]
+    assert framed and all(row.strip("│ ") for row in framed)
+
+
+@pytest.mark.parametrize("typed", ["LocalSGD(period=8,codec=Quantize(4))", "LocalSGD(period=8,\n codec=Quantize(4))"])
+def test_a_recipe_is_headed_as_it_was_typed(monkeypatch, capsys, typed):
+    name = "LocalSGD(period=8, codec=Quantize(4))"
+    assert main(["explain", typed, "--parameters", "1000"]) == 0
+    assert [line for line in capsys.readouterr().out.split("\n") if line.startswith("LocalSGD")] == [name, name]
+    headed = []
+    monkeypatch.setattr("thinwire.cli.train.Watch", lambda head, *_: headed.append(head))
+    commands.parse(["train", "--strategy", typed])._watch(Settings("digits", "mlp", "x", steps=1))
+    assert headed == [name]
+
+
 def test_plain_help_changes_no_default_and_no_value():
     plain = with_plain_help(Train)
     assert {field.name: field.default for field in dataclasses.fields(plain)} == {

@@ -127,3 +127,10 @@ def test_what_the_doctor_has_measured_is_printed_also_where_its_file_cannot_be_w
     printed = capsys.readouterr()
     assert "no training step was timed" in printed.out
     assert "doctor.json: cannot be written (No space left on device)" in printed.err
+
+
+def test_explain_suggests_only_what_it_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "did you mean LocalSGD, Local or " in refused(capsys, "explain", "LocalSDG")
+    assert "post-local-sgd" not in refused(capsys, "explain", "LocalSDG")
+    assert "did you mean rank" in refused(capsys, "explain", "ddp+powersgd(rnk=4)")
+    assert "torch's own method" in refused(capsys, "explain", "post_local_sgd")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
@@ -87,7 +88,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     """The command, filled in by tyro; or the exit code alone, after help or a usage error, which tyro prints."""
     import tyro
 
-    from thinwire.cli.plain_help import with_plain_help
+    from thinwire.cli.plain_help import WithoutEmptyRows, with_plain_help
     from thinwire.cli.values import check_values
 
     command = COMMANDS[name]
@@ -101,11 +102,15 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
         names, flags = option_names(original)
         arguments = with_config(name, arguments, names, flags)
     check_values(original, arguments)
+    shown = WithoutEmptyRows()
     try:
-        return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
+        with redirect_stdout(shown):
+            return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 2
         return lambda: code
+    finally:
+        shown.flush()
 
 
 def _check_first(name: str, kind: type, first: str) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 from tyro.conf import Positional
 
 from thinwire.cli.console import out
-from thinwire.cli.options import settings_as_options, slowest_rate
+from thinwire.cli.options import as_typed, settings_as_options, slowest_rate
 from thinwire.errors import ConfigError
 from thinwire.report.units import count, nbytes, rate, seconds, times, workers
 
@@ -87,7 +87,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         if self.json:
             out.print(json_text.dumps(asdict(card)), markup=False)
         else:
-            _print_card(card, name)
+            _print_card(card, name, as_typed(self.recipe))
         return 0
 
     def _explain_meshes(self, ranks: int) -> None:
@@ -159,10 +159,17 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
 
 def _strategy(text: str) -> Strategy:
-    from thinwire.runs.recipes import parse_recipe
+    from thinwire.runs.recipes import BASELINES, parse_recipe
     from thinwire.strategies.base import Strategy
+    from thinwire.strategies.recipe import parse
 
-    recipe = parse_recipe(text)
+    try:
+        recipe = parse_recipe(text)
+    except ConfigError:
+        # Nothing but a strategy is explained, so that a mistyped name is not said to be near one of torch's methods.
+        if text.partition("(")[0].strip() not in BASELINES:
+            parse(text)
+        raise
     if not isinstance(recipe, Strategy):
         raise ConfigError(
             f"{text}: is torch's own method, which cannot be run without data; AllReduce() sends what ddp does, "
@@ -171,18 +178,18 @@ def _strategy(text: str) -> Strategy:
     return recipe
 
 
-def _print_card(card: Card, model: str) -> None:
+def _print_card(card: Card, model: str, typed: str) -> None:
     from rich.text import Text
 
-    out.print(card.recipe, style="bold", markup=False)
+    out.print(typed, style="bold", markup=False)
     out.print(f"{model}, {count(card.parameters)} parameters in {card.dtype}, {workers(card.workers)}", markup=False)
-    for heading, lines in _sections(card):
+    for heading, lines in _sections(card, typed):
         out.print(Text.assemble("\n", (heading, "bold")))
         for name, words in lines:
             out.print(Text.assemble((f"  {name:<12}", "dim"), words))
 
 
-def _sections(card: Card) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The card in words: headings, each with its (name, words) lines."""
     alike = "the same in every step" if card.period == 1 else f"repeating after {card.period} steps"
     equal = card.rank == 0 and card.mean_sent_bytes_per_step == card.sent_bytes_per_step
@@ -202,9 +209,9 @@ def _sections(card: Card) -> Iterator[tuple[str, list[tuple[str, str]]]]:
             f"{_number(card.lr_factor)} times the optimizer's in the long run; for the same effect give the optimizer"
         )
         yield "Learning rate", [("effective", f"{words} {_number(1 / card.lr_factor)} times what AllReduce() has")]
-    for method in card.methods:
+    for place, method in enumerate(card.methods):
         lines = {"paper": method.paper, "waits": method.waits, "limits": method.limits}
-        yield method.name, [(name, words) for name, words in lines.items() if words]
+        yield method.name if place else typed, [(name, words) for name, words in lines.items() if words]
 
 
 def _traffic(card: Card) -> list[tuple[str, str]]:

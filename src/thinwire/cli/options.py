@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -96,6 +97,11 @@ def default_folder(task: str, name: str) -> Path:
     while path.exists():
         path, number = Path("runs") / f"{stem}-{number}", number + 1
     return path
+
+
+def as_typed(recipe: str) -> str:
+    """A recipe as it was typed, with usual spaces; its canonical form drops arguments that are at their defaults."""
+    return re.sub(r"\s*,\s*", ", ", " ".join(recipe.split()))
 
 
 def slowest_rate(link: str, workers: int) -> float | None:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Help that shows `--out PATH` where tyro by itself shows `--out {None}|PATH ... (default: None)`."""
 
+import re
+import sys
 from dataclasses import MISSING, field, fields, make_dataclass
 from pathlib import Path
 from types import NoneType
@@ -11,6 +13,32 @@ from tyro.conf import arg
 from thinwire.cli.values import POSITIONAL, split_hint
 
 _METAVARS: dict[Any, str] = {str: "STR", int: "INT", float: "FLOAT", Path: "PATH"}
+
+
+# A row without words, between borders that may be coloured.
+_EMPTY_ROW = re.compile(r"(?:\x1b\[[\d;]*m)*│(?:\x1b\[[\d;]*m| )*│(?:\x1b\[[\d;]*m)*")
+
+
+class WithoutEmptyRows:
+    """The standard output, less the empty rows that tyro writes below a text which fills its last line exactly."""
+
+    def __init__(self) -> None:
+        self._out, self._begun = sys.stdout, ""
+
+    def write(self, text: str) -> int:
+        """Write the lines that are complete, without empty rows."""
+        *lines, self._begun = (self._begun + text).split("\n")
+        self._out.writelines(f"{line}\n" for line in lines if not _EMPTY_ROW.fullmatch(line))
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what has been begun, too."""
+        self._out.write(self._begun)
+        self._out.flush()
+        self._begun = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._out, name)
 
 
 def with_plain_help(command: type[Any]) -> type[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import err, out
-from thinwire.cli.options import default_folder, settings_as_options
+from thinwire.cli.options import as_typed, default_folder, settings_as_options
 from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
 
@@ -73,7 +73,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         if started_by_torchrun():
             return self._work()
         settings, folder = self._prepare(4)
-        with Watch(settings.strategy, settings.steps, settings.seconds) as watch:
+        with self._watch(settings) as watch:
             summary = launch(settings, folder, listener=watch, resume=self.resume is not None)
         return self._show(summary, folder)
 
@@ -100,9 +100,14 @@ class Train(settings_as_options(without=["timeline_steps"])):
             if self.resume is None:
                 home.create()
             home.write_settings(settings)
-        with Watch(settings.strategy, settings.steps, settings.seconds) as watch:
+        with self._watch(settings) as watch:
             summary = work(settings, folder, emit=watch, resume=self.resume is not None)
         return 0 if summary is None else self._show(summary, folder)
+
+    def _watch(self, settings: Settings) -> Watch:
+        """The progress, headed by the recipe as it was typed."""
+        typed = self.given()["strategy"]
+        return Watch(settings.strategy if typed is None else as_typed(typed), settings.steps, settings.seconds)
 
     def _prepare(self, default_workers: int) -> tuple[Settings, Path]:
         """The settings of the run, and its folder."""

@@ -77,15 +77,15 @@ class PushSum(Strategy):
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
     waits = "at every step each worker waits for the messages that its neighbours sent `staleness` steps before"
-    limits = (
-        "workers hold different parameters between averages of all; evaluate at consensus; biased=True is an ablation"
-    )
+    limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
     elementwise = True
     restarts_on_resize = True
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
+        if self.biased:
+            object.__setattr__(self, "limits", f"{self.limits}; biased=True is an ablation")
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
