@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,35 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, flat, momentum, net, threads
-from thinwire import AllReduce, Bf16, Comm, Gossip, LocalSGD, MismatchError, PushSum, SlowMo, Strategy, run_threads
+from thinwire import (
+    AllReduce,
+    Bf16,
+    Budget,
+    Comm,
+    ErrorFeedback,
+    Gossip,
+    LocalSGD,
+    MismatchError,
+    Nearest,
+    OneBit,
+    PowerSGD,
+    PushSum,
+    SlowMo,
+    Strategy,
+    TopK,
+    run_threads,
+)
 
 STRATEGIES = [AllReduce(), AllReduce(Bf16()), LocalSGD(2), SlowMo(period=2), Gossip(), PushSum()]
+
+
+FEEDBACK = [
+    AllReduce(ErrorFeedback(TopK(0.25))),
+    AllReduce(ErrorFeedback(OneBit(8))),
+    AllReduce(PowerSGD(1, min_ratio=0)),
+    Budget(AllReduce(ErrorFeedback(Nearest(block=8))), "40B/step"),
+    SlowMo(AllReduce(ErrorFeedback(TopK(0.25))), period=3),
+]
 
 
 def fused(model: nn.Module) -> torch.optim.Optimizer:
@@ -63,6 +90,64 @@ def test_scaling_by_powers_of_two_changes_no_bit(strategy: Strategy) -> None:
     plain = threads(2, strategy, 5)
     found = run_threads(2, lambda c: scaled(c, strategy, bad_rank=-1))
     assert all(torch.equal(x, found_x) for x, (found_x, *_) in zip(plain, found, strict=True))
+
+
+def with_residuals(comm: Comm, strategies: list[Strategy], folder: Path | None, *, enabled: bool) -> list[Tensor]:
+    """Twelve steps, at a third of which each recipe begins; with a folder, by way of a checkpoint without the scale."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=enabled)
+    worker = attach(comm, strategies[0], scaler=scaler)
+    for step, (x, y) in enumerate(batches(comm.rank, 12)):
+        if step in (4, 8) and folder is not None:
+            worker.save(folder / str(step))
+            worker = attach(comm, strategies[0], scaler=scaler)
+            worker.load(folder / str(step))
+        elif step in (4, 8) and len(strategies) > 1:
+            assert any("error" in name for name in worker.switch(strategies[step // 4]).kept)
+        if step == 10 and enabled:
+            scaler.update(4.0)
+        worker.optimizer.zero_grad()
+        scaler.scale((worker.model(x) - y).square().mean()).backward()
+        scaler.step(worker.optimizer)
+        scaler.update()
+    state = worker.replicas[0].state
+    return [flat(worker.model), *(state[name] for name in sorted(state) if "error" in name)]
+
+
+def assert_scaling_changes_no_bit(strategies: list[Strategy], folder: Path | None = None) -> None:
+    plain, scaled = (
+        run_threads(2, lambda c, on=on: with_residuals(c, strategies, folder and folder / str(on), enabled=on))
+        for on in (False, True)
+    )
+    for one, other in zip(plain, scaled, strict=True):
+        assert len(one) > 1
+        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("strategy", FEEDBACK, ids=repr)
+def test_residuals_are_as_without_a_scaler_whatever_its_scale_becomes(strategy: Strategy) -> None:
+    assert_scaling_changes_no_bit([strategy])
+
+
+def test_residuals_go_on_from_a_checkpoint_and_after_a_switch_under_another_scale(tmp_path: Path) -> None:
+    assert_scaling_changes_no_bit([FEEDBACK[0]], tmp_path)
+    assert_scaling_changes_no_bit([AllReduce(ErrorFeedback(TopK(fraction))) for fraction in (0.25, 0.5, 0.25)])
+
+
+def test_an_overflow_leaves_residuals_as_they_were() -> None:
+    def work(comm: Comm) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100)
+        worker = attach(comm, FEEDBACK[0], scaler=scaler)
+        state = worker.replicas[0].state
+        for step, (x, y) in enumerate(batches(comm.rank, 3)):
+            before = {name: each.clone() for name, each in state.items()}
+            worker.optimizer.zero_grad()
+            scaler.scale((worker.model(x) - y).square().mean() * (float("inf") if step == 2 else 1.0)).backward()
+            scaler.step(worker.optimizer)
+            scaler.update()
+        assert before
+        assert all(torch.equal(each, state[name]) for name, each in before.items())
+
+    run_threads(2, work)
 
 
 def test_a_disabled_scaler_changes_nothing() -> None:

@@ -25,6 +25,7 @@ from thinwire.kernels import all_finite
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded, local, whole_like
+from thinwire.worker.scaled_residuals import ScaledResiduals
 
 _FIRST_BYTES = 1 << 20
 Exchange = Callable[[Replica, slice], Work[Tensor] | None]
@@ -203,6 +204,7 @@ class Backward:
         ended: a pass has ended since the hooks were registered.
         nonfinite: why their mean is not finite; None if it is. The same on all ranks, unless late ones skip steps.
         survives: runs an exchange, again where a worker was lost in it; None where that ends the run.
+        residuals: of error feedback, in the units of the gradients while these are exchanged.
     """
 
     buckets: list[Bucket]
@@ -218,6 +220,7 @@ class Backward:
     ended: bool = False
     nonfinite: NonFinite | None = None
     survives: Callable[[Callable[[], None]], None] | None = None
+    residuals: ScaledResiduals = field(default_factory=ScaledResiduals)
     _launched: int = 0
     _end: ref[_PassEnd] | None = None
     _interrupted: bool = False
@@ -269,6 +272,7 @@ class Backward:
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
+        self.residuals.begin()
         if self.survives is None:
             bucket.work = self.exchange(bucket.replica, bucket.part)
             return
@@ -364,10 +368,13 @@ class Backward:
                 bucket.replica.g[bucket.part].fill_(torch.nan)
             self._send(bucket)
         self._launched = len(self.buckets)
-        if self.survives is None:
-            self._collect(state)
-            return
-        self.survives(self._repeatedly(state))
+        try:
+            if self.survives is None:
+                self._collect(state)
+                return
+            self.survives(self._repeatedly(state))
+        finally:
+            self.residuals.end()
         # Not before: a worker that is lost makes all repeat the exchange from these gradients.
         for bucket in self.buckets:
             if state == _ENDED:

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.strategies.base import nested
 from thinwire.worker.buckets import Backward, cut
+from thinwire.worker.scaled_residuals import ScaledResiduals
 from thinwire.worker.state import WorkerState
 
 
@@ -31,16 +32,20 @@ def watch_gradients(worker: WorkerState) -> None:
         for parameters, segments in worker.layouts
         for p, segment in zip(parameters, segments, strict=True)
     }
+    coded = any(getattr(each, "codec", None) is not None for each in nested(strategy))
+    scaled = worker.scaler is not None and worker.scaler.is_enabled()
     worker.backward = Backward(
         buckets,
         strategy.on_gradient,
         [names[id(p)] for bucket in buckets for p in bucket.parameters],
         find_unused=worker.find_unused,
         skips_steps=strategy.skips_steps,
-        coded=any(getattr(each, "codec", None) is not None for each in nested(strategy)),
+        coded=coded,
         raises_own=worker.nonfinite == "raise",
     )
     worker.backward.survives = worker.survives
+    if coded and scaled:
+        worker.backward.residuals = ScaledResiduals(worker.replicas, worker.scaler)
     for bucket in buckets:
         bucket.keeps = worker.survives is not None
     worker.watching += worker.backward.watch()
