@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -14,7 +16,7 @@ import thinwire
 from tests.comm.calls import CALLS, figures
 from tests.engine import attach, batches, flat, steps
 from tests.pool import run_processes
-from thinwire import AllReduce, ConfigError, CountingComm, GroupComm
+from thinwire import AllReduce, ConfigError, CountingComm, GroupComm, LocalSGD, ThinwireError
 from thinwire.comm.group import _Connections, comm_for
 
 
@@ -112,6 +114,72 @@ def test_groups_within_the_job_train_by_themselves() -> None:
         assert mine["group"] == found[mate]["group"] == mine["mesh"]
         assert mine["group"] != found[(rank + 1) % 4]["group"]
         assert "gradients of sharded parameters are the sharder's to average" in mine["sharded"]
+
+
+def refused(call: Callable[[], object]) -> str:
+    with pytest.raises(ThinwireError) as found:
+        call()
+    return f"{type(found.value).__name__}: {found.value}"
+
+
+def errors_of_a_part(folder: str) -> dict[str, str]:
+    """What two of four processes are told, of which the second does something else than the first."""
+    rank = dist.get_rank()
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    mine, odd = groups[rank % 2], rank > 1
+    found = {"apart": refused(lambda: attach(None, AllReduce(), group=mine, seed=int(odd)))}
+    worker = attach(None, AllReduce(), group=mine)
+    # A file where the folder of the checkpoint would be.
+    Path(folder, f"{rank}").mkdir()
+    if odd:
+        Path(folder, f"{rank}", "step-00000000").touch()
+    found["save"] = refused(lambda: worker.save(f"{folder}/{rank}"))
+    steps(worker, batches(rank, 1))
+    worker.comm.step += odd
+    found["out of step"] = refused(lambda: worker.save(f"{folder}/other"))
+    worker = attach(None, AllReduce(), group=mine)
+    data = [(x * (float("nan") if odd else 1.0), y) for x, y in batches(rank, 1)]
+    found["gradient"] = refused(lambda: steps(worker, data))
+    worker = attach(None, LocalSGD(2), group=mine)
+    found["alone"] = refused(lambda: steps(worker, data if odd else batches(rank, 2)))
+    dist.barrier()
+    return found
+
+
+def test_errors_name_ranks_of_a_part_of_the_job_by_their_number_in_the_job_too(tmp_path: Path) -> None:
+    found = run_processes(4, errors_of_a_part, str(tmp_path))
+    for rank, errors in enumerate(found):
+        first, second = ("rank 0", "rank 1 (rank 2 of the whole job)")
+        if rank % 2:
+            first, second = ("rank 0 (rank 1 of the whole job)", "rank 1 (rank 3 of the whole job)")
+        assert errors["apart"].startswith(
+            f"MismatchError: {first} and {second} were started differently: the seed is 0"
+        )
+        assert errors["save"].startswith(f"CheckpointError: {second}: ")
+        calls = f"{first} is in save() at step 1, {second} is in save() at step 2"
+        assert errors["out of step"].startswith(f"MismatchError: ranks are out of step: {calls}")
+        for where in ("gradient", "alone"):
+            assert f"the gradient of 0.weight on {second} is NaN or infinite" in errors[where]
+
+
+def attached_outside() -> list[str]:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    parts = dist.new_group([0, 1]), dist.device_mesh.DeviceMesh("cpu", [0, 1])
+
+    def refusal(group: Any) -> str:
+        return refused(lambda: thinwire.attach(model, optimizer, AllReduce(), group=group))
+
+    found = [refusal(group) for group in parts] if dist.get_rank() == 2 else []
+    dist.barrier()
+    return found
+
+
+def test_a_rank_outside_the_group_is_told_so() -> None:
+    for text in run_processes(3, attached_outside)[2]:
+        assert text == (
+            "ConfigError: group: rank 2 of the job is not in the group; call attach on the group's ranks only"
+        )
 
 
 def unsupported_call() -> list[str]:

@@ -339,7 +339,7 @@ def test_a_folder_without_a_checkpoint_is_refused(where: str, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
 
     def work(comm: Comm) -> None:
-        with pytest.raises(CheckpointError, match=rf"{where} holds no whole checkpoint for ranks \[0, 1\]"):
+        with pytest.raises(CheckpointError, match=rf"{where} holds no whole checkpoint for ranks 0, 1"):
             attach(comm, LocalSGD(2)).load(tmp_path / where)
 
     run_threads(2, work)

@@ -367,7 +367,10 @@ def test_a_lost_rank_ends_its_own_group_only_and_is_named_by_both_its_ranks(
 ) -> None:
     reports = failures["one group of two"]
     assert reports[1][0] == "PeerLostError"
-    assert "rank 0, step 5, all_reduce: rank 1 (rank 3 of the whole job) is lost" in reports[1][1]
+    assert (
+        "rank 0 (rank 1 of the whole job), step 5, all_reduce: rank 1 (rank 3 of the whole job) is lost"
+        in reports[1][1]
+    )
     assert reports[0][:2] == reports[2][:2] == ("nothing", "step 35")
 
 

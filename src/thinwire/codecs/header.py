@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -78,11 +78,18 @@ def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
 
 
 def unseal_all(
-    messages: Sequence[Tensor], expected: Header, dtype: torch.dtype
+    messages: Sequence[Tensor], expected: Header, dtype: torch.dtype, name: Callable[[int], str]
 ) -> tuple[list[Header], list[Tensor], str]:
-    """The headers of all ranks' messages, their payloads in this dtype, and the first of their problems."""
+    """The headers of all ranks' messages, their payloads in this dtype, and the first of their problems.
+
+    Args:
+        messages: from `seal`, in the order of ranks.
+        expected: the codec, step and stage of all of them.
+        dtype: of the payloads.
+        name: of a rank, for the problem.
+    """
     opened = _opened(messages, expected)
-    problems = (f"what rank {rank} sent {problem}" for rank, (_, _, problem) in enumerate(opened) if problem)
+    problems = (f"what {name(rank)} sent {problem}" for rank, (_, _, problem) in enumerate(opened) if problem)
     return [header for header, _, _ in opened], [payload.view(dtype) for _, payload, _ in opened], next(problems, "")
 
 

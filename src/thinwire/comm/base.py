@@ -185,7 +185,7 @@ class Comm(ABC):
             return []
         entries = [tuple(row) for row in together.tolist()]
         if len({entry[:-1] for entry in entries}) > 1:
-            found = "ranks are out of step: " + places([_place(entry) for entry in entries])
+            found = "ranks are out of step: " + places([_place(entry) for entry in entries], self.names)
             self.raise_on_all(MismatchError(f"{found}; all ranks must make the same calls after the same steps"))
         kinds = sorted({entry[-1] for entry in entries}, key=lambda kind: [entry[-1] for entry in entries].count(kind))
         return [rank for rank, entry in enumerate(entries) if entry[-1] != kinds[-1]]
@@ -222,6 +222,15 @@ class Comm(ABC):
         """
         raise error
 
+    def name(self, rank: int) -> str:
+        """A rank, for an error: also by its number in the whole job, where these ranks are a part of it."""
+        return f"rank {rank}"
+
+    def names(self, ranks: Sequence[int]) -> str:
+        """Ranks, for an error."""
+        each = [self.name(rank) for rank in ranks]
+        return named(ranks) if each == [f"rank {rank}" for rank in ranks] else ", ".join(each)
+
     def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
         """The error of a wait that other ranks have let fail; made by backends and mailboxes.
 
@@ -232,8 +241,8 @@ class Comm(ABC):
             closed: whether that rank has said that it ends, which no failure needs to have caused.
         """
         if late:
-            return CommTimeoutError(f"rank {self.rank} waited {self.timeout:g} s for {call} at step {self.step}")
-        return PeerLostError(f"rank {self.rank}, step {self.step}, {call}: {problem}")
+            return CommTimeoutError(f"{self.name(self.rank)} waited {self.timeout:g} s for {call} at step {self.step}")
+        return PeerLostError(f"{self.name(self.rank)}, step {self.step}, {call}: {problem}")
 
     def has_failed(self) -> bool:
         """Whether an earlier failure has closed this comm, as far as is known."""
@@ -339,12 +348,12 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def places(calls: Sequence[str]) -> str:
+def places(calls: Sequence[str], names: Callable[[Sequence[int]], str] = named) -> str:
     """What the ranks do, in the order of ranks; those that do the same are named together."""
     groups: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         groups.setdefault(call, []).append(rank)
-    return ", ".join(f"{named(ranks)} {'is' if len(ranks) == 1 else 'are'} in {call}" for call, ranks in groups.items())
+    return ", ".join(f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} in {call}" for call, ranks in groups.items())
 
 
 def _place(entry: Sequence[int]) -> str:

@@ -55,6 +55,7 @@ class GroupComm(Comm):
         timeout: how long one wait may last, in seconds; on NCCL the group's own timeout holds.
 
     Raises:
+        ConfigError: this rank is not in the group.
         CommError: not all ranks of the group make their comm within the timeout, or the rendezvous store is silent.
 
     Example:
@@ -69,6 +70,8 @@ class GroupComm(Comm):
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
+        if dist.get_rank(group) < 0:
+            raise _not_in_group()
         super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
         members = dist.get_process_group_ranks(group or _world())
         self._group = group or _world()
@@ -242,8 +245,12 @@ class GroupComm(Comm):
     def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
         """Ask the other ranks what went wrong first, and close the connections; later calls repeat the first error."""
         if self._fault is None and closed and not self._roll_call.has_begun():
-            return PeerLostError(f"rank {self.rank}, step {self.step}, {call}: {problem}")
+            return PeerLostError(f"{self.name(self.rank)}, step {self.step}, {call}: {problem}")
         return self._failed(call, problem, self.timeout if late else 0.0)
+
+    def name(self, rank: int) -> str:
+        """A rank of the group, also by its number in the whole job where that is another one."""
+        return self._roll_call.name(rank)
 
     def has_failed(self) -> bool:
         """Whether the connections are closed."""
@@ -276,7 +283,7 @@ class GroupComm(Comm):
             return error_named(found.first.error, found.first.text)
         if (mismatch := self._out_of_step(found)) is not None:
             return mismatch
-        where, who = f"rank {self.rank}, step {self.step}, {operation}", self._roll_call.names(found.missing)
+        where, who = f"{self.name(self.rank)}, step {self.step}, {operation}", self._roll_call.names(found.missing)
         be, problem = "is" if len(found.missing) == 1 else "are", f" ({problem})" if problem else ""
         if found.first.cause == "late":
             names = f"; {who} {be} not answering" if found.missing else ""
@@ -300,7 +307,7 @@ class GroupComm(Comm):
             return None
         if kinds == {"send_recv"}:
             return None
-        found_at = places([f"{answer.call} at step {answer.step}" for answer in answers])
+        found_at = places([f"{answer.call} at step {answer.step}" for answer in answers], self.names)
         return MismatchError(
             f"ranks are out of step: {found_at}; all ranks must make the same calls after the same steps (no answer "
             f"within {self.timeout:g} s)"
@@ -435,6 +442,12 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
+def _not_in_group() -> ConfigError:
+    return ConfigError(
+        f"group: rank {dist.get_rank()} of the job is not in the group; call attach on the group's ranks only"
+    )
+
+
 def _own_store(members: Sequence[int], timeout: float) -> Store:
     """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
     name = f"thinwire/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
@@ -497,12 +510,15 @@ def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device
         device: of the tensors to send; a group that is made here uses NCCL for CUDA, otherwise Gloo.
 
     Raises:
-        ConfigError: several workers were started without torchrun's variables, or the mesh has several dimensions.
+        ConfigError: several workers were started without torchrun's variables, the mesh has several dimensions, or this
+            rank is not in the group.
         CommTimeoutError: not all workers connected in time.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ConfigError(f"a mesh of shape {tuple(group.shape)}: name one dimension, as in mesh['replicate']")
+        if group.get_coordinate() is None:
+            raise _not_in_group()
         group = group.get_group()
     if group is None and not dist.is_initialized():
         workers = int(os.environ.get("WORLD_SIZE", "1"))

@@ -38,6 +38,10 @@ class Members(Comm):
         super().__init__(ranks.index(whole.rank), len(ranks), timeout=whole.timeout)
         self.whole, self.ranks, self.step, self.runtime = whole, tuple(ranks), whole.step, whole.runtime
 
+    def name(self, rank: int) -> str:
+        """A rank of the set, as all ranks know it."""
+        return self.whole.name(self.ranks[rank])
+
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         sent, expected = [xs[0][:0]] * self.whole.size, [0] * self.whole.size
         for rank, x, size in zip(self.ranks, xs, sizes, strict=True):

@@ -116,7 +116,7 @@ class RollCall:
 
     def names(self, ranks: Sequence[int]) -> str:
         """Ranks by their number in the group, and in the whole job where that is another one."""
-        return ", ".join(self._name(rank) for rank in ranks)
+        return ", ".join(self.name(rank) for rank in ranks)
 
     def run(
         self, own: Failure, close_connections: Callable[[], None], report: Callable[[Findings], None] = lambda _: None
@@ -226,7 +226,8 @@ class RollCall:
             return [rank for rank in self._host() if rank in ranks] or ranks
         return ranks
 
-    def _name(self, rank: int) -> str:
+    def name(self, rank: int) -> str:
+        """A rank by its number in the group, and in the whole job where that is another one."""
         member = self._members[rank]
         return f"rank {rank}" if member == rank else f"rank {rank} (rank {member} of the whole job)"
 

@@ -284,7 +284,7 @@ def _two_stage_mean(
     yield
 
     # Decode all ranks' codes of this rank's piece, take their mean, and encode it.
-    headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype)
+    headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype, comm.name)
     del scattered
     finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
     # An all-gather needs payloads of one size, that of the first piece, which is the longest.
@@ -303,11 +303,11 @@ def _two_stage_mean(
     yield
 
     # The verdict, before anyone changes its residuals or its vector: all ranks read the same flags of all servers.
-    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype)
+    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype, comm.name)
     del gathered
-    reports = (f"rank {rank} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
+    reports = (f"{comm.name(rank)} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
     if problem := problem or damage or next(reports, ""):
-        where = f"rank {comm.rank}, step {header.step}, compressed mean"
+        where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
         raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
     all_finite = yield not any(each.non_finite for each in headers)
     if all_finite and residuals and undo:
@@ -410,10 +410,10 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     yield
 
     # All ranks read the same flags and decode the same bytes, in the same order.
-    headers, payloads, problem = unseal_all(gathered.wait(), header, inner.dtype)
+    headers, payloads, problem = unseal_all(gathered.wait(), header, inner.dtype, comm.name)
     del gathered
     if problem:
-        where = f"rank {comm.rank}, step {header.step}, gathered mean"
+        where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
         raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
     mean = None
     if not any(each.non_finite for each in headers):
@@ -551,11 +551,13 @@ def compressed_exchange(
 
     def decode(src: int, message: Tensor) -> Tensor:
         received, content, problem = unseal(message, header)
-        where = f"rank {comm.rank}, step {comm.step}, compressed exchange"
+        where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
         if problem:
-            raise CommError(f"{where}: what rank {src} sent {problem}; all ranks must run the same recipe")
+            raise CommError(f"{where}: what {comm.name(src)} sent {problem}; all ranks must run the same recipe")
         if received.non_finite:
-            raise NonFiniteError(f"{where}: the parameters of rank {src} are NaN or infinite; lower the learning rate")
+            raise NonFiniteError(
+                f"{where}: the parameters of {comm.name(src)} are NaN or infinite; lower the learning rate"
+            )
         return codec.decode(content.view(codec.dtype), single, worker_key(key, src, comm.size))
 
     def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:

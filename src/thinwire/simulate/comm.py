@@ -416,6 +416,10 @@ class SimulatedComm(Comm):
         if (fault := self._group.fault) is not None:
             raise type(fault)(f"{self._where(label)}: {fault}")
 
+    def name(self, rank: int) -> str:
+        """A worker, by its number among all of them."""
+        return f"rank {self._group.members[rank]}"
+
     def _where(self, operation: str) -> str:
         return f"rank {self.worker}, step {self.step}, {operation}"
 

@@ -52,7 +52,7 @@ _hooks: list[RemovableHandle] = []
 
 def refuse(worker: WorkerState, text: str) -> NoReturn:
     """Raise a `ConfigError` on all ranks, one of which may have found what the others do not know."""
-    worker.comm.raise_on_all(ConfigError(f"rank {worker.comm.rank}, step {worker.step}: {text}"))
+    worker.comm.raise_on_all(ConfigError(f"{worker.comm.name(worker.comm.rank)}, step {worker.step}: {text}"))
 
 
 class Attachment:

@@ -154,11 +154,12 @@ class NonFinite(NamedTuple):
     rank: int
     parameter: str
 
-    def error(self, step: int) -> NonFiniteError:
+    def error(self, step: int, comm: Comm) -> NonFiniteError:
         """The error that all ranks raise."""
-        whose = f"gradient of {self.parameter} on rank {self.rank}"
+        own = f"gradient of {self.parameter} on {comm.name(self.rank)}"
+        whose = own if self.rank >= 0 else f"mean gradient of {self.parameter}"
         return NonFiniteError(
-            f"step {step}: the {whose if self.rank >= 0 else f'mean gradient of {self.parameter}'} is NaN or infinite; "
+            f"step {step}: the {whose} is NaN or infinite; "
             'lower the learning rate, clip gradients, or leave out such steps with attach(..., nonfinite="skip")'
         )
 
@@ -440,7 +441,7 @@ class Backward:
         names = iter(self.names)
         own = [next(names) for bucket in self.buckets for view in bucket.gradients if not all_finite(view)]
         if own:
-            self._comm.raise_on_all(NonFinite(self._comm.rank, own[0]).error(self.buckets[0].replica.step))
+            self._comm.raise_on_all(NonFinite(self._comm.rank, own[0]).error(self.buckets[0].replica.step, self._comm))
 
     def _explain(self, state: int, culprit: int, mean: int) -> None:
         """Tell all ranks whether the pass has failed here, and which gradient was not finite before it was sent."""
@@ -457,12 +458,12 @@ class Backward:
 
     def _refusal(self, failed: dict[int, int]) -> MismatchError | ConfigError:
         """The error of a backward pass that did not end on these ranks."""
-        ranks = f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}"
+        ranks = self._comm.names(list(failed))
         if _FAILED_AND_STEPPED in failed.values():
             rank = next(rank for rank, state in failed.items() if state == _FAILED_AND_STEPPED)
             return ConfigError(
-                f"{self._here}: rank {rank} called optimizer.step() after a backward pass that an exception had "
-                "stopped, so that gradients were missing; leave out the step too, on all ranks"
+                f"{self._here}: {self._comm.name(rank)} called optimizer.step() after a backward pass that an "
+                "exception had stopped, so that gradients were missing; leave out the step too, on all ranks"
             )
         if len(failed) < self._comm.size:
             return MismatchError(
@@ -480,7 +481,7 @@ class Backward:
 
     @property
     def _here(self) -> str:
-        return f"rank {self._comm.rank}, step {self.buckets[0].replica.step}"
+        return f"{self._comm.name(self._comm.rank)}, step {self.buckets[0].replica.step}"
 
     def _count_users(self) -> Work[Tensor]:
         """On how many ranks each parameter has a gradient."""

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.storage.rank_file import RankFile
-from thinwire.worker.handshake import gather_texts
+from thinwire.worker.handshake import both, gather_texts
 from thinwire.worker.snapshot import is_count, mapping_of, state_of
 from thinwire.worker.state import WorkerState
 
@@ -56,8 +56,8 @@ def write_together(worker: WorkerState, folder: Path, content: Mapping[str, Any]
     for other, row in enumerate(rows):
         if row["step"] != rows[0]["step"]:
             raise CheckpointError(
-                f"rank {other} saves step {row['step']} and rank 0 step {rows[0]['step']}; let all ranks save "
-                "after the same step"
+                f"{worker.comm.name(other)} saves step {row['step']} and {worker.comm.name(0)} step {rows[0]['step']}; "
+                "let all ranks save after the same step"
             )
     file = RankFile(folder / f"step-{step:08d}", rank)
     facts = {"id": rows[0]["id"], "step": step, "size": worker.comm.size, "rank": rank}
@@ -109,7 +109,9 @@ def _refuse_non_finite(worker: WorkerState) -> None:
     # Shared, so that all ranks refuse together: one that went on to write would wait for this one.
     for rank, names in enumerate(gathered(worker, bad)):
         if names:
-            raise NonFiniteError(f"rank {rank}: parameter {names[0]} is not finite; the last good checkpoint is kept")
+            raise NonFiniteError(
+                f"{worker.comm.name(rank)}: parameter {names[0]} is not finite; the last good checkpoint is kept"
+            )
 
 
 def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
@@ -154,8 +156,8 @@ def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
             return home, contents
     lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
     raise CheckpointError(
-        f"{folder} holds no whole checkpoint for ranks {lacking}; look for step-* folders, which must hold the part of "
-        "every rank, and where another number of workers has written them every rank must see all parts"
+        f"{folder} holds no whole checkpoint for {comm.names(lacking)}; look for step-* folders, which must hold "
+        "the part of every rank, and where another number of workers has written them every rank must see all parts"
     )
 
 
@@ -197,7 +199,9 @@ def _check_one_save(worker: WorkerState, home: Path, contents: Sequence[Content]
     rows = gathered(worker, contents[0]["save"]["id"])
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     if other is not None:
-        raise CheckpointError(f"{home}: the parts of ranks 0 and {other} are of two saves; {_FIX.format(home=home)}")
+        raise CheckpointError(
+            f"{home}: the parts of {both(worker.comm, 0, other)} are of two saves; {_FIX.format(home=home)}"
+        )
 
 
 def _survey(home: Path, rank: int) -> dict[str, Any]:
@@ -250,7 +254,7 @@ def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
         # Any error: a rank that raised another one alone would leave the others waiting for it.
         known = isinstance(error, OSError | CheckpointError | ConfigError)
         text = str(error) if known else f"does not fit ({type(error).__name__}: {error})"
-        problem = f"rank {rank}: {'' if str(home) in text else f'{home}: '}{text}"
+        problem = f"{worker.comm.name(rank)}: {'' if str(home) in text else f'{home}: '}{text}"
     texts = gather_texts(worker.comm, problem.encode(errors="replace"), worker.replicas[0].x.device)
     first = next((text.decode() for text in texts if text), None)
     if first:

@@ -70,7 +70,7 @@ def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
     bad = checkpoint.gathered(worker, _not_finite(tensors))
     for rank, name in enumerate(bad):
         if name:
-            raise NonFiniteError(f"rank {rank}: {name} is not finite, so nothing was written to {path}")
+            raise NonFiniteError(f"{worker.comm.name(rank)}: {name} is not finite, so nothing was written to {path}")
     checkpoint.together(worker, path, lambda: _write(path, tensors, worker.step) if writes else None)
     return path
 

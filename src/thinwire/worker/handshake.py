@@ -46,7 +46,13 @@ def agree(comm: Comm, facts: Facts, device: torch.device, *, how: str = "were st
     texts = gather_texts(comm, text, device)
     other = next(rank for rank, their in enumerate(texts) if their != texts[0])
     difference = first_difference(json.loads(texts[0]), json.loads(texts[other]), other)
-    raise MismatchError(f"ranks 0 and {other} {how}: {difference}")
+    raise MismatchError(f"{both(comm, 0, other)} {how}: {difference}")
+
+
+def both(comm: Comm, one: int, other: int) -> str:
+    """Two ranks, for an error."""
+    names = comm.name(one), comm.name(other)
+    return f"ranks {one} and {other}" if names == (f"rank {one}", f"rank {other}") else " and ".join(names)
 
 
 def equal_on_all(comm: Comm, x: Tensor) -> bool:

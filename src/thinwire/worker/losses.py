@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from thinwire.comm.base import named
 from thinwire.errors import PeerLostError
 from thinwire.worker.state import WorkerState
 
@@ -20,9 +19,9 @@ def check_all_there(worker: WorkerState, call: str) -> None:
         PeerLostError: with the ranks and what can be done.
     """
     if lost := lost_ranks(worker):
-        be = "is" if len(lost) == 1 else "are"
+        comm, be = worker.comm, "is" if len(lost) == 1 else "are"
         raise PeerLostError(
-            f"rank {worker.comm.rank}, step {worker.step}, {call}: {named(lost)} {be} lost, and this needs all ranks. "
-            "All others hold the same parameters after detach() and at consensus(): write model.state_dict() on one of "
-            "them, and start anew from it"
+            f"{comm.name(comm.rank)}, step {worker.step}, {call}: {comm.names(lost)} {be} lost, and this needs all "
+            "ranks. All others hold the same parameters after detach() and at consensus(): write "
+            "model.state_dict() on one of them, and start anew from it"
         )

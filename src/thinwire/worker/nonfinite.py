@@ -65,7 +65,7 @@ def handle_nonfinite(worker: WorkerState, policy: Policy) -> bool:
             return False
         found = NonFinite(worker.comm.rank, name)
     if policy == "raise":
-        error = found.error(worker.step)
+        error = found.error(worker.step, worker.comm)
         if common and not worker.strategy.skips_steps:
             raise error  # as all ranks do
         worker.comm.raise_on_all(error)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import named
 from thinwire.errors import MismatchError
 from thinwire.worker.state import WorkerState
 
@@ -49,9 +48,9 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
         if not share <= 1:
             comm.raise_on_all(
                 MismatchError(
-                    f"step {worker.step}: the parameters of {named(odd)} differ from those of the others by more than "
-                    "rounding, and this strategy keeps them equal; give all ranks the same weights, optimizer "
-                    "settings and learning rates"
+                    f"step {worker.step}: the parameters of {comm.names(odd)} differ from those of the "
+                    "others by more than rounding, and this strategy keeps them equal; give all ranks the same "
+                    "weights, optimizer settings and learning rates"
                 )
             )
         for replica, first in pairs:
@@ -62,7 +61,7 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
             "step %d: the parameters of %s differ from those of the others by rounding, as on processors of different "
             "kinds or with other numbers of threads; all ranks go on with rank 0's, now and whenever this is found; if "
             "their machines are alike, compare their settings",
-            *(worker.step, named(odd)),
+            *(worker.step, comm.names(odd)),
         )
     worker.told_rounding = True
 

@@ -71,7 +71,7 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     if worker.replicas[0].active < worker.comm.size:
         # All that are here know it; the others answer steps, and nothing else.
         problem = "switch() within join(), when the data of some ranks have ended; call it before or after that loop"
-        worker.comm.raise_on_all(ConfigError(f"rank {worker.comm.rank}, step {worker.step}: {problem}"))
+        worker.comm.raise_on_all(ConfigError(f"{worker.comm.name(worker.comm.rank)}, step {worker.step}: {problem}"))
     new = _agreed(worker, strategy)
     points = [_point(worker, before, replica) for replica in worker.replicas]
     # Who asks a mailbox of the old strategy still gets its answer: nobody closes one before all are here.

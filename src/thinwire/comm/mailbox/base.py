@@ -174,7 +174,7 @@ class Mailbox(ABC):
             self._check_peers([dst])
             self.wait_until(
                 lambda: [dst] if edge.sent - edge.acknowledged >= self.capacity and not self._drops(dst) else [],
-                f"room for a message to rank {dst}",
+                f"room for a message to {self._name(dst)}",
             )
             number, edge.sent = edge.sent, edge.sent + 1
             self._transmit(dst, Message(self._rank, self._comm.step, topic, x), number)
@@ -201,7 +201,7 @@ class Mailbox(ABC):
         def receive() -> Message:
             start = self.clock()
             with self.changed:
-                self.wait_until(lambda: [] if number in edge.inbox else [src], f"a message from rank {src}")
+                self.wait_until(lambda: [] if number in edge.inbox else [src], f"a message from {self._name(src)}")
                 message = edge.inbox.pop(number)
                 self._mark_consumed(message)
             self._comm.meter.waited("message", launched, start, self.clock(), step)
@@ -214,7 +214,7 @@ class Mailbox(ABC):
                 if number not in edge.inbox:
                     self._check_peers([src])
             if self.clock() - launched > self._comm.timeout:
-                raise self._timeout_error(f"a message from rank {src}")
+                raise self._timeout_error(f"a message from {self._name(src)}")
             return False
 
         return Work(receive, is_ready)
@@ -312,7 +312,7 @@ class Mailbox(ABC):
         for rank in src:
             loss = self._loss_of(rank)
             if self.tolerant:
-                loss = (loss or Loss(f"rank {rank} was lost before")) if rank in self._dismissed else None
+                loss = (loss or Loss(f"{self._name(rank)} was lost before")) if rank in self._dismissed else None
             if loss is not None:
                 raise self._lost_error(loss.problem, closed=loss.closed)
 
@@ -321,7 +321,7 @@ class Mailbox(ABC):
         if self._fault is not None:
             raise self._fault
         if self._closed:
-            raise CommError(f"rank {self._rank}: this mailbox is closed; attach the model again")
+            raise CommError(f"{self._name(self._rank)}: this mailbox is closed; attach the model again")
 
     def _loss_of(self, rank: int) -> Loss | None:
         """How a rank was lost; None where it is not known to be."""
@@ -346,15 +346,18 @@ class Mailbox(ABC):
             # No sender may be this far ahead of the message that is missing, so that one will never arrive.
             if number >= edge.received + self.capacity:
                 self._fail(
-                    CommError(f"rank {self._rank}: message {edge.received} of rank {message.src} was lost on the way")
+                    CommError(
+                        f"{self._name(self._rank)}: message {edge.received} of {self._name(message.src)} was lost on "
+                        "the way"
+                    )
                 )
                 return
             # An honest sender waits for acknowledgements, so that what it sends here is bounded.
             if number >= edge.consumed + self.capacity:
                 self._fail(
                     CommError(
-                        f"rank {self._rank}: rank {message.src} sent more than {self.capacity} messages that were not "
-                        "consumed yet; all ranks must run the same version"
+                        f"{self._name(self._rank)}: {self._name(message.src)} sent more than {self.capacity} "
+                        "messages that were not consumed yet; all ranks must run the same version"
                     )
                 )
                 return
@@ -378,7 +381,8 @@ class Mailbox(ABC):
         try:
             if message.src not in entry.src:
                 raise MismatchError(
-                    f"rank {self._rank}: no handler accepts messages on topic {message.topic} from rank {message.src}"
+                    f"{self._name(self._rank)}: no handler accepts messages on topic {message.topic} from "
+                    f"{self._name(message.src)}"
                 )
             with torch.no_grad():
                 done = entry.handler(message._replace(content=self._checked(message, entry.like).content))
@@ -421,22 +425,25 @@ class Mailbox(ABC):
         x = message.content
         if x.numel() != like.numel() or x.dtype != like.dtype:
             raise MismatchError(
-                f"rank {message.src} sent {describe(x)} at its step {message.step}, "
-                f"rank {self._rank} expects {describe(like)}"
+                f"{self._name(message.src)} sent {describe(x)} at its step {message.step}, "
+                f"{self._name(self._rank)} expects {describe(like)}"
             )
         return message if x.device == like.device else message._replace(content=x.to(like.device))
 
     def _timeout_error(self, waiting_for: str) -> ThinwireError:
         if threading.get_ident() != self._owner_thread:
             seconds, step = self._comm.timeout, self._comm.step
-            return CommTimeoutError(f"rank {self._rank} waited {seconds:g} s for {waiting_for} at step {step}")
+            return CommTimeoutError(f"{self._name(self._rank)} waited {seconds:g} s for {waiting_for} at step {step}")
         return self._comm.failure(waiting_for, "", late=True)
+
+    def _name(self, rank: int) -> str:
+        return self._comm.name(rank)
 
     def _lost_error(self, problem: str, *, closed: bool = False) -> ThinwireError:
         """The error of a rank that is gone."""
         if threading.get_ident() != self._owner_thread:
             # Training may be over, and the other rank at its end; the training thread will ask if it is not.
-            return PeerLostError(f"rank {self._rank}, step {self._comm.step}: {problem}")
+            return PeerLostError(f"{self._name(self._rank)}, step {self._comm.step}: {problem}")
         return self._comm.failure("messages", problem, late=False, closed=closed)
 
     def _count(self, nbytes: int) -> None:

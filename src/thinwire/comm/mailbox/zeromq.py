@@ -351,7 +351,11 @@ class ZeroMqMailbox(Mailbox):
         try:
             found = parse(parts, run=self._run, epoch=self._epoch, dst=self._rank)
         except Exception as error:
-            self._fail(CommError(f"rank {self._rank}, from rank {src}: {error}; something between them changes bytes"))
+            self._fail(
+                CommError(
+                    f"{self._name(self._rank)}, from {self._name(src)}: {error}; something between them changes bytes"
+                )
+            )
             return
         # Nobody sends in the name of another rank.
         if found is None or found[0].src != src or src == self._rank or not 0 <= src < self._size:
@@ -395,7 +399,9 @@ class ZeroMqMailbox(Mailbox):
 
     def _transmit(self, dst: int, message: Message, number: int) -> None:
         if not self._send_frame(Kind.MESSAGE, dst, number, message):
-            raise CommError(f"rank {self._rank}: the queue of messages to rank {dst} is full beyond its capacity")
+            raise CommError(
+                f"{self._name(self._rank)}: the queue of messages to {self._name(dst)} is full beyond its capacity"
+            )
 
     def _acknowledge(self, src: int, consumed: int) -> None:
         self._send_frame(Kind.ACKNOWLEDGEMENT, src, consumed)
@@ -444,19 +450,19 @@ class ZeroMqMailbox(Mailbox):
     def _check_usable(self) -> None:
         super()._check_usable()
         if failed := self._failed_peers - self._dismissed:
-            raise self._lost_error(f"rank {min(failed)} reports a failure")
+            raise self._lost_error(f"{self._name(min(failed))} reports a failure")
 
     def _loss_of(self, rank: int) -> Loss | None:
         # A rank that only receives must connect too: only a connection shows that the other process has ended.
         self._connect(rank)
         if rank in self._closed_peers:
-            return Loss(f"rank {rank} has closed its mailbox; end training together", closed=True)
+            return Loss(f"{self._name(rank)} has closed its mailbox; end training together", closed=True)
         since = self._sockets.disconnected.get(rank)
         if since is None and rank in self._sockets.reached:
             return None
         # What has never been connected is not closed either, where the other process ended early.
         if (since or inf) + _RECONNECT_SECONDS < time.monotonic() or self._comm.has_ended(rank):
-            return Loss(f"the connection to rank {rank} was closed")
+            return Loss(f"the connection to {self._name(rank)} was closed")
         return None
 
 
@@ -471,7 +477,7 @@ def _exchange_addresses(comm: Comm, port: int, public_key: bytes, device: torch.
     local = [rank for rank, address in enumerate(addresses) if "//127." in address or "//[::1]" in address]
     if 0 < len(local) < len(rows):
         raise ConfigError(
-            f"rank {local[0]} is reached at {addresses[local[0]]}, which is its own machine only; set "
+            f"{comm.name(local[0])} is reached at {addresses[local[0]]}, which is its own machine only; set "
             "GLOO_SOCKET_IFNAME to the interface on which the ranks reach each other"
         )
     return Directory(int.from_bytes(rows[0][:8], "big"), addresses, keys)

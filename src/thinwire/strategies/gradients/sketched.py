@@ -227,9 +227,9 @@ class SketchedSGD(Strategy):
         # Values and indices as bytes of one message, so that one latency is paid.
         message = torch.cat([large[mine].view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         gathered = r.comm.all_gather(seal(message, header._replace(non_finite=not finite))).wait()
-        headers, payloads, problem = unseal_all(gathered, header, torch.uint8)
+        headers, payloads, problem = unseal_all(gathered, header, torch.uint8, r.comm.name)
         if problem:
-            where = f"rank {r.comm.rank}, step {r.comm.step}, largest entries"
+            where = f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries"
             raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
         rows = torch.stack(payloads)
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))

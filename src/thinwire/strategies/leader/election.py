@@ -194,8 +194,8 @@ def warn_without_leader(r: Replica) -> None:
     """Count a round in which no worker could be elected, and warn of the first."""
     if r.state["rounds_without_leader"] == 0:
         warnings.warn(
-            f"rank {r.comm.rank}, step {r.step}: no worker's loss is finite, so nobody leads and nobody is pulled; "
-            "lower the learning rate",
+            f"{r.comm.name(r.comm.rank)}, step {r.step}: no worker's loss is finite, so nobody leads and nobody is "
+            "pulled; lower the learning rate",
             stacklevel=3,
         )
     r.state["rounds_without_leader"] += 1
