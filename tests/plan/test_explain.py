@@ -205,7 +205,7 @@ def test_the_command_prints_the_card_in_words(capsys: pytest.CaptureFixture[str]
     recipe = "SlowMo(PushSum, period=6)"
     code, out, err = run_explain(capsys, recipe, "--parameters", "6.5e6", "--link", "100mbit,0:10mbit")
     assert (code, err) == (0, "")
-    assert out.startswith("SlowMo(base=PushSum(), period=6)\na model, 6,500,000 parameters in float32, 4 workers\n")
+    assert out.startswith("SlowMo(PushSum, period=6)\na model, 6,500,000 parameters in float32, 4 workers\n")
     for words in ("repeating after 6 steps", "32.5 MB a step", "ranks 1, 2: 13.0 MB each", "10 Mbit/s", "PushSum()\n"):
         assert words in out
     assert "arXiv:1910.00643" in out

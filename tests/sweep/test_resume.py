@@ -207,8 +207,8 @@ def test_the_command_resumes_with_the_options_that_it_began_with(
     assert "is resumed in its own folder" in " ".join(capsys.readouterr().err.split())
     assert main([*_resume(tmp_path / "part"), "--overwrite"]) == 2
     assert "resuming overwrites nothing" in " ".join(capsys.readouterr().err.split())
-    assert main(_resume(tmp_path / "nothing")) == 1
-    assert "nothing/journal: is not there" in " ".join(capsys.readouterr().err.split())
+    assert main(_resume(tmp_path / "nothing")) == 2
+    assert "nothing: no such folder" in " ".join(capsys.readouterr().err.split())
 
 
 def _resume(folder: Path) -> list[str]:

@@ -185,13 +185,13 @@ def test_the_command_line_refuses_what_holds_no_model(tmp_path: Path, capsys: An
     run_threads(2, lambda comm: trained(comm, LocalSGD(3), net).save(tmp_path / "lacking"))
     (tmp_path / "lacking" / "step-00000005" / "rank-0001.json").unlink()
     shutil.copytree(tmp_path / "damaged", tmp_path / "blocks" / "shard-0-of-2")
-    for folder, words in (
-        ("nowhere", "holds no whole checkpoint"),
-        ("lacking", "holds no whole checkpoint"),
-        ("damaged", "is damaged"),
-        ("blocks", "holds the blocks of a model"),
+    for folder, code, words in (
+        ("nowhere", 2, "nowhere: no such folder"),
+        ("lacking", 1, "holds no whole checkpoint"),
+        ("damaged", 1, "is damaged"),
+        ("blocks", 1, "holds the blocks of a model"),
     ):
-        assert main(["export", str(tmp_path / folder), str(tmp_path / "out.safetensors")]) == 1
+        assert main(["export", str(tmp_path / folder), str(tmp_path / "out.safetensors")]) == code
         assert words in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out.safetensors").exists()
     assert main(["export", str(tmp_path / "damaged"), str(tmp_path / "out.bin")]) == 2

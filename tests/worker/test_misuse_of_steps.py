@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -18,10 +19,14 @@ from thinwire.comm.threads import run_threads
 from thinwire.errors import ConfigError, MismatchError
 from thinwire.worker.worker import Worker, attach
 
+_DRAWING = Lock()
+"""Threads share one global generator: who seeds it draws before another seeds it again."""
+
 
 def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
+    with _DRAWING:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
 def loss_of(model: nn.Module, rank: int, step: int, *, scale: float = 1.0) -> Tensor:
