@@ -169,7 +169,7 @@ def run_fleet(
                 end.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
             end.x = worker.replicas[0].x.clone()
             assert worker.elastic is not None
-            end.told = worker.elastic.told
+            end.told = worker.elastic.costs
         except KilledError:
             end.error = KilledError()
         except Exception as error:

@@ -171,7 +171,7 @@ def _train(outbox: Connection, recipe: str, steps: int, widths: tuple[int, ...],
         agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
     assert worker.elastic is not None
     weights = weights_of(worker)
-    outbox.send(("end", agreed if len(agreed) < 10_000 else agreed[:100], worker.elastic.told, weights))
+    outbox.send(("end", agreed if len(agreed) < 10_000 else agreed[:100], worker.elastic.costs, weights))
 
 
 def weights_of(worker: Any) -> list[float]:

@@ -126,7 +126,7 @@ def run(
             with worker.consensus():
                 part.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
             assert worker.elastic is not None
-            part.told = worker.elastic.told
+            part.told = worker.elastic.costs
         finally:
             connector.end()
             fleet.membership.close()

@@ -50,7 +50,7 @@ def work(outbox: Connection, rank: int, size: int, store: str, recipe: str, stay
             raise SystemExit(0)
     notice.close()
     assert worker.elastic is not None
-    outbox.send((worker.size, list(left.values()), worker.elastic.told["lost_weight"], held))
+    outbox.send((worker.size, list(left.values()), worker.elastic.costs["lost_weight"], held))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 
 import thinwire
 from tests.pool import run_processes
-from thinwire import AllReduce, Comm, ConfigError, MismatchError
+from thinwire import AllReduce, CheckpointError, Comm, ConfigError, MismatchError
 from thinwire.doctor.speeds import StepTime
 from thinwire.plan import auto
 from thinwire.plan.candidates import measured
@@ -152,3 +152,79 @@ def test_a_rank_that_does_not_ask_for_it_is_named() -> None:
 def test_the_network_is_of_the_two_sizes() -> None:
     found = auto.network_of_all_reduces({4 << 10: 0.02, 1 << 20: 0.1}, 2)
     assert isinstance(found, Network) and found.latency == pytest.approx(0.01, rel=0.05)
+
+
+def test_a_run_that_chooses_anew_goes_on_with_the_strategy_of_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The links of the second run look fast, so that "auto" takes something else there."""
+    times = {"first": {4 << 10: 0.01, 1 << 20: 2.0}, "second": {4 << 10: 1e-6, 1 << 20: 2e-6}}
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02)))
+
+    def run(comm: Comm, which: str, steps: range, *, load: bool) -> tuple[str, str, torch.Tensor]:
+        model, optimizer = model_and_optimizer()
+        worker = thinwire.attach(model, optimizer, "auto", comm=comm)
+        chosen = repr(worker.strategy)
+        if load:
+            assert worker.load(tmp_path / "saved") == {"which": "first"}
+        for step in steps:
+            optimizer.zero_grad()
+            model(torch.full((2, 300), float(step + comm.rank))).square().mean().backward()
+            optimizer.step()
+            if step == 2 and not load:
+                worker.save(tmp_path / "saved", extra={"which": which})
+        return chosen, repr(worker.strategy), torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    def links(which: str) -> None:
+        monkeypatch.setattr(auto, "time_two", lambda comm, device: times[which])  # pyright: ignore
+
+    links("first")
+    whole = thinwire.run_threads(2, lambda comm: run(comm, "first", range(6), load=False))
+    links("second")
+    resumed = thinwire.run_threads(2, lambda comm: run(comm, "second", range(3, 6), load=True))
+    for (first, _, ends), (second, goes_on, same) in zip(whole, resumed, strict=True):
+        assert first != second and goes_on == first
+        assert torch.equal(ends, same)
+
+
+def test_what_does_not_fit_leaves_what_was_chosen(
+    slow_link: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02)))
+
+    def save(comm: Comm) -> None:
+        model, optimizer = model_and_optimizer()
+        thinwire.attach(model, optimizer, "AllReduce()", comm=comm, seed=1).save(tmp_path / "saved")
+
+    def load(comm: Comm) -> None:
+        model, optimizer = model_and_optimizer()
+        worker = thinwire.attach(model, optimizer, "auto", comm=comm)
+        chosen = repr(worker.strategy)
+        with pytest.raises(CheckpointError, match="the seed is 1 in the checkpoint and 0 in this run"):
+            worker.load(tmp_path / "saved")
+        assert repr(worker.strategy) == chosen != repr(AllReduce())
+
+    thinwire.run_threads(2, save)
+    thinwire.run_threads(2, load)
+
+
+def test_a_guard_ends_where_somebody_else_switches(
+    slow_link: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02)))
+
+    def train(comm: Comm) -> str:
+        now = [0.0]
+        comm.runtime = replace(comm.runtime, clock=lambda: now[0])
+        model, optimizer = model_and_optimizer()
+        worker = thinwire.attach(model, optimizer, "auto", comm=comm)
+        for step in range(150):
+            now[0] += 5.0
+            optimizer.zero_grad()
+            model(torch.ones(2, 300)).mean().backward()
+            optimizer.step()
+            if step == 4:
+                worker.switch("LocalSGD(period=3)")
+        return repr(worker.strategy)
+
+    assert set(thinwire.run_threads(2, train, timeout=30)) == {repr(thinwire.LocalSGD(period=3))}

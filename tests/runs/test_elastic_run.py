@@ -110,7 +110,7 @@ def test_a_worker_with_notice_leaves_and_the_summary_says_why(tmp_path: Path) ->
     first, second = summary["views"]
     assert summary["steps"] == 200 and second["step"] % 10 == 0
     assert second["left"] == {first["members"][0]: "SIGUSR1"} and second["lost"] == []
-    assert summary["told"] == {"lost_weight": 0.0} and summary["restarts"] == []
+    assert summary["costs"] == {"lost_weight": 0.0} and summary["restarts"] == []
     assert f"{first['members'][0]} (SIGUSR1)" in write(tmp_path / "run").report.read_text()
 
 

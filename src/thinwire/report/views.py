@@ -28,7 +28,7 @@ def _run(run: Run, *, named: bool) -> str:
     )
     headings = "".join(f"<th>{words}</th>" for words in ("view", "from step", "at", "workers", "came", "went"))
     table = f"<table><thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>"
-    return f"{head}{_goodput(run)}{table}{_told(run)}{_restarts(run)}"
+    return f"{head}{_goodput(run)}{table}{_costs(run)}{_restarts(run)}"
 
 
 def _goodput(run: Run) -> str:
@@ -41,12 +41,12 @@ def _goodput(run: Run) -> str:
     )
 
 
-def _told(run: Run) -> str:
-    told = run.summary.get("told")
-    if not isinstance(told, dict) or not told:
+def _costs(run: Run) -> str:
+    costs = run.summary.get("costs")
+    if not isinstance(costs, dict) or not costs:
         return ""
-    costs = ", ".join(f"{name.replace('_', ' ')} {cost:.6g}" for name, cost in told.items())
-    return f'<p class="intro">What the changes have cost: {escape(costs)}.</p>'
+    words = ", ".join(f"{name.replace('_', ' ')} {cost:.6g}" for name, cost in costs.items())
+    return f'<p class="intro">What the changes have cost: {escape(words)}.</p>'
 
 
 def _notice(run: Run, *, named: bool) -> str:
@@ -73,8 +73,8 @@ def _restarts(run: Run) -> str:
 def _gone(view: dict[str, object]) -> list[str]:
     """Who is no longer there, and why where that is known."""
     left = view.get("left")
-    told = [f"{worker} ({reason})" for worker, reason in left.items()] if isinstance(left, dict) else []
-    return [*_names(view, "lost"), *told]
+    reasons = [f"{worker} ({reason})" for worker, reason in left.items()] if isinstance(left, dict) else []
+    return [*_names(view, "lost"), *reasons]
 
 
 def _names(view: dict[str, object], name: str) -> list[str]:

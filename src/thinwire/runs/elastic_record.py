@@ -51,7 +51,7 @@ class ElasticRecord:
         self._memory = self._parameters = 0
         self._batches = 0
         self._first_pace: list[float] = []
-        self._told: dict[str, float] = {}
+        self._costs: dict[str, float] = {}
 
     def add(self, event: Fields) -> None:
         """Take in one event of a worker."""
@@ -72,7 +72,7 @@ class ElasticRecord:
         elif kind == "end":
             self.ended += 1
             self._memory = max(self._memory, event["memory"])
-            self._told = {name: max(cost, self._told.get(name, 0.0)) for name, cost in event["told"].items()}
+            self._costs = {name: max(cost, self._costs.get(name, 0.0)) for name, cost in event["costs"].items()}
 
     def finish(self) -> Fields:
         """Write what is left, and the summary."""
@@ -82,7 +82,7 @@ class ElasticRecord:
             "peak_memory_bytes": self._memory,
             "views": self.views,
             "goodput": self.goodput,
-            "told": self._told,
+            "costs": self._costs,
             "restarts": self.restarts,
         }
         summary = self._writer.write_summary(last, None, None, more)

@@ -95,8 +95,8 @@ class ElasticTraining:
         if notice is not None:
             notice.close()
         self._tell_rows()
-        lost = worker.elastic.told if worker.elastic is not None else {}
-        self._emit({"event": "end", "step": worker.step, "memory": peak_memory("cpu"), "told": lost})
+        lost = worker.elastic.costs if worker.elastic is not None else {}
+        self._emit({"event": "end", "step": worker.step, "memory": peak_memory("cpu"), "costs": lost})
 
     def _evaluation_is_due(self, steps: int) -> bool:
         step, every = self.worker.step, self._settings.eval_every

@@ -63,14 +63,14 @@ class Elastic:
 
     Attributes:
         view: the current view.
-        told: what the changes of view so far have cost, by name, such as push-sum weight that was lost.
+        costs: what the changes of view so far have cost, by name, such as push-sum weight that was lost.
         on_view: called with each new view, on every worker in it.
     """
 
     def __init__(self, fleet: Fleet, comm: ElasticComm, offered: Offered) -> None:
         assert fleet.membership.view is not None
         self.view: View = fleet.membership.view
-        self.told: dict[str, float] = {}
+        self.costs: dict[str, float] = {}
         self.on_view: list[Callable[[View], None]] = []
         self._fleet = fleet
         self._membership = fleet.membership
@@ -494,7 +494,7 @@ class Elastic:
                     for r in self.worker.replicas:
                         r.active = comm.size
                         for name, cost in strategy.change_view(r, self._size).items():
-                            self.told[name] = self.told.get(name, 0.0) + cost
+                            self.costs[name] = self.costs.get(name, 0.0) + cost
                 self._size, self._opens_at = comm.size, None
                 for call in self.on_view:
                     call(self.view)

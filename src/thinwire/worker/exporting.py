@@ -20,6 +20,7 @@ from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.recipe import parse
 from thinwire.worker import checkpoint
 from thinwire.worker.resizing import resume_point
+from thinwire.worker.snapshot import STRATEGY
 from thinwire.worker.state import WorkerState
 
 _SUFFIX = ".safetensors"
@@ -92,7 +93,7 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
     home, contents = _newest(folder)
     first, states = contents[0], [content["state"] for content in contents]
     try:
-        strategy = parse(states[0]["identity"]["the strategy"], imports=False)
+        strategy = parse(states[0]["identity"][STRATEGY], imports=False)
         named: dict[str, Tensor] = {**_first_or_mean([state["others"] for state in states])}
         for i, replica in enumerate(states[0]["replicas"]):
             segments = _segments(replica["layout"], states[0]["parameters"])
@@ -130,7 +131,7 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
         raise CheckpointError(f"{path}: cannot be written ({error})") from error
     facts, elements = first["save"], sum(x.numel() for x in tensors.values() if x is not None)
     identity = states[0]["identity"]
-    return Exported(path, home, facts["step"], facts["size"], identity["the strategy"], elements, len(tensors))
+    return Exported(path, home, facts["step"], facts["size"], identity[STRATEGY], elements, len(tensors))
 
 
 def _newest(folder: Path) -> tuple[Path, list[dict[str, Any]]]:

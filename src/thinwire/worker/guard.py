@@ -50,7 +50,8 @@ class Guard:
     `fallback_least` the strategy is, and the fallback only if it could be faster. A step lasts from the end of the one
     before to its own end. What counts is the median of `windows` means, each over whole periods of the strategy and at
     least 8 steps; the first 2 steps of each strategy are left out. After each, ranks share their figure, 8 bytes, and
-    go by the slowest. The guard then logs what it has found, takes its hook off, and costs nothing.
+    go by the slowest. The guard then logs what it has found, takes its hook off, and costs nothing. Where the worker is
+    switched meanwhile by somebody else, that strategy goes on, and the guard ends without a verdict.
 
     Attributes:
         worker: that trains.
@@ -121,7 +122,8 @@ class Guard:
         worker.undo.callback(self._handle.remove)
 
     def _begin(self) -> None:
-        period = period_of(self.worker.strategy) or 1
+        self._expected = self.worker.strategy
+        period = period_of(self._expected) or 1
         self._window = period * -(-_LEAST_STEPS // period)
         self._steps, self._marks = -_SKIPPED_STEPS, list[float]()
 
@@ -129,6 +131,10 @@ class Guard:
         if self.worker.step == self._seen:
             return  # a step within another one, of a class that calls its base's
         self._seen = self.worker.step
+        if self.worker.strategy is not self._expected:
+            # Somebody else has switched, or has loaded a checkpoint of another strategy: that goes on.
+            self._handle.remove()
+            return
         if self.worker.replicas[0].active < self.worker.comm.size:
             # Within join(), when the data of some ranks have ended: such a step is shorter, and none to switch at.
             self._begin()
@@ -141,7 +147,7 @@ class Guard:
             return
         spans = [after - before for before, after in zip(self._marks, self._marks[1:], strict=False)]
         seconds = self._slowest(median(spans) / self._window)
-        if self.worker.strategy is self._tried:
+        if self._expected is self._tried:
             self._seconds = seconds
         else:
             self._fallback_seconds = seconds

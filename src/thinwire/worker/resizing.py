@@ -19,13 +19,14 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.comm.work import completed
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, ConfigError
 from thinwire.replica.flat import Segment, flatten, views
 from thinwire.replica.replica import Replica
 from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.base import Strategy, nested
-from thinwire.worker import checkpoint, snapshot
-from thinwire.worker.snapshot import RANK, SIZE, State
+from thinwire.strategies.recipe import brief, parse
+from thinwire.worker import checkpoint, snapshot, switching
+from thinwire.worker.snapshot import RANK, SIZE, STRATEGY, State
 from thinwire.worker.state import WorkerState
 
 
@@ -66,14 +67,46 @@ def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
         snapshot.check_state(worker, state, ranks=same, finite=True)
         return state
 
-    # Checked on all ranks before any of them restores: a refusal changes nothing anywhere.
-    state = checkpoint.together(worker, home, planned)
+    before = _follow(worker, home, contents[0], same=same)
+    try:
+        # Checked on all ranks before any of them restores: a refusal changes nothing anywhere.
+        state = checkpoint.together(worker, home, planned)
+    except CheckpointError:
+        if worker.strategy is not before:
+            switching.switch(worker, before)
+        raise
     put_back(worker, state, same_size=same)
     if same:
         checkpoint.restore_random(contents[0]["random"])
         return contents[0]["extra"]
     # A rank that existed before gets its own extra back; a new one gets rank 0's.
     return {**contents[0]["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}
+
+
+def _follow(worker: WorkerState, home: Path, content: Mapping[str, Any], *, same: bool) -> Strategy:
+    """Where "auto" has chosen, go on with the checkpoint's strategy; returns the worker's own.
+
+    Links that are measured again may give another choice than those of the run that saved, and a guard may have fallen
+    back in one of the two.
+    """
+    before = worker.strategy
+
+    def saved() -> Strategy:
+        theirs = snapshot.mapping_of(content["state"]["identity"], "the identity")
+        named = theirs.get(STRATEGY)
+        if not worker.automatic or not isinstance(named, str) or named == brief(before):
+            return before
+        snapshot.check_identity(worker, {**theirs, STRATEGY: brief(before)}, ranks=same)
+        try:
+            # Nothing that a file names is imported: the classes must be there.
+            return parse(named, imports=False)
+        except ConfigError as error:
+            raise CheckpointError(f"{STRATEGY} {named} in the checkpoint: {error}") from error
+
+    strategy = checkpoint.together(worker, home, saved)
+    if strategy != before:
+        switching.switch(worker, strategy)
+    return before
 
 
 def load_parts(worker: WorkerState, parts: Mapping[str, Any]) -> None:

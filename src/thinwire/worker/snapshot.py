@@ -30,7 +30,7 @@ from thinwire.worker.handshake import describe_tensor
 from thinwire.worker.state import WorkerState
 
 State = dict[str, Any]
-SIZE, RANK = "the number of workers", "the rank"
+STRATEGY, SIZE, RANK = "the strategy", "the number of workers", "the rank"
 _PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _OWN = "thinwire."
 # What torch's schedulers add to a group when they are made, which may be after a checkpoint was written or loaded.
@@ -92,7 +92,7 @@ def identity_of(worker: WorkerState) -> dict[str, str]:
     """What must be equal in a checkpoint and in the run that loads it."""
     groups = [len(group["params"]) for group in worker.optimizer.param_groups]
     return {
-        "the strategy": brief(worker.strategy),
+        STRATEGY: brief(worker.strategy),
         SIZE: str(worker.comm.size),
         RANK: str(worker.comm.rank),
         "the seed": str(worker.seed),
@@ -252,7 +252,7 @@ def check_identity(worker: WorkerState, theirs: Mapping[str, Any], *, ranks: boo
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
         if ours[name] != theirs[name] and (ranks or name not in (SIZE, RANK)):
-            fix = '; attach with that of the checkpoint, also where it was "auto"' * (name == "the strategy")
+            fix = "; attach with that of the checkpoint" * (name == STRATEGY)
             raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run{fix}")
 
 

@@ -46,13 +46,15 @@ def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) 
     return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
 
 
-def watch(worker: WorkerState, reduce_seconds: float | None) -> None:
+def watch(worker: WorkerState, reduce_seconds: float | None, *, automatic: bool) -> None:
     """Fall back to `AllReduce()` if what "auto" has chosen is slower.
 
     Args:
         worker: with the strategy that was chosen.
+        automatic: whether it was chosen; then a checkpoint's strategy takes its place.
         reduce_seconds: of one all-reduce of all gradients; None where `AllReduce()` was chosen.
     """
+    worker.automatic = automatic
     if reduce_seconds is not None:
         # By name, because a guard is a user of workers.
         import_module("thinwire.worker.guard").Guard(worker, fallback_least=reduce_seconds, windows=1)

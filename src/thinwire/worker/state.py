@@ -76,6 +76,7 @@ class WorkerState:
         self.shares_skips = False
         self.may_be_in_step = comm.in_step
         self.lent = 0
+        self.automatic = False
         self.just_switched = False
         self.told_rounding = False
         self.survives: Callable[[Callable[[], None]], None] | None = None

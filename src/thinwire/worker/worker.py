@@ -397,7 +397,7 @@ class Worker(ElasticState):
         Another number of workers may have written it, if every rank sees all parts: the parameters are then those that
         the workers agreed on (`Strategy.resume_point`), optimizers' moments and buffers are means, and the strategy's
         state is redistributed (`Strategy.resized`). Torch's random generators stay as they are, and data are to be
-        divided anew. A rank that was not there before gets rank 0's `extra`.
+        divided anew. A rank that was not there before gets rank 0's `extra`. After "auto" that of the save goes on.
 
         Raises:
             CheckpointError: there is none, parts are damaged or not of one save, it belongs to another recipe, model,
@@ -596,5 +596,5 @@ def attach(
         worker.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in worker.replicas]
         worker.attachment = Attachment(worker, inside_ddp)
         share_skips(worker)
-        watch(worker, reduce_seconds)
+        watch(worker, reduce_seconds, automatic=automatic)
         return worker
