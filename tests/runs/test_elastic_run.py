@@ -5,38 +5,31 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import descendants
 from thinwire.cli.progress import restart_in_words, view_in_words
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.report.page import write
 from thinwire.runs import RunFolder, launch, resolve
 
+Pids = Callable[[], tuple[int, ...]]
 STEPS = 60
 QUICK = {"task": "digits", "workers": 3, "eval_limit": 64, "threads": 1, "steps": STEPS, "elastic": True}
 
 
-def rank_of(pid: int) -> int | None:
-    """The rank that a process was started as."""
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((int(each[5:]) for each in variables if each.startswith(b"RANK=")), None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["AllReduce()", "LocalSGD(period=4)"])
-def test_a_run_goes_on_when_rank_0_is_killed_and_its_report_names_it(strategy: str, tmp_path: Path) -> None:
+def test_a_run_goes_on_when_rank_0_is_killed_and_its_report_names_it(strategy: str, tmp_path: Path, pids: Pids) -> None:
     folder, events = tmp_path / "run", list[dict[str, Any]]()
 
     def kill_at_the_first_step(event: dict[str, Any]) -> None:
         events.append(event)
         if sum(each["event"] == "step" for each in events) == 1 and event["event"] == "step":
-            for pid in descendants():
-                if rank_of(pid) == 0:
-                    os.kill(pid, signal.SIGKILL)
+            os.kill(pids()[0], signal.SIGKILL)
 
     # Slowed down, so that steps are left when the first ones have been told.
     settings = resolve({**QUICK, "strategy": strategy, "stall": "1:20ms"})
@@ -55,12 +48,11 @@ def test_a_run_goes_on_when_rank_0_is_killed_and_its_report_names_it(strategy: s
 
 
 @pytest.mark.slow
-def test_a_run_in_which_all_workers_are_killed_fails_and_says_so(tmp_path: Path) -> None:
+def test_a_run_in_which_all_workers_are_killed_fails_and_says_so(tmp_path: Path, pids: Pids) -> None:
     def kill_all(event: dict[str, Any]) -> None:
         if event["event"] == "step":
-            for pid in descendants():
-                if rank_of(pid) is not None:
-                    os.kill(pid, signal.SIGKILL)
+            for pid in pids():
+                os.kill(pid, signal.SIGKILL)
 
     settings = resolve({**QUICK, "workers": 2, "strategy": "AllReduce()", "stall": "1:20ms"})
     with pytest.raises(ThinwireError, match="SIGKILL"):
@@ -68,16 +60,14 @@ def test_a_run_in_which_all_workers_are_killed_fails_and_says_so(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_is_started_again_and_joins(tmp_path: Path) -> None:
+def test_a_killed_worker_is_started_again_and_joins(tmp_path: Path, pids: Pids) -> None:
     """Until it has come again the others train on; the view after that has as many as at the start."""
     folder, events = tmp_path / "run", list[dict[str, Any]]()
 
     def kill_once(event: dict[str, Any]) -> None:
         events.append(event)
         if event["event"] == "step" and sum(each["event"] == "step" for each in events) == 1:
-            for pid in descendants():
-                if rank_of(pid) == 1:
-                    os.kill(pid, signal.SIGKILL)
+            os.kill(pids()[1], signal.SIGKILL)
 
     settings = resolve({**QUICK, "strategy": "LocalSGD(period=4)", "steps": 500, "stall": "1:20ms", "restarts": 2})
     summary = launch(settings, folder, listener=kill_once)
@@ -95,15 +85,13 @@ def test_a_killed_worker_is_started_again_and_joins(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_worker_with_notice_leaves_and_the_summary_says_why(tmp_path: Path) -> None:
+def test_a_worker_with_notice_leaves_and_the_summary_says_why(tmp_path: Path, pids: Pids) -> None:
     events = list[dict[str, Any]]()
 
     def give_notice(event: dict[str, Any]) -> None:
         events.append(event)
         if event["event"] == "step" and sum(each["event"] == "step" for each in events) == 1:
-            for pid in descendants():
-                if rank_of(pid) == 0:
-                    os.kill(pid, signal.SIGUSR1)
+            os.kill(pids()[0], signal.SIGUSR1)
 
     asked = {"strategy": "PushSum(staleness=1)", "steps": 200, "stall": "1:20ms", "on_notice": "leave", "restarts": 3}
     summary = launch(resolve({**QUICK, **asked}), tmp_path / "run", listener=give_notice)

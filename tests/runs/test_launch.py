@@ -7,12 +7,12 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from tests.processes import descendants
 from thinwire.cli import main
 from thinwire.emulate import available
 from thinwire.errors import ConfigError, NonFiniteError, PeerLostError, ThinwireError
@@ -72,34 +72,20 @@ def test_bytes_on_an_emulated_link_are_the_payload_and_its_headers(tmp_path, cap
     assert [row["bits_per_second"] for row in read(folder / "links.json")] == [1e9, 1e9]
 
 
-def worker_of(rank: int) -> int | None:
-    """The process of one rank among our descendants."""
-    for pid in descendants():
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if b"RANK=%d" % rank in environment:
-            return pid
-    return None
-
-
-def kill_when_it_trains(folder: Path, rank: int, moment: list[float]) -> None:
+def kill_when_it_trains(folder: Path, pid: Callable[[], int], moment: list[float]) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
         if any("loss" in row for row in RunFolder(folder).lines("metrics.jsonl")):
-            pid = worker_of(rank)
-            assert pid is not None
             moment.append(time.monotonic())
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid(), signal.SIGKILL)
             return
         time.sleep(0.05)
 
 
 @pytest.mark.slow
-def test_a_killed_worker_ends_the_run_with_one_message_that_names_it_and_the_step(tmp_path, capsys):
+def test_a_killed_worker_ends_the_run_with_one_message_that_names_it_and_the_step(tmp_path, capsys, pids):
     folder, moment = tmp_path / "run", []
-    killer = threading.Thread(target=kill_when_it_trains, args=(folder, 1, moment))
+    killer = threading.Thread(target=kill_when_it_trains, args=(folder, lambda: pids()[1], moment))
     killer.start()
     code = main(["train", *QUICK, "--seconds", "90", "--out", str(folder)])
     ended = time.monotonic()

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import descendants
-from tests.runs.test_elastic_run import rank_of
+from tests.runs.test_elastic_run import Pids
 from thinwire.cli.progress import notice_in_words
 from thinwire.cli.train import Train
 from thinwire.report.page import write
@@ -43,17 +43,14 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in RunFolder(folder).lines("metrics.jsonl") if "loss" in row}
 
 
-def notice_at_the_first_step(number: int, rank: int | None) -> Any:
-    """Sends a signal to one worker, or to this process, at the first step that is told."""
+def notice_at_the_first_step(number: int, pid: Callable[[], int]) -> Any:
+    """Sends a signal to a process at the first step that is told."""
     sent = list[int]()
 
     def listen(event: dict[str, Any]) -> None:
         if event["event"] == "step" and not sent:
             sent.append(number)
-            if rank is None:
-                os.kill(os.getpid(), number)
-            else:
-                os.kill(next(pid for pid in descendants() if rank_of(pid) == rank), number)
+            os.kill(pid(), number)
 
     return listen
 
@@ -61,11 +58,13 @@ def notice_at_the_first_step(number: int, rank: int | None) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "rank"), [(signal.SIGUSR1, 1), (signal.SIGTERM, None)], ids=["worker", "launcher"])
 def test_a_run_that_was_saved_with_notice_goes_on_bit_for_bit(
-    number: signal.Signals, rank: int | None, tmp_path: Path, whole: Path
+    number: signal.Signals, rank: int | None, tmp_path: Path, whole: Path, pids: Pids
 ) -> None:
     settings = resolve({**ASKED, "stall": "1:20ms"})
     folder = tmp_path / "parts"
-    saved = launch(settings, folder, listener=notice_at_the_first_step(number, rank))
+    saved = launch(
+        settings, folder, listener=notice_at_the_first_step(number, os.getpid if rank is None else lambda: pids()[rank])
+    )
     step = saved["notice"]["step"]
     assert 0 < step < STEPS and step % 10 == 0 and saved["steps"] == step
     assert saved["notice"]["reasons"] == {str(r): number.name for r in ([rank] if rank is not None else [0, 1])}
