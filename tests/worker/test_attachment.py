@@ -107,6 +107,24 @@ def test_parameters_that_are_unfrozen_later_are_refused() -> None:
         steps(worker, batches(0, 1))
 
 
+@pytest.mark.parametrize("recipe", ["AllReduce()", "SlowMo(period=2)", "EASGD()"])
+def test_parameters_that_are_frozen_later_are_refused(recipe: str) -> None:
+    model = net()
+    worker = steps(attach(None, thinwire.parse(recipe), model=model), batches(0, 2))
+    model[0].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"frozen since attach, and momentum.*worker\.detach\(\)"):
+        steps(worker, batches(0, 1))
+
+
+def test_parameters_that_are_frozen_later_stay_where_all_ranks_leave_them_without_a_gradient() -> None:
+    model = net()
+    worker = steps(attach(None, AllReduce(), model=model, find_unused=True), batches(0, 2))
+    model[0].requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    steps(worker, batches(0, 2))
+    assert torch.equal(model[0].weight, before)
+
+
 def test_after_detach_everything_is_allowed_again() -> None:
     worker = steps(attach(None, LocalSGD(2)), batches(0, 2))
     worker.detach()

@@ -99,6 +99,8 @@ class Attachment:
                 "the optimizer trains other parameters than at attach (added or unfrozen since), and workers would not "
                 f"exchange them; {_AGAIN}",
             )
+        if not all(p.requires_grad for p, _ in self._places):
+            self._check_frozen(worker)
         if worker.scaler is None and worker.comm.size > 1 and _called_by_scaler():
             refuse(
                 worker,
@@ -117,6 +119,19 @@ class Attachment:
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
         self._owner.stepping = True
+
+    def _check_frozen(self, worker: WorkerState) -> None:
+        """Refuse parameters that were frozen since attach, where they would go on moving.
+
+        A gradient that a strategy gives is zero and not none, and momentum, its own or the optimizer's, moves them.
+        """
+        strategy = worker.strategy
+        if worker.find_unused and not strategy.moves_parameters and not strategy.reads_gradient:
+            return
+        refuse(
+            worker,
+            "parameters were frozen since attach, and momentum would go on moving them; " + _AGAIN,
+        )
 
     def after_step(self) -> None:
         """The optimizer's step has ended."""
