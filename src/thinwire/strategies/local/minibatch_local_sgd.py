@@ -149,9 +149,20 @@ class MinibatchLocalSGD(Strategy):
             compressed_mean_(r.comm, total, self.codec, r.state, key=key, segments=r.segments).wait()
         if self.inner:
             r.x.copy_(r.state.pop("begin"))
-        # A learning rate per parameter is a vector; a common one is faster as a plain number.
-        descend_(r.x, total, rate if rate.dim() else float(rate))
+        self._descend_(r.x, total, rate)
         total.zero_()
+
+    def end_point(self, r: Replica) -> Tensor:
+        """Where the outer step along the sum so far would lead, without the codec."""
+        if "unit" not in r.state:
+            return self.resume_point(r)
+        mean = mean_(r.comm, r.state["gathered"].clone()).wait()
+        return self._descend_(r.state.get("begin", r.x).clone(), mean, r.state["unit"])
+
+    def _descend_(self, x: Tensor, mean: Tensor, rate: Tensor) -> Tensor:
+        """The outer step, in place."""
+        # A learning rate per parameter is a vector; a common one is faster as a plain number.
+        return descend_(x, mean, rate if rate.dim() else float(rate))
 
     def consensus(self, r: Replica) -> Tensor:
         """The mean of the workers' parameters; without inner steps these are equal already."""
