@@ -16,7 +16,15 @@ from thinwire.registry import registered
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import mean_from, pull_mean_, restart_mean, track, tracked_mean, tracks
+from thinwire.strategies.local.coded_means import (
+    forget_residuals,
+    mean_from,
+    pull_mean_,
+    restart_mean,
+    track,
+    tracked_mean,
+    tracks,
+)
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
@@ -190,9 +198,16 @@ class DiLoCo(OuterStep):
             fragment.collect("average")
             super().restart(fragment, where)
             if self.tracks_mean:
-                restart_mean(fragment, self.codec)
+                restart_mean(fragment, self.codec, pulled=True)
             if self.weights == "samples":
                 fragment.state["samples"].zero_()
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base; and owe nothing to the mean, which had a part of workers that are lost."""
+        super().regroup(r, before)
+        if self.tracks_mean:
+            for fragment, _ in self._fragments(r):
+                forget_residuals(fragment)
 
     def averages_at(self, step: int) -> bool:
         """At the end of a round, if all parameters end it at once; and where the base does."""
