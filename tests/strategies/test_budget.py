@@ -27,6 +27,7 @@ from thinwire import (
     Gossip,
     LocalSGD,
     Nearest,
+    NodeAverage,
     OneBit,
     OverlapLocalSGD,
     PowerSGD,
@@ -273,6 +274,23 @@ def test_two_vectors_of_one_model_have_one_budget() -> None:
         assert 0.95 * 40_000 < sent <= 40_000
 
 
+def test_means_of_a_base_within_the_base_are_paid_for() -> None:
+    def body(comm: Comm) -> tuple[float, float]:
+        model = torch.nn.Linear(64, 16, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        strategy = Budget(SlowMo(LocalSGD(2), period=4), "800B/step")
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+        before = comm.meter.payload_bytes
+        for _ in range(48):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+        return comm.meter.payload_bytes - before, float(worker.replicas[0].state["spent"])
+
+    for sent, spent in thinwire.run_threads(2, body):
+        assert sent == spent
+        assert 0.7 * 800 * 48 < sent <= 800 * 48
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -281,6 +299,11 @@ def test_two_vectors_of_one_model_have_one_budget() -> None:
         (lambda: Budget(AllReduce()), r"there is nothing to choose; use AllReduce\(\) with a codec"),
         (lambda: Budget(AllReduce(ErrorFeedback(OneBit()))), "there is nothing to choose"),
         (lambda: Budget(Gossip()), "there is nothing to choose"),
+        (
+            lambda: Budget(SlowMo(AllReduce(), period=4)),
+            r"sends at steps of its own, .* use Local\(\) there",
+        ),
+        (lambda: Budget(DiLoCo(NodeAverage(LocalSGD(4), period=2), period=8)), r"use Local\(\) there"),
         (lambda: Budget(SlowMo(period=4, buffers="average")), "use buffers='maintain' or 'reset'"),
     ],
 )

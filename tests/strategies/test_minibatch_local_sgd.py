@@ -15,7 +15,7 @@ from tests.oracles import minibatch as oracles
 from tests.pool import run_processes
 from tests.problems import Quadratic, Regression, distance, flat, quadratic, together, train, watched
 from tests.strategies.local_runs import adamw, begin, ended, go_on, sent, sgd
-from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Worker
+from thinwire import AllReduce, Codec, Comm, ConfigError, ErrorFeedback, Fp32, LocalSGD, Quantize, SlowMo, Worker
 from thinwire.plan import explain
 from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 
@@ -191,6 +191,27 @@ def test_all_workers_hold_the_same_bits_after_each_round() -> None:
         seen = watched(4, MinibatchLocalSGD(3, inner), Regression(4, 9, torch.float32), [0.05] * 9)
         assert all(torch.equal(seen[step], seen[step, :1].expand_as(seen[step])) for step in (2, 5, 8))
         assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])) == (inner == 0)
+
+
+@pytest.mark.parametrize("codec", [None, ErrorFeedback(Fp32()), Quantize(8)], ids=str)
+@pytest.mark.parametrize("rates", [[2**-10, 2**-10], [2**-10, 2**-9]])
+def test_a_long_sum_of_gradients_in_16_bits_loses_none(rates: list[float], codec: Codec | None) -> None:
+    def body(comm: Comm) -> tuple[Tensor, float, torch.dtype]:
+        model = nn.ParameterList([torch.zeros(2, dtype=torch.bfloat16) for _ in rates])
+        groups = [{"params": [each], "lr": rate} for each, rate in zip(model, rates, strict=True)]
+        worker = thinwire.attach(model, torch.optim.SGD(groups), MinibatchLocalSGD(512, 0.0, codec), comm=comm)
+        before = comm.meter.payload_bytes
+        for _ in range(512):
+            for each in model:
+                each.grad = torch.full_like(each, 1.3)
+            worker.optimizer.step()
+        return flat(model).double(), comm.meter.payload_bytes - before, worker.replicas[0].state["gathered"].dtype
+
+    for x, nbytes, dtype in thinwire.run_threads(2, body):
+        should = -1.3 * 512 * torch.tensor(rates, dtype=DOUBLE).repeat_interleave(2)
+        torch.testing.assert_close(x, should, rtol=1e-2, atol=0)
+        assert dtype == torch.float32
+        assert codec is not None or nbytes == 2 * 4  # bytes of each parameter
 
 
 def test_a_round_is_one_message_of_the_parameters_size() -> None:

@@ -142,6 +142,33 @@ def test_equal_steps_are_the_base_bit_for_bit() -> None:
     assert all(torch.equal(x, y) for x, y in zip(paced, plain, strict=True))
 
 
+def in_bf16(comm: Comm, base: Strategy, gradient: float) -> Tensor:
+    """By how much workers move whose parameters are in bf16, in 40 rounds."""
+    model = torch.nn.ParameterList([torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    start = flat(model)
+    worker = thinwire.attach(model, optimizer, Paced(base, steps=STEPS), comm=comm)
+    while worker.step < 40 * PERIOD:
+        model[0].grad = torch.full_like(model[0], gradient)
+        worker.record_batch(SAMPLES[comm.rank])
+        optimizer.step()
+    return flat(model).float() - start.float()
+
+
+@pytest.mark.parametrize(("base", "_"), BASES, ids=lambda each: type(each).__name__)
+def test_parameters_in_16_bits_without_gradients_stay_where_they_are(base: Strategy, _: float | None) -> None:
+    plain = replace(base, momentum=0.0) if isinstance(base, SlowMo) else base
+    for moved in thinwire.run_threads(2, lambda comm: in_bf16(comm, plain, 0.0), timeout=20):
+        assert not moved.any()
+
+
+def test_parameters_in_16_bits_move_by_the_weighted_mean() -> None:
+    samples = [steps * each for steps, each in zip(STEPS, SAMPLES, strict=True)]
+    should = 40 * 2**-6 * sum(steps * each for steps, each in zip(STEPS, samples, strict=True)) / sum(samples)
+    for moved in thinwire.run_threads(3, lambda comm: in_bf16(comm, LocalSGD(PERIOD), -(2**-6)), timeout=20):
+        assert moved.mean() == pytest.approx(should, rel=0.02)
+
+
 @pytest.mark.parametrize(
     "base",
     [

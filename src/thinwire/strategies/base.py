@@ -215,6 +215,14 @@ class Strategy(ABC):  # noqa: B024
         """
         return self.consensus(r)
 
+    def end_point(self, r: Replica) -> Tensor:
+        """The parameters from which all go on if the round ends here, equal on all ranks; `r.x` is not changed.
+
+        A collective call, when messages in flight have been waited for. What is in flight, and a sum of the round, are
+        dropped after it, so that it must hold what they say; at `resume_point` they go on. Residuals stay as they are.
+        """
+        return self.resume_point(r)
+
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The state of each of `size` workers, from the state that every worker of an earlier run saved.
 
@@ -240,7 +248,8 @@ class Strategy(ABC):  # noqa: B024
             leaving: the ranks that leave; at least one stays.
         """
         if not (self.equal_replicas or self.averages_at(r.step)):
-            r.x.copy_(self.resume_point(r))
+            r.wait_pending()
+            r.x.copy_(self.end_point(r))
             self.restart(r)
         hand_on_residuals(r.comm, r.state, leaving)
 

@@ -152,6 +152,10 @@ class Wrapper(Strategy):
         """As the base."""
         return self.base.resume_point(self.inner(r))
 
+    def end_point(self, r: Replica) -> Tensor:
+        """As the base."""
+        return self.base.end_point(self.inner(r))
+
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The base's state as the base redistributes it; the wrapper's own as any strategy's."""
         inner = self.base.resized([_named(state, inside=True) for state in states], size)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Go on with another strategy, at a step that all ranks agree on.
 
-Another strategy begins where another number of workers would: all at the old one's `Strategy.resume_point`. What the
-old one kept of its own stays where the new one is of the same class and means the same by it; `kept` is that rule.
+Another strategy begins where the old one's round would end here: all at its `Strategy.end_point`. What the old one kept
+of its own stays where the new one is of the same class and means the same by it; `kept` is that rule.
 """
 
 from __future__ import annotations
@@ -225,7 +225,8 @@ def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
     if before.equal_replicas and not any(each.restarts_on_resize for each in nested(before)):
         return replica.x.clone()
     with torch.no_grad():
-        return before.resume_point(replica).clone()
+        replica.wait_pending()
+        return before.end_point(replica).clone()
 
 
 def _begun(

@@ -271,11 +271,11 @@ class Worker(ElasticState):
     def switch(self, strategy: Strategy | str) -> Switched:
         """Go on with another strategy from the next step on; every rank must call, after the same step.
 
-        All workers go on from one point: where they are, if the old strategy keeps them equal; else from what another
-        number of workers would go on from (`Strategy.resume_point`), with what is in flight. Of the old strategy's
-        state is kept what the new one means the same by; the reference of training has the table. Buffers stay
-        each worker's own, and so does the optimizer's state, unless workers go on with equal parameters: then its
-        moments become their means. Checkpoints from then on are those of the new strategy.
+        All workers go on from one point: where they are, if the old strategy keeps them equal; else from where its
+        round would end now (`Strategy.end_point`), with what is in flight. Of the old strategy's state is kept what the
+        new one means the same by; the reference of training has the table. Buffers stay each worker's own, and so does
+        the optimizer's state, unless workers go on with equal parameters: then its moments become their means.
+        Checkpoints from then on are those of the new strategy.
 
         Args:
             strategy: the recipe, as an object or as text; any that `attach` would take here.

@@ -2,6 +2,7 @@
 """Average the models that a round started from while the round computes, then add the round's own steps."""
 
 import torch
+from torch import Tensor
 
 from thinwire.codecs.base import Codec, check_feedback
 from thinwire.errors import ConfigError
@@ -121,9 +122,14 @@ class CoCoD(Strategy):
 
     def average_(self, r: Replica) -> None:
         """The mean of all workers' parameters, where a round starts."""
+        r.x.copy_(self.end_point(r))
+        self.restart(r)
+
+    def end_point(self, r: Replica) -> Tensor:
+        """The mean of all workers' parameters, with the coded mean that is in flight."""
         # The mean in flight would move the workers, but not their mean: the differences to it add up to zero. A coded
         # one moves their mean too, by the change of the residuals, which belong to it from then on.
-        if self.codec is not None:
-            self._merge_(r)
-        mean_(r.comm, r.x).wait()
-        self.restart(r)
+        x, mean = r.x.clone(), r.inflight.get("mean")
+        if self.codec is not None and mean is not None:
+            x.add_(mean.wait()[0] - r.state["start"])
+        return mean_(r.comm, x).wait()

@@ -139,19 +139,36 @@ def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) ->
             r.state[name].lerp_(point.to(r.state[name]), weight)
 
 
-def restart_mean(r: Replica, codec: Codec | None) -> None:
-    """Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight."""
+def restart_mean(r: Replica, codec: Codec | None, *, pulled: bool = False) -> None:
+    r"""Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight.
+
+    Where `pull_mean_` is called, residuals hold what a pull has taken out of the workers, too: this part of them,
+    $m + \tfrac1n \sum_i (e_i - s_i)$, stays.
+
+    Args:
+        r: the worker.
+        codec: of the means.
+        pulled: whether `pull_mean_` is called.
+    """
     if not tracks(codec):
         return
-    # The residuals are what the mean lacks. This one is exact: they would be added to it for good.
-    for name, residual in r.state.items():
-        if name.partition("/")[0] in ("error", "server_error"):
-            residual.zero_()
+    if not pulled:
+        # The residuals are what the mean lacks. This one is exact: they would be added to it for good.
+        forget_residuals(r)
+    elif "error" in r.state:
+        r.state["error"].add_(r.state["mean"] - r.state["sent"])
     r.state["mean"].copy_(r.x)
     if "sent" in r.state:
         r.state["sent"].copy_(r.x)
     else:
         r.state["error"].copy_(r.x).neg_()
+
+
+def forget_residuals(r: Replica) -> None:
+    """Let residuals be zero."""
+    for name, residual in r.state.items():
+        if name.partition("/")[0] in ("error", "server_error"):
+            residual.zero_()
 
 
 def _coded_mean(r: Replica, x: Tensor, codec: Codec) -> Work[Tensor]:

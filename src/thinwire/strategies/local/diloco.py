@@ -16,7 +16,15 @@ from thinwire.registry import registered
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
-from thinwire.strategies.local.coded_means import mean_from, pull_mean_, restart_mean, track, tracked_mean, tracks
+from thinwire.strategies.local.coded_means import (
+    forget_residuals,
+    mean_from,
+    pull_mean_,
+    restart_mean,
+    track,
+    tracked_mean,
+    tracks,
+)
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
@@ -190,9 +198,16 @@ class DiLoCo(OuterStep):
             fragment.collect("average")
             super().restart(fragment, where)
             if self.tracks_mean:
-                restart_mean(fragment, self.codec)
+                restart_mean(fragment, self.codec, pulled=True)
             if self.weights == "samples":
                 fragment.state["samples"].zero_()
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base; and owe nothing to the mean, which had a part of workers that are lost."""
+        super().regroup(r, before)
+        if self.tracks_mean:
+            for fragment, _ in self._fragments(r):
+                forget_residuals(fragment)
 
     def averages_at(self, step: int) -> bool:
         """At the end of a round, if all parameters end it at once; and where the base does."""
@@ -207,7 +222,7 @@ class DiLoCo(OuterStep):
         if self.ends_together and self.weights == "equal":
             super().average_(r, where)
         else:
-            r.x.copy_(self.consensus(r))
+            r.x.copy_(self.end_point(r))
             self.restart(r, where)
 
     def consensus(self, r: Replica) -> Tensor:
@@ -216,6 +231,22 @@ class DiLoCo(OuterStep):
             return super().consensus(r)
         parts = [weighted_mean(r.comm, part.x, part.state["samples"]) for part, _ in self._fragments(r)]
         return torch.cat([part.wait() for part in parts])
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """As the base; with weights, as `consensus`."""
+        return super().resume_point(r) if self.weights == "equal" else self.consensus(r)
+
+    def end_point(self, r: Replica) -> Tensor:
+        """The workers' mean; without mixing a message with error feedback takes the place of the steps after it."""
+        point, start = super().end_point(r) if self.weights == "equal" else self.consensus(r), 0
+        for part, _ in self._fragments(r):
+            stop, sent = start + part.x.numel(), part.inflight.get("average")
+            # The residual is what this message has left out, so that what it says must count too; and as the outer
+            # parameters would have taken their place, where workers were when they sent it is not known any more.
+            if sent is not None and tracks(self.codec) and not self.tracks_mean:
+                point[start:stop].copy_(sent.wait()[0])
+            start = stop
+        return point
 
     @property
     def _averages_in_place(self) -> bool:

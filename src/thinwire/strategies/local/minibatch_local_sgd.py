@@ -32,7 +32,8 @@ class MinibatchLocalSGD(Strategy):
     over those that still have some. With a `codec` $C$ the mean is that of the decoded sums,
     $\tfrac1n \sum_i C\bigl(\sum_k g_i\bigr)$.
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and round. State: `gathered`, like the
-    parameters, within a round `unit` and (unless `inner=0`) `begin` ($x_r$), and the state of the codec.
+    parameters but in fp32 at least (without a codec it is sent in their dtype), within a round `unit` and (unless
+    `inner=0`) `begin` ($x_r$), and the state of the codec.
 
     Woodworth, Patel and Srebro, Minibatch vs Local SGD for Heterogeneous Distributed Learning, NeurIPS 2020,
     arXiv:2006.04735. The optimizer must be plain SGD, because only then is the sum of its updates one of gradients.
@@ -105,7 +106,8 @@ class MinibatchLocalSGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """Allocate the sum."""
-        r.zeros_state("gathered")
+        # In half precision a long sum would lose small gradients.
+        r.state["gathered"] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
 
     def before_step(self, r: Replica) -> None:
         """Add the gradient to the sum, and scale it by `inner` for the optimizer's own step."""
@@ -118,7 +120,7 @@ class MinibatchLocalSGD(Strategy):
                 r.state["begin"] = r.x.clone()
         # The mean at the end of the round divides by all workers; this step's gradients are of active ones only.
         weight = r.lr / r.state["unit"] * (r.comm.size / r.active)
-        r.state["gathered"].add_(r.g * weight)
+        r.state["gathered"].add_(r.g.to(r.state["gathered"].dtype) * weight)
         if self.inner:
             # The optimizer itself then takes the short inner step.
             r.g.mul_(self.inner)
@@ -143,15 +145,26 @@ class MinibatchLocalSGD(Strategy):
             return
         rate, total = r.state.pop("unit"), r.state["gathered"]
         if self.codec is None:
-            mean_(r.comm, total).wait()
+            mean = mean_(r.comm, total.to(r.x.dtype)).wait()
         else:
             key = draw_key(r.seed, r.step)
-            compressed_mean_(r.comm, total, self.codec, r.state, key=key, segments=r.segments).wait()
+            mean = compressed_mean_(r.comm, total, self.codec, r.state, key=key, segments=r.segments).wait()
         if self.inner:
             r.x.copy_(r.state.pop("begin"))
-        # A learning rate per parameter is a vector; a common one is faster as a plain number.
-        descend_(r.x, total, rate if rate.dim() else float(rate))
+        self._descend_(r.x, mean, rate)
         total.zero_()
+
+    def end_point(self, r: Replica) -> Tensor:
+        """Where the outer step along the sum so far would lead, without the codec."""
+        if "unit" not in r.state:
+            return self.resume_point(r)
+        mean = mean_(r.comm, r.state["gathered"].to(r.x.dtype, copy=True)).wait()
+        return self._descend_(r.state.get("begin", r.x).clone(), mean, r.state["unit"])
+
+    def _descend_(self, x: Tensor, mean: Tensor, rate: Tensor) -> Tensor:
+        """The outer step, in place."""
+        # A learning rate per parameter is a vector; a common one is faster as a plain number.
+        return descend_(x, mean, rate if rate.dim() else float(rate))
 
     def consensus(self, r: Replica) -> Tensor:
         """The mean of the workers' parameters; without inner steps these are equal already."""

@@ -138,6 +138,10 @@ class Streaming(Wrapper):
         """As the base, for each fragment."""
         return torch.cat([self.base.resume_point(fragment) for fragment in self._fragments(r)])
 
+    def end_point(self, r: Replica) -> Tensor:
+        """As the base, for each fragment."""
+        return torch.cat([self.base.end_point(fragment) for fragment in self._fragments(r)])
+
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """As the base, for each fragment."""
         new: list[dict[str, Tensor]] = [{} for _ in range(size)]

@@ -26,7 +26,7 @@ from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, nested, trait
 from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.local.local_sgd import LocalSGD
+from thinwire.strategies.local.local_sgd import Local, LocalSGD
 from thinwire.strategies.wrapper import Wrapper
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(k|M|G)?B\s*/\s*(s|step)\s*")
@@ -86,7 +86,7 @@ class Budget(Wrapper):
 
     Args:
         base: `AllReduce` with such a codec; or `LocalSGD`, `SlowMo`, `DiLoCo`, `OverlapLocalSGD` or `CoCoD`, with any
-            codec or none; when they send is where `Budget` chooses.
+            codec or none; when they send is where `Budget` chooses. Inside it may be `Local`, or one of these.
         budget: per worker, such as "2MB/s" or "500kB/step"; k, M and G are powers of 1000. More is more exact.
 
     Example:
@@ -129,6 +129,12 @@ class Budget(Wrapper):
                 f"base={self.base}: there is nothing to choose; use AllReduce() with a codec that has bits, a rank or "
                 "elements that are kept, such as AllReduce(ErrorFeedback(Nearest())), or LocalSGD(), SlowMo(), "
                 "DiLoCo(), OverlapLocalSGD() or CoCoD()"
+            )
+        inside = [each for each in nested(self.base) if each is not self.base and each != Local()]
+        if unpaid := [each for each in inside if not each.postpones]:
+            raise ConfigError(
+                f"base={self.base}: {unpaid[0]} sends at steps of its own, whatever is left to spend; use Local() "
+                "there, or a strategy whose means can wait, such as LocalSGD()"
             )
         if getattr(self.base, "buffers", "maintain") == "average":
             raise ConfigError(

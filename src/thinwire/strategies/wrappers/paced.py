@@ -20,6 +20,7 @@ from thinwire.strategies.wrapper import Wrapper, period_of
 _FIRST_STEPS = 4
 _TIMED_STEPS = 9
 _PAUSE = 4.0
+_EXACT_BYTES = 4
 
 
 @dataclass
@@ -49,7 +50,8 @@ class Paced(Wrapper):
     begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
     save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
     be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes
-    to each other worker per round. State: twelve numbers.
+    to each other worker per round. State: twelve numbers; with weights by samples and parameters in 16 bits `start`,
+    like the parameters, where the round started.
 
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
     arXiv:1602.05629, Algorithm 1, for the weights.
@@ -115,11 +117,15 @@ class Paced(Wrapper):
             r.state[name] = torch.zeros((), dtype=torch.float64)
         # Of the last steps, across rounds: a stall is one of several. Zero is not known.
         r.state["step_seconds"] = torch.zeros(_TIMED_STEPS, dtype=torch.float64)
+        if self.weights == "samples" and r.x.element_size() < _EXACT_BYTES:
+            r.state["start"] = r.x.clone() if r.equal_start else r.comm.broadcast_(r.x.clone(), 0).wait()
 
     def restart(self, r: Replica) -> None:
         """As the base."""
         _clocks.pop(r.pending_means, None)
         super().restart(r)
+        if "start" in r.state:
+            r.state["start"].copy_(r.x)
 
     def before_step(self, r: Replica) -> None:
         """Nothing: the base's rounds are of local steps."""
@@ -142,13 +148,26 @@ class Paced(Wrapper):
         r.comm.step = r.step  # that of all ranks, as far as they can be compared
         factor = self._share(r, period)
         if factor != 1:
-            r.x.mul_(factor)
+            self._weigh_(r, factor)
         r.metrics["steps_of_round"] = float(count)
         self.base.after_step(self.inner(r))
+        if "start" in state:
+            state["start"].copy_(r.x)
         for name in ("elapsed", "samples"):
             state[name].zero_()
         # The wait for others is no step's.
         clock.mark = r.comm.runtime.clock()
+
+    def _weigh_(self, r: Replica, factor: float) -> None:
+        """Let the plain mean that follows be the weighted one."""
+        start = r.state.get("start")
+        if start is None:
+            r.x.mul_(factor)
+            return
+        # In 16 bits the product would be rounded by as much as a small step in every round. Factors are 1 on average,
+        # so that only differences from a point that all have in common need one.
+        exact = start.float()
+        r.x.copy_((r.x - exact).mul_(factor).add_(exact))
 
     def _time(self, r: Replica, seconds: float, *, first: bool) -> None:
         """Count the time of a step."""
