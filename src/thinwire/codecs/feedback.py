@@ -65,6 +65,11 @@ class ErrorFeedback(Codec):
             raise ConfigError(
                 f"codec={self.codec}: what it sends between nodes has a residual; put ErrorFeedback inside"
             )
+        if not self.codec.keeps_size:
+            raise ConfigError(
+                f"codec={self.codec}: every element is decoded to plus or minus one, whatever its size, so the "
+                f"residual could grow without bound; use AllReduce({self.codec}) as it is, or OneBit()"
+            )
         if self.codec.error_bound >= 1:
             raise ConfigError(
                 f"codec={self.codec}: its squared error can be {self.codec.error_bound:.3g} times the squared input, "

@@ -3,7 +3,7 @@
 
 import torch
 
-from thinwire.codecs.base import Codec, check_feedback
+from thinwire.codecs.base import Codec, check_differences
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
@@ -76,8 +76,8 @@ class CoCoD(Strategy):
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
     def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback."""
-        check_feedback(self.codec)
+        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        check_differences(self.codec)
 
     def start(self, r: Replica) -> None:
         """Save the start of the first round, and launch its mean; none is needed where all workers start alike."""

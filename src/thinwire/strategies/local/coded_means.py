@@ -6,7 +6,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
@@ -14,12 +14,12 @@ from thinwire.replica.replica import Replica
 
 
 def check_tracked(codec: Codec | None) -> None:
-    """Refuse codecs with which a tracked mean would stay wrong.
+    """Refuse codecs that differences cannot be coded with, or with which a tracked mean would stay wrong.
 
     Raises:
         ConfigError: with the fix.
     """
-    check_feedback(codec)
+    check_differences(codec)
     if codec is not None and codec.forgets:
         raise ConfigError(
             f"codec={codec}: workers do not return to the mean here, so that it would lack for good what is forgotten; "

@@ -105,7 +105,7 @@ class EASGD(Strategy):
         return min(2 - 2 * alpha / (2 - beta), overshoot, 2 - alpha)
 
     def check(self, size: int) -> None:
-        """Refuse pulls under which no learning rate is stable, and a biased codec without error feedback."""
+        """Refuse pulls under which no learning rate is stable, and codecs that differences cannot be coded with."""
         check_tracked(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
@@ -89,8 +89,8 @@ class MinibatchLocalSGD(Strategy):
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
 
     def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback."""
-        check_feedback(self.codec)
+        """Refuse codecs that sums cannot be coded with, as a biased one without error feedback."""
+        check_differences(self.codec)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse any but plain SGD."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback
+from thinwire.codecs.base import Codec, check_differences
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import device_for
@@ -102,8 +102,8 @@ class OuterStep(Wrapper):
         """
 
     def check(self, size: int) -> None:
-        """As the base; and refuse a codec that drops what it cannot encode."""
-        check_feedback(self.codec)
+        """As the base; and refuse codecs that differences cannot be coded with."""
+        check_differences(self.codec)
         super().check(size)
         if not self.exact and not self.base.holds_average(size):
             raise ConfigError(
