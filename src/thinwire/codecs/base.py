@@ -329,6 +329,11 @@ def check_differences(codec: Codec | None) -> None:
     check_feedback(codec)
 
 
+def sends_all(codec: Codec | None) -> bool:
+    """Whether all that a codec is given is sent sooner or later, so that it does not change the learning rate."""
+    return codec is None or (codec.keeps_size and not codec.forgets)
+
+
 class DrawKey(int):
     """A key of random draws that can be correlated with those of other workers.
 

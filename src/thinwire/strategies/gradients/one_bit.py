@@ -105,6 +105,7 @@ class CompressedMomentum(Strategy):
     needs_equal_start = True
     equal_replicas = True
     moves_parameters = False
+    lr_factor = trait(lambda self: 1.0 if self.feedback else None)
     growing = (_PREFIX,)
 
     def __post_init__(self) -> None:

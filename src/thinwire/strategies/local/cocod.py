@@ -3,12 +3,12 @@
 
 import torch
 
-from thinwire.codecs.base import Codec, check_differences
+from thinwire.codecs.base import Codec, check_differences, sends_all
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.coded_means import mean_from
 
 
@@ -69,6 +69,7 @@ class CoCoD(Strategy):
 
     has_period = True
     postpones = True
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
 
     def __post_init__(self) -> None:
         """Check the types and the period."""

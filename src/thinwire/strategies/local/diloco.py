@@ -28,7 +28,7 @@ from thinwire.strategies.local.coded_means import (
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement
+from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
 
 
 @registered
@@ -156,11 +156,12 @@ class DiLoCo(OuterStep):
 
     def _lr_factor(self) -> float | None:
         """In steady state, where the steps of the delay count as far as workers keep them."""
-        if self.outer.momentum is None or self.base.lr_factor is None:
+        factor = factor_of_rounds(self.base, self.codec)
+        if self.outer.momentum is None or factor is None:
             return None
         scale, own = self.outer.lr / (1 - self.outer.momentum), self.mixing
         lost = (1 - own) * self.delay / self.period
-        return self.base.lr_factor * scale * (1 - lost) / (1 - own + own * scale)
+        return factor * scale * (1 - lost) / (1 - own + own * scale)
 
     def check(self, size: int) -> None:
         """As the base; and refuse a codec that forgets where workers never come together."""

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_differences, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
@@ -146,6 +146,7 @@ class LocalSGD(Strategy):
     postpones = True
     has_period = True
     steady_from = trait(lambda self: self.warmup_steps)
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
 
     def __post_init__(self) -> None:
         """Check the types and the periods."""

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.codecs.base import Codec, check_differences, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 
 
 @registered
@@ -76,6 +76,7 @@ class MinibatchLocalSGD(Strategy):
 
     reads_gradient = True
     has_period = True
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
     # A round starts where the last one did, so workers that start apart stay apart.
     needs_equal_start = True
 
