@@ -262,13 +262,15 @@ def test_processes_train_as_threads_do() -> None:
         (lambda: ChunkedTopK(0), r"kept=0: must lie in 1\.\.4096"),
         (lambda: ChunkedTopK(chunk=1 << 20), r"chunk=1048576: must lie in 2\.\.16384"),
         (lambda: ChunkedTopK(bits=9), r"bits=9: must lie in 1\.\.8"),
-        (lambda: ErrorFeedback(decay=1.5), r"decay=1\.5: must lie in \[0, 1\]"),
+        (lambda: ErrorFeedback(decay=1.5), r"decay=1\.5: must lie in \(0, 1\]"),
+        (lambda: ErrorFeedback(decay=0.0), r"decay=0\.0: must lie in \(0, 1\], as 0 would feed nothing back"),
         (lambda: Choco(codec=Gathered(OneBit())), "use the codec that is inside"),
         (lambda: CompressedMomentum(BetweenNodes(OneBit())), "use the codec that is inside"),
         (lambda: Gathered(RandomK()), "an all-reduce adds its payloads"),
         (lambda: Gathered(ErrorFeedback()), r"use ErrorFeedback\(Gathered\(OneBit\(\)\)\)"),
         (lambda: OverlapLocalSGD(2, codec=ErrorFeedback(decay=0.9)).check(2), "use decay=1"),
         (lambda: EASGD(2, codec=ErrorFeedback(decay=0.9)).check(2), "use decay=1"),
+        (lambda: DiLoCo(mixing=1.0, codec=ErrorFeedback(decay=0.9)).check(2), "use decay=1"),
     ],
 )
 def test_wrong_values_are_refused_with_the_fix(make: Callable[[], Any], words: str) -> None:

@@ -18,17 +18,21 @@ from tests.problems import Regression, distance, quadratic, together, train, wat
 from thinwire import (
     EASGD,
     AllReduce,
+    BetweenNodes,
     Bf16,
+    Budget,
     CoCoD,
     Codec,
     Comm,
     Complete,
+    CompressedMomentum,
     ConfigError,
     DecentLaM,
     DiLoCo,
     ExactDiffusion,
     Fp16,
     Fp32,
+    Gathered,
     Gossip,
     LocalSGD,
     MinibatchLocalSGD,
@@ -41,6 +45,7 @@ from thinwire import (
     Sharded,
     SlowMo,
     Strategy,
+    ZeroOne,
 )
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.majority import MajorityVote
@@ -414,6 +419,34 @@ def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: 
     with pytest.raises(ConfigError, match=r"may diverge; use ErrorFeedback\("):
         make(codec).check(2)
     make(ErrorFeedback(codec)).check(2)
+
+
+@pytest.mark.parametrize(
+    "vote", [MajorityVote(), Gathered(MajorityVote()), BetweenNodes(MajorityVote())], ids=lambda codec: str(codec)[:12]
+)
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda c: LocalSGD(2, codec=c), lambda c: SlowMo(period=2, codec=c), lambda c: DiLoCo(codec=c)),
+        lambda c: DiLoCo(period=2, mixing=0.5, codec=c),
+        lambda c: Budget(LocalSGD(2, codec=c), "1MB/step"),
+        *(*KEEPING, lambda c: MinibatchLocalSGD(2, codec=c)),
+    ],
+)
+def test_a_vote_is_refused_where_anything_but_a_gradient_is_coded(vote: Codec, make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"plus or minus one.*use AllReduce\(.*, or .* such as ErrorFeedback\(OneBit"):
+        make(vote).check(2)
+    words = "put ErrorFeedback inside" if isinstance(vote, BetweenNodes) else "without bound; use AllReduce"
+    with pytest.raises(ConfigError, match=words):
+        ErrorFeedback(vote)
+    AllReduce(vote).check(2)
+    SlowMo(AllReduce(vote), period=2).check(2)
+
+
+@pytest.mark.parametrize("make", [lambda c: Choco(codec=c), CompressedMomentum, ZeroOne])
+def test_a_vote_is_refused_where_feedback_is_the_strategy_s_own(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"use AllReduce\(MajorityVote\(\)\), or .* such as OneBit\(\)"):
+        make(MajorityVote())
 
 
 @pytest.mark.parametrize(

@@ -92,4 +92,6 @@ def test_codes_that_keep_sizes_are_accepted_under_adam(codec: Codec | None) -> N
 @pytest.mark.parametrize("codec", SIGNS, ids=str)
 def test_signs_are_accepted_under_sgd_and_of_displacements(codec: Codec) -> None:
     AllReduce(codec).check_optimizer(torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
-    LocalSGD(codec=codec).check_optimizer(torch.optim.AdamW(weights()))
+    if codec.keeps_size:
+        LocalSGD(codec=codec).check(2)
+        LocalSGD(codec=codec).check_optimizer(torch.optim.AdamW(weights()))

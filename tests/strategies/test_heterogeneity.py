@@ -21,12 +21,19 @@ from thinwire import (
     Bf16,
     Comm,
     ConfigError,
+    ErrorFeedback,
     Gossip,
     Local,
     LocalSGD,
+    MajorityVote,
+    Natural,
     NodeAverage,
+    OneBit,
+    PowerSGD,
+    RandomK,
     SlowMo,
     Strategy,
+    TopK,
     Worker,
     parse,
 )
@@ -117,6 +124,20 @@ def test_a_measurement_is_as_it_is_defined(n: int) -> None:
     for seen in thinwire.run_threads(n, lambda comm: measured(comm, Probe(AllReduce(), every=4, keep=0.0), problem, 8)):
         for step in (3, 7):
             assert figures(seen[step]) == pytest.approx(direct(*problem.slopes[[step, step - 1]]), rel=1e-12)
+
+
+def test_the_error_of_an_unbiased_codec_counts_as_noise_and_not_as_dissimilarity() -> None:
+    problem, codec = Slopes(3, 600, noise=0.0), Natural()
+    truth = torch.tensor(problem.truth)
+
+    def body(comm: Comm) -> list[float]:
+        return figures(measured(comm, Probe(AllReduce(codec), every=2, keep=0.99), problem, 600)[-1])
+
+    seen = torch.tensor(thinwire.run_threads(3, body)[0])
+    error = float(seen[1]) * 2 / 3  # what is counted as noise is n / (n - 1) times the error
+    assert 1e-3 < error / float(truth[2]) < 1 / 4  # two stages of 1 / 8 at most
+    assert float(seen[0]) == pytest.approx(float(truth[0]), abs=0.3 * error)
+    assert float(seen[2]) == pytest.approx(float(truth[2]) + error / 2, abs=0.3 * error)
 
 
 @pytest.mark.parametrize(("n", "period"), [(2, 1), (3, 4)])
@@ -355,6 +376,11 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
         (lambda: Probe(Probe()), "put the probe inside"),
         (lambda: Probe(NodeAverage()), "nor ends rounds with a plain mean"),
         (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without weights"),
+        (lambda: Probe(AllReduce(ErrorFeedback(TopK()))), "have what earlier messages left out, .* measure AllReduce"),
+        (lambda: Probe(LocalSGD(2, codec=ErrorFeedback(OneBit()))), "have what earlier messages left out"),
+        (lambda: Probe(SlowMo(AllReduce(PowerSGD()))), "have what earlier messages left out"),
+        (lambda: Probe(AllReduce(MajorityVote())), "may exceed the gradient itself, and would count as noise"),
+        (lambda: Probe(AllReduce(RandomK())), "may exceed the gradient itself"),
         (lambda: recommend(metrics(1, 1, 1), workers=1), "at least 2 workers"),
         (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step a round"),
         (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: needs a finite figure"),

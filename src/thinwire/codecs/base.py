@@ -74,6 +74,11 @@ class Codec(ABC):
         return False
 
     @property
+    def keeps_size(self) -> bool:
+        """Whether elements are decoded to about the size that they had; where not, as in a vote, only gradients fit."""
+        return True
+
+    @property
     def keeps_residual(self) -> bool:
         """Whether what one message leaves out is added to the next."""
         return False
@@ -295,6 +300,38 @@ def check_feedback(codec: Codec | None) -> None:
         raise ConfigError(
             f"codec={codec}: it is biased, so training without error feedback may diverge; use ErrorFeedback({codec})"
         )
+
+
+def check_sizes(codec: Codec | None, instead: str = "OneBit()") -> None:
+    """Refuse a codec that decodes to sizes of its own, where anything but the gradient of one step is coded.
+
+    Args:
+        codec: of the strategy.
+        instead: a codec of signs and sizes that may be used in its place.
+
+    Raises:
+        ConfigError: naming where it can be used.
+    """
+    if codec is not None and not codec.keeps_size:
+        raise ConfigError(
+            f"codec={codec}: every element is decoded to plus or minus one, whatever its size, which fits the "
+            f"gradient of one step alone; use AllReduce({codec}), or a codec that sends sizes here, such as {instead}"
+        )
+
+
+def check_differences(codec: Codec | None) -> None:
+    """Refuse codecs that differences, sums or momenta cannot be coded with: `check_sizes` and `check_feedback`.
+
+    Raises:
+        ConfigError: with the fix.
+    """
+    check_sizes(codec, "ErrorFeedback(OneBit())")
+    check_feedback(codec)
+
+
+def sends_all(codec: Codec | None) -> bool:
+    """Whether all that a codec is given is sent sooner or later, so that it does not change the learning rate."""
+    return codec is None or (codec.keeps_size and not codec.forgets)
 
 
 class DrawKey(int):

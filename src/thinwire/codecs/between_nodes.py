@@ -78,6 +78,11 @@ class BetweenNodes(Codec):
         return self.codec.sign_only
 
     @property
+    def keeps_size(self) -> bool:
+        """The codec's `keeps_size`."""
+        return self.codec.keeps_size
+
+    @property
     def error_bound(self) -> float:
         """The codec's `error_bound`."""
         return self.codec.error_bound

@@ -39,7 +39,7 @@ class ErrorFeedback(Codec):
 
     Args:
         codec: $C$, which makes the payloads.
-        decay: $\beta$ in [0, 1], of the residual from one message to the next; less forgets faster what was left out.
+        decay: $\beta$ in (0, 1], of the residual from one message to the next; less forgets faster what was left out.
 
     Example:
         >>> import torch
@@ -57,13 +57,20 @@ class ErrorFeedback(Codec):
 
     def __post_init__(self) -> None:
         """Refuse codecs with which the residual could grow without bound."""
-        if not 0 <= self.decay <= 1:
-            raise ConfigError(f"decay={self.decay}: must lie in [0, 1]; 1 keeps all that was left out")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(
+                f"decay={self.decay}: must lie in (0, 1], as 0 would feed nothing back; 1 keeps all that was left out"
+            )
         if self.codec.keeps_residual:
             raise ConfigError(f"codec={self.codec}: it has error feedback already; use it as it is")
         if self.codec.own_mean and not self.codec.one_round:
             raise ConfigError(
                 f"codec={self.codec}: what it sends between nodes has a residual; put ErrorFeedback inside"
+            )
+        if not self.codec.keeps_size:
+            raise ConfigError(
+                f"codec={self.codec}: every element is decoded to plus or minus one, whatever its size, so the "
+                f"residual could grow without bound; use AllReduce({self.codec}) as it is, or OneBit()"
             )
         if self.codec.error_bound >= 1:
             raise ConfigError(

@@ -67,6 +67,11 @@ class Gathered(Codec):
         return False
 
     @property
+    def keeps_size(self) -> bool:
+        """The codec's `keeps_size`."""
+        return self.codec.keeps_size
+
+    @property
     def error_bound(self) -> float:
         """The codec's `error_bound`."""
         return self.codec.error_bound

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from math import inf
+
 from torch import Tensor
 
 from thinwire.codecs.base import Codec, State
@@ -19,7 +21,8 @@ class MajorityVote(Codec):
 
     Zero has the sign bit that it is stored with, mostly plus; a tie is plus. All elements move by the learning rate,
     whatever the size of their gradient: use a tenth to a hundredth of the usual learning rate, little momentum, and
-    gradients whose noise is symmetric about their mean. Elements whose gradient is always zero move too.
+    gradients whose noise is symmetric about their mean. Elements whose gradient is always zero move too. It is refused
+    where anything but the gradient of one step is coded, and in `ErrorFeedback`: there every element would move by one.
     Payload: 1 bit an element, in either stage.
 
     Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019,
@@ -37,6 +40,16 @@ class MajorityVote(Codec):
     def sign_only(self) -> bool:
         """True."""
         return True
+
+    @property
+    def keeps_size(self) -> bool:
+        """False: the learning rate alone decides how far elements move."""
+        return False
+
+    @property
+    def error_bound(self) -> float:
+        """Infinity: a small element is decoded to one."""
+        return inf
 
     @property
     def alignment(self) -> int:

@@ -71,7 +71,8 @@ class Strategy(ABC):  # noqa: B024
         inelastic: why its workers cannot go on when one of them is lost, as `attach(elastic=True)` promises; empty
             where they can.
         lr_factor: the learning rate that training has in effect, where gradients stay alike for long, as a multiple of
-            the optimizer's: slow momentum makes it larger, and a pull to an older mean smaller. None is not known.
+            the optimizer's: a momentum that is the strategy's own makes it larger, a pull to an older mean smaller.
+            None where it is not known, or no number for all workers, gradients and times.
 
     A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
 

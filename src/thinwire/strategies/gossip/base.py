@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from thinwire.errors import ConfigError
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.topology.base import Peers, Topology
 from thinwire.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.topology.exact_weights import exact_weights
@@ -31,6 +31,8 @@ class DecentralisedMomentum(Strategy):
 
     topology: Topology
     momentum: float
+
+    lr_factor = trait(lambda self: 1 / (1 - self.momentum))
 
     def __post_init__(self) -> None:
         """Check the types and the momentum."""

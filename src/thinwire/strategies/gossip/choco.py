@@ -3,7 +3,7 @@
 
 import torch
 
-from thinwire.codecs.base import Codec, check_payloads, draw_key
+from thinwire.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
@@ -79,6 +79,7 @@ class Choco(Strategy):
         if not 0 < self.step_size <= 1:
             raise ConfigError(f"step_size={self.step_size}: must lie in (0, 1]; 0.3 is a start for OneBit()")
         check_payloads(self.codec)
+        check_sizes(self.codec)
         if isinstance(self.codec, ErrorFeedback):
             raise ConfigError(f"codec={self.codec}: public copies keep the residual already; use {self.codec.codec}")
         if self.codec.error_bound >= 1 or self.codec.residual_after_sum:

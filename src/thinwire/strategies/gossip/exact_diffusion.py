@@ -62,6 +62,7 @@ class ExactDiffusion(DecentralisedMomentum):
 
     paper = "Hu et al., A Bias-Correction Decentralized ... Algorithm with Momentum Acceleration, arXiv:2501.19082"
     waits = "at every step each worker waits for its neighbours of that step"
+    lr_factor = 1.0  # the momentum is an average
     limits = "directed and changing graphs of many workers are unstable; workers agree half as fast as the graph allows"
 
     @property

@@ -4,13 +4,13 @@
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_feedback, draw_key, sends_all
 from thinwire.comm.work import Work
 from thinwire.optimizers.adaptive import check_signs
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 
 
 @registered
@@ -57,6 +57,7 @@ class AllReduce(Strategy):
     needs_equal_start = True
     equal_replicas = True
     moves_parameters = False
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
     elementwise = True
 
     def check(self, size: int) -> None:

@@ -13,7 +13,7 @@ from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.gradients.sketches import (
     Table,
     Update,
@@ -102,6 +102,8 @@ class FetchSGD(Strategy):
     needs_equal_start = True
     equal_replicas = True
     moves_parameters = False
+    # As published, how much is lost in shared cells depends on the gradients.
+    lr_factor = trait(lambda self: 1 / (1 - self.momentum) if self.conserving else None)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.base import Codec, check_payloads, draw_key
+from thinwire.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
@@ -105,11 +105,13 @@ class CompressedMomentum(Strategy):
     needs_equal_start = True
     equal_replicas = True
     moves_parameters = False
+    lr_factor = trait(lambda self: 1.0 if self.feedback else None)
     growing = (_PREFIX,)
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
         check_payloads(self.codec)
+        check_sizes(self.codec)
         if self.warmup_steps is not None and self.warmup_steps < 1:
             raise ConfigError(
                 f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step; a sixth of the run is usual"

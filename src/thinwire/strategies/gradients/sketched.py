@@ -15,7 +15,7 @@ from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.gradients.sketches import (
     Split,
     Table,
@@ -114,6 +114,7 @@ class SketchedSGD(Strategy):
     needs_equal_start = True
     equal_replicas = True
     moves_parameters = False
+    lr_factor = trait(lambda self: self._lr_factor())
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -127,6 +128,11 @@ class SketchedSGD(Strategy):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse everything but plain SGD, as momentum is the strategy's own."""
         check_plain_sgd(type(self).__name__, optimizer)
+
+    def _lr_factor(self) -> float | None:
+        """That of the momentum where nothing of it is lost; how much masking takes depends on the gradients."""
+        exact = self.second_round > 0 or self.recovery == "gather"
+        return 1 / (1 - self.momentum) if exact and not (self.masking and self.momentum) else None
 
     def start(self, r: Replica) -> None:
         """Zero momentum and residual."""

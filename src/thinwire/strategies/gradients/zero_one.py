@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.codecs.base import Codec, check_payloads, draw_key
+from thinwire.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.codecs.feedback import resize_errors
 from thinwire.codecs.one_bit import OneBit
 from thinwire.comm.work import Work
@@ -85,6 +85,7 @@ class ZeroOne(Strategy):
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
         check_payloads(self.codec)
+        check_sizes(self.codec)
         for name in ("variance_steps", "variance_doubling", "local_doubling"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; 1000, 16 and 1000 are usual")

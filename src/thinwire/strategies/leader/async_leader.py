@@ -94,6 +94,7 @@ class AsyncLeaderSGD(Strategy):
     limits = "results depend on timing; every worker takes a step between evaluations; all as many before checkpoints"
 
     timing_dependent = True
+    lr_factor = None  # who leads may be ahead of the others or behind
     has_period = True
     restarts_on_resize = True
 

@@ -4,12 +4,12 @@
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback
+from thinwire.codecs.base import Codec, check_differences, sends_all
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.coded_means import mean_from
 
 
@@ -70,6 +70,7 @@ class CoCoD(Strategy):
 
     has_period = True
     postpones = True
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
 
     def __post_init__(self) -> None:
         """Check the types and the period."""
@@ -77,8 +78,8 @@ class CoCoD(Strategy):
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
     def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback."""
-        check_feedback(self.codec)
+        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        check_differences(self.codec)
 
     def start(self, r: Replica) -> None:
         """Save the start of the first round, and launch its mean; none is needed where all workers start alike."""

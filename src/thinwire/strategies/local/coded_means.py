@@ -6,7 +6,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
@@ -14,12 +14,12 @@ from thinwire.replica.replica import Replica
 
 
 def check_tracked(codec: Codec | None) -> None:
-    """Refuse codecs with which a tracked mean would stay wrong.
+    """Refuse codecs that differences cannot be coded with, or with which a tracked mean would stay wrong.
 
     Raises:
         ConfigError: with the fix.
     """
-    check_feedback(codec)
+    check_differences(codec)
     if codec is not None and codec.forgets:
         raise ConfigError(
             f"codec={codec}: workers do not return to the mean here, so that it would lack for good what is forgotten; "
@@ -78,7 +78,7 @@ def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float =
     return _coded_mean(r, delta if share == 1 else delta.mul_(share), codec).then(lambda delta: delta.add_(point))
 
 
-def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, share: float = 1.0) -> Work[Tensor]:
+def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> Work[Tensor]:
     r"""The mean over workers of `x`, as exactly as the codec sends it, the same on all ranks.
 
     An unbiased codec $C$ encodes differences from a common point $z$: $m = z + \frac1n \sum_j C(x_j - z)$. With error
@@ -98,19 +98,17 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None, shar
         x: its vector, which may change before the wait.
         point: $z$, the same on all ranks; must not change before the wait.
         codec: compresses the differences; None sends the vectors as they are.
-        share: the worker's weight in a coded mean, as a multiple of the mean of all.
     """
     if codec is None:
         return mean_(r.comm, x.clone())
     if not codec.keeps_residual:
-        return mean_from(r, x, point, codec, share)
+        return mean_from(r, x, point, codec)
     mean, sent = r.state["mean"], r.state.get("sent")
     if sent is None:
         delta = x
     else:
         delta = x.to(mean.dtype) - sent
         sent.copy_(x)
-        delta = delta if share == 1 else delta.mul_(share)
     if at_once(codec):
         # Once sent it cannot be taken back, as `sent` has changed; so nothing of a vector's size is kept in flight.
         found = mean_from_residual(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step))

@@ -17,7 +17,11 @@ from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.coded_means import (
+<<<<<<< HEAD
     forget_residuals,
+=======
+    check_tracked,
+>>>>>>> fix-k
     mean_from,
     pull_mean_,
     restart_mean,
@@ -28,7 +32,7 @@ from thinwire.strategies.local.coded_means import (
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement
+from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
 
 
 @registered
@@ -49,7 +53,8 @@ class DiLoCo(OuterStep):
 
     With `weights="samples"` and $s_i$ the samples that worker $i$ has used since it last sent, $\Delta$ is
     $\sum_i s_i (\theta - x_i') / \sum_i s_i$. With a `codec` $C$ it is the mean of coded differences; what
-    error feedback then sends at $\alpha > 0$ is said in `thinwire.strategies.local.coded_means.pull_mean_`.
+    error feedback then sends at $\alpha > 0$ is said in `thinwire.strategies.local.coded_means.pull_mean_`; it needs
+    equal weights there.
 
     $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
     the paper; its state stays with each worker. SGD with `lr=1` as the outer optimizer is Local SGD, and with momentum
@@ -141,6 +146,12 @@ class DiLoCo(OuterStep):
                 f"weights={self.weights!r}: the base averages all parameters at once and in its own way; use "
                 "base=Local(), or fragments=1, delay=0, mixing=0.0, weights='equal'"
             )
+        if self.tracks_mean and self.weights == "samples":
+            raise ConfigError(
+                f"codec={self.codec} with mixing={self.mixing}, weights='samples': with error feedback workers send "
+                "how far they have come since their last message, which adds up to their mean only while weights stay "
+                "the same; use weights='equal', mixing=0.0, or a codec without feedback, such as Quantize(8)"
+            )
 
     @property
     def ends_together(self) -> bool:
@@ -149,11 +160,19 @@ class DiLoCo(OuterStep):
 
     def _lr_factor(self) -> float | None:
         """In steady state, where the steps of the delay count as far as workers keep them."""
-        if self.outer.momentum is None or self.base.lr_factor is None:
+        factor = factor_of_rounds(self.base, self.codec)
+        if self.outer.momentum is None or factor is None:
             return None
         scale, own = self.outer.lr / (1 - self.outer.momentum), self.mixing
         lost = (1 - own) * self.delay / self.period
-        return self.base.lr_factor * scale * (1 - lost) / (1 - own + own * scale)
+        return factor * scale * (1 - lost) / (1 - own + own * scale)
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse a codec that forgets where workers never come together."""
+        super().check(size)
+        # With less mixing every round takes a part of what was forgotten out of the workers too.
+        if self.mixing == 1:
+            check_tracked(self.codec)
 
     def check_sharded(self) -> None:
         """Refuse an outer optimizer whose step on a part of the vector is another one than on all of it."""
@@ -290,8 +309,10 @@ class DiLoCo(OuterStep):
         else:
             share = 1.0
         if self.codec is not None:
-            mean = tracked_mean if self.tracks_mean else mean_from
-            return mean(r, r.x, r.state["anchor"].to(r.x.device), self.codec, share)
+            anchor = r.state["anchor"].to(r.x.device)
+            if self.tracks_mean:
+                return tracked_mean(r, r.x, anchor, self.codec)
+            return mean_from(r, r.x, anchor, self.codec, share)
         return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
 
     def _end_round(self, r: Replica, where: Placement) -> None:

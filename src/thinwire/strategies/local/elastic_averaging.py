@@ -38,6 +38,9 @@ class EASGD(Strategy):
     $m$, and workers send how far they have come since their last message: with $x_i'$ the worker then,
     $m \leftarrow m + \tfrac1n \sum_j C(x_j - x_j')$.
 
+    While gradients stay alike, workers and centre move as with $\frac{\beta}{\alpha+\beta} \cdot \frac{1}{1-\delta}$
+    times the learning rate.
+
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the period.
     State: `centre` and, with momentum, `position` ($x_i$), each like the parameters; with a codec the centre is in
     fp32, and the codec's state is added; with `ErrorFeedback` also `mean` ($m$), like the centre. What it keeps of
@@ -75,6 +78,7 @@ class EASGD(Strategy):
 
     has_period = True
     tracks_mean = trait(lambda self: tracks(self.codec))
+    lr_factor = trait(lambda self: self._lr_factor())
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -93,6 +97,12 @@ class EASGD(Strategy):
         r"""$\alpha$ for a number of workers."""
         return self.centre_pull / size if self.pull is None else self.pull
 
+    def _lr_factor(self) -> float | None:
+        """In steady state, where the centre moves as fast as the workers; None without a `pull`."""
+        if self.pull is None:  # then it depends on the number of workers
+            return None
+        return self.centre_pull / (self.pull + self.centre_pull) / (1 - self.momentum)
+
     def largest_step(self, size: int) -> float:
         r"""The largest learning rate, times the curvature, at which workers and centre converge on a quadratic.
 
@@ -105,7 +115,7 @@ class EASGD(Strategy):
         return min(2 - 2 * alpha / (2 - beta), overshoot, 2 - alpha)
 
     def check(self, size: int) -> None:
-        """Refuse pulls under which no learning rate is stable, and a biased codec without error feedback."""
+        """Refuse pulls under which no learning rate is stable, and codecs that differences cannot be coded with."""
         check_tracked(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(

@@ -6,7 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
@@ -146,6 +146,7 @@ class LocalSGD(Strategy):
     postpones = True
     has_period = True
     steady_from = trait(lambda self: self.warmup_steps)
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
 
     def __post_init__(self) -> None:
         """Check the types and the periods."""
@@ -158,8 +159,8 @@ class LocalSGD(Strategy):
             )
 
     def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback."""
-        check_feedback(self.codec)
+        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        check_differences(self.codec)
 
     def start(self, r: Replica) -> None:
         """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.codecs.base import Codec, check_feedback, draw_key
+from thinwire.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, trait
 
 
 @registered
@@ -77,6 +77,7 @@ class MinibatchLocalSGD(Strategy):
 
     reads_gradient = True
     has_period = True
+    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
     # A round starts where the last one did, so workers that start apart stay apart.
     needs_equal_start = True
 
@@ -90,8 +91,8 @@ class MinibatchLocalSGD(Strategy):
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
 
     def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback."""
-        check_feedback(self.codec)
+        """Refuse codecs that sums cannot be coded with, as a biased one without error feedback."""
+        check_differences(self.codec)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse any but plain SGD."""

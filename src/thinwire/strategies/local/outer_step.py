@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, check_feedback
+from thinwire.codecs.base import Codec, check_differences, sends_all
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import device_for
@@ -52,9 +52,17 @@ WHOLE = Placement()
 """All of the state on every worker, with the parameters."""
 
 
-def scaled_by(base: Strategy, lr: float, momentum: float) -> float | None:
-    """The `lr_factor` of a step with momentum on what the base's rounds do."""
-    return None if base.lr_factor is None else base.lr_factor * lr / (1 - momentum)
+def factor_of_rounds(base: Strategy, codec: Codec | None) -> float | None:
+    """The `lr_factor` of what is sent of the base's rounds between outer steps; None if it is not known."""
+    own = base.lr_factor
+    # A base with rounds of its own begins them anew after each outer step: its factor is that of rounds that go on.
+    return own if sends_all(codec) and (own == 1 or not base.has_period) else None
+
+
+def scaled_by(base: Strategy, codec: Codec | None, lr: float, momentum: float) -> float | None:
+    """The `lr_factor` of a step with momentum on what is sent of the base's rounds."""
+    factor = factor_of_rounds(base, codec)
+    return None if factor is None else factor * lr / (1 - momentum)
 
 
 class OuterStep(Wrapper):
@@ -102,8 +110,8 @@ class OuterStep(Wrapper):
         """
 
     def check(self, size: int) -> None:
-        """As the base; and refuse a codec that drops what it cannot encode."""
-        check_feedback(self.codec)
+        """As the base; and refuse codecs that differences cannot be coded with."""
+        check_differences(self.codec)
         super().check(size)
         if not self.exact and not self.base.holds_average(size):
             raise ConfigError(

@@ -125,7 +125,7 @@ class OverlapLocalSGD(Strategy):
         return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
 
     def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback."""
+        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
         check_tracked(self.codec)
 
     def start(self, r: Replica) -> None:

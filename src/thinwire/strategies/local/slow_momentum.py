@@ -73,7 +73,7 @@ class SlowMo(OuterStep):
     )
     elementwise = trait(lambda self: self.base.elementwise and self.buffers == "maintain")
     growing = ("lr_sum",)
-    lr_factor = trait(lambda self: scaled_by(self.base, self.lr, self.momentum))
+    lr_factor = trait(lambda self: scaled_by(self.base, self.codec, self.lr, self.momentum))
 
     def __post_init__(self) -> None:
         """Check the ranges."""

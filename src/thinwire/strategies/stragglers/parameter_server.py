@@ -71,6 +71,7 @@ class ParameterServer(Strategy):
     limits = "gradients are stale, by about as many updates as there are other workers; results depend on timing"
 
     timing_dependent = True
+    lr_factor = None  # every worker's updates count in full, scaled or not: it depends on how many there are
     needs_equal_start = True
     restarts_on_resize = True
 

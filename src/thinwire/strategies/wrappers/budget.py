@@ -117,6 +117,10 @@ class Budget(Wrapper):
     local_rounds = False
     inelastic = ""
     growing = ("buckets",)
+    # A delay is a smaller share of a round that goes on.
+    lr_factor = trait(
+        lambda self: None if any(getattr(each, "delay", 0) != 0 for each in nested(self.base)) else self.base.lr_factor
+    )
 
     def __post_init__(self) -> None:
         """Check the budget, and that the base has something to choose."""

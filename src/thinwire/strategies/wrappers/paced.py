@@ -94,6 +94,8 @@ class Paced(Wrapper):
     elementwise = False
     skips_steps = True
     timing_dependent = trait(lambda self: not self.steps)
+    # Where workers leave out steps, it depends on who does.
+    lr_factor = trait(lambda self: self.base.lr_factor if set(self.steps) == {period_of(self.base)} else None)
     meets_every = trait(lambda self: period_of(self.base) or 1)
 
     def __post_init__(self) -> None:

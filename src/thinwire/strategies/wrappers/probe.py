@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
+from thinwire.codecs.base import Codec
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
@@ -34,6 +35,10 @@ class Probe(Wrapper):
 
     where the estimates are unbiased if the expected gradient $\nabla F_i$ of each worker hardly changes between the two
     exchanges. $\sigma^2$ is the noise of one worker's gradient at one step; the mean over $K$ steps has $1/K$ of it.
+    The error $\epsilon$ that an unbiased codec makes in the mean counts as noise: the estimate of $\zeta^2$ stays
+    right, those of $\sigma^2$ and $|\nabla F|^2$ are $\tfrac{n}{n-1} E|\epsilon|^2$ and
+    $\tfrac{n-2}{n-1} E|\epsilon|^2$ too large. Codecs whose error may exceed the gradient are refused, and so is error
+    feedback, whose mean is not that of one exchange.
     Exponential moving averages of the three are written to `Replica.metrics` as `gradient_dissimilarity`,
     `gradient_noise` and `gradient_square`; `recommend` reads them. The base trains as without the wrapper, bit for bit.
     Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes. State: `deviation` and
@@ -94,6 +99,25 @@ class Probe(Wrapper):
                 f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
                 "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
             )
+        self._check_codec()
+
+    def _check_codec(self) -> None:
+        """Refuse codecs whose mean is not that of this exchange's gradients, or only very roughly."""
+        exchanging = self.base
+        while isinstance(exchanging, Wrapper):
+            exchanging = exchanging.base
+        codec: Codec | None = getattr(exchanging, "codec", None)
+        if codec is None or not (codec.keeps_residual or codec.error_bound >= 1):
+            return
+        found = (
+            "its means have what earlier messages left out, and lack what this one does"
+            if codec.keeps_residual
+            else "its error may exceed the gradient itself, and would count as noise"
+        )
+        raise ConfigError(
+            f"base={self.base}: figures compare each gradient with the mean of this exchange; with codec={codec} "
+            f"{found}; measure AllReduce() for some steps instead"
+        )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         """Refuse what the base refuses and, if it averages parameters, every optimizer but SGD without momentum."""
