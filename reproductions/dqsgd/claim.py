@@ -241,7 +241,7 @@ CLAIM = Claim(
     },
     costs="where gradients shrink within the run, or steps remove much of earlier errors, the error bound spends 1.5 "
     "to 3.7 times the fewest bits of hindsight: it reserves error for steps that need less of it",
-    minutes=(25, 2),
+    minutes=(66, 2),
     earlier=(
         Earlier(
             "bound: logistic regression: the distance from the optimum and the ledger are within their bounds; fewest "

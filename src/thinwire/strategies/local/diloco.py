@@ -17,11 +17,8 @@ from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, trait
 from thinwire.strategies.local.coded_means import (
-<<<<<<< HEAD
-    forget_residuals,
-=======
     check_tracked,
->>>>>>> fix-k
+    forget_residuals,
     mean_from,
     pull_mean_,
     restart_mean,
