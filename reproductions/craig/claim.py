@@ -267,7 +267,7 @@ CLAIM = Claim(
     },
     costs="data without near-duplicates: a coreset's own optimum is further from that of all the data than random "
     "points' is at small sizes, and selection takes longer than the epochs that it saves",
-    minutes=(30, 3),
+    minutes=(57, 3),
     run=measure,
     earlier=(
         Earlier(
