@@ -59,6 +59,10 @@ class Endpoint(Protocol):
         """The error of a wait that other ranks have let fail."""
         ...
 
+    def name(self, rank: int) -> str:
+        """A rank as errors name it."""
+        ...
+
     def has_ended(self, rank: int) -> bool:
         """Whether a rank's process is known to have ended."""
         ...
