@@ -90,11 +90,13 @@ def _follow(worker: WorkerState, home: Path, content: Mapping[str, Any], *, same
     back in one of the two.
     """
     before = worker.strategy
+    if not worker.automatic:
+        return before
 
     def saved() -> Strategy:
         theirs = snapshot.mapping_of(content["state"]["identity"], "the identity")
         named = theirs.get(STRATEGY)
-        if not worker.automatic or not isinstance(named, str) or named == brief(before):
+        if not isinstance(named, str) or named == brief(before):
             return before
         snapshot.check_identity(worker, {**theirs, STRATEGY: brief(before)}, ranks=same)
         try:

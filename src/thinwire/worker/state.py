@@ -50,6 +50,7 @@ class WorkerState:
         shares_skips: whether the scaler was made to skip the same steps on all ranks.
         may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
         lent: how many `consensus()` blocks are open.
+        automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.
         just_switched: whether no step was taken since the last switch.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
     """
