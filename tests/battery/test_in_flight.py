@@ -217,3 +217,24 @@ def test_another_number_of_workers_goes_on_with_the_message_in_flight(stop: int,
     torch.testing.assert_close(
         thinwire.run_threads(1, resume, timeout=20)[0], counted(strategy, stop), rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_with_weights_another_number_of_workers_and_a_switch_go_on_from_the_weighted_mean(step: int) -> None:
+    def work(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
+        worker = begin(comm, DiLoCo(period=4, outer=PLAIN, weights="samples", fragments=2))
+        for each in range(1, step + 1):
+            worker.record_batch(num_samples=1 + 3 * comm.rank)
+            go_on(worker, each)
+        (replica,) = worker.replicas
+        x = replica.x.clone()
+        with torch.no_grad():
+            worker.wait_pending()
+            return x, worker.strategy.resume_point(replica).clone(), worker.strategy.end_point(replica).clone()
+
+    ranks = thinwire.run_threads(SIZE, work)
+    samples = torch.tensor([1.0, 4.0, 7.0])
+    weighted = (torch.stack([x for x, _, _ in ranks]) * samples[:, None]).sum(0) / samples.sum()
+    for _, *points in ranks:
+        for point in points:
+            assert torch.allclose(point, weighted, atol=1e-6)

@@ -66,6 +66,7 @@ class Attachment:
     def __init__(self, worker: WorkerState, inside_ddp: InsideDDP) -> None:
         trained = [p for parameters, _ in worker.layouts for p in parameters]
         held = [p for group in worker.optimizer.param_groups for p in group["params"]]
+        self._trained = trained
         self._places = [(p, p.data_ptr()) for p in trained if not is_sharded(p)]
         self._frozen = [p for p in held if not p.requires_grad]
         self._num_held = len(held)
@@ -99,7 +100,7 @@ class Attachment:
                 "the optimizer trains other parameters than at attach (added or unfrozen since), and workers would not "
                 f"exchange them; {_AGAIN}",
             )
-        if not all(p.requires_grad for p, _ in self._places):
+        if not all(p.requires_grad for p in self._trained):
             self._check_frozen(worker)
         if worker.scaler is None and worker.comm.size > 1 and _called_by_scaler():
             refuse(
@@ -128,10 +129,7 @@ class Attachment:
         strategy = worker.strategy
         if worker.find_unused and not strategy.moves_parameters and not strategy.reads_gradient:
             return
-        refuse(
-            worker,
-            "parameters were frozen since attach, and momentum would go on moving them; " + _AGAIN,
-        )
+        refuse(worker, f"parameters were frozen since attach, and momentum would go on moving them; {_AGAIN}")
 
     def after_step(self) -> None:
         """The optimizer's step has ended."""
