@@ -100,7 +100,10 @@ class Codec(ABC):
 
     @property
     def error_bound(self) -> float:
-        r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge."""
+        r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge.
+
+        0 where none is stated: casts, and codecs that are made for error feedback, such as `TopK` and `OneBit`.
+        """
         return 0.0
 
     @property

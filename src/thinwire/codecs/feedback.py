@@ -75,8 +75,8 @@ class ErrorFeedback(Codec):
         if self.codec.error_bound >= 1:
             raise ConfigError(
                 f"codec={self.codec}: its squared error can be {self.codec.error_bound:.3g} times the squared input, "
-                "so the residual could grow without bound; it is unbiased, so use it without feedback, or with more "
-                "bits or smaller blocks"
+                "so the residual could grow without bound; its rounding is unbiased, so use it without feedback, or "
+                "with more bits or smaller blocks"
             )
 
     @property

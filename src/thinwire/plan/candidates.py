@@ -30,12 +30,14 @@ CANDIDATES: tuple[str, ...] = (
     "LocalSGD(period=8)",
     "OverlapLocalSGD(period=8)",
     "LocalSGD(period=8, codec=Quantize(4))",
+    "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))",
     "DiLoCo(period=8, delay=4, mixing=0.5, codec=ErrorFeedback(Nearest(bits=4)))",
     "SlowMo(base=PushSum(), period=48)",
     "SlowMo(period=16)",
     "LocalSGD(period=32)",
     "DiLoCo(period=32)",
     "DiLoCo(period=32, codec=Quantize(4))",
+    "DiLoCo(period=32, fragments=2, delay=8, mixing=0.5, codec=ErrorFeedback(Nearest(bits=4)))",
 )
 """From those that change training least to those that send least: of equals, a plan takes the first."""
 
