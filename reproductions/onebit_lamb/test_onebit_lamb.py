@@ -102,6 +102,15 @@ def test_steps_are_compared_within_rounds_and_every_round_counts(
         assert found.details["over 1gbit, by round: times faster than DDP"] == "6.67, 6.40, 7.27"
 
 
+def test_the_quick_form_tells_its_pace_without_ddp_s(tmp_path: Path) -> None:
+    scale = replace(QUICK, steps=12, timed_steps=12)
+    learned = recorded(tmp_path / "learning", 12, 2, ((1,), (1,), (1,)))
+    timed = {"100mbit": recorded(tmp_path / "100mbit", 12, 2, (PACES[0], PACES[-1]))}
+    found = judge(learned, timed, scale, Attempt(tmp_path, True, lambda _: None, lambda what, place: None))
+    assert (found.parts["slow link"], found.parts["fast link"]) == ("holds", "cannot be decided here")
+    assert "DDP" not in found.measured + str(found.details)
+
+
 def test_a_loss_that_is_too_high_or_bytes_that_are_too_many_do_not_hold(tmp_path: Path) -> None:
     attempt = Attempt(tmp_path, False, lambda _: None, lambda what, place: None)
     learned = recorded(tmp_path / "learning", 12, 2, ((1,), (1,), (1,)))
@@ -144,4 +153,4 @@ def test_the_claim_is_found_by_its_name_and_warms_up_for_a_sixth() -> None:
 
 def test_torch_s_own_methods_stand_between_silence_and_ours() -> None:
     assert Scale().timed == (ALONE, DDP, POWER, OURS)
-    assert QUICK.timed == (ALONE, DDP, OURS)
+    assert QUICK.timed == (ALONE, OURS)
