@@ -299,6 +299,32 @@ def test_dropout_draws_the_masks_of_a_run_by_itself(rates: list[float], layer: A
     )
 
 
+@pytest.mark.filterwarnings("ignore:dropout2d")
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Dropout2d, (7, 6)),
+        (nn.Dropout2d, (7, 6, 5)),
+        (nn.Dropout2d, (4, 3, 5, 6)),
+        (nn.Dropout1d, (7, 6)),
+        (nn.Dropout1d, (4, 3, 6)),
+        (nn.Dropout3d, (7, 2, 2, 6)),
+        (nn.Dropout3d, (4, 3, 2, 2, 6)),
+    ],
+)
+def test_dropout_of_channels_takes_the_axes_for_what_torch_takes_them(
+    layer: Any, shape: tuple[int, ...], loop: bool
+) -> None:
+    array = fuse(lambda: nn.Sequential(nn.Linear(6, 6), layer(0.5)), [{}] * 3, seeds=[5, 6, 7], loop=loop)
+    x = values(*shape).float()
+    ours = array(x)
+    for index in range(3):
+        with seeded(5 + index):
+            model = nn.Sequential(nn.Linear(6, 6), layer(0.5))
+            assert torch.allclose(ours[index], model(x), atol=1e-6)
+
+
 class Transformer(nn.Module):
     """A layer with dropout in five places, two of them within attention."""
 

@@ -121,9 +121,12 @@ def dropout(
 def dropout_channels(
     context: Context, function: Any, input: Value, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    """Zero whole channels at each model's rate."""
+    """Zero whole channels at each model's rate; to `dropout2d` three axes are samples, channels and length."""
+    dimensions = len(input.shape)
     spatial = next(axes for axes in (1, 2, 3) if f"dropout{axes}d" in function.__name__)
-    return _dropped(context, input, p, training, lambda x: x[(..., *[slice(0, 1)] * spatial)])
+    # dropout2d knows no single sample: torch takes the first two axes to be samples and channels, whatever follows.
+    inner = dimensions - 2 if function is F.dropout2d or dimensions == spatial + 2 else dimensions - 1
+    return _dropped(context, input, p, training, lambda x: x[(..., *[slice(0, 1)] * inner)].contiguous())
 
 
 @rule(F.alpha_dropout)
