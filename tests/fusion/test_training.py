@@ -468,3 +468,37 @@ def test_hyperparameters_that_cannot_be_are_refused(settings: dict[str, Any], wo
     array = fuse(make(lambda: nn.Linear(6, 3)))
     with pytest.raises(ConfigError, match=words):
         fusion.SGD(array.parameters(), **settings)
+
+
+class Tempered(nn.Module):
+    """A layer, and a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale.exp()
+
+
+@pytest.mark.parametrize("name", ["SGD", "LAMB"])
+def test_parameters_that_are_one_number_are_scaled_clipped_and_trained(name: str) -> None:
+    models = make(Tempered)
+    array = fuse(models)
+    optimizer, scaler = getattr(fusion, name)(array.parameters(), lr=RATES), fusion.GradScaler(3, 8.0)
+    for step in range(4):
+        array.zero_grad()
+        scaler.scale(array.losses(F.cross_entropy, array(X[step]), Y[step])).sum().backward()
+        assert not scaler.unscale_(optimizer).any()
+        fusion.clip_grad_norm_(array.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    for index, model in enumerate(copies(models)):
+        own: Any = (
+            torch.optim.SGD(model.parameters(), lr=RATES[index])
+            if name == "SGD"
+            else LoopedLamb(model, lr=RATES[index], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        )
+        trained(model, own, 4, loss, max_norm=0.5)
+        ours = array.extract(index).state_dict()
+        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())

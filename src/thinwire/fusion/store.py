@@ -249,6 +249,11 @@ def owner_of(parameter: Tensor) -> int | None:
     return found
 
 
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a tensor [models, ...] as a matrix with a row per model, also where one model's part is a number."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
+
+
 def _generators(seeds: Sequence[int], states: Sequence[Tensor] | None, device: torch.device) -> list[torch.Generator]:
     made = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     # States were taken on the CPU, where the models were made.
