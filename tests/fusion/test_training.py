@@ -502,3 +502,28 @@ def test_parameters_that_are_one_number_are_scaled_clipped_and_trained(name: str
         trained(model, own, 4, loss, max_norm=0.5)
         ours = array.extract(index).state_dict()
         assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+
+
+class Masked(nn.Module):
+    """Attention with dropout, in which some queries may attend to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q = self.layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.3)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_queries_without_keys_are_zero_under_dropout_too(loop: bool) -> None:
+    array = fuse(Masked, [{}] * 2, seeds=[4, 5], loop=loop)
+    x, mask = values(3, 5, 6).float(), torch.ones(3, 1, 5, 5, dtype=torch.bool)
+    mask[1] = mask[2, :, 3] = False
+    ours = array(x, mask)
+    ours.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in array.parameters())
+    for index in range(2):
+        with seeded(4 + index):
+            assert torch.allclose(ours[index], Masked()(x, mask), atol=1e-6)

@@ -69,7 +69,8 @@ def _in_steps(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores + (_additive(~mask, query) if mask.dtype == torch.bool else mask)
-    weights = torch.softmax(scores, -1)
+    # As in torch's own: a query that may attend to nothing gets zeros, where softmax would give NaN.
+    weights = torch._safe_softmax(scores, -1)  # pyright: ignore
     if context.model is not None:
         return dropout(context, F.dropout, weights, dropout_p) @ value
     return dropout(context, F.dropout, Batch(weights, 0), dropout_p).at(0) @ value
