@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -341,6 +345,74 @@ def test_what_differs_without_being_a_weight_is_refused_too() -> None:
     with pytest.raises(ConfigError, match=r"tie their weights differently|parameter"):
         fuse([Constant(), Constant(tied=True)])
     assert fuse([Constant(tied=True), Constant(tied=True)]).size == 2
+
+
+class Mode(Enum):
+    """How a model computes."""
+
+    FAST = 1
+    EXACT = 2
+
+
+class Slotted:
+    """Compares by value, and has no dictionary of attributes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slotted) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Holding(nn.Module):
+    """Holds anything as an attribute, and refers to itself in several ways."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(2, 2), held
+        self.method, self.behind = self.forward, [weakref.ref(self), weakref.WeakSet([self])]
+        self.circle: list[Any] = [SimpleNamespace(mark=object(), layers=[self.layer]), self]
+        self.circle.append(self.circle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "a configuration": (lambda: SimpleNamespace(scale=1.0), lambda: SimpleNamespace(scale=5.0)),
+    "a nested configuration": (
+        lambda: [SimpleNamespace(own=SimpleNamespace(values=[1, 2]))],
+        lambda: [SimpleNamespace(own=SimpleNamespace(values=[1, 3]))],
+    ),
+    "a function of torch": (lambda: torch.relu, lambda: torch.tanh),
+    "a function": (lambda: F.relu, lambda: F.gelu),
+    "an enumeration": (lambda: Mode.FAST, lambda: Mode.EXACT),
+    "a set": (lambda: {1, 2}, lambda: {1, 3}),
+    "an array": (lambda: np.arange(3), lambda: np.arange(3) + 1),
+    "arrays of two lengths": (lambda: np.arange(3), lambda: np.arange(4)),
+    "a value": (lambda: Slotted(1), lambda: Slotted(2)),
+    "a range": (lambda: range(3), lambda: range(4)),
+    "layers in a list": (lambda: [make(lambda: nn.Linear(2, 2), 1)[0]], lambda: [make(lambda: nn.Linear(2, 2), 2)[1]]),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_objects_and_functions_that_differ_are_refused(name: str) -> None:
+    one, other = HELD[name]
+    assert fuse([Holding(one()), Holding(one())]).size == 2
+    with pytest.raises(ConfigError, match=r"models 0 and 1 differ in structure.*held[^ ]* is"):
+        fuse([Holding(one()), Holding(other())])
+
+
+def test_the_attribute_that_differs_within_an_object_is_named() -> None:
+    one, other = (SimpleNamespace(own=SimpleNamespace(values=1, scale=scale)) for scale in (1.0, 5.0))
+    one.circle, other.circle = one, other
+    with pytest.raises(ConfigError, match=r"held\.own\.scale is 1\.0 in one and 5\.0 in the other"):
+        fuse([Holding(one), Holding(other)])
 
 
 def test_calls_that_cannot_be_are_refused_with_what_to_do() -> None:

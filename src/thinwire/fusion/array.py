@@ -367,8 +367,8 @@ class FusedArray:
 
 
 def _differs(models: Sequence[nn.Module], path: str) -> bool:
-    first, *others = (model.get_submodule(path) for model in models)
-    return any(difference(first, other) is not None for other in others)
+    first, *others = ((model.get_submodule(path), model) for model in models)
+    return any(difference(first[0], part, whole=(first[1], model)) is not None for part, model in others)
 
 
 # -- arguments and results ---------------------------------------------------------------------------------------------
