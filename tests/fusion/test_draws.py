@@ -20,7 +20,7 @@ SEEDS = (1, 2, 3)
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(5))
 
 
-def together(factory: Callable[[], nn.Module], steps: int = 3, *, loop: bool = False) -> Tensor:
+def together(factory: Callable[[], nn.Module], steps: int = 3, *, loop: bool | list[str] = False) -> Tensor:
     """Every member's loss at every step, and its parameters at the end."""
     array = fuse(lambda: factory(), [{}] * len(SEEDS), seeds=SEEDS, loop=loop)
     optimizer, losses = torch.optim.SGD(array.parameters(), lr=0.05), list[Tensor]()
@@ -120,6 +120,12 @@ CODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_stochastic_depth_drops_as_in_separate_runs(name: str, loop: bool) -> None:
     factory = partial(DropPath, PATHS[name])
     torch.testing.assert_close(together(factory, loop=loop), apart(factory), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_layer_in_a_loop_draws_as_in_separate_runs(name: str) -> None:
+    factory = lambda: nn.Sequential(nn.Linear(6, 6), DropPath(PATHS[name]), nn.Dropout(0.3))  # noqa: E731
+    torch.testing.assert_close(together(factory, loop=["1"]), apart(factory), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loop", [False, True])

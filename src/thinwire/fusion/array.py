@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -472,23 +473,31 @@ class Loop:
         level = self.router.level
         given = pytree.tree_map(lambda leaf: unwrap(leaf, level), (args, kwargs))
         with WithoutVmap():
-            found = self.run(given)
+            found = self.run(given, routed=True)
         return pytree.tree_map(lambda leaf: wrap(leaf, level), found, is_leaf=is_batch)
 
-    def run(self, given: tuple[Any, Any], function: Callable[..., Any] | None = None) -> Any:
-        """Run all bodies, or a function once per model, on trees of batches; returns a tree of batches."""
+    def run(self, given: tuple[Any, Any], function: Callable[..., Any] | None = None, *, routed: bool = False) -> Any:
+        """Run all bodies, or a function once per model, on trees of batches; returns a tree of batches.
+
+        Args:
+            given: positional and named arguments.
+            function: called instead of the bodies.
+            routed: whether the router is active; entered twice, it would dispatch a draw to its rule twice, and the
+                model's generator would not move on.
+        """
         context, results = self.router.context, list[Any]()
         try:
             for model, (args, kwargs) in enumerate(split_models(given, len(self.bodies))):
                 context.model = model
-                results.append(self._run_model(model, function, args, kwargs))
+                with nullcontext() if routed else self.router:
+                    results.append(self._run_model(model, function, args, kwargs))
         finally:
             context.model = None
         return stack_models(results)
 
     def _run_model(self, model: int, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         body, refs, values = self.bodies[model], self.refs[model], self.values(model)
-        with _Swapped(refs, values), self.router:
+        with _Swapped(refs, values):
             for module in body.modules():
                 # Recurrent layers keep a second list of their weights, which the swap has not changed.
                 if isinstance(module, nn.RNNBase):
