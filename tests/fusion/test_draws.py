@@ -104,6 +104,7 @@ CODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "a value overwritten": lambda mean, s: mean + s.clone().normal_() * s,
     "transposed": lambda mean, s: mean + torch.empty_like(s.t()).normal_().t() * s,
     "exponential_": lambda mean, s: mean + s.new_zeros(s.shape).exponential_() * s,
+    "bernoulli_ of tensors": lambda mean, s: mean + torch.empty_like(s).bernoulli_(mean.detach().sigmoid()) * s,
     "uniform_": lambda mean, s: mean + torch.empty(s.shape).uniform_() * s,
     "randint": lambda mean, s: mean + torch.randint(0, 5, s.shape) * s,
     "randint_like": lambda mean, s: mean + torch.randint_like(s, 5) * s,
@@ -189,3 +190,30 @@ def test_a_draw_into_a_tensor_without_models_is_refused_by_name() -> None:
     array = fuse([DropPath(lambda x: torch.zeros(5, 1).bernoulli_(0.5)) for _ in range(2)])
     with pytest.raises(ConfigError, match="bernoulli_ of a tensor without models"):
         array(X)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with dropout between its layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(6, 6, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_drop_as_in_separate_runs(kind: str, loop: bool) -> None:
+    factory = partial(Recurrent, kind)
+    torch.testing.assert_close(together(factory, loop=loop), apart(factory), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("draws", [torch.rand_like, torch.randn_like])
+def test_noise_from_a_generator_of_the_code_s_own_is_drawn_from_it(draws: Callable[..., Tensor], loop: bool) -> None:
+    generator = torch.Generator().manual_seed(9)
+    array = fuse([DropPath(lambda x: draws(x, generator=generator)) for _ in range(2)], seeds=SEEDS[:2], loop=loop)
+    found, again = array.map(lambda x: draws(x, generator=generator), X), torch.Generator().manual_seed(9)
+    assert all(torch.equal(own, draws(X, generator=again)) for own in found)

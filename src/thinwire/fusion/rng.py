@@ -158,6 +158,8 @@ def random_like(context: Context, function: Any, input: Value, **kwargs: Any) ->
     """Draw noise in the shape of a value, each model's from its own generator."""
     fill_ = Tensor.uniform_ if function is torch.rand_like else Tensor.normal_
     options = {name: value for name, value in kwargs.items() if name in ("dtype", "device")}
+    if kwargs.get("generator") is not None:  # the code's own, from which all models draw in turn
+        context = Context(context.size, [kwargs["generator"]] * context.size, context.model)
     if context.model is not None:
         assert isinstance(input, Tensor)
         found = fill_(torch.empty_like(input, **options), generator=_own_generator(context))
@@ -200,6 +202,8 @@ _DRAWS = (
     *(torch.randint, torch.randint_like, Tensor.bernoulli, Tensor.multinomial, F.gumbel_softmax, F.rrelu),
     *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.feature_alpha_dropout),
     *(torch._standard_gamma, torch._sample_dirichlet),  # pyright: ignore
+    # Recurrent layers drop values between their layers.
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
 )
 _DRAWS_IN_PLACE = (
     *(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_),
@@ -234,9 +238,9 @@ def draw_in_place(context: Context, function: Any, input: Value, *args: Any, **k
         )
     values = input.at(0)
     parts = [torch.empty_like(part) for part in values.detach()]
-    for model, part in enumerate(parts):
+    for model, (part, given) in enumerate(zip(parts, split_models((args, kwargs), context.size), strict=True)):
         own = Context(context.size, context.generators, model)
-        draw(own, function, part, *args, **kwargs)
+        draw(own, function, part, *given[0], **given[1])
     values.copy_(torch.stack(parts))
     return input
 
