@@ -99,6 +99,7 @@ CODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "new_empty, normal_": lambda mean, s: mean + s.new_empty(s.shape).normal_(0, 1) * s,
     "Normal.rsample": lambda mean, s: Normal(mean, s).rsample(),
     "randn": lambda mean, s: mean + torch.randn(s.shape) * s,
+    "randn without a generator": lambda mean, s: mean + torch.randn(s.shape, generator=None) * s,
     "normal": lambda mean, s: mean + torch.normal(0.0, 1.0, size=s.shape) * s,
     "normal of tensors": lambda mean, s: mean + torch.normal(torch.zeros_like(s), torch.ones_like(s)) * s,
     "a value overwritten": lambda mean, s: mean + s.clone().normal_() * s,

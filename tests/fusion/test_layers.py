@@ -389,3 +389,20 @@ def test_rules_know_torch_s_functions_by_the_names_of_their_arguments() -> None:
         for function in (multi_head_attention, F.multi_head_attention_forward)
     )
     assert ours == theirs
+
+
+class ByAxis(nn.Module):
+    """Names axes as NumPy does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.layer(x), x], axis=1)  # type: ignore[call-overload]
+        return y - torch.amax(y, axis=1, keepdim=True) + y.amax(axis=0)  # type: ignore[call-overload, call-arg]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_axes_are_known_by_both_of_torch_s_names(shared: bool) -> None:
+    check(ByAxis, image(5, 4), shared=shared)

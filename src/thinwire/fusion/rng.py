@@ -172,9 +172,9 @@ def random_like(context: Context, function: Any, input: Value, **kwargs: Any) ->
 @rule(torch.rand, torch.randn)
 def random(context: Context, function: Any, *shape: Any, **kwargs: Any) -> Any:
     """Draw noise of a shape, each model's from its own generator, unless the code passes one."""
-    generators: Sequence[Any] | None = context.generators
-    if kwargs.get("generator") is not None or generators is None:
-        generators = [kwargs.pop("generator", None)] * context.size
+    own, generators = kwargs.pop("generator", None), context.generators
+    if own is not None or generators is None:
+        generators = [own] * context.size
     if context.model is not None:
         return function(*shape, generator=generators[context.model], **kwargs)
     return Batch(torch.stack([function(*shape, generator=generator, **kwargs) for generator in generators]), 0)
