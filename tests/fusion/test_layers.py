@@ -406,3 +406,22 @@ class ByAxis(nn.Module):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 def test_axes_are_known_by_both_of_torch_s_names(shared: bool) -> None:
     check(ByAxis, image(5, 4), shared=shared)
+
+
+class Shifted(nn.Module):
+    """Normalises, and has a shift but no gain."""
+
+    def __init__(self, of_batches: bool) -> None:
+        super().__init__()
+        self.of_batches, self.shift = of_batches, nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of_batches:
+            return F.batch_norm(x, None, None, None, self.shift, training=True)
+        return F.layer_norm(x, (4,), bias=self.shift)
+
+
+@pytest.mark.parametrize("of_batches", [True, False], ids=["batch norm", "layer norm"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_a_shift_without_a_gain_is_added(of_batches: bool, shared: bool) -> None:
+    check(lambda: Shifted(of_batches), image(5, 4), shared=shared)
