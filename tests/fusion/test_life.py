@@ -153,6 +153,31 @@ def test_a_run_by_itself_goes_on_in_a_slot(name: str) -> None:
     assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("Adam", {"amsgrad": True}, "amsgrad=True in the state and False here"),
+        ("Adam", {"maximize": True}, "maximize=True in the state and False here"),
+        ("SGD", {"maximize": True}, "maximize=True in the state and False here"),
+        ("Adam", {"decoupled_weight_decay": True}, "decoupled_weight_decay=True"),
+        ("RMSprop", {"centered": True}, "centered=True"),
+    ],
+)
+def test_a_run_with_another_formula_is_refused_and_changes_nothing(
+    name: str, options: dict[str, Any], words: str
+) -> None:
+    model = make(Net, 1, seed=4)[0]
+    theirs = getattr(torch.optim, name)(model.parameters(), lr=0.05, **options)
+    trained(model, theirs, 2, loss)
+    array = fuse(make(Net), seeds=range(3))
+    optimizer = getattr(fusion, name)(array.parameters(), lr=0.01)
+    train(array, optimizer, steps=range(2))
+    before = optimizer.extract(1)
+    with pytest.raises(ConfigError, match=words):
+        optimizer.insert(1, theirs.state_dict())
+    assert repr(optimizer.extract(1)) == repr(before)
+
+
 def test_a_checkpoint_of_the_whole_array_resumes_bitwise(tmp_path: Path) -> None:
     array, optimizer, schedules, scaler = started()
     save_file({name: tensor.contiguous() for name, tensor in array.state_dict().items()}, tmp_path / "array")

@@ -93,7 +93,7 @@ class Member:
         """Load the model into a slot of an array, to continue there; all other slots are unchanged, bitwise.
 
         Raises:
-            ConfigError: no such slot.
+            ConfigError: no such slot, or the optimizer has another option that all models share.
             CheckpointError: something given was not saved, or the model does not fit.
         """
         model = array.extract(index)
@@ -102,6 +102,8 @@ class Member:
         if optimizer is not None:
             own = [[p for p in group["params"] if owner_of(p) in (None, index)] for group in optimizer.param_groups]
             self._check_groups([len(parameters) for parameters in own])
+            if self.optimizer is not None:
+                optimizer.check_state(index, self.optimizer)
         array.insert(index, model)
         if array.generators is not None and self.generator is not None:
             array.generators[index].set_state(self.generator.clone())
