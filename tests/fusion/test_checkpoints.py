@@ -375,3 +375,18 @@ def test_a_checkpoint_is_tensors_and_json_alone(tmp_path: Path) -> None:
     (tree,), (tensors,) = tmp_path.glob("*.json"), tmp_path.glob("*.safetensors")
     assert "identity" in json.loads(tree.read_text())["tree"]["array"]
     assert any(name.endswith("first.weight") for name in load_file(tensors))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_schedule_goes_into_a_slot_with_the_values_that_it_keeps_in_the_groups(name: str, tmp_path: Path) -> None:
+    peaks = [partial(lr_scheduler.OneCycleLR, max_lr=peak, total_steps=40, cycle_momentum=False) for peak in (0.1, 0.4)]
+    run, other = Run(name, peaks), Run(name, peaks[:1] * 2, seed=4)
+    run.train(range(4))
+    members.save_member(tmp_path, run.array, 1, **run.parts)
+    members.load_member(tmp_path).into_slot(other.array, 0, **other.parts)
+    for each in (run, other):
+        each.train(range(4, 8))
+    (moved, stayed), (_, wanted) = (each.optimizer.param_groups[0]["lr"].tolist() for each in (other, run))
+    assert moved == wanted != stayed
+    ours, theirs = other.array.extract(0).state_dict(), run.array.extract(1).state_dict()
+    assert all(close(ours[key], tensor) for key, tensor in theirs.items())

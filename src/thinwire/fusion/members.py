@@ -112,8 +112,17 @@ class Member:
             separate_step_counters(optimizer)
         if schedules is not None and self.scheduler is not None:
             load_scheduler(schedules.schedulers[index], self.scheduler)
+            self._load_scheduled(schedules.schedulers[index].optimizer)
         if scaler is not None and self.scaler is not None:
             scaler.insert(index, self.scaler)
+
+    def _load_scheduled(self, proxy: Optimizer) -> None:
+        """Load what some schedulers keep in the groups, such as `max_lr`: the slot has that of the model before."""
+        saved = [] if self.optimizer is None else self.optimizer["param_groups"]
+        # All else in the groups is the optimizer's own.
+        own = {name for group in type(proxy)([torch.zeros(())], lr=0.1).param_groups for name in group}  # pyright: ignore
+        for group, values in zip(proxy.param_groups, saved, strict=False):
+            group.update({name: value for name, value in values.items() if name not in own and name in group})
 
     def _check_saved(self, **given: object) -> None:
         for name, value in given.items():
