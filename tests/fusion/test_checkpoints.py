@@ -390,3 +390,53 @@ def test_a_schedule_goes_into_a_slot_with_the_values_that_it_keeps_in_the_groups
     assert moved == wanted != stayed
     ours, theirs = other.array.extract(0).state_dict(), run.array.extract(1).state_dict()
     assert all(close(ours[key], tensor) for key, tensor in theirs.items())
+
+
+class Activated(nn.Module):
+    """Bodies with the same shapes, which differ in what follows them."""
+
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.body = nn.Sequential(nn.Linear(5, 5), activation())
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))
+
+
+def activated(*kinds: type[nn.Module]) -> Any:
+    return fuse([make(partial(Activated, kind), 1, seed=seed)[0] for seed, kind in enumerate(kinds)], loop=["body"])
+
+
+def test_copies_of_a_model_with_layers_of_its_own_count_their_own_steps() -> None:
+    array = activated(nn.Tanh, nn.Sigmoid)
+    optimizer = fusion.Adam(array.parameters(), lr=0.1)
+    train(array, optimizer, steps=range(2))
+    optimizer.select(array.select([1, 1, 0]))
+    train(array, optimizer, steps=range(2, 5))
+    assert {float(count) for parameter in array.parameters() for count in optimizer.state[parameter]["step"]} == {5.0}
+    model = array.extract(0)
+    alone = torch.optim.Adam(model.parameters())
+    alone.load_state_dict(optimizer.extract(0))
+    train(array, optimizer, steps=range(5, 8))
+    for step in range(5, 8):
+        alone.zero_grad()
+        loss(model, step).backward()
+        alone.step()
+    ours = array.extract(1).state_dict()
+    assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_layers_that_differ_continue_from_disk_after_their_models_have_changed_places(tmp_path: Path) -> None:
+    array = activated(nn.Tanh, nn.Sigmoid)
+    optimizer = fusion.Adam(array.parameters(), lr=0.1)
+    train(array, optimizer, steps=range(3))
+    optimizer.select(array.select([1, 0, 1]))
+    checkpoints.save(tmp_path / "array", array, optimizer=optimizer)
+    other = activated(nn.Sigmoid, nn.Tanh, nn.Sigmoid)
+    theirs = fusion.Adam(other.parameters(), lr=0.1)
+    checkpoints.load(tmp_path / "array", other, optimizer=theirs)
+    for each, mover in ((array, optimizer), (other, theirs)):
+        train(each, mover, steps=range(3, 6))
+    assert all(same(whole(array, optimizer, index), whole(other, theirs, index)) for index in range(3))

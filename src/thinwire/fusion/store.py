@@ -24,11 +24,18 @@ class Selection:
         indices: for each new slot, the old slot of its model; a model may be there more than once.
         size: the number of slots before.
         moved: for every old parameter, what it has become: nothing if only dropped models had it.
+        order: for every new parameter, its place among the array's.
     """
 
     indices: tuple[int, ...]
     size: int
     moved: Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
+    order: Mapping[nn.Parameter, int]
+
+    def in_order(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return new parameters with those of single slots in the array's order, as in an optimizer made now."""
+        owned = iter(sorted((p for p in parameters if owner_of(p) is not None), key=lambda p: self.order.get(p, 0)))
+        return [p if owner_of(p) is None else next(owned) for p in parameters]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a tensor [slots before, ...] as [slots now, ...]; bitwise."""
@@ -177,7 +184,8 @@ class Store:
         for index in indices:
             self.check_index(index)
         moved: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
-        kept = Selection(tuple(indices), self.size, moved)
+        order: dict[nn.Parameter, int] = {}
+        kept = Selection(tuple(indices), self.size, moved, order)
 
         def record(before: Tensor, after: Sequence[Tensor]) -> None:
             if isinstance(before, nn.Parameter):
@@ -201,6 +209,8 @@ class Store:
         if self.generators is not None:
             # A copied model must not share its generator with the original.
             self.generators = [self.generators[index].clone_state() for index in indices]
+        parameters = (tensor for _, tensor in self.named() if isinstance(tensor, nn.Parameter))
+        order.update((parameter, place) for place, parameter in enumerate(parameters))
         return kept
 
     def state(self) -> Named:

@@ -315,7 +315,7 @@ class FusedOptimizer(Optimizer):
         """Follow `FusedArray.select`: its parameters, all states, hyperparameters and step counts; bitwise."""
         before = self.state
         self.state = type(before)(dict)
-        counters: dict[int, Tensor] = {}
+        counters: dict[tuple[int, int | None], Tensor] = {}
         for group in self.param_groups:
             parameters: list[nn.Parameter] = []
             for old in group["params"]:
@@ -323,9 +323,10 @@ class FusedOptimizer(Optimizer):
                     parameters.append(new)
                     for name, value in (before.get(old) or {}).items():
                         rows = kept.rows(value) if owner_of(old) is None else value.clone()
-                        # Parameters that shared a step counter go on sharing one.
-                        self.state[new][name] = counters.setdefault(id(value), rows) if name == "step" else rows
-            group["params"] = parameters
+                        # Parameters of a slot that shared a step counter go on sharing one.
+                        key = id(value), owner_of(new)
+                        self.state[new][name] = counters.setdefault(key, rows) if name == "step" else rows
+            group["params"] = kept.in_order(parameters)
             for name in self.ranges:
                 group[name] = kept.rows(group[name])
         self.active, self.models = kept.rows(self.active), len(kept.indices)
