@@ -440,3 +440,19 @@ def test_layers_that_differ_continue_from_disk_after_their_models_have_changed_p
     for each, mover in ((array, optimizer), (other, theirs)):
         train(each, mover, steps=range(3, 6))
     assert all(same(whole(array, optimizer, index), whole(other, theirs, index)) for index in range(3))
+
+
+def test_layers_that_are_kept_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
+    def frozen() -> nn.Module:
+        model = Net(0.0)
+        model.norm.eval()
+        return model
+
+    array, alone = fuse(make(frozen)), make(frozen, 1, seed=8)[0]
+    checkpoints.save(tmp_path, array)
+    checkpoints.load(tmp_path, array)
+    array.insert(1, alone)
+    array.insert(0, array.extract(2))
+    before = array.state_dict()["norm.running_mean"].clone()
+    assert close(array(X[0])[1], alone(X[0]))
+    assert torch.equal(array.state_dict()["norm.running_mean"], before) and array.training

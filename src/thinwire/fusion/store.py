@@ -161,9 +161,12 @@ class Store:
     def insert(self, index: int, model: nn.Module, seed: int | None) -> None:
         """Put another model into a slot."""
         self.check_index(index)
-        # Training or evaluation mode is the array's, and not a difference of structure.
-        own = self.extract(index)
-        wrong = difference(own, copy.deepcopy(model).train(own.training))
+        # Training or evaluation mode is the array's in every layer, and not a difference of structure.
+        own, given = self.extract(index), copy.deepcopy(model)
+        modes = {path: module.training for path, module in own.named_modules()}
+        for path, module in given.named_modules():
+            module.training = modes.get(path, module.training)
+        wrong = difference(own, given)
         if wrong is not None:
             raise ConfigError(
                 f"slot {index} cannot hold this model: {wrong}; it must have the structure of the one before"
