@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -238,14 +238,29 @@ class FusedArray:
 
     def train(self, mode: bool = True) -> FusedArray:
         """Put all models into training mode."""
-        bodies = (body for bodies in self._store.separate.values() for body in bodies)
-        for module in (self._skeleton, self._store.template, *bodies):
+        for module in self._modules():
             module.train(mode)
         return self
+
+    def _modules(self) -> list[nn.Module]:
+        """The modules whose mode is the models'."""
+        bodies = (body for bodies in self._store.separate.values() for body in bodies)
+        return [self._skeleton, self._store.template, *bodies]
 
     def eval(self) -> FusedArray:
         """Put all models into evaluation mode."""
         return self.train(False)
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within it, all models are in evaluation mode; afterwards every layer is in its own mode again."""
+        modes = [(module, module.training) for root in self._modules() for module in root.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
