@@ -147,6 +147,17 @@ def test_the_command_sweeps_and_writes_its_results(tmp_path: Path, capsys: pytes
     assert "Loss by hyperparameter" in (folder / "report.html").read_text()
 
 
+def test_a_sweep_whose_trials_all_diverge_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    command = "sweep --task digits --trials 2 --steps 3 --lr 1e30 --eval-limit 64 --json"
+    assert main([*command.split(), "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["diverged"] == 2 and found["best_loss"] is None
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)["best_loss"] is None
+
+
 def test_an_impossible_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--lr", "log:0:1"]) != 0
     assert "begins above 0" in capsys.readouterr().err
