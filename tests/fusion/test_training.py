@@ -527,3 +527,36 @@ def test_queries_without_keys_are_zero_under_dropout_too(loop: bool) -> None:
     for index in range(2):
         with seeded(4 + index):
             assert torch.allclose(ours[index], Masked()(x, mask), atol=1e-6)
+
+
+class Asking(nn.Module):
+    """Computes with its rate, and drops by functions that take it."""
+
+    def __init__(self, rate: float, how: str) -> None:
+        super().__init__()
+        self.drop, self.how = nn.Dropout(rate), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.drop.p
+        if self.how == "compares":
+            return self.drop(x) if rate > 0 else x
+        if self.how == "computes":
+            return x * torch.bernoulli(torch.full_like(x, 1 - rate))
+        if self.how == "fills":
+            return x * torch.empty_like(x).bernoulli_(rate)
+        return torch.dropout(x, rate, self.training) if self.how == "drops" else F.feature_alpha_dropout(x, rate, True)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("how", ["compares", "computes", "fills", "drops", "drops channels"])
+def test_no_model_has_the_rate_of_the_first(how: str, loop: bool) -> None:
+    rates, x = [0.0, 0.4, 0.9], values(6, 5, 3)
+    array = fuse([Asking(rate, how) for rate in rates], seeds=[5, 6, 7], loop=loop)
+    if how in ("compares", "computes") and not loop:
+        with pytest.raises(ConfigError, match=r"dropout rates 0\.0, 0\.4, 0\.9.*loop="):
+            array(x)
+        return
+    ours = array(x)
+    for index, rate in enumerate(rates):
+        with seeded(5 + index):
+            assert torch.equal(ours[index], Asking(rate, how)(x))

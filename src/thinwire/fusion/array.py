@@ -482,6 +482,13 @@ class Loop:
         write: Callable[[int, Mapping[str, Tensor]], None],
     ) -> None:
         self.bodies, self.refs, self.values, self.router, self.write = bodies, refs, values, router, write
+        # Rates that differ between models, where all have the same body.
+        self.rates = [
+            (module, name, value)
+            for module in bodies[0].modules()
+            for name, value in vars(module).items()
+            if isinstance(value, DropoutRates)
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run from inside the array's vmap: take each model's part of the arguments, and return all results."""
@@ -508,10 +515,14 @@ class Loop:
                     results.append(self._run_model(model, function, args, kwargs))
         finally:
             context.model = None
+            for module, name, rates in self.rates:
+                setattr(module, name, rates)
         return stack_models(results)
 
     def _run_model(self, model: int, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         body, refs, values = self.bodies[model], self.refs[model], self.values(model)
+        for module, name, rates in self.rates:
+            setattr(module, name, rates.values[model])
         with _Swapped(refs, values):
             for module in body.modules():
                 # Recurrent layers keep a second list of their weights, which the swap has not changed.

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.batch import Batch, Value, along, split_models, stack_models
@@ -22,7 +23,8 @@ _SATURATION = -1.7580993408473766
 class DropoutRates(float):
     """A dropout rate that differs between models; as a number it is the first model's.
 
-    It must be a float: modules hold it where they hold their rate, and torch compares it with 0 and 1.
+    It must be a float: modules hold it where they hold their rate. Code that computes with it would take the first
+    model's for all, and is refused.
 
     Args:
         values: every model's rate.
@@ -39,10 +41,25 @@ class DropoutRates(float):
     def __bool__(self) -> bool:
         return any(self.values)
 
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            f"dropout rates {', '.join(map(str, self.values))}: the forward code computes with a rate that differs "
+            "between models; leave it to torch's dropout, make it equal, or run that layer in a loop: loop=[...]"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __pow__ = __rpow__ = _refuse
+
 
 def rate_of(p: float, model: int) -> float:
     """Return one model's rate."""
     return p.values[model] if isinstance(p, DropoutRates) else p
+
+
+def _with_rates_of(given: Any, model: int) -> Any:
+    """Return arguments with one model's rates."""
+    return pytree.tree_map(lambda leaf: rate_of(leaf, model) if isinstance(leaf, float) else leaf, given)
 
 
 def _check_rate(p: float) -> None:
@@ -217,10 +234,12 @@ def draw(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
     # Code that passes a generator draws from that one.
     generators = None if kwargs.get("generator") is not None else context.generators
     if context.model is not None:
+        args, kwargs = _with_rates_of((args, kwargs), context.model)
         with _as_default(None if generators is None else generators[context.model]):
             return function(*args, **kwargs)
     results: list[Any] = []
-    for model, (own, named) in enumerate(split_models((args, kwargs), context.size)):
+    for model, given in enumerate(split_models((args, kwargs), context.size)):
+        own, named = _with_rates_of(given, model)
         with _as_default(None if generators is None else generators[model]):
             results.append(function(*own, **named))
     return stack_models(results)
