@@ -443,6 +443,7 @@ def test_the_attribute_that_differs_within_an_object_is_named() -> None:
 def test_calls_that_cannot_be_are_refused_with_what_to_do() -> None:
     models = make(lambda: nn.Linear(6, 3))
     array = fuse(models)
+    adam = lambda count: fusion.Adam(fuse(models[:count]).parameters())  # noqa: E731
     for call, words in (
         (lambda: fuse([]), "at least one model"),
         (lambda: fuse(models, [{}]), "made already"),
@@ -464,6 +465,9 @@ def test_calls_that_cannot_be_are_refused_with_what_to_do() -> None:
         (lambda: fusion.Adam(array.parameters()).reset(0, size=1.0), "has lr, beta1"),
         (lambda: fusion.Schedules(fusion.Adam(array.parameters()), []), "factories of length 0"),
         (lambda: fusion.GradScaler(2, growth_factor=0.5), "grow by more than 1"),
+        (lambda: adam(3).load_state_dict(adam(2).state_dict()), "of 2 models, and there are 3"),
+        (lambda: adam(3).load_state_dict(adam(3).extract(0)), "of one model's optimizer"),
+        (lambda: array.losses(partial(F.cross_entropy, reduction="average"), array(X[0]), Y[0]), "reduction='average'"),
         (lambda: fusion.clip_grad_norm_(array.parameters(), -1.0, models=3), "positive"),
     ):
         with pytest.raises(ConfigError, match=words):

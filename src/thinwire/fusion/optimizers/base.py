@@ -336,7 +336,19 @@ class FusedOptimizer(Optimizer):
         return {**super().state_dict(), "active": self.active}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is of another number of models, or of an optimizer that is not an array's.
+        """
+        active = state_dict.get("active")
+        if active is None:
+            raise ConfigError("the state is of one model's optimizer: load it into a slot by insert(slot, state)")
+        if len(active) != self.models:
+            raise ConfigError(
+                f"the state is of {len(active)} models, and there are {self.models}; fuse as many, or use "
+                "fusion.checkpoints, which resizes the array"
+            )
         super().load_state_dict(state_dict)
         self.active = state_dict["active"].clone()
         self._share_step_counters()
