@@ -425,3 +425,20 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 def test_a_shift_without_a_gain_is_added(of_batches: bool, shared: bool) -> None:
     check(lambda: Shifted(of_batches), image(5, 4), shared=shared)
+
+
+class Sharing(nn.Module):
+    """Attention in which all samples and heads share keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).view(size=(3, 2, 5, 4))
+        return F.scaled_dot_product_attention(q, q[:1, :1], q[:1, :1])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_attention_broadcasts_keys_and_values(shared: bool) -> None:
+    check(Sharing, image(3, 2, 5, 4), shared=shared)
