@@ -375,3 +375,84 @@ def test_a_checkpoint_is_tensors_and_json_alone(tmp_path: Path) -> None:
     (tree,), (tensors,) = tmp_path.glob("*.json"), tmp_path.glob("*.safetensors")
     assert "identity" in json.loads(tree.read_text())["tree"]["array"]
     assert any(name.endswith("first.weight") for name in load_file(tensors))
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam"])
+def test_a_schedule_goes_into_a_slot_with_the_values_that_it_keeps_in_the_groups(name: str, tmp_path: Path) -> None:
+    peaks = [partial(lr_scheduler.OneCycleLR, max_lr=peak, total_steps=40, cycle_momentum=False) for peak in (0.1, 0.4)]
+    run, other = Run(name, peaks), Run(name, peaks[:1] * 2, seed=4)
+    run.train(range(4))
+    members.save_member(tmp_path, run.array, 1, **run.parts)
+    members.load_member(tmp_path).into_slot(other.array, 0, **other.parts)
+    for each in (run, other):
+        each.train(range(4, 8))
+    (moved, stayed), (_, wanted) = (each.optimizer.param_groups[0]["lr"].tolist() for each in (other, run))
+    assert moved == wanted != stayed
+    ours, theirs = other.array.extract(0).state_dict(), run.array.extract(1).state_dict()
+    assert all(close(ours[key], tensor) for key, tensor in theirs.items())
+
+
+class Activated(nn.Module):
+    """Bodies with the same shapes, which differ in what follows them."""
+
+    def __init__(self, activation: type[nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.body = nn.Sequential(nn.Linear(5, 5), activation())
+        self.last = nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.body(self.first(x)))
+
+
+def activated(*kinds: type[nn.Module]) -> Any:
+    return fuse([make(partial(Activated, kind), 1, seed=seed)[0] for seed, kind in enumerate(kinds)], loop=["body"])
+
+
+def test_copies_of_a_model_with_layers_of_its_own_count_their_own_steps() -> None:
+    array = activated(nn.Tanh, nn.Sigmoid)
+    optimizer = fusion.Adam(array.parameters(), lr=0.1)
+    train(array, optimizer, steps=range(2))
+    optimizer.select(array.select([1, 1, 0]))
+    train(array, optimizer, steps=range(2, 5))
+    assert {float(count) for parameter in array.parameters() for count in optimizer.state[parameter]["step"]} == {5.0}
+    model = array.extract(0)
+    alone = torch.optim.Adam(model.parameters())
+    alone.load_state_dict(optimizer.extract(0))
+    train(array, optimizer, steps=range(5, 8))
+    for step in range(5, 8):
+        alone.zero_grad()
+        loss(model, step).backward()
+        alone.step()
+    ours = array.extract(1).state_dict()
+    assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_layers_that_differ_continue_from_disk_after_their_models_have_changed_places(tmp_path: Path) -> None:
+    array = activated(nn.Tanh, nn.Sigmoid)
+    optimizer = fusion.Adam(array.parameters(), lr=0.1)
+    train(array, optimizer, steps=range(3))
+    optimizer.select(array.select([1, 0, 1]))
+    checkpoints.save(tmp_path / "array", array, optimizer=optimizer)
+    other = activated(nn.Sigmoid, nn.Tanh, nn.Sigmoid)
+    theirs = fusion.Adam(other.parameters(), lr=0.1)
+    checkpoints.load(tmp_path / "array", other, optimizer=theirs)
+    for each, mover in ((array, optimizer), (other, theirs)):
+        train(each, mover, steps=range(3, 6))
+    assert all(same(whole(array, optimizer, index), whole(other, theirs, index)) for index in range(3))
+
+
+def test_layers_that_are_kept_in_evaluation_mode_stay_in_it(tmp_path: Path) -> None:
+    def frozen() -> nn.Module:
+        model = Net(0.0)
+        model.norm.eval()
+        return model
+
+    array, alone = fuse(make(frozen)), make(frozen, 1, seed=8)[0]
+    checkpoints.save(tmp_path, array)
+    checkpoints.load(tmp_path, array)
+    array.insert(1, alone)
+    array.insert(0, array.extract(2))
+    before = array.state_dict()["norm.running_mean"].clone()
+    assert close(array(X[0])[1], alone(X[0]))
+    assert torch.equal(array.state_dict()["norm.running_mean"], before) and array.training

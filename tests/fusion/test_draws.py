@@ -20,7 +20,7 @@ SEEDS = (1, 2, 3)
 X = torch.randn(5, 6, generator=torch.Generator().manual_seed(5))
 
 
-def together(factory: Callable[[], nn.Module], steps: int = 3, *, loop: bool = False) -> Tensor:
+def together(factory: Callable[[], nn.Module], steps: int = 3, *, loop: bool | list[str] = False) -> Tensor:
     """Every member's loss at every step, and its parameters at the end."""
     array = fuse(lambda: factory(), [{}] * len(SEEDS), seeds=SEEDS, loop=loop)
     optimizer, losses = torch.optim.SGD(array.parameters(), lr=0.05), list[Tensor]()
@@ -99,11 +99,13 @@ CODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "new_empty, normal_": lambda mean, s: mean + s.new_empty(s.shape).normal_(0, 1) * s,
     "Normal.rsample": lambda mean, s: Normal(mean, s).rsample(),
     "randn": lambda mean, s: mean + torch.randn(s.shape) * s,
+    "randn without a generator": lambda mean, s: mean + torch.randn(s.shape, generator=None) * s,
     "normal": lambda mean, s: mean + torch.normal(0.0, 1.0, size=s.shape) * s,
     "normal of tensors": lambda mean, s: mean + torch.normal(torch.zeros_like(s), torch.ones_like(s)) * s,
     "a value overwritten": lambda mean, s: mean + s.clone().normal_() * s,
     "transposed": lambda mean, s: mean + torch.empty_like(s.t()).normal_().t() * s,
     "exponential_": lambda mean, s: mean + s.new_zeros(s.shape).exponential_() * s,
+    "bernoulli_ of tensors": lambda mean, s: mean + torch.empty_like(s).bernoulli_(mean.detach().sigmoid()) * s,
     "uniform_": lambda mean, s: mean + torch.empty(s.shape).uniform_() * s,
     "randint": lambda mean, s: mean + torch.randint(0, 5, s.shape) * s,
     "randint_like": lambda mean, s: mean + torch.randint_like(s, 5) * s,
@@ -120,6 +122,12 @@ CODES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def test_stochastic_depth_drops_as_in_separate_runs(name: str, loop: bool) -> None:
     factory = partial(DropPath, PATHS[name])
     torch.testing.assert_close(together(factory, loop=loop), apart(factory), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_layer_in_a_loop_draws_as_in_separate_runs(name: str) -> None:
+    factory = lambda: nn.Sequential(nn.Linear(6, 6), DropPath(PATHS[name]), nn.Dropout(0.3))  # noqa: E731
+    torch.testing.assert_close(together(factory, loop=["1"]), apart(factory), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("loop", [False, True])
@@ -183,3 +191,30 @@ def test_a_draw_into_a_tensor_without_models_is_refused_by_name() -> None:
     array = fuse([DropPath(lambda x: torch.zeros(5, 1).bernoulli_(0.5)) for _ in range(2)])
     with pytest.raises(ConfigError, match="bernoulli_ of a tensor without models"):
         array(X)
+
+
+class Recurrent(nn.Module):
+    """A recurrent layer with dropout between its layers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.layer = getattr(nn, kind)(6, 6, num_layers=2, dropout=0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0]
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_layers_drop_as_in_separate_runs(kind: str, loop: bool) -> None:
+    factory = partial(Recurrent, kind)
+    torch.testing.assert_close(together(factory, loop=loop), apart(factory), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("draws", [torch.rand_like, torch.randn_like])
+def test_noise_from_a_generator_of_the_code_s_own_is_drawn_from_it(draws: Callable[..., Tensor], loop: bool) -> None:
+    generator = torch.Generator().manual_seed(9)
+    array = fuse([DropPath(lambda x: draws(x, generator=generator)) for _ in range(2)], seeds=SEEDS[:2], loop=loop)
+    found, again = array.map(lambda x: draws(x, generator=generator), X), torch.Generator().manual_seed(9)
+    assert all(torch.equal(own, draws(X, generator=again)) for own in found)

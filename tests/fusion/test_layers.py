@@ -389,3 +389,56 @@ def test_rules_know_torch_s_functions_by_the_names_of_their_arguments() -> None:
         for function in (multi_head_attention, F.multi_head_attention_forward)
     )
     assert ours == theirs
+
+
+class ByAxis(nn.Module):
+    """Names axes as NumPy does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.cat([self.layer(x), x], axis=1)  # type: ignore[call-overload]
+        return y - torch.amax(y, axis=1, keepdim=True) + y.amax(axis=0)  # type: ignore[call-overload, call-arg]
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_axes_are_known_by_both_of_torch_s_names(shared: bool) -> None:
+    check(ByAxis, image(5, 4), shared=shared)
+
+
+class Shifted(nn.Module):
+    """Normalises, and has a shift but no gain."""
+
+    def __init__(self, of_batches: bool) -> None:
+        super().__init__()
+        self.of_batches, self.shift = of_batches, nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.of_batches:
+            return F.batch_norm(x, None, None, None, self.shift, training=True)
+        return F.layer_norm(x, (4,), bias=self.shift)
+
+
+@pytest.mark.parametrize("of_batches", [True, False], ids=["batch norm", "layer norm"])
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_a_shift_without_a_gain_is_added(of_batches: bool, shared: bool) -> None:
+    check(lambda: Shifted(of_batches), image(5, 4), shared=shared)
+
+
+class Sharing(nn.Module):
+    """Attention in which all samples and heads share keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.layer(x).view(size=(3, 2, 5, 4))
+        return F.scaled_dot_product_attention(q, q[:1, :1], q[:1, :1])
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+def test_attention_broadcasts_keys_and_values(shared: bool) -> None:
+    check(Sharing, image(3, 2, 5, 4), shared=shared)

@@ -4,11 +4,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +151,31 @@ def test_a_run_by_itself_goes_on_in_a_slot(name: str) -> None:
     trained(model, theirs, 10, loss, seed=5)
     ours = array.extract(2).state_dict()
     assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("Adam", {"amsgrad": True}, "amsgrad=True in the state and False here"),
+        ("Adam", {"maximize": True}, "maximize=True in the state and False here"),
+        ("SGD", {"maximize": True}, "maximize=True in the state and False here"),
+        ("Adam", {"decoupled_weight_decay": True}, "decoupled_weight_decay=True"),
+        ("RMSprop", {"centered": True}, "centered=True"),
+    ],
+)
+def test_a_run_with_another_formula_is_refused_and_changes_nothing(
+    name: str, options: dict[str, Any], words: str
+) -> None:
+    model = make(Net, 1, seed=4)[0]
+    theirs = getattr(torch.optim, name)(model.parameters(), lr=0.05, **options)
+    trained(model, theirs, 2, loss)
+    array = fuse(make(Net), seeds=range(3))
+    optimizer = getattr(fusion, name)(array.parameters(), lr=0.01)
+    train(array, optimizer, steps=range(2))
+    before = optimizer.extract(1)
+    with pytest.raises(ConfigError, match=words):
+        optimizer.insert(1, theirs.state_dict())
+    assert repr(optimizer.extract(1)) == repr(before)
 
 
 def test_a_checkpoint_of_the_whole_array_resumes_bitwise(tmp_path: Path) -> None:
@@ -343,9 +372,78 @@ def test_what_differs_without_being_a_weight_is_refused_too() -> None:
     assert fuse([Constant(tied=True), Constant(tied=True)]).size == 2
 
 
+class Mode(Enum):
+    """How a model computes."""
+
+    FAST = 1
+    EXACT = 2
+
+
+class Slotted:
+    """Compares by value, and has no dictionary of attributes."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Slotted) and self.value == other.value
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class Holding(nn.Module):
+    """Holds anything as an attribute, and refers to itself in several ways."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.layer, self.held = nn.Linear(2, 2), held
+        self.method, self.behind = self.forward, [weakref.ref(self), weakref.WeakSet([self])]
+        self.circle: list[Any] = [SimpleNamespace(mark=object(), layers=[self.layer]), self]
+        self.circle.append(self.circle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+    "a configuration": (lambda: SimpleNamespace(scale=1.0), lambda: SimpleNamespace(scale=5.0)),
+    "a nested configuration": (
+        lambda: [SimpleNamespace(own=SimpleNamespace(values=[1, 2]))],
+        lambda: [SimpleNamespace(own=SimpleNamespace(values=[1, 3]))],
+    ),
+    "a function of torch": (lambda: torch.relu, lambda: torch.tanh),
+    "a function": (lambda: F.relu, lambda: F.gelu),
+    "an enumeration": (lambda: Mode.FAST, lambda: Mode.EXACT),
+    "a set": (lambda: {1, 2}, lambda: {1, 3}),
+    "an array": (lambda: np.arange(3), lambda: np.arange(3) + 1),
+    "arrays of two lengths": (lambda: np.arange(3), lambda: np.arange(4)),
+    "a value": (lambda: Slotted(1), lambda: Slotted(2)),
+    "a range": (lambda: range(3), lambda: range(4)),
+    "layers in a list": (lambda: [make(lambda: nn.Linear(2, 2), 1)[0]], lambda: [make(lambda: nn.Linear(2, 2), 2)[1]]),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_objects_and_functions_that_differ_are_refused(name: str) -> None:
+    one, other = HELD[name]
+    assert fuse([Holding(one()), Holding(one())]).size == 2
+    with pytest.raises(ConfigError, match=r"models 0 and 1 differ in structure.*held[^ ]* is"):
+        fuse([Holding(one()), Holding(other())])
+
+
+def test_the_attribute_that_differs_within_an_object_is_named() -> None:
+    one, other = (SimpleNamespace(own=SimpleNamespace(values=1, scale=scale)) for scale in (1.0, 5.0))
+    one.circle, other.circle = one, other
+    with pytest.raises(ConfigError, match=r"held\.own\.scale is 1\.0 in one and 5\.0 in the other"):
+        fuse([Holding(one), Holding(other)])
+
+
 def test_calls_that_cannot_be_are_refused_with_what_to_do() -> None:
     models = make(lambda: nn.Linear(6, 3))
     array = fuse(models)
+    adam = lambda count: fusion.Adam(fuse(models[:count]).parameters())  # noqa: E731
     for call, words in (
         (lambda: fuse([]), "at least one model"),
         (lambda: fuse(models, [{}]), "made already"),
@@ -367,6 +465,9 @@ def test_calls_that_cannot_be_are_refused_with_what_to_do() -> None:
         (lambda: fusion.Adam(array.parameters()).reset(0, size=1.0), "has lr, beta1"),
         (lambda: fusion.Schedules(fusion.Adam(array.parameters()), []), "factories of length 0"),
         (lambda: fusion.GradScaler(2, growth_factor=0.5), "grow by more than 1"),
+        (lambda: adam(3).load_state_dict(adam(2).state_dict()), "of 2 models, and there are 3"),
+        (lambda: adam(3).load_state_dict(adam(3).extract(0)), "of one model's optimizer"),
+        (lambda: array.losses(partial(F.cross_entropy, reduction="average"), array(X[0]), Y[0]), "reduction='average'"),
         (lambda: fusion.clip_grad_norm_(array.parameters(), -1.0, models=3), "positive"),
     ):
         with pytest.raises(ConfigError, match=words):

@@ -113,3 +113,19 @@ def test_workers_whose_layers_differ_and_a_rate_that_would_be_divided_by_are_ref
     )
     with pytest.raises(ConfigError, match="lr=0 with order='inside'"):
         simulation.step()
+
+
+def test_a_parameter_that_is_one_number_is_mixed() -> None:
+    class Number(torch.nn.Module):
+        def __init__(self, value: float) -> None:
+            super().__init__()
+            self.value = torch.nn.Parameter(torch.tensor(value))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x * self.value
+
+    array = fuse([Number(1.0), Number(3.0)])
+    simulation = MixingSimulation(array, SGD(array.parameters(), lr=0.5), lambda step: torch.full((2, 2), 0.5))
+    array.losses(torch.mean, array(torch.zeros(1))).sum().backward()
+    simulation.step()
+    assert [parameter.tolist() for parameter in array.parameters()] == [[2.0, 2.0]]

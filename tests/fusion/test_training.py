@@ -299,6 +299,32 @@ def test_dropout_draws_the_masks_of_a_run_by_itself(rates: list[float], layer: A
     )
 
 
+@pytest.mark.filterwarnings("ignore:dropout2d")
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Dropout2d, (7, 6)),
+        (nn.Dropout2d, (7, 6, 5)),
+        (nn.Dropout2d, (4, 3, 5, 6)),
+        (nn.Dropout1d, (7, 6)),
+        (nn.Dropout1d, (4, 3, 6)),
+        (nn.Dropout3d, (7, 2, 2, 6)),
+        (nn.Dropout3d, (4, 3, 2, 2, 6)),
+    ],
+)
+def test_dropout_of_channels_takes_the_axes_for_what_torch_takes_them(
+    layer: Any, shape: tuple[int, ...], loop: bool
+) -> None:
+    array = fuse(lambda: nn.Sequential(nn.Linear(6, 6), layer(0.5)), [{}] * 3, seeds=[5, 6, 7], loop=loop)
+    x = values(*shape).float()
+    ours = array(x)
+    for index in range(3):
+        with seeded(5 + index):
+            model = nn.Sequential(nn.Linear(6, 6), layer(0.5))
+            assert torch.allclose(ours[index], model(x), atol=1e-6)
+
+
 class Transformer(nn.Module):
     """A layer with dropout in five places, two of them within attention."""
 
@@ -442,3 +468,95 @@ def test_hyperparameters_that_cannot_be_are_refused(settings: dict[str, Any], wo
     array = fuse(make(lambda: nn.Linear(6, 3)))
     with pytest.raises(ConfigError, match=words):
         fusion.SGD(array.parameters(), **settings)
+
+
+class Tempered(nn.Module):
+    """A layer, and a parameter that is one number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 3), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale.exp()
+
+
+@pytest.mark.parametrize("name", ["SGD", "LAMB"])
+def test_parameters_that_are_one_number_are_scaled_clipped_and_trained(name: str) -> None:
+    models = make(Tempered)
+    array = fuse(models)
+    optimizer, scaler = getattr(fusion, name)(array.parameters(), lr=RATES), fusion.GradScaler(3, 8.0)
+    for step in range(4):
+        array.zero_grad()
+        scaler.scale(array.losses(F.cross_entropy, array(X[step]), Y[step])).sum().backward()
+        assert not scaler.unscale_(optimizer).any()
+        fusion.clip_grad_norm_(array.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+    for index, model in enumerate(copies(models)):
+        own: Any = (
+            torch.optim.SGD(model.parameters(), lr=RATES[index])
+            if name == "SGD"
+            else LoopedLamb(model, lr=RATES[index], betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+        )
+        trained(model, own, 4, loss, max_norm=0.5)
+        ours = array.extract(index).state_dict()
+        assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+
+
+class Masked(nn.Module):
+    """Attention with dropout, in which some queries may attend to nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        q = self.layer(x).unflatten(-1, (2, 4)).transpose(1, 2)
+        return F.scaled_dot_product_attention(q, q, q, attn_mask=mask, dropout_p=0.3)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+def test_queries_without_keys_are_zero_under_dropout_too(loop: bool) -> None:
+    array = fuse(Masked, [{}] * 2, seeds=[4, 5], loop=loop)
+    x, mask = values(3, 5, 6).float(), torch.ones(3, 1, 5, 5, dtype=torch.bool)
+    mask[1] = mask[2, :, 3] = False
+    ours = array(x, mask)
+    ours.square().sum().backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in array.parameters())
+    for index in range(2):
+        with seeded(4 + index):
+            assert torch.allclose(ours[index], Masked()(x, mask), atol=1e-6)
+
+
+class Asking(nn.Module):
+    """Computes with its rate, and drops by functions that take it."""
+
+    def __init__(self, rate: float, how: str) -> None:
+        super().__init__()
+        self.drop, self.how = nn.Dropout(rate), how
+
+    def forward(self, x: Tensor) -> Tensor:
+        rate = self.drop.p
+        if self.how == "compares":
+            return self.drop(x) if rate > 0 else x
+        if self.how == "computes":
+            return x * torch.bernoulli(torch.full_like(x, 1 - rate))
+        if self.how == "fills":
+            return x * torch.empty_like(x).bernoulli_(rate)
+        return torch.dropout(x, rate, self.training) if self.how == "drops" else F.feature_alpha_dropout(x, rate, True)
+
+
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("how", ["compares", "computes", "fills", "drops", "drops channels"])
+def test_no_model_has_the_rate_of_the_first(how: str, loop: bool) -> None:
+    rates, x = [0.0, 0.4, 0.9], values(6, 5, 3)
+    array = fuse([Asking(rate, how) for rate in rates], seeds=[5, 6, 7], loop=loop)
+    if how in ("compares", "computes") and not loop:
+        with pytest.raises(ConfigError, match=r"dropout rates 0\.0, 0\.4, 0\.9.*loop="):
+            array(x)
+        return
+    ours = array(x)
+    for index, rate in enumerate(rates):
+        with seeded(5 + index):
+            assert torch.equal(ours[index], Asking(rate, how)(x))

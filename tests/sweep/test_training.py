@@ -147,9 +147,41 @@ def test_the_command_sweeps_and_writes_its_results(tmp_path: Path, capsys: pytes
     assert "Loss by hyperparameter" in (folder / "report.html").read_text()
 
 
+def test_a_sweep_whose_trials_all_diverge_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refuse(constant: str) -> float:
+        raise ValueError(f"{constant} is not JSON")
+
+    command = "sweep --task digits --trials 2 --steps 3 --lr 1e30 --eval-limit 64 --json"
+    assert main([*command.split(), "--out", str(tmp_path)]) == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert found["diverged"] == 2 and found["best_loss"] is None
+    assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse)["best_loss"] is None
+
+
 def test_an_impossible_range_is_refused_before_anything_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", "--lr", "log:0:1"]) != 0
     assert "begins above 0" in capsys.readouterr().err
+
+
+class Frozen:
+    """A task whose models end in batch norm that is kept in evaluation mode."""
+
+    def __init__(self, task: Any) -> None:
+        self._task = task
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._task, name)
+
+    def model(self, size: str, *, seed: int) -> torch.nn.Module:
+        return torch.nn.Sequential(self._task.model(size, seed=seed), torch.nn.BatchNorm1d(10).eval())
+
+
+def test_trials_are_judged_without_a_change_to_layers_that_are_kept_in_evaluation_mode(plan: Plan) -> None:
+    frozen: Any = Frozen(plan.task)
+    halving = Plan(frozen, plan.steps, halving=Halving(first=3, keep=2), eval_limit=plan.eval_limit)
+    best = next(each for each in train_together(halving, trials(4)) if not each.stopped)
+    alone = train_alone(Plan(frozen, plan.steps, eval_limit=plan.eval_limit), best.trial)
+    assert best.loss == pytest.approx(alone.loss, abs=1e-5)
 
 
 class Dropping:

@@ -19,7 +19,15 @@ from tyro.conf import arg
 
 from thinwire.cli.console import err, out
 from thinwire.cli.options import command_line, default_folder, save_config
-from thinwire.cli.trials import headings_of, progress_display, rows_of, show, summary_text, trials_as_json
+from thinwire.cli.trials import (
+    finite_or_none,
+    headings_of,
+    progress_display,
+    rows_of,
+    show,
+    summary_text,
+    trials_as_json,
+)
 from thinwire.errors import ConfigError
 from thinwire.runs.configuration import option_name
 
@@ -334,8 +342,8 @@ class Sweep:
             "steps": self.steps,
             "seconds": seconds,
             "best": best[0].trial.number,
-            "best_loss": best[0].loss,
-            "best_metric": best[0].metric,
+            "best_loss": finite_or_none(best[0].loss),
+            "best_metric": finite_or_none(best[0].metric),
             "best_hyperparameters": dict(best[0].trial.hyperparameters),
             "stopped": sum(each.stopped for each in best),
             "diverged": sum(not math.isfinite(each.loss) for each in best),

@@ -27,13 +27,18 @@ _SHOWN = 5  # trials in the live table
 Fields = dict[str, Any]
 
 
+def finite_or_none(value: float) -> float | None:
+    """A number as JSON can have it: None where a trial has diverged, because JSON has neither NaN nor infinity."""
+    return value if math.isfinite(value) else None
+
+
 def trials_as_json(best: Sequence[Outcome]) -> list[Fields]:
     """Trials as JSON values, for `trials.json`."""
     return [
         {
             "trial": each.trial.number,
-            "loss": each.loss if math.isfinite(each.loss) else None,
-            "metric": each.metric if math.isfinite(each.metric) else None,
+            "loss": finite_or_none(each.loss),
+            "metric": finite_or_none(each.metric),
             "steps": each.steps,
             "stopped": each.stopped,
             "hyperparameters": dict(each.trial.hyperparameters),

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -237,14 +238,29 @@ class FusedArray:
 
     def train(self, mode: bool = True) -> FusedArray:
         """Put all models into training mode."""
-        bodies = (body for bodies in self._store.separate.values() for body in bodies)
-        for module in (self._skeleton, self._store.template, *bodies):
+        for module in self._modules():
             module.train(mode)
         return self
+
+    def _modules(self) -> list[nn.Module]:
+        """The modules whose mode is the models'."""
+        bodies = (body for bodies in self._store.separate.values() for body in bodies)
+        return [self._skeleton, self._store.template, *bodies]
 
     def eval(self) -> FusedArray:
         """Put all models into evaluation mode."""
         return self.train(False)
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within it, all models are in evaluation mode; afterwards every layer is in its own mode again."""
+        modes = [(module, module.training) for root in self._modules() for module in root.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
 
     def zero_grad(self) -> None:
         """Set all gradients to None."""
@@ -367,8 +383,8 @@ class FusedArray:
 
 
 def _differs(models: Sequence[nn.Module], path: str) -> bool:
-    first, *others = (model.get_submodule(path) for model in models)
-    return any(difference(first, other) is not None for other in others)
+    first, *others = ((model.get_submodule(path), model) for model in models)
+    return any(difference(first[0], part, whole=(first[1], model)) is not None for part, model in others)
 
 
 # -- arguments and results ---------------------------------------------------------------------------------------------
@@ -466,29 +482,48 @@ class Loop:
         write: Callable[[int, Mapping[str, Tensor]], None],
     ) -> None:
         self.bodies, self.refs, self.values, self.router, self.write = bodies, refs, values, router, write
+        # Rates that differ between models, where all have the same body.
+        self.rates = [
+            (module, name, value)
+            for module in bodies[0].modules()
+            for name, value in vars(module).items()
+            if isinstance(value, DropoutRates)
+        ]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run from inside the array's vmap: take each model's part of the arguments, and return all results."""
         level = self.router.level
         given = pytree.tree_map(lambda leaf: unwrap(leaf, level), (args, kwargs))
         with WithoutVmap():
-            found = self.run(given)
+            found = self.run(given, routed=True)
         return pytree.tree_map(lambda leaf: wrap(leaf, level), found, is_leaf=is_batch)
 
-    def run(self, given: tuple[Any, Any], function: Callable[..., Any] | None = None) -> Any:
-        """Run all bodies, or a function once per model, on trees of batches; returns a tree of batches."""
+    def run(self, given: tuple[Any, Any], function: Callable[..., Any] | None = None, *, routed: bool = False) -> Any:
+        """Run all bodies, or a function once per model, on trees of batches; returns a tree of batches.
+
+        Args:
+            given: positional and named arguments.
+            function: called instead of the bodies.
+            routed: whether the router is active; entered twice, it would dispatch a draw to its rule twice, and the
+                model's generator would not move on.
+        """
         context, results = self.router.context, list[Any]()
         try:
             for model, (args, kwargs) in enumerate(split_models(given, len(self.bodies))):
                 context.model = model
-                results.append(self._run_model(model, function, args, kwargs))
+                with nullcontext() if routed else self.router:
+                    results.append(self._run_model(model, function, args, kwargs))
         finally:
             context.model = None
+            for module, name, rates in self.rates:
+                setattr(module, name, rates)
         return stack_models(results)
 
     def _run_model(self, model: int, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
         body, refs, values = self.bodies[model], self.refs[model], self.values(model)
-        with _Swapped(refs, values), self.router:
+        for module, name, rates in self.rates:
+            setattr(module, name, rates.values[model])
+        with _Swapped(refs, values):
             for module in body.modules():
                 # Recurrent layers keep a second list of their weights, which the swap has not changed.
                 if isinstance(module, nn.RNNBase):

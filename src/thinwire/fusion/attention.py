@@ -37,8 +37,10 @@ def scaled_dot_product_attention(
         if not dropout_p:
             return function(*parts, mask, 0.0, is_causal, **settings)
         return _in_steps(context, parts, mask, dropout_p, options)
-    if len(query.shape) < 3:
-        # A single head of a single sample has no axis into which the models could be folded.
+    alike = len({(len(part.shape), part.shape[0]) for part in parts}) == 1
+    if len(query.shape) < 3 or not (alike or dropout_p):
+        # A single head of a single sample has no axis into which the models could be folded; nor could they be folded
+        # into samples over which keys or values are broadcast.
         return loop(function, context.size, *parts, attn_mask, dropout_p, is_causal, **settings)
     size = context.size
     batched, mask = [along(part, 0, size) for part in parts], None
@@ -69,7 +71,8 @@ def _in_steps(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
         scores = scores + (_additive(~mask, query) if mask.dtype == torch.bool else mask)
-    weights = torch.softmax(scores, -1)
+    # As in torch's own: a query that may attend to nothing gets zeros, where softmax would give NaN.
+    weights = torch._safe_softmax(scores, -1)  # pyright: ignore
     if context.model is not None:
         return dropout(context, F.dropout, weights, dropout_p) @ value
     return dropout(context, F.dropout, Batch(weights, 0), dropout_p).at(0) @ value

@@ -172,7 +172,7 @@ def stack_models(results: Sequence[Any]) -> Any:
     return pytree.tree_unflatten(merged, trees[0][1])
 
 
-def loop(function: Callable[..., Any], size: int, *args: Any, **kwargs: Any) -> Any:
+def loop(function: Callable[..., Any], size: int, /, *args: Any, **kwargs: Any) -> Any:
     """Call a function once per model and stack the results."""
     if kwargs or any(map(_may_hold_batches, args)):
         return stack_models([function(*own, **named) for own, named in split_models((args, kwargs), size)])

@@ -202,7 +202,9 @@ def restore_outline(
     """
     for name, values in outline["rates"].items():
         array.set_dropout_rates(name, values)
-    array.train(outline["training"])
+    if array.training != outline["training"]:
+        # Not otherwise: layers that are kept in evaluation mode while others train stay in it.
+        array.train(outline["training"])
     if schedules is not None:
         for scheduler, saved in zip(schedules.schedulers, outline["schedules"], strict=True):
             load_scheduler(scheduler, saved["state"])

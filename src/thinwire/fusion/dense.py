@@ -213,36 +213,44 @@ def view(context: Context, function: Any, input: Batch, *shape: Any, **kwargs: A
 
 
 @rule(torch.cat)
-def cat(context: Context, function: Any, tensors: Sequence[Value], dim: int = 0) -> Batch:
+def cat(context: Context, function: Any, tensors: Sequence[Value], dim: int = 0, *, axis: int | None = None) -> Batch:
     """Concatenate, with the models where the largest part has them, so that only smaller parts are moved."""
+    dim = dim if axis is None else axis
     dimensions = len(tensors[0].shape)
     if any(len(part.shape) != dimensions for part in tensors):
         return loop(function, context.size, list(tensors), dim)
     largest = max((part for part in tensors if isinstance(part, Batch)), key=lambda part: part.tensor.numel())
-    axis = largest.axis
-    parts = [along(part, axis, context.size) for part in tensors]
-    return Batch(torch.cat(parts, _axis_of(dim % dimensions, axis)), axis)
+    place = largest.axis
+    parts = [along(part, place, context.size) for part in tensors]
+    return Batch(torch.cat(parts, _axis_of(dim % dimensions, place)), place)
 
 
 @rule(torch.amax, Tensor.amax)
 def amax(
-    context: Context, function: Any, input: Value, dim: int | tuple[int, ...] = (), keepdim: bool = False
+    context: Context,
+    function: Any,
+    input: Value,
+    dim: int | tuple[int, ...] = (),
+    keepdim: bool = False,
+    *,
+    axis: int | tuple[int, ...] | None = None,
 ) -> Batch | Tensor:
     """Find each model's greatest values along axes; equal ones share the gradient."""
+    dim = dim if axis is None else axis
     if not isinstance(input, Batch):
         return function(input, dim, keepdim)
     dimensions = len(input.shape)
     if not dimensions:
         return input
     asked = dim if isinstance(dim, Sequence) else (dim,)
-    own_axes = sorted({axis % dimensions for axis in asked} or range(dimensions))
-    axes = [_axis_of(axis, input.axis) for axis in own_axes]
+    own_axes = sorted({each % dimensions for each in asked} or range(dimensions))
+    axes = [_axis_of(each, input.axis) for each in own_axes]
     if input.tensor.device.type == "cpu" and input.tensor.dtype in (torch.float32, torch.float64):
         found = _Amax.apply(input.tensor, axes)
         found = found if keepdim else found.squeeze(axes)
     else:
         found = input.tensor.amax(axes, keepdim)
-    return Batch(found, input.axis if keepdim else input.axis - sum(axis < input.axis for axis in own_axes))
+    return Batch(found, input.axis if keepdim else input.axis - sum(each < input.axis for each in own_axes))
 
 
 def _axis_of(own_axis: int, models_axis: int) -> int:

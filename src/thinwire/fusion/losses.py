@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thinwire.errors import ConfigError
 from thinwire.fusion.autotune import Implementation, run_fastest
 from thinwire.fusion.batch import Batch, Value, along, loop
 from thinwire.fusion.routing import Context, rule
@@ -142,6 +143,8 @@ class _CrossEntropy(torch.autograd.Function):
 def _reduced(
     context: Context, losses: Batch, target: Value, weight: Value | None, ignored: int | None, reduction: str
 ) -> Batch:
+    if reduction not in ("none", "mean", "sum"):
+        raise ConfigError(f"reduction={reduction!r}: must be one of none, mean, sum")
     if reduction == "none":
         return losses
     sums = losses.at(0).flatten(1).sum(1)

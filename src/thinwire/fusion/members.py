@@ -93,7 +93,7 @@ class Member:
         """Load the model into a slot of an array, to continue there; all other slots are unchanged, bitwise.
 
         Raises:
-            ConfigError: no such slot.
+            ConfigError: no such slot, or the optimizer has another option that all models share.
             CheckpointError: something given was not saved, or the model does not fit.
         """
         model = array.extract(index)
@@ -102,6 +102,8 @@ class Member:
         if optimizer is not None:
             own = [[p for p in group["params"] if owner_of(p) in (None, index)] for group in optimizer.param_groups]
             self._check_groups([len(parameters) for parameters in own])
+            if self.optimizer is not None:
+                optimizer.check_state(index, self.optimizer)
         array.insert(index, model)
         if array.generators is not None and self.generator is not None:
             array.generators[index].set_state(self.generator.clone())
@@ -110,8 +112,17 @@ class Member:
             separate_step_counters(optimizer)
         if schedules is not None and self.scheduler is not None:
             load_scheduler(schedules.schedulers[index], self.scheduler)
+            self._load_scheduled(schedules.schedulers[index].optimizer)
         if scaler is not None and self.scaler is not None:
             scaler.insert(index, self.scaler)
+
+    def _load_scheduled(self, proxy: Optimizer) -> None:
+        """Load what some schedulers keep in the groups, such as `max_lr`: the slot has that of the model before."""
+        saved = [] if self.optimizer is None else self.optimizer["param_groups"]
+        # All else in the groups is the optimizer's own.
+        own = {name for group in type(proxy)([torch.zeros(())], lr=0.1).param_groups for name in group}  # pyright: ignore
+        for group, values in zip(proxy.param_groups, saved, strict=False):
+            group.update({name: value for name, value in values.items() if name not in own and name in group})
 
     def _check_saved(self, **given: object) -> None:
         for name, value in given.items():

@@ -96,7 +96,7 @@ def _batch_norm_once(size: int, momentum: float, eps: float, input: Tensor, *oth
     expanded = normal.unsqueeze(1).expand(-1, size, *normal.shape[1:])
     gain, shift = (None if value is None else along(value, 0, size).reshape(shape) for value in (weight, bias))
     if gain is None:
-        return Batch(expanded.contiguous(), 1)
+        return Batch(expanded.contiguous() if shift is None else expanded + shift, 1)
     return Batch(expanded * gain if shift is None else torch.addcmul(shift, expanded, gain), 1)
 
 
@@ -218,7 +218,7 @@ def _normalise_then_scale(
         return along(value, 0, size).view(size, *[1] * (lead - axis), *shape)
 
     if weight is None:
-        return Batch(found, axis)
+        return Batch(found if bias is None else found + beside(bias), axis)
     if bias is None:
         return Batch(found * beside(weight), axis)
     return Batch(torch.addcmul(beside(bias), found, beside(weight)), axis)

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.batch import Batch, Value, along, split_models, stack_models
@@ -22,7 +23,8 @@ _SATURATION = -1.7580993408473766
 class DropoutRates(float):
     """A dropout rate that differs between models; as a number it is the first model's.
 
-    It must be a float: modules hold it where they hold their rate, and torch compares it with 0 and 1.
+    It must be a float: modules hold it where they hold their rate. Code that computes with it would take the first
+    model's for all, and is refused.
 
     Args:
         values: every model's rate.
@@ -39,10 +41,25 @@ class DropoutRates(float):
     def __bool__(self) -> bool:
         return any(self.values)
 
+    def _refuse(self, *_: object) -> NoReturn:
+        raise ConfigError(
+            f"dropout rates {', '.join(map(str, self.values))}: the forward code computes with a rate that differs "
+            "between models; leave it to torch's dropout, make it equal, or run that layer in a loop: loop=[...]"
+        )
+
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __neg__ = __pow__ = __rpow__ = _refuse
+
 
 def rate_of(p: float, model: int) -> float:
     """Return one model's rate."""
     return p.values[model] if isinstance(p, DropoutRates) else p
+
+
+def _with_rates_of(given: Any, model: int) -> Any:
+    """Return arguments with one model's rates."""
+    return pytree.tree_map(lambda leaf: rate_of(leaf, model) if isinstance(leaf, float) else leaf, given)
 
 
 def _check_rate(p: float) -> None:
@@ -121,9 +138,12 @@ def dropout(
 def dropout_channels(
     context: Context, function: Any, input: Value, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
-    """Zero whole channels at each model's rate."""
+    """Zero whole channels at each model's rate; to `dropout2d` three axes are samples, channels and length."""
+    dimensions = len(input.shape)
     spatial = next(axes for axes in (1, 2, 3) if f"dropout{axes}d" in function.__name__)
-    return _dropped(context, input, p, training, lambda x: x[(..., *[slice(0, 1)] * spatial)])
+    # dropout2d knows no single sample: torch takes the first two axes to be samples and channels, whatever follows.
+    inner = dimensions - 2 if function is F.dropout2d or dimensions == spatial + 2 else dimensions - 1
+    return _dropped(context, input, p, training, lambda x: x[(..., *[slice(0, 1)] * inner)].contiguous())
 
 
 @rule(F.alpha_dropout)
@@ -155,6 +175,8 @@ def random_like(context: Context, function: Any, input: Value, **kwargs: Any) ->
     """Draw noise in the shape of a value, each model's from its own generator."""
     fill_ = Tensor.uniform_ if function is torch.rand_like else Tensor.normal_
     options = {name: value for name, value in kwargs.items() if name in ("dtype", "device")}
+    if kwargs.get("generator") is not None:  # the code's own, from which all models draw in turn
+        context = Context(context.size, [kwargs["generator"]] * context.size, context.model)
     if context.model is not None:
         assert isinstance(input, Tensor)
         found = fill_(torch.empty_like(input, **options), generator=_own_generator(context))
@@ -167,9 +189,9 @@ def random_like(context: Context, function: Any, input: Value, **kwargs: Any) ->
 @rule(torch.rand, torch.randn)
 def random(context: Context, function: Any, *shape: Any, **kwargs: Any) -> Any:
     """Draw noise of a shape, each model's from its own generator, unless the code passes one."""
-    generators: Sequence[Any] | None = context.generators
-    if kwargs.get("generator") is not None or generators is None:
-        generators = [kwargs.pop("generator", None)] * context.size
+    own, generators = kwargs.pop("generator", None), context.generators
+    if own is not None or generators is None:
+        generators = [own] * context.size
     if context.model is not None:
         return function(*shape, generator=generators[context.model], **kwargs)
     return Batch(torch.stack([function(*shape, generator=generator, **kwargs) for generator in generators]), 0)
@@ -197,6 +219,8 @@ _DRAWS = (
     *(torch.randint, torch.randint_like, Tensor.bernoulli, Tensor.multinomial, F.gumbel_softmax, F.rrelu),
     *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.feature_alpha_dropout),
     *(torch._standard_gamma, torch._sample_dirichlet),  # pyright: ignore
+    # Recurrent layers drop values between their layers.
+    *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
 )
 _DRAWS_IN_PLACE = (
     *(Tensor.normal_, Tensor.uniform_, Tensor.bernoulli_, Tensor.exponential_, Tensor.geometric_, Tensor.cauchy_),
@@ -210,10 +234,12 @@ def draw(context: Context, function: Any, *args: Any, **kwargs: Any) -> Any:
     # Code that passes a generator draws from that one.
     generators = None if kwargs.get("generator") is not None else context.generators
     if context.model is not None:
+        args, kwargs = _with_rates_of((args, kwargs), context.model)
         with _as_default(None if generators is None else generators[context.model]):
             return function(*args, **kwargs)
     results: list[Any] = []
-    for model, (own, named) in enumerate(split_models((args, kwargs), context.size)):
+    for model, given in enumerate(split_models((args, kwargs), context.size)):
+        own, named = _with_rates_of(given, model)
         with _as_default(None if generators is None else generators[model]):
             results.append(function(*own, **named))
     return stack_models(results)
@@ -231,9 +257,9 @@ def draw_in_place(context: Context, function: Any, input: Value, *args: Any, **k
         )
     values = input.at(0)
     parts = [torch.empty_like(part) for part in values.detach()]
-    for model, part in enumerate(parts):
+    for model, (part, given) in enumerate(zip(parts, split_models((args, kwargs), context.size), strict=True)):
         own = Context(context.size, context.generators, model)
-        draw(own, function, part, *args, **kwargs)
+        draw(own, function, part, *given[0], **given[1])
     values.copy_(torch.stack(parts))
     return input
 

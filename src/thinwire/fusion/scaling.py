@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.optimizers.base import FusedOptimizer
-from thinwire.fusion.store import Selection, owner_of
+from thinwire.fusion.store import Selection, owner_of, rows_of
 
 
 class GradScaler:
@@ -92,7 +92,7 @@ class GradScaler:
             gradient.mul_(
                 own.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)).view(_column(gradient))
             )
-            wrong = ~gradient.isfinite().flatten(1).all(1).cpu()
+            wrong = ~rows_of(gradient.isfinite()).all(1).cpu()
             overflowed[slice(None) if owner is None else slice(owner, owner + 1)] |= wrong
         self._found[id(optimizer)] = overflowed
         return overflowed
@@ -185,7 +185,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter], *, models: int | None = N
     norms: list[Tensor] = []
     for parameter in held:
         assert parameter.grad is not None
-        own = torch.linalg.vector_norm(parameter.grad.flatten(1), dim=1)
+        own = torch.linalg.vector_norm(rows_of(parameter.grad), dim=1)
         owner = owner_of(parameter)
         if owner is not None:
             own = F.pad(own, (owner, size - owner - 1))

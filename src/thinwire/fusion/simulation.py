@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.fusion.array import FusedArray
 from thinwire.fusion.optimizers.base import FusedOptimizer
-from thinwire.fusion.store import owner_of
+from thinwire.fusion.store import owner_of, rows_of
 
 Order = Literal["while", "after", "inside"]
 Mixing = Callable[[int], Tensor | None]
@@ -111,7 +111,7 @@ class MixingSimulation:
 
 def mixed(rows: Tensor, matrix: Tensor) -> Tensor:
     """Multiply [workers, ...] by the matrix from the left."""
-    return (matrix.to(rows) @ rows.flatten(1)).view_as(rows)
+    return (matrix.to(rows) @ rows_of(rows)).view_as(rows)
 
 
 @torch.no_grad()

@@ -24,11 +24,18 @@ class Selection:
         indices: for each new slot, the old slot of its model; a model may be there more than once.
         size: the number of slots before.
         moved: for every old parameter, what it has become: nothing if only dropped models had it.
+        order: for every new parameter, its place among the array's.
     """
 
     indices: tuple[int, ...]
     size: int
     moved: Mapping[nn.Parameter, tuple[nn.Parameter, ...]]
+    order: Mapping[nn.Parameter, int]
+
+    def in_order(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Return new parameters with those of single slots in the array's order, as in an optimizer made now."""
+        owned = iter(sorted((p for p in parameters if owner_of(p) is not None), key=lambda p: self.order.get(p, 0)))
+        return [p if owner_of(p) is None else next(owned) for p in parameters]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a tensor [slots before, ...] as [slots now, ...]; bitwise."""
@@ -154,9 +161,12 @@ class Store:
     def insert(self, index: int, model: nn.Module, seed: int | None) -> None:
         """Put another model into a slot."""
         self.check_index(index)
-        # Training or evaluation mode is the array's, and not a difference of structure.
-        own = self.extract(index)
-        wrong = difference(own, copy.deepcopy(model).train(own.training))
+        # Training or evaluation mode is the array's in every layer, and not a difference of structure.
+        own, given = self.extract(index), copy.deepcopy(model)
+        modes = {path: module.training for path, module in own.named_modules()}
+        for path, module in given.named_modules():
+            module.training = modes.get(path, module.training)
+        wrong = difference(own, given)
         if wrong is not None:
             raise ConfigError(
                 f"slot {index} cannot hold this model: {wrong}; it must have the structure of the one before"
@@ -177,7 +187,8 @@ class Store:
         for index in indices:
             self.check_index(index)
         moved: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
-        kept = Selection(tuple(indices), self.size, moved)
+        order: dict[nn.Parameter, int] = {}
+        kept = Selection(tuple(indices), self.size, moved, order)
 
         def record(before: Tensor, after: Sequence[Tensor]) -> None:
             if isinstance(before, nn.Parameter):
@@ -201,6 +212,8 @@ class Store:
         if self.generators is not None:
             # A copied model must not share its generator with the original.
             self.generators = [self.generators[index].clone_state() for index in indices]
+        parameters = (tensor for _, tensor in self.named() if isinstance(tensor, nn.Parameter))
+        order.update((parameter, place) for place, parameter in enumerate(parameters))
         return kept
 
     def state(self) -> Named:
@@ -247,6 +260,11 @@ def owner_of(parameter: Tensor) -> int | None:
     """Return the slot that a parameter [1, ...] belongs to; None if all slots have a row."""
     found: int | None = getattr(parameter, "owner", None)
     return found
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return a tensor [models, ...] as a matrix with a row per model, also where one model's part is a number."""
+    return tensor.flatten(1) if tensor.dim() > 1 else tensor.unsqueeze(1)
 
 
 def _generators(seeds: Sequence[int], states: Sequence[Tensor] | None, device: torch.device) -> list[torch.Generator]:

@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -18,6 +21,10 @@ from thinwire.errors import ConfigError
 # Their rates may differ between models: the dropout rules take one per model.
 _DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)  # pyright: ignore[reportPrivateUsage]
 _INTERNAL = set(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names"}
+# What they refer to differs between all models.
+_WEAK = (weakref.ref, weakref.ProxyType, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+# By both ids, to keep the objects alive.
+Pairs = MutableMapping[tuple[int, int], tuple[Any, Any]]
 _SIMPLE = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, type)
 
 
@@ -75,15 +82,19 @@ def within(path: str, roots: Sequence[str]) -> bool:
     return any(not root or path == root or path.startswith(f"{root}.") for root in roots)
 
 
-def difference(one: nn.Module, other: nn.Module, skip: Sequence[str] = ()) -> str | None:
+def difference(
+    one: nn.Module, other: nn.Module, skip: Sequence[str] = (), *, whole: tuple[nn.Module, nn.Module] | None = None
+) -> str | None:
     """Describe the first difference in structure between two models; None if there is none.
 
     Args:
         one: a model.
         other: another.
         skip: paths of submodules that are not compared.
+        whole: the models of which they are parts; None if they are models.
     """
     ones, others = (dict(model.named_modules(remove_duplicate=False)) for model in (one, other))
+    known = _alike(*(whole or (one, other)))
     ones, others = ({p: m for p, m in every.items() if not within(p, skip)} for every in (ones, others))
     for path in [*ones, *(path for path in others if path not in ones)]:
         a, b = ones.get(path), others.get(path)
@@ -91,14 +102,21 @@ def difference(one: nn.Module, other: nn.Module, skip: Sequence[str] = ()) -> st
         if a is None or b is None:
             found = a if b is None else b
             return f"layer {label} ({type(found).__name__}) is in one of them only"
-        unlike = _difference_of_modules(a, b)
+        unlike = _difference_of_modules(a, b, known)
         if unlike is not None:
             return f"layer {label} ({type(a).__name__}): {unlike}"
     ties = [[(ref.key, ref.name) for ref in tensor_refs(model, skip)] for model in (one, other)]
     return None if ties[0] == ties[1] else "they tie their weights differently"
 
 
-def _difference_of_modules(a: nn.Module, b: nn.Module) -> str | None:
+def _alike(one: nn.Module, other: nn.Module) -> Pairs:
+    """Return the modules that two models have at the same place: attributes may refer to them."""
+    others = dict(other.named_modules(remove_duplicate=False))
+    pairs = [(a, others[path]) for path, a in one.named_modules(remove_duplicate=False) if path in others]
+    return {(id(a), id(b)): (a, b) for a, b in pairs}
+
+
+def _difference_of_modules(a: nn.Module, b: nn.Module, known: Pairs) -> str | None:
     if _class_of(a) is not _class_of(b):
         return f"the other's is {type(b).__name__}"
     if is_parametrized(a) != is_parametrized(b):
@@ -110,13 +128,14 @@ def _difference_of_modules(a: nn.Module, b: nn.Module) -> str | None:
                 return f"{word} {name} is {found[0]} in one and {found[1]} in the other"
     mine, theirs = _settings(a), _settings(b)
     for name in sorted({*mine, *theirs}):
-        if not _equal(mine.get(name), theirs.get(name)):
-            if isinstance(mine.get(name), Tensor) and isinstance(theirs.get(name), Tensor):
+        if not _equal(mine.get(name), theirs.get(name), ChainMap({}, known)):
+            name, one, other = _unlike(name, mine.get(name), theirs.get(name), known)
+            if isinstance(one, Tensor) and isinstance(other, Tensor):
                 return (
                     f"{name} is an attribute with other values, and neither a parameter nor a buffer; register it as "
                     "one (weight and spectral norm: those of torch.nn.utils.parametrizations)"
                 )
-            return f"{name} is {_short(mine.get(name))} in one and {_short(theirs.get(name))} in the other"
+            return f"{name} is {_short(one)} in one and {_short(other)} in the other"
     return None
 
 
@@ -146,27 +165,65 @@ def _settings(module: nn.Module) -> dict[str, Any]:
     return {name: value for name, value in vars(module).items() if name not in skip}
 
 
-def _equal(a: Any, b: Any) -> bool:
-    """Whether two attributes are equal; objects of unknown types are taken to be."""
+def _unlike(name: str, a: Any, b: Any, known: Pairs) -> tuple[str, Any, Any]:
+    """Return the innermost attribute in which two unequal attributes differ, by its full name, and both values."""
+    if type(a) is type(b) and hasattr(a, "__dict__") and not isinstance(a, Tensor | Enum):
+        known = ChainMap({(id(a), id(b)): (a, b)}, known)
+        mine, theirs = vars(a), vars(b)
+        for key in {**mine, **theirs}:
+            if not _equal(mine.get(key), theirs.get(key), ChainMap({}, known)):
+                return _unlike(f"{name}.{key}", mine.get(key), theirs.get(key), known)
+    return name, a, b
+
+
+def _equal(a: Any, b: Any, known: Pairs) -> bool:
+    """Whether two attributes are equal; objects are if their own attributes are, or by `==` if they have none.
+
+    Args:
+        a: an attribute.
+        b: of another model.
+        known: pairs that are compared elsewhere, or were compared; objects may refer to each other in circles.
+    """
+    if a is b or (id(a), id(b)) in known or isinstance(a, _WEAK):
+        return True
     if type(a) is not type(b):
         return isinstance(a, int | float) and isinstance(b, int | float) and a == b
     if isinstance(a, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, _SIMPLE):
         return bool(a == b)
+    known[id(a), id(b)] = a, b  # the objects too, so that no other gets their ids
     if isinstance(a, Mapping):
-        return list(a) == list(b) and all(_equal(a[key], b[key]) for key in a)
+        return list(a) == list(b) and all(_equal(a[key], b[key], known) for key in a)
     if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(_equal(*pair, known) for pair in zip(a, b, strict=True))
     if isinstance(a, partial):
-        return _equal(a.func, b.func) and _equal(a.args, b.args) and _equal(a.keywords, b.keywords)
+        return all(_equal(getattr(a, name), getattr(b, name), known) for name in ("func", "args", "keywords"))
     if isinstance(a, types.FunctionType):
         if a.__code__ is not b.__code__:
             return False
         # Two lambdas of one constructor have the same code, and may close over different values.
         cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (a, b)]
-        return _equal(a.__defaults__, b.__defaults__) and _equal(*cells)
-    return True
+        return _equal(a.__defaults__, b.__defaults__, known) and _equal(*cells, known)
+    if isinstance(a, types.MethodType):
+        # Each model's method is bound to its own module, which is compared by itself.
+        return a.__func__ is b.__func__ and (isinstance(a.__self__, nn.Module) or _equal(a.__self__, b.__self__, known))
+    if isinstance(a, Enum) or not hasattr(a, "__dict__"):
+        return _equal_values(a, b)
+    return _equal(vars(a), vars(b), known)
+
+
+def _equal_values(a: Any, b: Any) -> bool:
+    """Whether values are equal by `==`, also that of arrays; what can only be told apart by identity is taken to be."""
+    if isinstance(a, Enum) or getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False
+    if type(a).__eq__ is object.__eq__:
+        return True
+    try:
+        found = a == b
+        return bool(found.all() if hasattr(found, "all") else found)
+    except Exception:  # of the value's own comparison
+        return True
 
 
 def check_same_structure(models: Sequence[nn.Module], loop: Sequence[str]) -> None:

@@ -149,8 +149,7 @@ class TrialArray:
         task, size = self.plan.task, len(self.trials)
         objective = task.objective
         loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64), 0
-        self.array.eval()
-        with torch.no_grad():
+        with self.array.evaluating(), torch.no_grad():
             for batch in task.data.held_out(self.plan.eval_limit):
                 *inputs, targets = batch
                 outputs, count = self.array(*inputs), objective.count(batch)
@@ -159,7 +158,6 @@ class TrialArray:
                 if isinstance(outputs, Tensor):
                     hits += torch.stack([objective.hits(own, targets) for own in outputs])
                 total += count
-        self.array.train()
         return [
             Outcome(
                 trial=trial,

@@ -22,6 +22,8 @@ from thinwire.fusion.optimizers.parameter_batch import (
 from thinwire.fusion.store import Selection, owner_of
 
 Numbers = float | Sequence[float] | Tensor
+# Options that change the formula, and that an array has for all its models, or not at all.
+_SHARED = ("amsgrad", "centered", "maximize", "decoupled_weight_decay")
 
 
 class FusedOptimizer(Optimizer):
@@ -205,30 +207,31 @@ class FusedOptimizer(Optimizer):
                 # torch's optimizers have no state before a parameter's first step.
                 if self.state.get(parameter) and float(self.state[parameter]["step"][row]) > 0:
                     state[number] = {name: value[row].clone() for name, value in self.state[parameter].items()}
-            options = self.torch_options(self.hyperparameters(index, place), group)
-            if self.torch_class is not None:
-                # torch adds options that an array has not, such as `foreach`.
-                made = self.torch_class([nn.Parameter(torch.zeros(()))], **options)
-                options = {name: value for name, value in made.param_groups[0].items() if name != "params"}
-            groups.append({**options, "params": list(range(count, count + len(own)))})
+            groups.append({**self._options(index, place), "params": list(range(count, count + len(own)))})
             count += len(own)
         return {"state": state, "param_groups": groups}
+
+    def _options(self, index: int, place: int) -> dict[str, Any]:
+        """Return one model's options in a group, as torch's own optimizer keeps them."""
+        options = self.torch_options(self.hyperparameters(index, place), self.param_groups[place])
+        if self.torch_class is None:
+            return options
+        # torch adds options that an array has not, such as `foreach`.
+        made = self.torch_class([nn.Parameter(torch.zeros(()))], **options)
+        return {name: value for name, value in made.param_groups[0].items() if name != "params"}
 
     @torch.no_grad()
     def insert(self, index: int, state_dict: dict[str, Any]) -> None:
         """Load a slot's state from the `state_dict` of torch's own optimizer, or from `extract`; others are unchanged.
 
         Raises:
-            ConfigError: the numbers of groups or parameters differ.
+            ConfigError: the numbers of groups or parameters differ, or an option that all models share; nothing was
+                changed.
         """
+        self.check_state(index, state_dict)
         self.reset(index)
-        groups = state_dict["param_groups"]
-        if len(groups) != len(self.param_groups):
-            raise ConfigError(f"the state has {len(groups)} groups of parameters, not {len(self.param_groups)}")
-        for group, given in zip(self.param_groups, groups, strict=True):
+        for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own = [p for p in group["params"] if owner_of(p) in (None, index)]
-            if len(own) != len(given["params"]):
-                raise ConfigError(f"the state has {len(given['params'])} parameters in a group of {len(own)}")
             values = dict(given)
             if "betas" in values:
                 values["beta1"], values["beta2"] = values["betas"]
@@ -238,6 +241,27 @@ class FusedOptimizer(Optimizer):
             for parameter, number in zip(own, given["params"], strict=True):
                 self._insert_state(parameter, index, state_dict["state"].get(number, {}), group)
         self._share_step_counters()
+
+    def check_state(self, index: int, state_dict: dict[str, Any]) -> None:
+        """Refuse a state that `insert` could not continue from.
+
+        Raises:
+            ConfigError: the numbers of groups or parameters differ, or an option that all models share.
+        """
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ConfigError(f"the state has {len(groups)} groups of parameters, not {len(self.param_groups)}")
+        for place, (group, given) in enumerate(zip(self.param_groups, groups, strict=True)):
+            own = [p for p in group["params"] if owner_of(p) in (None, index)]
+            if len(own) != len(given["params"]):
+                raise ConfigError(f"the state has {len(given['params'])} parameters in a group of {len(own)}")
+            options = self._options(index, place)
+            for name in _SHARED:
+                if name in options and name in given and given[name] != options[name]:
+                    raise ConfigError(
+                        f"{name}={given[name]} in the state and {options[name]} here, for all models of the array; "
+                        f"continue it by an optimizer with {name}={given[name]}, or train it with {options[name]}"
+                    )
 
     def _insert_state(self, parameter: nn.Parameter, index: int, given: dict[str, Any], group: Group) -> None:
         if not given:
@@ -291,7 +315,7 @@ class FusedOptimizer(Optimizer):
         """Follow `FusedArray.select`: its parameters, all states, hyperparameters and step counts; bitwise."""
         before = self.state
         self.state = type(before)(dict)
-        counters: dict[int, Tensor] = {}
+        counters: dict[tuple[int, int | None], Tensor] = {}
         for group in self.param_groups:
             parameters: list[nn.Parameter] = []
             for old in group["params"]:
@@ -299,9 +323,10 @@ class FusedOptimizer(Optimizer):
                     parameters.append(new)
                     for name, value in (before.get(old) or {}).items():
                         rows = kept.rows(value) if owner_of(old) is None else value.clone()
-                        # Parameters that shared a step counter go on sharing one.
-                        self.state[new][name] = counters.setdefault(id(value), rows) if name == "step" else rows
-            group["params"] = parameters
+                        # Parameters of a slot that shared a step counter go on sharing one.
+                        key = id(value), owner_of(new)
+                        self.state[new][name] = counters.setdefault(key, rows) if name == "step" else rows
+            group["params"] = kept.in_order(parameters)
             for name in self.ranges:
                 group[name] = kept.rows(group[name])
         self.active, self.models = kept.rows(self.active), len(kept.indices)
@@ -311,7 +336,19 @@ class FusedOptimizer(Optimizer):
         return {**super().state_dict(), "active": self.active}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load what `state_dict` returned.
+
+        Raises:
+            ConfigError: it is of another number of models, or of an optimizer that is not an array's.
+        """
+        active = state_dict.get("active")
+        if active is None:
+            raise ConfigError("the state is of one model's optimizer: load it into a slot by insert(slot, state)")
+        if len(active) != self.models:
+            raise ConfigError(
+                f"the state is of {len(active)} models, and there are {self.models}; fuse as many, or use "
+                "fusion.checkpoints, which resizes the array"
+            )
         super().load_state_dict(state_dict)
         self.active = state_dict["active"].clone()
         self._share_step_counters()

@@ -22,6 +22,7 @@ from thinwire.fusion.optimizers.parameter_batch import (
     scale_,
     shift_,
 )
+from thinwire.fusion.store import rows_of
 
 
 class LAMB(FusedOptimizer):
@@ -103,7 +104,7 @@ class LAMB(FusedOptimizer):
 
 def _trust_ratios(parameter: Tensor, direction: Tensor, values: dict[str, Tensor]) -> Tensor:
     """Return each model's trust ratio for one tensor, [models]."""
-    own, step = (torch.linalg.vector_norm(tensor.flatten(1), dim=1) for tensor in (parameter, direction))
+    own, step = (torch.linalg.vector_norm(rows_of(tensor), dim=1) for tensor in (parameter, direction))
     least, most = (values[name].to(own) for name in ("least_trust", "most_trust"))
     bounded = torch.minimum(torch.maximum(own / step, least), most)
     return torch.where((own > 0) & (step > 0), bounded, torch.ones_like(bounded))
