@@ -65,6 +65,15 @@ def test_slow_workers_and_slow_pairs() -> None:
     assert pair.send(0.0, 0, 2, MEGABYTE / 4)[1] == pytest.approx(SECOND / 4 + LATENCY)
 
 
+def test_messages_between_two_workers_share_their_slow_link() -> None:
+    link = wires(2, pairs=(Pair((0, 1), bits_per_second=1e5),))
+    arrived = [link.send(0.0, 0, 1, MEGABYTE)[1] for _ in range(3)]
+    assert arrived == pytest.approx([10 * SECOND + LATENCY, 20 * SECOND + LATENCY, 30 * SECOND + LATENCY])
+    # The other direction is free, and a group of the two has the same link.
+    assert link.send(0.0, 1, 0, MEGABYTE)[1] == pytest.approx(10 * SECOND + LATENCY)
+    assert link.among([1, 0]).send(0.0, 1, 0, MEGABYTE)[1] == pytest.approx(40 * SECOND + LATENCY)
+
+
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_rings_take_the_time_of_their_hops(n: int) -> None:
     one = SECOND / n + LATENCY

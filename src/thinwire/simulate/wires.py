@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
 
-Each interface, in each direction, and each rack's uplink carries one message after the other; a message goes through
-all of them at once, as fast as the slowest (cut-through). So a worker that sends to two others sends to each at half
+Each interface, in each direction, each rack's uplink and each link of a pair that differs carries one message after the
+other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends to two others sends to each at half
 its rate, on average, and one that all send to is the bottleneck that it would be.
 Collectives take the time of Gloo's algorithms on the same interfaces.
 """
@@ -10,7 +10,7 @@ Collectives take the time of Gloo's algorithms on the same interfaces.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from math import inf
 
@@ -113,6 +113,7 @@ class Wires:
         self._out = [Lane() for _ in range(workers)]
         self._in = [Lane() for _ in range(workers)]
         self._uplinks: defaultdict[tuple[str, int], Lane] = defaultdict(Lane)
+        self._links: defaultdict[tuple[int, int], Lane] = defaultdict(Lane)
         self._rings: tuple[Times, Times] | None = None
 
     def among(self, ranks: Sequence[int]) -> Wires:
@@ -149,6 +150,15 @@ class Wires:
         pair = self._pair(src, dst)
         return found if pair is None else min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
 
+    def _between(self, src: int, dst: int) -> Iterator[tuple[Lane, float]]:
+        """What a message goes through between two interfaces: each with its rate, in bytes of payload in a second."""
+        if self._racks is not None and self._rack(src) != self._rack(dst):
+            for uplink in (("up", self._rack(src)), ("down", self._rack(dst))):
+                yield self._uplinks[uplink], self._rack_rate
+        pair = self._pair(src, dst)
+        if pair is not None and pair.bits_per_second < inf:
+            yield self._links[self._ranks[src], self._ranks[dst]], pair.bits_per_second * PAYLOAD_SHARE / 8
+
     def send(self, now: float, src: int, dst: int, nbytes: float) -> tuple[float, float]:
         """Book a message.
 
@@ -159,13 +169,9 @@ class Wires:
         begin, left = self._out[src].book(now, now, seconds)
         latency = self.latency(src, dst)
         head, tail = begin + latency, left + latency
-        if self._racks is not None and self._rack(src) != self._rack(dst):
-            for uplink in (("up", self._rack(src)), ("down", self._rack(dst))):
-                seconds = nbytes / self._rack_rate
-                head, end = self._uplinks[uplink].book(now, head, seconds)
-                tail = max(tail, end)
-        if self._pairs:
-            tail = max(tail, head + nbytes / self.rate(src, dst))
+        for lane, rate in self._between(src, dst):
+            head, end = lane.book(now, head, nbytes / rate)
+            tail = max(tail, end)
         return left, max(tail, self._in[dst].book(now, head, nbytes / self._rates[dst])[1])
 
     # -- collectives ---------------------------------------------------------------------------------------------
