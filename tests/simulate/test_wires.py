@@ -109,6 +109,34 @@ def test_an_all_to_all_sends_everything_at_once(monkeypatch: pytest.MonkeyPatch)
     assert wires(8).all_to_all([0.0] * 8, nbytes) == pytest.approx([expected] * 8)
 
 
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"racks": Racks(4, bits_per_second=1e6, latency=1.0)},
+        {"pairs": (Pair((0, 5), bits_per_second=1e4, latency=9.0),)},
+    ],
+    ids=["racks", "a pair"],
+)
+@pytest.mark.parametrize("operation", ["all_to_all", "all_gather"])
+def test_many_ranks_send_through_uplinks_and_slow_pairs_too(
+    operation: str, differs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes: Any = 4000 if operation == "all_gather" else [[MEGABYTE / 8] * 8] * 8
+    followed = max(getattr(wires(8, **differs), operation)([0.0] * 8, nbytes))
+    monkeypatch.setattr(module, "_MOST_RANKS_OF_ALL_TO_ALL", 4)
+    link = wires(8, **differs)
+    # By the sums of bytes, which are carried without gaps.
+    assert followed / 1.3 < max(getattr(link, operation)([0.0] * 8, nbytes)) <= followed * 1.001
+    if operation == "all_to_all" and "racks" in differs:
+        assert followed == pytest.approx(16 / 8 * SECOND + LATENCY + 1, rel=0.1)
+
+
+def test_what_a_rank_of_many_keeps_for_itself_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_RANKS_OF_ALL_TO_ALL", 4)
+    nbytes = [[MEGABYTE if i == j else 0.0 for j in range(8)] for i in range(8)]
+    assert wires(8).all_to_all([0.0] * 8, nbytes) == pytest.approx([LATENCY] * 8)
+
+
 def broadcast_times(n: int, elements: int) -> list[float]:
     def work(comm: SimulatedComm) -> float:
         comm.broadcast_(torch.zeros(elements, dtype=torch.uint8), 1).wait()

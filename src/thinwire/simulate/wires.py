@@ -2,8 +2,8 @@
 """How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
 
 Each interface, in each direction, each rack's uplink and each link of a pair that differs carries one message after the
-other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends to two others sends to each at half
-its rate, on average, and one that all send to is the bottleneck that it would be.
+other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends to two
+others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
 Collectives take the time of Gloo's algorithms on the same interfaces.
 """
 
@@ -185,15 +185,16 @@ class Wires:
         if nbytes <= DIRECT_GATHER_BYTES and self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
             return self.all_to_all(launched, [[nbytes] * self._workers] * self._workers)
         if nbytes <= DIRECT_GATHER_BYTES:
-            sent = (self._workers - 1) * nbytes / np.array(self._rates)
-            return self._at_once(launched, sent, sent)
+            sums, shape = np.full(self._workers, (self._workers - 1.0) * nbytes), (self._workers, self._workers)
+            return self._at_once(launched, sums, sums, np.broadcast_to(np.array(float(nbytes)), shape))
         return self._ring(launched, self._workers - 1, nbytes)
 
     def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]] | Times) -> list[float]:
         """When each rank has its column; `nbytes[i][j]` is what rank i sends to rank j.
 
         Pairwise: rank i sends to i+1, i+2 and so on, as fast as its interface allows. With many ranks only the sums
-        count: after the last rank has launched, each sends and receives its bytes at its own rate.
+        count: after the last rank has launched, each interface, uplink and link that differs carries its bytes at its
+        rate.
         """
         ranks = range(self._workers)
         if self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
@@ -204,14 +205,40 @@ class Wires:
                     left, arrived = self.send(launched[src], src, dst, nbytes[src][dst])
                     done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
             return done
-        rows, rates = np.asarray(nbytes, dtype=float), np.array(self._rates)
-        return self._at_once(launched, rows.sum(1) / rates, rows.sum(0) / rates)
+        rows = np.asarray(nbytes, dtype=float)
+        own = rows.diagonal()
+        return self._at_once(launched, rows.sum(1) - own, rows.sum(0) - own, rows)
 
-    def _at_once(self, launched: Sequence[float], sent: Times, received: Times) -> list[float]:
-        """When each rank has sent and received for so many seconds, after the last has launched."""
-        begin = float(self._ready(launched).max())
+    def _at_once(self, launched: Sequence[float], out: Times, into: Times, nbytes: Times) -> list[float]:
+        """When each rank has sent its row of bytes and received its column, whose sums are `out` and `into`."""
+        begin, rates = float(self._ready(launched).max()), np.array(self._rates)
+        sent, received, latency = out / rates, into / rates, float(self._latencies().max())
+        taken = np.maximum(sent, received)
+        for ranks, there, back in self._across(nbytes):
+            for uplink, seconds in (("up", there), ("down", back)):
+                self._uplinks[uplink, self._rack(ranks[0])].book(begin, begin, seconds)
+            taken[ranks] = np.maximum(taken[ranks], max(there, back))
+        places = {rank: place for place, rank in enumerate(self._ranks)}
+        for pair in self._pairs.values():
+            if all(rank in places for rank in pair.between):
+                a, b = (places[rank] for rank in pair.between)
+                seconds = max(nbytes[a, b], nbytes[b, a]) * 8 / (pair.bits_per_second * PAYLOAD_SHARE)
+                taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
+                latency = max(latency, self.latency(a, b))
         self._occupy(sent, received, begin)
-        return (begin + self._latencies().max() + np.maximum(sent, received)).tolist()
+        return (begin + latency + taken).tolist()
+
+    def _across(self, nbytes: Times) -> Iterator[tuple[list[int], float, float]]:
+        """Each rack's ranks, and the seconds for which its uplink carries what they send out of it and receive."""
+        if self._racks is None:
+            return
+        racks: defaultdict[int, list[int]] = defaultdict(list)
+        for rank in range(self._workers):
+            racks[self._rack(rank)].append(rank)
+        for ranks in racks.values():
+            within = nbytes[np.ix_(ranks, ranks)].sum()
+            there, back = nbytes[ranks].sum() - within, nbytes[:, ranks].sum() - within
+            yield ranks, float(there / self._rack_rate), float(back / self._rack_rate)
 
     def _ring(self, launched: Sequence[float], hops: int, nbytes: float) -> list[float]:
         """A ring in which each rank passes on, in each hop, what it received in the one before."""
