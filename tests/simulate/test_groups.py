@@ -67,6 +67,18 @@ def test_racks_are_those_of_the_workers_and_not_of_the_group() -> None:
     assert max(run(4, work, network=network)) == 2.0
 
 
+def test_rings_of_groups_share_the_uplinks_of_racks() -> None:
+    def work(comm: SimulatedComm) -> float:
+        pair = comm.among([0, 2] if comm.rank % 2 == 0 else [1, 3])
+        for _ in range(2):
+            pair.all_reduce_(MEGABYTE.clone()).wait()
+        return round(comm.now, 3)
+
+    # Each worker of a rack sends a megabyte through its uplink, in each of two all-reduces.
+    network = Network(bits_per_second=8e6 / PAYLOAD_SHARE, latency=0.0, racks=Racks(2, 8e6 / PAYLOAD_SHARE))
+    assert max(run(4, work, network=network)) == 4.0
+
+
 def test_errors_name_workers_by_their_numbers_among_all() -> None:
     def work(comm: SimulatedComm) -> None:
         comm.compute(1.0)

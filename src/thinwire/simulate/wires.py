@@ -244,7 +244,10 @@ class Wires:
         """A ring in which each rank passes on, in each hop, what it received in the one before."""
         rates, latencies = self._ring_links()
         occupied = nbytes / rates
-        ready = self._ready(launched)
+        ready, uplinks = self._ready(launched), self._ring_uplinks()
+        for lane, rank in uplinks:
+            # Rings of other groups may go through the same uplink.
+            ready[rank] = max(ready[rank], lane.free_from)
         if self._workers <= _MOST_RANKS_OF_A_RING:
             done, free = ready, ready
             for _ in range(hops):
@@ -257,7 +260,10 @@ class Wires:
             laps = hops / self._workers * float((occupied + latencies).sum())
             done = np.full(self._workers, ready.max() + max(laps, hops * float(occupied.max())))
         busy = hops * occupied
-        self._occupy(busy, np.roll(busy, 1), float(ready.max()))
+        begin = float(ready.max())
+        self._occupy(busy, np.roll(busy, 1), begin)
+        for lane, _ in uplinks:
+            lane.book(begin, begin, hops * nbytes / self._rack_rate)
         return done.tolist()
 
     def _ring_links(self) -> tuple[Times, Times]:
@@ -265,6 +271,17 @@ class Wires:
             pairs = [(rank, (rank + 1) % self._workers) for rank in range(self._workers)]
             self._rings = np.array([self.rate(*each) for each in pairs]), self._latencies()
         return self._rings
+
+    def _ring_uplinks(self) -> list[tuple[Lane, int]]:
+        """The uplinks that a ring goes through, each with the rank that sends through it."""
+        if self._racks is None:
+            return []
+        found: list[tuple[Lane, int]] = []
+        for rank in range(self._workers):
+            own, following = self._rack(rank), self._rack((rank + 1) % self._workers)
+            if own != following:
+                found += [(self._uplinks["up", own], rank), (self._uplinks["down", following], rank)]
+        return found
 
     def _latencies(self) -> Times:
         return np.array([self.latency(rank, (rank + 1) % self._workers) for rank in range(self._workers)])
