@@ -203,6 +203,22 @@ def test_other_durations_are_refused_in_words(text: str) -> None:
         parse_distribution(text, argument=f"--compute-time {text}")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (("unifrm", 0.1, 0.2), "kind='unifrm': a duration is constant, uniform"),
+        (("constant", -1.0), "first=-1.0 of a constant duration: must be seconds"),
+        (("lognormal", float("nan"), 0.1), "first=nan"),
+        (("uniform", 0.2, 0.1), "second=0.1 of a uniform duration: must be finite and at least 0.2"),
+        (("normal", 0.2, -0.1), "second=-0.1 of a normal duration: must be finite and at least 0"),
+        (("pareto", 0.1), "second=0.0 of a pareto duration: must be its tail's exponent, such as 2.5"),
+    ],
+)
+def test_durations_that_cannot_be_are_refused(numbers: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Duration(*numbers)
+
+
 def test_a_file_says_all_that_a_network_has() -> None:
     found = load_network(Path(__file__).parents[2] / "examples" / "network.toml")
     assert found == Network(
@@ -235,9 +251,13 @@ def test_a_file_says_all_that_a_network_has() -> None:
         ("workers = [3]", r"must be a list of tables, each under \[\[workers\]\]"),
         ("[[workers]]\nslowdown = 2", r"\[\[workers\]\] number 1: ranks is missing"),
         ("[[workers]]\nranks = 'a'", "must name ranks"),
+        ("[[workers]]\nranks = '15-0'", "'15-0': of a range the lowest rank comes first, such as 0-15"),
+        ("[[workers]]\nranks = []", r"\[\]: must name ranks"),
         ("[[workers]]\nranks = 1\nslowdown = 0", "slowdown=0.0: must be positive"),
         ("[[links]]\nbetween = [1]", "must be two different ranks"),
-        ("[messages]\ndelayed = 3", "delayed=3.0: a share"),
+        ("[messages]\ndelayed = 3\ndelay = '1ms'", "delayed=3.0: a share"),
+        ("[messages]\ndelay = '1ms'", r"\[messages\]: one of delayed and delay alone delays no message"),
+        ("[messages]\ndelayed = 0.1", r"\[messages\]: one of delayed and delay alone delays no message"),
         ("[messages]\novertaking = 1", "must be true or false"),
         ("[compute]\ntime = 'pareto(1)'", r"\[compute\], time: 'pareto\(1\)' cannot be read"),
         ("[[deaths]]\nrank = 1", "the death of rank 1: give either `at` or `step`"),
