@@ -100,9 +100,13 @@ def test_after_a_silent_death_all_ranks_name_it_when_their_time_is_up() -> None:
 
 
 def test_a_death_that_nobody_waits_for_is_no_failure() -> None:
-    ended = simulate.simulate(3, lambda comm: comm.compute(1.0), network=Network(deaths=(Death(1, at=0.5),)))
+    network = Network(deaths=(Death(1, at=0.5),))
+    ended = simulate.simulate(3, lambda comm: comm.compute(1.0), network=network)
     assert not ended.failures
     assert ended.died == {1: 0.5}
+    # Of which `run` has no result.
+    with pytest.raises(PeerLostError, match=r"rank 1 died at 0.5 s and has no result"):
+        simulate.run(3, lambda comm: comm.compute(1.0), network=network)
 
 
 def test_a_failure_of_the_work_is_raised_and_named_to_the_others() -> None:
