@@ -72,12 +72,10 @@ class SimulatedGroup(Connections):
 
     Attributes:
         wires: between its ranks.
-        members: its ranks, by their numbers among all workers.
         parts: groups of some of its ranks, by these and how many such groups were there before.
     """
 
     wires: Wires = field(kw_only=True)
-    members: Sequence[int] = field(kw_only=True)
     collectives: dict[int, Collective] = field(default_factory=dict[int, Collective])
     exchanges: dict[tuple[int, int, int], Exchange] = field(default_factory=dict[tuple[int, int, int], Exchange])
     parts: dict[tuple[tuple[int, ...], int], SimulatedGroup] = field(

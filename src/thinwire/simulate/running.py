@@ -184,5 +184,5 @@ def run(
     for failure in ended.failures.values():
         raise failure
     for rank, at in ended.died.items():
-        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result; simulate(...) returns those of the others")
+        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result; simulate() returns those of the others")
     return list(ended.results)  # pyright: ignore[reportReturnType]
