@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import threading
@@ -21,6 +22,7 @@ from thinwire.doctor.links import Listener, Pair, call, schedule
 from thinwire.doctor.speeds import StepTime
 from thinwire.doctor.verdict import costs_of, network_of
 from thinwire.emulate.worker import WorkerExit
+from thinwire.simulate.wires import Wires
 
 LO = Interface("lo", "127.0.0.1", True, 0, 65536)
 ETH = Interface("eth0", "10.0.0.1", False, 1000, 1500)
@@ -220,6 +222,18 @@ def test_strategies_are_simulated_on_the_measured_links_and_the_slow_one_is_kept
     assert costs["AllReduce()"].seconds == pytest.approx(heavy.seconds + transfer, rel=0.1)
     assert costs["LocalSGD(period=8)"].seconds == pytest.approx(heavy.seconds + transfer / 8, rel=0.1)
     assert costs["AllReduce()"].speed < 1 < costs["LocalSGD(period=8)"].speed
+
+
+def test_a_slow_rank_that_is_far_keeps_its_latency() -> None:
+    pairs = [link(a, b, 35.0 if 1 in (a, b) else 900.0) for a, b in itertools.combinations(range(5), 2)]
+    far = [replace(pair, seconds_per_round_trip=0.08) if 1 in (pair.a, pair.b) else pair for pair in pairs]
+    found = Wires(network_of(replace(seen(5), pairs=far)), 5)
+    assert [found.latency(0, 1), found.latency(1, 4)] == [0.04, 0.04]
+    assert found.latency(0, 2) == 0.0001
+    assert found.rate(0, 1) == pytest.approx(35e6 / 8)
+    # And is not taken for far by what pings vary.
+    near = [replace(pair, seconds_per_round_trip=0.00022) if 1 in (pair.a, pair.b) else pair for pair in pairs]
+    assert network_of(replace(seen(5), pairs=near)).pairs == ()
 
 
 def test_nothing_is_simulated_where_links_were_not_measured() -> None:
