@@ -13,12 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from thinwire.cli import main
 from thinwire.doctor import speeds
 from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.doctor.host import Host, Interface, gloo_address
-from thinwire.doctor.links import Listener, Pair, call, schedule
+from thinwire.doctor.links import Listener, Pair, call, measure, schedule
+from thinwire.doctor.rendezvous import Rendezvous
 from thinwire.doctor.speeds import StepTime
 from thinwire.doctor.verdict import costs_of, network_of
 from thinwire.emulate.worker import WorkerExit
@@ -190,6 +192,28 @@ def test_nobody_behind_a_port_is_told_in_words() -> None:
         port = unused.getsockname()[1]
         pair = call(0, 1, "127.0.0.1", port, bytes(32), seconds=1.0, send_seconds=0.01)
     assert "refused" in pair.problem and str(port) in pair.problem
+
+
+def test_who_answers_no_more_once_connected_is_not_taken_for_a_firewall() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        pair = call(0, 1, "127.0.0.1", port, bytes(32), seconds=0.1, send_seconds=0.01)
+    assert pair.connected and pair.problem == f"127.0.0.1:{port}: no answer within 0.1 s"
+    found = seen()
+    (finding,) = findings_of(replace(found, pairs=[pair, *found.pairs[1:]]))
+    assert (finding.kind, finding.ranks, finding.severity) == ("no-answer", [0, 1], "error")
+    assert "rank 0 connected to rank 1, and then: 127.0.0.1" in finding.text and "--timeout" in finding.fix
+
+
+def test_a_rank_that_cannot_listen_is_named_as_the_one() -> None:
+    store = HashStore()
+    peers, other = Rendezvous(0, 2, store), Rendezvous(1, 2, store)
+    other.put("listener", {"port": 0, "problem": "cannot listen at 10.0.0.9: Cannot assign requested address"})
+    other.put("round/0", 1)
+    addresses = {0: "127.0.0.1", 1: "10.0.0.9"}
+    pairs = measure(peers, [0, 1], addresses, token=bytes(32), budget_seconds=1.0, seconds=5.0)
+    (finding,) = findings_of(replace(seen(2), pairs=pairs))
+    assert finding.text.startswith("rank 0 cannot connect to rank 1: rank 1 cannot listen at 10.0.0.9: Cannot assign")
 
 
 @pytest.mark.parametrize(
