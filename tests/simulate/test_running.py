@@ -161,6 +161,16 @@ def test_a_pause_comes_on_top_of_the_computation() -> None:
     assert simulate.run(2, lambda comm: sums(comm, 4), network=network)[0] == pytest.approx(11.0)
 
 
+def test_a_pause_holds_up_what_is_no_step_too() -> None:
+    def work(comm: SimulatedComm) -> float:
+        for _ in range(2):
+            comm.sleep(2.0)
+        return comm.now
+
+    network = Network(pauses=(simulate.Pause(1, at=0.5, seconds=1.0), simulate.Pause(1, at=4.0, seconds=0.25)))
+    assert simulate.run(2, work, network=network) == [4.0, 5.25]
+
+
 def test_messages_reach_a_paused_worker_when_it_goes_on() -> None:
     def work(comm: SimulatedComm) -> float:
         box = comm.open_mailbox(comm, torch.zeros(2))

@@ -145,8 +145,8 @@ class SimulatedComm(Comm):
         self._step_began = self.step, start, self.now - start
 
     def sleep(self, seconds: float) -> None:
-        """Let virtual time pass, without computing."""
-        self._world.times.sleep(seconds)
+        """Let this worker do something for a while that is no step of its own; pauses come on top."""
+        self._world.take(self.worker, seconds)
 
     def end_step(self) -> None:
         """Write down the training step that the last call of `compute` has begun, if there is one."""

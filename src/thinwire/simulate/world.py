@@ -157,13 +157,18 @@ class World:
             raise Stopped
 
     def compute(self, rank: int, step: int, seconds: float) -> None:
-        """Let a worker compute; pauses come on top."""
+        """Let a worker compute."""
+        start = self.times.now
+        self.take(rank, seconds)
+        if self.record.tracing:
+            self.record.computing[rank].append(Interval("compute", "compute", start, self.times.now, step))
+
+    def take(self, rank: int, seconds: float) -> None:
+        """Let something take a worker so long; pauses come on top."""
         start, before = self.times.now, self._stolen[rank]
         self.times.sleep(seconds)
         while self.times.now < (end := start + seconds + self._stolen[rank] - before):
             self.times.sleep(end - self.times.now)
-        if self.record.tracing:
-            self.record.computing[rank].append(Interval("compute", "compute", start, self.times.now, step))
 
     def ends_step(self, rank: int, step: int, start: float, computed: float) -> None:
         """Write down a step."""
