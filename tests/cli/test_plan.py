@@ -133,6 +133,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--network", "no.toml"], "no.toml: cannot be read"),
         (["--link", "100mbit", "--workers", "0"], "--workers 0: a plan is for 2 to 4096"),
         (["--link", "100mbit", "--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
+        (["--link", "100mbit", "--model", "train:make", "--data", "x"], "--data x with --model: your function reads"),
         (["--doctor", "x.json", "--batch-size", "4"], "its step was timed already; give --task too"),
         (["--doctor", "x.json", "--model-size", "6m"], "its step was timed already; give --task too"),
     ],

@@ -222,6 +222,12 @@ def test_a_rank_that_cannot_listen_is_named_as_the_one() -> None:
         (["--timeout", "0"], "--timeout 0: must be 1 to 600 seconds"),
         (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
+        (
+            ["--model", "train:make", "--model-size", "6m"],
+            "--model-size 6m with --model: your function makes the model",
+        ),
+        (["--model", "train:make", "--data", "files"], "--data files with --model: your function reads its own data"),
+        (["--model", "tests.doctor.planted:swapped"], "returned (function, Linear); must return a model, as of torch"),
         (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
         (["--model", "no_such_module:f"], "--model no_such_module:f: must be module:function"),
         (["--model", "tests.doctor.planted:main"], "--model tests.doctor.planted:main: must be a function"),
