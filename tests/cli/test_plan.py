@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -120,6 +121,11 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--link", "100mbit", "--workers", "1"], "--workers 1: a plan is for 2 to 4096"),
         (["--link", "100mbit", "--step-seconds", "-1"], "--step-seconds -1.0: must be positive"),
         (["--link", "100mbit", "--plot", "plan.txt"], "must end in .png"),
+        (
+            ["--link", "100mbit", "--plot", f"{__file__}/plan.png"],
+            "test_plan.py/plan.png: cannot be written (Not a dir",
+        ),
+        (["--link", "100mbit", "--plot-workers", "5000"], "--plot-workers 5000: must be 2 to 4096"),
         (["--link", "100mbit", "--strategies", "ddp"], "torch's own method"),
         (["--link", "100mbit", "--strategies", "LocalSDG()"], "LocalSGD"),
         (["--link", "100mbit", "--model", "train:make", "--task", "text"], "instead of --task"),
@@ -127,6 +133,7 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--network", "no.toml"], "no.toml: cannot be read"),
         (["--link", "100mbit", "--workers", "0"], "--workers 0: a plan is for 2 to 4096"),
         (["--link", "100mbit", "--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
+        (["--link", "100mbit", "--model", "train:make", "--data", "x"], "--data x with --model: your function reads"),
         (["--doctor", "x.json", "--batch-size", "4"], "its step was timed already; give --task too"),
         (["--doctor", "x.json", "--model-size", "6m"], "its step was timed already; give --task too"),
     ],
@@ -153,6 +160,29 @@ def test_entries_of_a_network_file_that_would_be_ignored_are_refused(
     (tmp_path / "network.toml").write_text(entry)
     assert main(["plan", *QUICK, "--network", str(tmp_path / "network.toml"), "--step-seconds", "0.05"]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plan(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "thinwire.report.crossover", None)
+    monkeypatch.setattr("thinwire.plan.search.Planner.options", lambda _: pytest.fail("it has begun to plan"))
+    options = ["--link", "100mbit", "--step-seconds", "0.05", "--plot", str(tmp_path / "plan.png")]
+    assert main(["plan", *QUICK, *options]) == 2
+    assert "--plot needs" in capsys.readouterr().err
+
+
+def test_an_examination_without_links_is_named_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "doctor.json"
+    step = StepTime("mine", [[1000, 1000]], "float32", 4_000_000, 0.02, 0.03, 0.0, [1.0])
+    apart = Examination(2, "", {}, [Pair(0, 1, problem="refused")], {}, {0: step})
+    for seen, words in (
+        (Examination(1, "", {}, steps={0: step}), "one process alone"),
+        (apart, "2 ranks, of which none"),
+    ):
+        path.write_text(json.dumps({**asdict(seen), "findings": [], "strategies": []}))
+        assert main(["plan", "--doctor", str(path)]) == 2
+        assert f"--doctor {path}: has no link, as it is of {words}" in capsys.readouterr().err
 
 
 def test_a_file_that_the_doctor_did_not_write_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

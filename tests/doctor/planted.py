@@ -85,6 +85,12 @@ def model() -> tuple[nn.Module, object]:
     return network, loss
 
 
+def swapped() -> tuple[object, nn.Module]:
+    """A model and a loss in the wrong order."""
+    network, loss = model()
+    return loss, network
+
+
 def main(faults: str, *options: str) -> int:
     """Plant the faults, and run the command."""
     for fault in faults.split("+"):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import socket
 import threading
@@ -12,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from thinwire.cli import main
 from thinwire.doctor import speeds
 from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.doctor.host import Host, Interface, gloo_address
-from thinwire.doctor.links import Listener, Pair, call, schedule
+from thinwire.doctor.links import Listener, Pair, call, measure, schedule
+from thinwire.doctor.rendezvous import Rendezvous
 from thinwire.doctor.speeds import StepTime
 from thinwire.doctor.verdict import costs_of, network_of
 from thinwire.emulate.worker import WorkerExit
+from thinwire.simulate.wires import Wires
 
 LO = Interface("lo", "127.0.0.1", True, 0, 65536)
 ETH = Interface("eth0", "10.0.0.1", False, 1000, 1500)
@@ -190,12 +194,40 @@ def test_nobody_behind_a_port_is_told_in_words() -> None:
     assert "refused" in pair.problem and str(port) in pair.problem
 
 
+def test_who_answers_no_more_once_connected_is_not_taken_for_a_firewall() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        pair = call(0, 1, "127.0.0.1", port, bytes(32), seconds=0.1, send_seconds=0.01)
+    assert pair.connected and pair.problem == f"127.0.0.1:{port}: no answer within 0.1 s"
+    found = seen()
+    (finding,) = findings_of(replace(found, pairs=[pair, *found.pairs[1:]]))
+    assert (finding.kind, finding.ranks, finding.severity) == ("no-answer", [0, 1], "error")
+    assert "rank 0 connected to rank 1, and then: 127.0.0.1" in finding.text and "--timeout" in finding.fix
+
+
+def test_a_rank_that_cannot_listen_is_named_as_the_one() -> None:
+    store = HashStore()
+    peers, other = Rendezvous(0, 2, store), Rendezvous(1, 2, store)
+    other.put("listener", {"port": 0, "problem": "cannot listen at 10.0.0.9: Cannot assign requested address"})
+    other.put("round/0", 1)
+    addresses = {0: "127.0.0.1", 1: "10.0.0.9"}
+    pairs = measure(peers, [0, 1], addresses, token=bytes(32), budget_seconds=1.0, seconds=5.0)
+    (finding,) = findings_of(replace(seen(2), pairs=pairs))
+    assert finding.text.startswith("rank 0 cannot connect to rank 1: rank 1 cannot listen at 10.0.0.9: Cannot assign")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         (["--timeout", "0"], "--timeout 0: must be 1 to 600 seconds"),
         (["--batch-size", "0"], "--batch-size 0: must be at least 1"),
         (["--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
+        (
+            ["--model", "train:make", "--model-size", "6m"],
+            "--model-size 6m with --model: your function makes the model",
+        ),
+        (["--model", "train:make", "--data", "files"], "--data files with --model: your function reads its own data"),
+        (["--model", "tests.doctor.planted:swapped"], "returned (function, Linear); must return a model, as of torch"),
         (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
         (["--model", "no_such_module:f"], "--model no_such_module:f: must be module:function"),
         (["--model", "tests.doctor.planted:main"], "--model tests.doctor.planted:main: must be a function"),
@@ -220,6 +252,18 @@ def test_strategies_are_simulated_on_the_measured_links_and_the_slow_one_is_kept
     assert costs["AllReduce()"].seconds == pytest.approx(heavy.seconds + transfer, rel=0.1)
     assert costs["LocalSGD(period=8)"].seconds == pytest.approx(heavy.seconds + transfer / 8, rel=0.1)
     assert costs["AllReduce()"].speed < 1 < costs["LocalSGD(period=8)"].speed
+
+
+def test_a_slow_rank_that_is_far_keeps_its_latency() -> None:
+    pairs = [link(a, b, 35.0 if 1 in (a, b) else 900.0) for a, b in itertools.combinations(range(5), 2)]
+    far = [replace(pair, seconds_per_round_trip=0.08) if 1 in (pair.a, pair.b) else pair for pair in pairs]
+    found = Wires(network_of(replace(seen(5), pairs=far)), 5)
+    assert [found.latency(0, 1), found.latency(1, 4)] == [0.04, 0.04]
+    assert found.latency(0, 2) == 0.0001
+    assert found.rate(0, 1) == pytest.approx(35e6 / 8)
+    # And is not taken for far by what pings vary.
+    near = [replace(pair, seconds_per_round_trip=0.00022) if 1 in (pair.a, pair.b) else pair for pair in pairs]
+    assert network_of(replace(seen(5), pairs=near)).pairs == ()
 
 
 def test_nothing_is_simulated_where_links_were_not_measured() -> None:

@@ -15,6 +15,7 @@ from tests.pool import run_processes
 from thinwire import AllReduce, CheckpointError, Comm, ConfigError, MismatchError
 from thinwire.doctor.speeds import StepTime
 from thinwire.plan import auto
+from thinwire.plan import predict as prediction
 from thinwire.plan.candidates import measured
 from thinwire.simulate import Network
 
@@ -114,6 +115,23 @@ def test_the_time_of_an_all_reduce_lies_on_the_line_through_those_that_were_meas
     assert auto.reduce_seconds({1000: 0.1, 3000: 0.3}, 2000) == pytest.approx(0.2)
     assert auto.reduce_seconds({1000: 0.1, 3000: 0.3}, 10_000) == pytest.approx(1.0)
     assert auto.reduce_seconds({1000: 0.1, 3000: 0.05}, 10_000) == pytest.approx(0.1)
+
+
+def test_of_many_ranks_one_is_simulated_while_the_others_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated: list[bool] = []
+    real = prediction.simulate
+
+    def watched(workers: int, work: object, **settings: object) -> object:
+        simulated.append(bool(settings["alike"]))
+        return real(workers, work, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(prediction, "simulate", watched)
+    monkeypatch.setattr(auto, "CANDIDATES", ("AllReduce()", "LocalSGD(period=8)"))
+    model, optimizer = model_and_optimizer()
+    network = Network(bits_per_second=1e6, latency=1e-3)
+    found = auto._decide(optimizer, dict(model.named_parameters()), network, 64)
+    assert found["recipe"] == "LocalSGD(period=8)"
+    assert simulated == [True, True]
 
 
 def test_a_long_step_gets_all_reduce_on_the_same_link(

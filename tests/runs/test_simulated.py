@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import thinwire
+from thinwire import simulate
 from thinwire.cli import main
+from thinwire.emulate import Straggler
+from thinwire.plan.predict import ModelTime
 from thinwire.report.folder import read
 from thinwire.report.table import rows
+from thinwire.runs.virtual import VirtualEngine
+from thinwire.simulate import SimulatedComm
 
 pytest.importorskip("sklearn")
 Capture = pytest.CaptureFixture[str]
@@ -53,6 +60,22 @@ def test_a_network_file_takes_the_place_of_links(capsys: Capture, tmp_path: Path
     given = ("--strategies", "AllReduce()", "--step-seconds", "0.03", "--network", str(file))
     (found,) = compared(capsys, "--simulate", *given, "--out", str(tmp_path / "run"))
     assert found["seconds_per_step"] == pytest.approx(0.23, 0.05)
+
+
+def test_a_pause_within_the_backward_pass_or_the_update_comes_on_top() -> None:
+    def work(comm: SimulatedComm) -> float:
+        model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = thinwire.attach(model, optimizer, "Local()", comm=comm)
+        step = ModelTime(forward=0.5, backward=2.0, update=0.25)
+        engine = VirtualEngine(worker, optimizer, comm, step, Straggler())
+        engine.backward(model(torch.ones(2)).sum())
+        engine.update()
+        return comm.now
+
+    assert simulate.run(1, work) == [2.75]
+    pauses = (simulate.Pause(0, at=1.0, seconds=4.0), simulate.Pause(0, at=6.6, seconds=8.0))
+    assert simulate.run(1, work, network=simulate.Network(pauses=pauses)) == pytest.approx([14.75])
 
 
 def test_a_slow_worker_of_the_file_is_slow_in_its_whole_step(capsys: Capture, tmp_path: Path) -> None:

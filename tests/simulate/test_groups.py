@@ -67,6 +67,18 @@ def test_racks_are_those_of_the_workers_and_not_of_the_group() -> None:
     assert max(run(4, work, network=network)) == 2.0
 
 
+def test_rings_of_groups_share_the_uplinks_of_racks() -> None:
+    def work(comm: SimulatedComm) -> float:
+        pair = comm.among([0, 2] if comm.rank % 2 == 0 else [1, 3])
+        for _ in range(2):
+            pair.all_reduce_(MEGABYTE.clone()).wait()
+        return round(comm.now, 3)
+
+    # Each worker of a rack sends a megabyte through its uplink, in each of two all-reduces.
+    network = Network(bits_per_second=8e6 / PAYLOAD_SHARE, latency=0.0, racks=Racks(2, 8e6 / PAYLOAD_SHARE))
+    assert max(run(4, work, network=network)) == 4.0
+
+
 def test_errors_name_workers_by_their_numbers_among_all() -> None:
     def work(comm: SimulatedComm) -> None:
         comm.compute(1.0)
@@ -80,6 +92,27 @@ def test_errors_name_workers_by_their_numbers_among_all() -> None:
     assert "rank 2, step 0" in str(ended.failures[2]) and "rank 3 is lost" in str(ended.failures[2])
     silent = simulate(4, work, network=Network(deaths=(Death(rank=3, at=0.5, silent=True),)), timeout=5.0)
     assert isinstance(silent.failures[2], CommTimeoutError) and "rank 3 is not answering" in str(silent.failures[2])
+
+
+def test_groups_without_the_lost_rank_go_on() -> None:
+    def work(comm: SimulatedComm) -> str:
+        pair = comm.among([0, 1] if comm.rank < 2 else [2, 3])
+        for _ in range(3):
+            comm.compute(1.0)
+            pair.all_reduce_(torch.ones(2)).wait()
+        try:
+            comm.all_reduce_(torch.ones(2)).wait()
+        except PeerLostError as error:
+            return f"{comm.now:.0f} s: {error}"
+        return ""
+
+    ended = simulate(4, work, network=Network(deaths=(Death(rank=3, at=0.5),)))
+    assert "step 0, all_reduce of 2 x float32: rank 3 is lost" in str(ended.failures[2]) and set(ended.failures) == {2}
+    for rank in (0, 1):
+        # Until the call of all ranks.
+        assert ended.results[rank] == (
+            f"3 s: rank {rank}, step 0, all_reduce of 2 x float32: rank 3 is lost (died at 0.5 s)"
+        )
 
 
 def test_a_group_without_this_rank_and_mailboxes_in_groups_are_refused() -> None:

@@ -100,9 +100,13 @@ def test_after_a_silent_death_all_ranks_name_it_when_their_time_is_up() -> None:
 
 
 def test_a_death_that_nobody_waits_for_is_no_failure() -> None:
-    ended = simulate.simulate(3, lambda comm: comm.compute(1.0), network=Network(deaths=(Death(1, at=0.5),)))
+    network = Network(deaths=(Death(1, at=0.5),))
+    ended = simulate.simulate(3, lambda comm: comm.compute(1.0), network=network)
     assert not ended.failures
     assert ended.died == {1: 0.5}
+    # Of which `run` has no result.
+    with pytest.raises(PeerLostError, match=r"rank 1 died at 0.5 s and has no result"):
+        simulate.run(3, lambda comm: comm.compute(1.0), network=network)
 
 
 def test_a_failure_of_the_work_is_raised_and_named_to_the_others() -> None:
@@ -155,6 +159,16 @@ def test_what_ranks_were_started_with_is_compared() -> None:
 def test_a_pause_comes_on_top_of_the_computation() -> None:
     network = Network(latency=0.0, bits_per_second=1e12, pauses=(simulate.Pause(1, at=2.5, seconds=7.0),))
     assert simulate.run(2, lambda comm: sums(comm, 4), network=network)[0] == pytest.approx(11.0)
+
+
+def test_a_pause_holds_up_what_is_no_step_too() -> None:
+    def work(comm: SimulatedComm) -> float:
+        for _ in range(2):
+            comm.sleep(2.0)
+        return comm.now
+
+    network = Network(pauses=(simulate.Pause(1, at=0.5, seconds=1.0), simulate.Pause(1, at=4.0, seconds=0.25)))
+    assert simulate.run(2, work, network=network) == [4.0, 5.25]
 
 
 def test_messages_reach_a_paused_worker_when_it_goes_on() -> None:

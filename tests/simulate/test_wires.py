@@ -65,6 +65,15 @@ def test_slow_workers_and_slow_pairs() -> None:
     assert pair.send(0.0, 0, 2, MEGABYTE / 4)[1] == pytest.approx(SECOND / 4 + LATENCY)
 
 
+def test_messages_between_two_workers_share_their_slow_link() -> None:
+    link = wires(2, pairs=(Pair((0, 1), bits_per_second=1e5),))
+    arrived = [link.send(0.0, 0, 1, MEGABYTE)[1] for _ in range(3)]
+    assert arrived == pytest.approx([10 * SECOND + LATENCY, 20 * SECOND + LATENCY, 30 * SECOND + LATENCY])
+    # The other direction is free, and a group of the two has the same link.
+    assert link.send(0.0, 1, 0, MEGABYTE)[1] == pytest.approx(10 * SECOND + LATENCY)
+    assert link.among([1, 0]).send(0.0, 1, 0, MEGABYTE)[1] == pytest.approx(40 * SECOND + LATENCY)
+
+
 @pytest.mark.parametrize("n", [2, 3, 8])
 def test_rings_take_the_time_of_their_hops(n: int) -> None:
     one = SECOND / n + LATENCY
@@ -98,6 +107,34 @@ def test_an_all_to_all_sends_everything_at_once(monkeypatch: pytest.MonkeyPatch)
     assert wires(8).all_to_all([0.0] * 8, nbytes) == pytest.approx([expected] * 8)
     monkeypatch.setattr(module, "_MOST_RANKS_OF_ALL_TO_ALL", 4)
     assert wires(8).all_to_all([0.0] * 8, nbytes) == pytest.approx([expected] * 8)
+
+
+@pytest.mark.parametrize(
+    "differs",
+    [
+        {"racks": Racks(4, bits_per_second=1e6, latency=1.0)},
+        {"pairs": (Pair((0, 5), bits_per_second=1e4, latency=9.0),)},
+    ],
+    ids=["racks", "a pair"],
+)
+@pytest.mark.parametrize("operation", ["all_to_all", "all_gather"])
+def test_many_ranks_send_through_uplinks_and_slow_pairs_too(
+    operation: str, differs: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nbytes: Any = 4000 if operation == "all_gather" else [[MEGABYTE / 8] * 8] * 8
+    followed = max(getattr(wires(8, **differs), operation)([0.0] * 8, nbytes))
+    monkeypatch.setattr(module, "_MOST_RANKS_OF_ALL_TO_ALL", 4)
+    link = wires(8, **differs)
+    # By the sums of bytes, which are carried without gaps.
+    assert followed / 1.3 < max(getattr(link, operation)([0.0] * 8, nbytes)) <= followed * 1.001
+    if operation == "all_to_all" and "racks" in differs:
+        assert followed == pytest.approx(16 / 8 * SECOND + LATENCY + 1, rel=0.1)
+
+
+def test_what_a_rank_of_many_keeps_for_itself_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MOST_RANKS_OF_ALL_TO_ALL", 4)
+    nbytes = [[MEGABYTE if i == j else 0.0 for j in range(8)] for i in range(8)]
+    assert wires(8).all_to_all([0.0] * 8, nbytes) == pytest.approx([LATENCY] * 8)
 
 
 def broadcast_times(n: int, elements: int) -> list[float]:
@@ -166,6 +203,22 @@ def test_other_durations_are_refused_in_words(text: str) -> None:
         parse_distribution(text, argument=f"--compute-time {text}")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "words"),
+    [
+        (("unifrm", 0.1, 0.2), "kind='unifrm': a duration is constant, uniform"),
+        (("constant", -1.0), "first=-1.0 of a constant duration: must be seconds"),
+        (("lognormal", float("nan"), 0.1), "first=nan"),
+        (("uniform", 0.2, 0.1), "second=0.1 of a uniform duration: must be finite and at least 0.2"),
+        (("normal", 0.2, -0.1), "second=-0.1 of a normal duration: must be finite and at least 0"),
+        (("pareto", 0.1), "second=0.0 of a pareto duration: must be its tail's exponent, such as 2.5"),
+    ],
+)
+def test_durations_that_cannot_be_are_refused(numbers: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Duration(*numbers)
+
+
 def test_a_file_says_all_that_a_network_has() -> None:
     found = load_network(Path(__file__).parents[2] / "examples" / "network.toml")
     assert found == Network(
@@ -198,9 +251,13 @@ def test_a_file_says_all_that_a_network_has() -> None:
         ("workers = [3]", r"must be a list of tables, each under \[\[workers\]\]"),
         ("[[workers]]\nslowdown = 2", r"\[\[workers\]\] number 1: ranks is missing"),
         ("[[workers]]\nranks = 'a'", "must name ranks"),
+        ("[[workers]]\nranks = '15-0'", "'15-0': of a range the lowest rank comes first, such as 0-15"),
+        ("[[workers]]\nranks = []", r"\[\]: must name ranks"),
         ("[[workers]]\nranks = 1\nslowdown = 0", "slowdown=0.0: must be positive"),
         ("[[links]]\nbetween = [1]", "must be two different ranks"),
-        ("[messages]\ndelayed = 3", "delayed=3.0: a share"),
+        ("[messages]\ndelayed = 3\ndelay = '1ms'", "delayed=3.0: a share"),
+        ("[messages]\ndelay = '1ms'", r"\[messages\]: one of delayed and delay alone delays no message"),
+        ("[messages]\ndelayed = 0.1", r"\[messages\]: one of delayed and delay alone delays no message"),
         ("[messages]\novertaking = 1", "must be true or false"),
         ("[compute]\ntime = 'pareto(1)'", r"\[compute\], time: 'pareto\(1\)' cannot be read"),
         ("[[deaths]]\nrank = 1", "the death of rank 1: give either `at` or `step`"),

@@ -68,6 +68,8 @@ class Emulate:
             raise ConfigError(f"--workers {self.workers}: must be at least 1")
         if not self.timeout > 0:
             raise ConfigError(f"--timeout {self.timeout:g}: must be positive seconds; a day is 86400")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed}: must be a whole number from 0, as workers read it")
         if not self.command:
             raise ConfigError("there is no command to run; write it after --, such as -- python train.py")
         parse_stragglers(self.slow, self.stall, workers=self.workers, seed=self.seed)

@@ -13,6 +13,7 @@ from thinwire.cli.console import err, out
 from thinwire.cli.network_words import differences, rates_differ
 from thinwire.errors import ConfigError
 from thinwire.report.units import digits, nbytes, rate, seconds
+from thinwire.storage.files import check_writable
 
 if TYPE_CHECKING:
     from thinwire.doctor.findings import Examination
@@ -92,6 +93,12 @@ class Plan:
         from thinwire.plan.search import Planner, choose
 
         seen = self._examination()
+        if seen is not None and all(pair.problem for pair in seen.pairs):
+            ranks = "one process alone" if seen.size == 1 else f"{seen.size} ranks, of which none reached another"
+            raise ConfigError(
+                f"--doctor {self.doctor}: has no link, as it is of {ranks}; start the doctor on all machines or with "
+                "--workers, or give --link"
+            )
         workers = self.workers if self.workers is not None else (seen.size if seen else 4)
         if not _FEWEST <= workers <= _MOST:
             raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
@@ -106,7 +113,7 @@ class Plan:
         _tell("what would change the choice")
         crossings = planner.crossings()
         if self.plot is not None:
-            _draw(self.plot, planner, options, chosen, min(self.plot_workers, _MOST))
+            _draw(self.plot, planner, options, chosen, self.plot_workers)
         if self.json:
             out.print(json_text.dumps(_as_json(planner, step, options, chosen, crossings)), markup=False)
         else:
@@ -142,10 +149,10 @@ class Plan:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
-        if self.plot_workers < _FEWEST:
-            raise ConfigError(f"--plot-workers {self.plot_workers}: must be at least {_FEWEST}")
-        if self.plot is not None and self.plot.suffix.lower() not in (".png", ".svg", ".pdf"):
-            raise ConfigError(f"--plot {self.plot}: must end in .png, .svg or .pdf")
+        if not _FEWEST <= self.plot_workers <= _MOST:
+            raise ConfigError(f"--plot-workers {self.plot_workers}: must be {_FEWEST} to {_MOST}")
+        if self.plot is not None:
+            _check_plot(self.plot)
 
     def _examination(self) -> Examination | None:
         from thinwire.doctor.reading import read_examination
@@ -245,6 +252,26 @@ def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimize
     return Job(shapes, workers, network, time, getattr(torch, step.dtype), optimizer)
 
 
+def _check_plot(path: Path) -> None:
+    """Refuse a picture that cannot be drawn, before a plan takes minutes.
+
+    Raises:
+        ConfigError: its suffix, a missing package, or a place that cannot be written to.
+    """
+    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--plot {path}: must end in .png, .svg or .pdf")
+    try:
+        import thinwire.report.crossover  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ModuleNotFoundError as missing:
+        raise ConfigError(f"--plot needs {missing.name} for its drawing; pip install 'thinwire[report]'") from None
+    try:
+        check_writable(path)
+    except OSError as error:
+        raise ConfigError(
+            f"--plot {path}: cannot be written ({error.strerror}); name a file in a folder you may write to"
+        ) from None
+
+
 def _tell(what: str) -> None:
     if err.is_terminal:
         err.print(f"[dim]{what} ...[/]")
@@ -255,11 +282,8 @@ def _tell(what: str) -> None:
 
 def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, most: int) -> None:
     from thinwire.plan.sweeps import LATENCIES, RATES, by_latency, by_rate, by_workers, recipes_to_draw
+    from thinwire.report.crossover import Sweep, draw_crossovers
 
-    try:
-        from thinwire.report.crossover import Sweep, draw_crossovers
-    except ModuleNotFoundError as missing:
-        raise ConfigError(f"--plot needs {missing.name} for its drawing; pip install 'thinwire[report]'") from None
     job = planner.job
     recipes = recipes_to_draw(options, chosen.recipe)
     _tell("the picture")

@@ -34,8 +34,7 @@ def step_of(
     """
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be at least 1")
-    if model is not None and batch_size is not None:
-        raise ConfigError(f"--batch-size {batch_size} with --model: your function makes the batches")
+    _check_alone(model, model_size, batch_size, data)
     import torch
 
     from thinwire import tasks
@@ -69,6 +68,7 @@ def shapes_of(
     Raises:
         ConfigError: one of them cannot be, or nothing in the model is trained.
     """
+    _check_alone(model, model_size, batch_size, data)
     import torch
 
     from thinwire import tasks
@@ -114,6 +114,18 @@ def language_model(
     )
 
 
+def _check_alone(model: str | None, model_size: str | None, batch_size: int | None, data: Path | None) -> None:
+    """Refuse what belongs to a task's model beside one of the user's.
+
+    Raises:
+        ConfigError: with the option.
+    """
+    makes = {"batch-size": "makes the batches", "model-size": "makes the model", "data": "reads its own data"}
+    for name, value in (("batch-size", batch_size), ("model-size", model_size), ("data", data)):
+        if model is not None and value is not None:
+            raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}; leave it out")
+
+
 def _own_model(place: str) -> Any:
     """A user's model and loss, from module:function."""
     module, _, name = place.partition(":")
@@ -130,10 +142,14 @@ def _own_model(place: str) -> Any:
         raise ConfigError(
             f"--model {place}: must be a function that can be called without arguments ({error})"
         ) from None
+    from torch import nn
+
     made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[1])):
+    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
+        kind = type(made).__name__
+        found = f"({', '.join(type(each).__name__ for each in made)})" if isinstance(made, tuple) else kind
         raise ConfigError(
-            f"--model {place}: returned {type(made).__name__}; must return a model and a function without arguments "
-            "that computes the loss of a batch"
+            f"--model {place}: returned {found}; must return a model, as of torch.nn.Module, and a function without "
+            "arguments that computes the loss of a batch"
         )
     return made

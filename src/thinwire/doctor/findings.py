@@ -181,7 +181,7 @@ def _connections(seen: Examination) -> Iterator[Finding]:
     failed = [pair for pair in seen.pairs if pair.problem]
     # A rank that none can reach is one finding, not one for each of the others.
     for rank in sorted(seen.hosts):
-        mine = [pair for pair in failed if rank in (pair.a, pair.b)]
+        mine = [pair for pair in failed if rank in (pair.a, pair.b) and not pair.connected]
         if len(mine) > 1 and len(mine) == len(seen.hosts) - 1:
             failed = [pair for pair in failed if pair not in mine]
             yield Finding(
@@ -193,11 +193,21 @@ def _connections(seen: Examination) -> Iterator[Finding]:
                 "the interface is the right one, and that the address is not behind NAT",
             )
     for pair in failed:
+        if pair.connected:
+            yield Finding(
+                "no-answer",
+                "error",
+                [pair.a, pair.b],
+                f"rank {pair.a} connected to rank {pair.b}, and then: {pair.problem}",
+                "raise --timeout if this link has less than some hundred kbit/s; see whether the process is suspended, "
+                "and whether something on the way, such as a VPN, drops large packets (lower the interfaces' MTU)",
+            )
+            continue
         yield Finding(
             "blocked-port",
             "error",
             [pair.a, pair.b],
-            f"rank {pair.a} cannot connect to rank {pair.b} at {pair.problem}",
+            f"rank {pair.a} cannot connect to rank {pair.b}: {pair.problem}",
             "open the TCP ports between these two machines (Gloo's are chosen by the system, from "
             "/proc/sys/net/ipv4/ip_local_port_range); check NAT and routes",
         )

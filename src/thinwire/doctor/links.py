@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from thinwire.doctor.rendezvous import Rendezvous
 
@@ -46,6 +47,7 @@ class Pair:
         both: in the slower direction, while both send.
         several: from `a` to `b`, with four streams together.
         clock_offset: by how many seconds `b`'s clock is ahead of `a`'s.
+        connected: whether there was a connection; a problem then came later.
     """
 
     a: int
@@ -57,6 +59,7 @@ class Pair:
     both: float = 0.0
     several: float = 0.0
     clock_offset: float = 0.0
+    connected: bool = False
 
     @property
     def rate(self) -> float:
@@ -166,9 +169,11 @@ def call(
     clock: Clock = time.time,
 ) -> Pair:
     """Measure the link to another rank, which answers at its `Listener` meanwhile."""
+    connected = False
     with ExitStack() as stack:
         try:
             lines = [stack.enter_context(_connect(address, port, seconds)) for _ in range(STREAMS)]
+            connected = True
             for stream, line in enumerate(lines):
                 line.sendall(token + _HELLO.pack(rank, stream))
             trips, offsets = _ping(lines[0], clock)
@@ -179,10 +184,11 @@ def call(
             ends = [_beside(lambda line=line: _send_for(line, send_seconds)) for line in lines]
             several = sum(end() for end in ends)
         except OSError as error:
-            return Pair(rank, other, problem=f"{address}:{port}: {_words(error, seconds)}")
+            words = _words(error, seconds) if connected else _words_of_connecting(error, seconds)
+            return Pair(rank, other, problem=f"{address}:{port}: {words}", connected=connected)
     # The offset of the fastest round trip is the least disturbed.
     offset = offsets[trips.index(min(trips))]
-    return Pair(rank, other, "", median(trips), there, back, both, several, offset)
+    return Pair(rank, other, "", median(trips), there, back, both, several, offset, True)
 
 
 def measure(
@@ -226,7 +232,7 @@ def measure(
         if pair is None:
             continue
         a, b = pair
-        problems = [listeners.get(rank, {"problem": "did not answer"})["problem"] for rank in pair]
+        problems = [_problem(rank, listeners.get(rank)) for rank in pair]
         if any(problems):
             if peers.rank == a:
                 found.append(Pair(a, b, problem=next(filter(None, problems))))
@@ -338,7 +344,20 @@ def _beside(work: Callable[[], float]) -> Callable[[], float]:
     return result
 
 
+def _problem(rank: int, listener: dict[str, Any] | None) -> str:
+    """Why nobody can connect to a rank, by what it has told of its listener; "" if somebody can."""
+    if listener is None:
+        return f"rank {rank} did not answer"
+    return f"rank {rank} {listener['problem']}" if listener["problem"] else ""
+
+
 def _words(error: OSError, seconds: float) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {seconds:g} s"
+    return error.strerror or str(error)
+
+
+def _words_of_connecting(error: OSError, seconds: float) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {min(seconds, _CONNECT_SECONDS):g} s; a firewall may drop the packets"
     if isinstance(error, ConnectionRefusedError):

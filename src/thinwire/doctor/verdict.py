@@ -30,7 +30,7 @@ RECIPES = (
 """From those that change training least to those that send least."""
 
 MOST_WORKERS = 32
-_SLOW = 0.8
+_SLOW, _FAR = 0.8, 1.5
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Cost:
 def network_of(seen: Examination) -> Network:
     """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ.
 
-    Where all are alike, rate and latency are those at which all-reduces take as long as they were measured to take.
+    Where rates are alike, rate and latency are those at which all-reduces take as long as they were measured to take.
+    A slow rank's pairs have their own latencies where they are far.
 
     Raises:
         ConfigError: no link was measured.
@@ -66,13 +67,15 @@ def network_of(seen: Examination) -> Network:
     fast, best = rates_of(good)
     specials = tuple(Special((rank,), rate / PAYLOAD_SHARE) for rank, rate in best.items() if rate < _SLOW * fast)
     slow = {rank for special in specials for rank in special.ranks}
-    pairs = tuple(
-        Pair((pair.a, pair.b), pair.rate / PAYLOAD_SHARE, pair.seconds_per_round_trip / 2)
-        for pair in good
-        if pair.rate < _SLOW * fast and not {pair.a, pair.b} & slow
-    )
     latency = median(pair.seconds_per_round_trip for pair in good) / 2
-    network = Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=pairs)
+    pairs: list[Pair] = []
+    for pair in good:
+        one_way = pair.seconds_per_round_trip / 2
+        if {pair.a, pair.b} & slow:
+            pairs += [Pair((pair.a, pair.b), latency=one_way)] if one_way > _FAR * latency else []
+        elif pair.rate < _SLOW * fast:
+            pairs.append(Pair((pair.a, pair.b), pair.rate / PAYLOAD_SHARE, one_way))
+    network = Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=tuple(pairs))
     return fitted(network, seen.all_reduces, seen.size)
 
 

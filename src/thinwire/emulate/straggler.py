@@ -128,15 +128,16 @@ def _entries(text: str | None, parts: int, workers: int, *, argument: str) -> li
     """Pairs of a rank and its entry; entries for all workers come first, so that a worker's own replaces them."""
     if text is None:
         return []
-    common: list[tuple[int, str]] = []
-    own: list[tuple[int, str]] = []
+    entries: dict[int | None, str] = {}
     for entry in text.split(","):
-        if entry.count(":") < parts:
-            common += [(rank, entry) for rank in range(workers)]
-            continue
-        rank, rest = split_rank(entry.strip(), workers, argument=argument)
-        own += [] if rank is None else [(rank, rest)]
-    return common + own
+        alone = entry.count(":") < parts
+        rank, rest = (None, entry) if alone else split_rank(entry.strip(), workers, argument=argument)
+        if rank in entries:
+            whose = "all workers" if rank is None else f"worker {rank}"
+            raise ConfigError(f"{argument}: has {whose} twice; keep one of the entries")
+        entries[rank] = rest
+    common = [(rank, entries[None]) for rank in range(workers)] if None in entries else []
+    return common + [(rank, rest) for rank, rest in entries.items() if rank is not None]
 
 
 def _parse_factor(text: str, *, argument: str) -> float:

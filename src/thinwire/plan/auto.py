@@ -26,7 +26,7 @@ from thinwire.errors import ConfigError
 from thinwire.plan.candidates import CANDIDATES, DENSE, measured
 from thinwire.plan.networks import network_of_all_reduces
 from thinwire.plan.predict import ModelTime, own_work
-from thinwire.plan.search import Job, Planner, choose
+from thinwire.plan.search import FEW_WORKERS, Job, Planner, choose
 from thinwire.report.units import rate, seconds
 from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy
@@ -128,8 +128,9 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
         )
         return [each / share for each in timed]
 
-    # The learning rate stays as it is.
-    options = Planner(job, recipes, table=measured(tuned=False), own=own).options()
+    # The learning rate stays as it is. The other ranks wait, and not longer than their timeout.
+    planner = Planner(job, recipes, table=measured(tuned=False), own=own, most_workers=FEW_WORKERS)
+    options = planner.options()
     dense = next(each for each in options if each.recipe == DENSE)
     found = choose([each for each in options if each.recipe == DENSE or each.steps <= MOST_STEPS])
     chosen = found if found.to_loss * WORTH <= dense.to_loss else dense

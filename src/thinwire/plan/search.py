@@ -29,7 +29,9 @@ NEARLY = 1.05
 SLOWEST, FASTEST = 1e7, 1e11
 """Bits per second between which another choice is looked for."""
 _MOST_TIMED_ELEMENTS = 1 << 21
-_FEW_TENSORS, _FEW_WORKERS = 6, 8
+FEW_WORKERS = 8
+"""As many are simulated each on its own where bytes need not be exact."""
+_FEW_TENSORS = 6
 _MOST_SPLIT_WORKERS = 8  # every rank of a mesh splits a model
 _PRECISE = 1.05
 _STRIDE = 10**0.5
@@ -140,6 +142,7 @@ class Planner:
         own: seconds that a strategy computes itself in each step of a period; timed here unless given.
         tell: called with each recipe before it is simulated.
         model: what could be split over meshes of few workers; they are predicted on the job's own network only.
+        most_workers: of more, one stands for all where all do the same, which takes much less time; see `predict`.
     """
 
     job: Job
@@ -148,6 +151,7 @@ class Planner:
     own: OwnSeconds | None = None
     tell: Callable[[str], None] = lambda _: None
     model: LanguageModel | None = None
+    most_workers: int = MOST_WORKERS
     _own: dict[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
     _coarse: dict[tuple[str, Network, int], Option] = field(default_factory=dict[tuple[str, Network, int], Option])
 
@@ -260,7 +264,7 @@ class Planner:
                 own_seconds=self._own_seconds(recipe, strategy),
                 dtype=job.dtype,
                 # How a choice depends on the network needs no exact bytes.
-                most_workers=MOST_WORKERS if job is self.job else _FEW_WORKERS,
+                most_workers=self.most_workers if job is self.job else FEW_WORKERS,
             )
         except ConfigError as refusal:
             return Option(recipe, None, accuracy, str(refusal))

@@ -33,7 +33,7 @@ class VirtualEngine(ThinwireEngine):
         super().__init__(worker, optimizer)
         self._comm, self._step_time, self._straggler = comm, step, straggler
         self._factor = straggler.factor * comm.slowdown
-        self._begun = 0.0
+        self._passed = 0.0  # share of the backward pass
         trained = [p for p in worker.model.parameters() if p.requires_grad]
         for parameter, share in zip(trained, step.ready or _by_elements(trained), strict=True):
             # Before the gradient is added up, which hands it to the strategy.
@@ -45,7 +45,7 @@ class VirtualEngine(ThinwireEngine):
         comm.step = self.step
         # The comm slows down what it is told to compute; a stall takes as long on every worker.
         comm.compute(step.forward * self._straggler.factor + self._straggler.stall(self.step) / comm.slowdown)
-        self._begun = comm.now
+        self._passed = 0.0
         super().backward(loss)
         self._sleep_until(1.0)
 
@@ -59,9 +59,10 @@ class VirtualEngine(ThinwireEngine):
 
     def _sleep_until(self, share: float) -> None:
         """Let time pass until this share of the backward pass is over."""
-        end = self._begun + share * self._step_time.backward * self._factor
-        if end > self._comm.now:
-            self._comm.sleep(end - self._comm.now)
+        if share > self._passed:
+            # Not until a time: what comes between, as a pause does, holds up the rest.
+            self._comm.sleep((share - self._passed) * self._step_time.backward * self._factor)
+            self._passed = share
 
 
 def _by_elements(parameters: Sequence[Tensor]) -> list[float]:

@@ -72,12 +72,10 @@ class SimulatedGroup(Connections):
 
     Attributes:
         wires: between its ranks.
-        members: its ranks, by their numbers among all workers.
         parts: groups of some of its ranks, by these and how many such groups were there before.
     """
 
     wires: Wires = field(kw_only=True)
-    members: Sequence[int] = field(kw_only=True)
     collectives: dict[int, Collective] = field(default_factory=dict[int, Collective])
     exchanges: dict[tuple[int, int, int], Exchange] = field(default_factory=dict[tuple[int, int, int], Exchange])
     parts: dict[tuple[tuple[int, ...], int], SimulatedGroup] = field(
@@ -147,8 +145,8 @@ class SimulatedComm(Comm):
         self._step_began = self.step, start, self.now - start
 
     def sleep(self, seconds: float) -> None:
-        """Let virtual time pass, without computing."""
-        self._world.times.sleep(seconds)
+        """Let this worker do something for a while that is no step of its own; pauses come on top."""
+        self._world.take(self.worker, seconds)
 
     def end_step(self) -> None:
         """Write down the training step that the last call of `compute` has begun, if there is one."""

@@ -12,6 +12,7 @@ from thinwire.emulate.units import parse_duration
 from thinwire.errors import ConfigError
 
 _FORM = re.compile(r"([a-z]+)\(([^()]*)\)")
+_KINDS = ("constant", "uniform", "normal", "exponential", "lognormal", "pareto")
 _RULE = (
     "write a duration such as 50ms, or uniform(40ms, 60ms), normal(50ms, 5ms), exponential(50ms), lognormal(50ms, 0.3) "
     "or pareto(50ms, 2.5)"
@@ -29,6 +30,9 @@ class Duration:
         first: the first number, in seconds.
         second: the second one, in the unit of its kind.
 
+    Raises:
+        ConfigError: there is no such kind, or a number is out of its range.
+
     Example:
         >>> from random import Random
         >>> from thinwire.simulate.durations import parse_distribution
@@ -42,6 +46,17 @@ class Duration:
     kind: str = "constant"
     first: float = 0.0
     second: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in _KINDS:
+            raise ConfigError(f"kind={self.kind!r}: a duration is {', '.join(_KINDS[:-1])} or {_KINDS[-1]}")
+        if not 0 <= self.first < inf:
+            raise ConfigError(f"first={self.first} of a {self.kind} duration: must be seconds, finite and not negative")
+        least = {"uniform": self.first, "normal": 0.0, "lognormal": 0.0, "pareto": 0.0}.get(self.kind)
+        if least is not None and not least <= self.second < inf:
+            raise ConfigError(f"second={self.second} of a {self.kind} duration: must be finite and at least {least:g}")
+        if self.kind == "pareto" and not self.second:
+            raise ConfigError(f"second={self.second} of a pareto duration: must be its tail's exponent, such as 2.5")
 
     def draw(self, random: Random) -> float:
         """Draw one."""

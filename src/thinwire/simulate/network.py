@@ -246,6 +246,8 @@ def read_network(table: Table, *, name: str = "network") -> Network:
         f"{name}: [messages]",
         {"delayed": _number, "delay": _duration, "overtaking": _flag},
     )
+    if ("delay" in messages) != ("delayed" in messages):
+        raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message; give both")
     compute = _read(top.get("compute", {}), f"{name}: [compute]", {"time": _duration})
     racks = None
     if "racks" in top:
@@ -348,6 +350,8 @@ def _flag(value: Any, where: str) -> bool:
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
     """A rank, a list of ranks, or text such as "0-15, 20"."""
     if isinstance(value, list):
+        if not value:
+            raise ConfigError(f'{where} = []: must name ranks, such as 3, [3, 7] or "0-15, 20"')
         return tuple(_whole(each, where) for each in cast(list[object], value))
     if not isinstance(value, str):
         return (_whole(value, where),)
@@ -356,6 +360,8 @@ def _ranks(value: Any, where: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f'{where} = {value!r}: must name ranks, such as 3, [3, 7] or "0-15, 20"')
+        if dash and int(last) < int(first):
+            raise ConfigError(f"{where} = {value!r}: of a range the lowest rank comes first, such as {last}-{first}")
         found += range(int(first), int(last or first) + 1)
     return tuple(found)
 

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, PeerLostError
 from thinwire.simulate.alike import AlikeComm, check_alike
 from thinwire.simulate.comm import SimulatedComm, SimulatedGroup
 from thinwire.simulate.durations import Duration
@@ -183,4 +183,6 @@ def run(
     ended = simulate(workers, work, network=network, seed=seed, compute_time=compute_time, timeout=timeout)
     for failure in ended.failures.values():
         raise failure
+    for rank, at in ended.died.items():
+        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result; simulate() returns those of the others")
     return list(ended.results)  # pyright: ignore[reportReturnType]

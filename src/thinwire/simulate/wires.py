@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
 
-Each interface, in each direction, and each rack's uplink carries one message after the other; a message goes through
-all of them at once, as fast as the slowest (cut-through). So a worker that sends to two others sends to each at half
-its rate, on average, and one that all send to is the bottleneck that it would be.
+Each interface, in each direction, each rack's uplink and each link of a pair that differs carries one message after the
+other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends to two
+others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
 Collectives take the time of Gloo's algorithms on the same interfaces.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from math import inf
 
@@ -113,6 +113,7 @@ class Wires:
         self._out = [Lane() for _ in range(workers)]
         self._in = [Lane() for _ in range(workers)]
         self._uplinks: defaultdict[tuple[str, int], Lane] = defaultdict(Lane)
+        self._links: defaultdict[tuple[int, int], Lane] = defaultdict(Lane)
         self._rings: tuple[Times, Times] | None = None
 
     def among(self, ranks: Sequence[int]) -> Wires:
@@ -149,6 +150,15 @@ class Wires:
         pair = self._pair(src, dst)
         return found if pair is None else min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
 
+    def _between(self, src: int, dst: int) -> Iterator[tuple[Lane, float]]:
+        """What a message goes through between two interfaces: each with its rate, in bytes of payload in a second."""
+        if self._racks is not None and self._rack(src) != self._rack(dst):
+            for uplink in (("up", self._rack(src)), ("down", self._rack(dst))):
+                yield self._uplinks[uplink], self._rack_rate
+        pair = self._pair(src, dst)
+        if pair is not None and pair.bits_per_second < inf:
+            yield self._links[self._ranks[src], self._ranks[dst]], pair.bits_per_second * PAYLOAD_SHARE / 8
+
     def send(self, now: float, src: int, dst: int, nbytes: float) -> tuple[float, float]:
         """Book a message.
 
@@ -159,13 +169,9 @@ class Wires:
         begin, left = self._out[src].book(now, now, seconds)
         latency = self.latency(src, dst)
         head, tail = begin + latency, left + latency
-        if self._racks is not None and self._rack(src) != self._rack(dst):
-            for uplink in (("up", self._rack(src)), ("down", self._rack(dst))):
-                seconds = nbytes / self._rack_rate
-                head, end = self._uplinks[uplink].book(now, head, seconds)
-                tail = max(tail, end)
-        if self._pairs:
-            tail = max(tail, head + nbytes / self.rate(src, dst))
+        for lane, rate in self._between(src, dst):
+            head, end = lane.book(now, head, nbytes / rate)
+            tail = max(tail, end)
         return left, max(tail, self._in[dst].book(now, head, nbytes / self._rates[dst])[1])
 
     # -- collectives ---------------------------------------------------------------------------------------------
@@ -179,15 +185,16 @@ class Wires:
         if nbytes <= DIRECT_GATHER_BYTES and self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
             return self.all_to_all(launched, [[nbytes] * self._workers] * self._workers)
         if nbytes <= DIRECT_GATHER_BYTES:
-            sent = (self._workers - 1) * nbytes / np.array(self._rates)
-            return self._at_once(launched, sent, sent)
+            sums, shape = np.full(self._workers, (self._workers - 1.0) * nbytes), (self._workers, self._workers)
+            return self._at_once(launched, sums, sums, np.broadcast_to(np.array(float(nbytes)), shape))
         return self._ring(launched, self._workers - 1, nbytes)
 
     def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]] | Times) -> list[float]:
         """When each rank has its column; `nbytes[i][j]` is what rank i sends to rank j.
 
         Pairwise: rank i sends to i+1, i+2 and so on, as fast as its interface allows. With many ranks only the sums
-        count: after the last rank has launched, each sends and receives its bytes at its own rate.
+        count: after the last rank has launched, each interface, uplink and link that differs carries its bytes at its
+        rate.
         """
         ranks = range(self._workers)
         if self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
@@ -198,20 +205,49 @@ class Wires:
                     left, arrived = self.send(launched[src], src, dst, nbytes[src][dst])
                     done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
             return done
-        rows, rates = np.asarray(nbytes, dtype=float), np.array(self._rates)
-        return self._at_once(launched, rows.sum(1) / rates, rows.sum(0) / rates)
+        rows = np.asarray(nbytes, dtype=float)
+        own = rows.diagonal()
+        return self._at_once(launched, rows.sum(1) - own, rows.sum(0) - own, rows)
 
-    def _at_once(self, launched: Sequence[float], sent: Times, received: Times) -> list[float]:
-        """When each rank has sent and received for so many seconds, after the last has launched."""
-        begin = float(self._ready(launched).max())
+    def _at_once(self, launched: Sequence[float], out: Times, into: Times, nbytes: Times) -> list[float]:
+        """When each rank has sent its row of bytes and received its column, whose sums are `out` and `into`."""
+        begin, rates = float(self._ready(launched).max()), np.array(self._rates)
+        sent, received, latency = out / rates, into / rates, float(self._latencies().max())
+        taken = np.maximum(sent, received)
+        for ranks, there, back in self._across(nbytes):
+            for uplink, seconds in (("up", there), ("down", back)):
+                self._uplinks[uplink, self._rack(ranks[0])].book(begin, begin, seconds)
+            taken[ranks] = np.maximum(taken[ranks], max(there, back))
+        places = {rank: place for place, rank in enumerate(self._ranks)}
+        for pair in self._pairs.values():
+            if all(rank in places for rank in pair.between):
+                a, b = (places[rank] for rank in pair.between)
+                seconds = max(nbytes[a, b], nbytes[b, a]) * 8 / (pair.bits_per_second * PAYLOAD_SHARE)
+                taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
+                latency = max(latency, self.latency(a, b))
         self._occupy(sent, received, begin)
-        return (begin + self._latencies().max() + np.maximum(sent, received)).tolist()
+        return (begin + latency + taken).tolist()
+
+    def _across(self, nbytes: Times) -> Iterator[tuple[list[int], float, float]]:
+        """Each rack's ranks, and the seconds for which its uplink carries what they send out of it and receive."""
+        if self._racks is None:
+            return
+        racks: defaultdict[int, list[int]] = defaultdict(list)
+        for rank in range(self._workers):
+            racks[self._rack(rank)].append(rank)
+        for ranks in racks.values():
+            within = nbytes[np.ix_(ranks, ranks)].sum()
+            there, back = nbytes[ranks].sum() - within, nbytes[:, ranks].sum() - within
+            yield ranks, float(there / self._rack_rate), float(back / self._rack_rate)
 
     def _ring(self, launched: Sequence[float], hops: int, nbytes: float) -> list[float]:
         """A ring in which each rank passes on, in each hop, what it received in the one before."""
         rates, latencies = self._ring_links()
         occupied = nbytes / rates
-        ready = self._ready(launched)
+        ready, uplinks = self._ready(launched), self._ring_uplinks()
+        for lane, rank in uplinks:
+            # Rings of other groups may go through the same uplink.
+            ready[rank] = max(ready[rank], lane.free_from)
         if self._workers <= _MOST_RANKS_OF_A_RING:
             done, free = ready, ready
             for _ in range(hops):
@@ -224,7 +260,10 @@ class Wires:
             laps = hops / self._workers * float((occupied + latencies).sum())
             done = np.full(self._workers, ready.max() + max(laps, hops * float(occupied.max())))
         busy = hops * occupied
-        self._occupy(busy, np.roll(busy, 1), float(ready.max()))
+        begin = float(ready.max())
+        self._occupy(busy, np.roll(busy, 1), begin)
+        for lane, _ in uplinks:
+            lane.book(begin, begin, hops * nbytes / self._rack_rate)
         return done.tolist()
 
     def _ring_links(self) -> tuple[Times, Times]:
@@ -232,6 +271,17 @@ class Wires:
             pairs = [(rank, (rank + 1) % self._workers) for rank in range(self._workers)]
             self._rings = np.array([self.rate(*each) for each in pairs]), self._latencies()
         return self._rings
+
+    def _ring_uplinks(self) -> list[tuple[Lane, int]]:
+        """The uplinks that a ring goes through, each with the rank that sends through it."""
+        if self._racks is None:
+            return []
+        found: list[tuple[Lane, int]] = []
+        for rank in range(self._workers):
+            own, following = self._rack(rank), self._rack((rank + 1) % self._workers)
+            if own != following:
+                found += [(self._uplinks["up", own], rank), (self._uplinks["down", following], rank)]
+        return found
 
     def _latencies(self) -> Times:
         return np.array([self.latency(rank, (rank + 1) % self._workers) for rank in range(self._workers)])

@@ -70,13 +70,15 @@ class Pending:
 
 @dataclass
 class Connections:
-    """One group of connections between all ranks: a failed call closes it, as `GroupComm` does.
+    """One group of connections between all ranks, or some: a failed call closes it, as `GroupComm` does.
 
     Attributes:
+        members: its ranks, by their numbers among all workers.
         fault: why it is closed.
         waiting: what threads wait for on it.
     """
 
+    members: Sequence[int] = field(kw_only=True)
     fault: CommError | None = None
     waiting: dict[Actor, Pending] = field(default_factory=dict[Actor, Pending])
 
@@ -155,13 +157,18 @@ class World:
             raise Stopped
 
     def compute(self, rank: int, step: int, seconds: float) -> None:
-        """Let a worker compute; pauses come on top."""
+        """Let a worker compute."""
+        start = self.times.now
+        self.take(rank, seconds)
+        if self.record.tracing:
+            self.record.computing[rank].append(Interval("compute", "compute", start, self.times.now, step))
+
+    def take(self, rank: int, seconds: float) -> None:
+        """Let something take a worker so long; pauses come on top."""
         start, before = self.times.now, self._stolen[rank]
         self.times.sleep(seconds)
         while self.times.now < (end := start + seconds + self._stolen[rank] - before):
             self.times.sleep(end - self.times.now)
-        if self.record.tracing:
-            self.record.computing[rank].append(Interval("compute", "compute", start, self.times.now, step))
 
     def ends_step(self, rank: int, step: int, start: float, computed: float) -> None:
         """Write down a step."""
@@ -180,6 +187,9 @@ class World:
 
     def _close_groups(self, loss: Loss) -> None:
         for group in self.groups:
+            # Groups without the lost rank have no connection to it.
+            if loss.rank not in group.members:
+                continue
             if group.fault is None:
                 group.fault = PeerLostError(f"rank {loss.rank} is lost ({loss.reason})")
             self._wake_all(group)
