@@ -31,7 +31,9 @@ def left_as_it_was() -> Iterator[None]:
 # -- Hugging Face Trainer ----------------------------------------------------------------------------------------------
 
 
-def trained(folder: Path, *callbacks: Any, resume: str | None = None, seed: int = 1, **settings: Any) -> Any:
+def trained(
+    folder: Path, *callbacks: Any, resume: str | None = None, seed: int = 1, model: Any = None, **settings: Any
+) -> Any:
     pytest.importorskip("transformers", reason="needs transformers")
     from transformers import Trainer, TrainingArguments
 
@@ -48,7 +50,7 @@ def trained(folder: Path, *callbacks: Any, resume: str | None = None, seed: int 
     )
     scores = iter(range(100, 0, -1))
     trainer = Trainer(
-        Net(),
+        model or Net(),
         arguments,
         train_dataset=Rows(),
         eval_dataset=Rows(8),
@@ -120,6 +122,24 @@ def test_resuming_takes_the_checkpoint_that_the_trainer_has_loaded(tmp_path: Pat
     callback.on_train_begin = noted  # type: ignore[method-assign]
     trained(tmp_path / "b", callback, resume=str(tmp_path / "b" / "checkpoint-4"), max_steps=6, **saving)
     assert steps == [4]
+
+
+def test_a_model_whose_training_was_interrupted_can_be_trained_by_another_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from transformers import TrainerCallback
+
+    from thinwire.integrations.transformers import Callback
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            raise KeyboardInterrupt
+
+    model, first = Net(), Callback("LocalSGD(period=2)")
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, first, Interrupts(), model=model)
+    assert first.session is not None
+    again = trained(tmp_path, Callback("LocalSGD(period=2)"), model=model)
+    assert again.model is model and again.state.global_step == 4
 
 
 # -- Accelerate --------------------------------------------------------------------------------------------------------

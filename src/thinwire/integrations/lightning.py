@@ -85,7 +85,7 @@ class Callback(pl.Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for nobody: the other workers may have failed too."""
         if self.session is not None:
-            self.session.worker.undo.close()
+            self.session.abandon()
             self.session = None
 
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from thinwire.worker.worker import Worker, attach
 FOLDER = "thinwire"
 """The subfolder for every rank's state in a checkpoint folder of another tool."""
 _WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer"}
+_open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # by the identity of the model
 
 
 @contextmanager
@@ -122,6 +124,8 @@ class Session:
         self._held = ExitStack()
         self.holding = False
         self.figures = figures_of(self.worker)
+        _open[id(self.worker.model)] = self
+        self.worker.undo.callback(_open.pop, id(self.worker.model), None)
         if syncs is not None:
 
             def follow(module: nn.Module, _: object) -> None:
@@ -207,15 +211,37 @@ class Session:
             ) from error
 
     def finish(self, *, agree: bool = True) -> None:
-        """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call."""
+        """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call.
+
+        The model is let go also where the others do not answer, so that it can be attached again.
+        """
         model = self.worker.model
-        if agree:
+        try:
+            if agree:
+                self.release()
+                self.hold()
+            # What was loaded while the consensus was held would be undone with it.
+            kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
             self.release()
-            self.hold()
-        # What was loaded while the consensus was held would be undone with it.
-        kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
+            with torch.no_grad():
+                for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
+                    x.copy_(y)
+            self.worker.detach()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """End after an error: wait for nobody, as the other workers may have failed too."""
         self.release()
-        with torch.no_grad():
-            for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
-                x.copy_(y)
-        self.worker.detach()
+        for replica in self.worker.replicas:
+            for part in replica.tree():
+                self.worker.comm.close_mailbox(part)
+        self.worker.undo.close()
+
+
+def abandon_open(model: nn.Module) -> None:
+    """End the session of a training of this model that an error has ended, where its tool did not tell."""
+    session = _open.get(id(plain_model(model)))
+    if session is not None:
+        session.abandon()

@@ -8,7 +8,7 @@ from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.loggers import TensorBoard
-from thinwire.integrations.session import Session, needs
+from thinwire.integrations.session import Session, abandon_open, needs
 from thinwire.integrations.trainer_folders import check_search, loaded_from, loggers_of
 from thinwire.strategies.base import Strategy
 
@@ -51,7 +51,8 @@ class Callback(TrainerCallback):
             _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
             args.average_tokens_across_devices = False
         if self.session is not None:
-            self.session.worker.undo.close()  # of a training that an error has ended
+            self.session.abandon()
+        abandon_open(more["model"])  # of a training that an error has ended, perhaps with another callback
         check_search(args, state)
         syncs = GradientState()
         self.session = Session(
