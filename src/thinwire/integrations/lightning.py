@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+from thinwire.integrations.lightning_folders import Beside
 from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.strategies.base import Strategy as Recipe
 
@@ -47,10 +47,8 @@ class Callback(pl.Callback):
             self.session = None
             session.finish()
 
-        before = partial(session.call_before, trainer.strategy)
-        before("save_checkpoint", lambda checkpoint, filepath, *_, **__: session.save(f"{filepath}.workers"))
-        before("remove_checkpoint", lambda path: session.remove(f"{path}.workers"))
-        before("teardown", finish)
+        Beside(session, trainer.strategy)
+        session.call_before(trainer.strategy, "teardown", finish)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue where `fit` was given a checkpoint."""

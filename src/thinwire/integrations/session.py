@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -191,11 +190,6 @@ class Session:
         self.release()
         # The tool's checkpoint is one: states beside it are of what had its name before.
         remove_others(self.worker, self.worker.save(Path(folder) / self._place, keep=None))
-
-    def remove(self, folder: str | Path) -> None:
-        """Remove a checkpoint folder that `save` alone has written; every rank may call."""
-        if self.worker.comm.rank == 0:
-            rmtree(folder, ignore_errors=True)
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint folder of the tool.
