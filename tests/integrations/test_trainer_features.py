@@ -13,6 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+import thinwire
 from tests.integrations.small import Net, Rows, optimizer_of, weights
 from thinwire.errors import ConfigError
 
@@ -140,6 +141,28 @@ def test_a_model_whose_training_was_interrupted_can_be_trained_by_another_traine
     assert first.session is not None
     again = trained(tmp_path, Callback("LocalSGD(period=2)"), model=model)
     assert again.model is model and again.state.global_step == 4
+
+
+def test_callbacks_in_front_find_the_agreed_model_when_training_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from transformers import TrainerCallback
+
+    from thinwire.integrations.transformers import Callback
+
+    found: list[Any] = []
+
+    class Uploads(TrainerCallback):
+        """As W&B's does at the end, where WANDB_LOG_MODEL asks for it."""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            found.extend(weights(more["model"]))
+
+    # So that weights tell whether they are those that workers agree on.
+    monkeypatch.setattr(thinwire.LocalSGD, "consensus", lambda self, r: torch.full_like(r.x, 7.0))
+    trainer = trained(tmp_path, Uploads(), Callback("LocalSGD(period=2)"), save_strategy="steps", save_steps=4)
+    assert found and all(bool((x == 7).all()) for x in (*found, *weights(trainer.model)))
 
 
 # -- Accelerate --------------------------------------------------------------------------------------------------------
