@@ -15,7 +15,7 @@ from torch import nn
 
 import thinwire
 from tests.integrations.small import Net, Rows, optimizer_of, weights
-from thinwire.errors import ConfigError
+from thinwire.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -198,3 +198,25 @@ def test_several_models_each_find_their_own_state_again(tmp_path: Path) -> None:
     for worker in workers:
         worker.detach()
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["thinwire", "thinwire-2"]
+
+
+def test_a_folder_that_was_saved_without_a_worker_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    from accelerate import Accelerator
+
+    from thinwire.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.save_state(str(tmp_path))
+    with pytest.raises(ConfigError, match="log_every=0: must be at least 1 step"):
+        attach(accelerator, model, optimizer, "LocalSGD(period=2)", log_every=0)
+    worker = attach(accelerator, model, optimizer, "LocalSGD(period=2)")
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CheckpointError, match=r"no subfolder 'thinwire' .*; call load_state before attach"):
+        accelerator.load_state(str(tmp_path))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    worker.detach()
+    accelerator.load_state(str(tmp_path))
+    assert optimizer.param_groups[0]["lr"] == 0.05
