@@ -220,3 +220,40 @@ def test_a_folder_that_was_saved_without_a_worker_is_refused_before_anything_is_
     worker.detach()
     accelerator.load_state(str(tmp_path))
     assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_all_weights_are_saved_while_attached_and_after(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    from thinwire.integrations.accelerate import attach
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.last(self.first(x))
+
+    accelerator = Accelerator(cpu=True)
+    models = [accelerator.prepare(each, optimizer_of(each)) for each in (Tied(), Tied())]
+    workers = [attach(accelerator, *each, "LocalSGD(period=2)") for each in models]
+    names = ["first.bias", "first.weight", "last.bias"]
+    with workers[1].consensus():
+        accelerator.save_model(models[1][0], str(tmp_path / "attached"))
+    accelerator.save_state(str(tmp_path / "state"))
+    # The second one is still attached when the first is not.
+    workers[0].detach()
+    accelerator.save_model(models[1][0], str(tmp_path / "second"))
+    workers[1].detach()
+    accelerator.save_model(models[1][0], str(tmp_path / "detached"))
+    accelerator.save_state(str(tmp_path / "after"))
+    assert "get_state_dict" not in vars(accelerator)
+    for folder in ("attached", "state", "second", "detached", "after"):
+        saved, own = load_file(tmp_path / folder / "model.safetensors"), models[1][0].state_dict()
+        assert sorted(saved) == names, folder
+        assert folder in ("state", "after") or all(torch.equal(x, own[name]) for name, x in saved.items())
+    accelerator.load_state(str(tmp_path / "after"))

@@ -11,6 +11,7 @@ from typing import Any, cast
 from torch import nn
 
 from thinwire.errors import CheckpointError
+from thinwire.integrations.accelerate_weights import copy_weights
 from thinwire.integrations.loggers import check_every, log_to
 from thinwire.integrations.session import FOLDER, Session, needs, plain_model
 from thinwire.strategies.base import Strategy
@@ -72,7 +73,8 @@ def attach(
     `accelerator.save_state(folder)` saves the weights that all workers agree on and every rank's own state,
     `accelerator.load_state(folder)` goes on from it bit for bit, `accelerator.accumulate(model)` sends one gradient a
     step, and bytes and waits go to the trackers that `init_trackers` has opened. Evaluate within `worker.consensus()`.
-    Where several models are trained, attach to each, in the same order when training is resumed.
+    `accelerator.save_model(model, folder)` within it writes the weights that all agree on. Where several models are
+    trained, attach to each, in the same order when training is resumed.
 
     Args:
         accelerator: the `Accelerator`.
@@ -97,8 +99,7 @@ def attach(
         with worker.consensus() as agreed:
             for i, each in enumerate(models):
                 if plain_model(each) is agreed and i < len(weights):
-                    state = cast(dict[str, Any], accelerator.get_state_dict(each, unwrap=False))
-                    weights[i] = {name: x.detach().clone() for name, x in state.items()}
+                    weights[i] = cast(dict[str, Any], accelerator.get_state_dict(each, unwrap=False))
         session.save(folder)
 
     def before_load(models: list[nn.Module], folder: str) -> None:
@@ -108,6 +109,7 @@ def attach(
         models[:] = [each for each in models if plain_model(each) is not worker.model]
         loaded.folder = folder
 
+    copy_weights(accelerator, worker)
     worker.undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
     worker.undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
     accelerator.register_for_checkpointing(loaded)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
 from thinwire.worker.checkpoint import remove_others
 from thinwire.worker.worker import Worker, attach
@@ -125,6 +126,7 @@ class Session:
         self.figures = figures_of(self.worker)
         _open[id(self.worker.model)] = self
         self.worker.undo.callback(_open.pop, id(self.worker.model), None)
+        self.worker.undo.callback(_separate, self.worker)
         if syncs is not None:
 
             def follow(module: nn.Module, _: object) -> None:
@@ -232,6 +234,15 @@ class Session:
             for part in replica.tree():
                 self.worker.comm.close_mailbox(part)
         self.worker.undo.close()
+
+
+def _separate(worker: Worker) -> None:
+    """Give each parameter memory of its own again, without which some tools take all of them for one tied tensor."""
+    with suppress(torch.OutOfMemoryError):  # they can be used as they are
+        for parameters, _ in worker.layouts:
+            for parameter in parameters:
+                if not is_sharded(parameter):
+                    parameter.data = parameter.data.clone()
 
 
 def abandon_open(model: nn.Module) -> None:
