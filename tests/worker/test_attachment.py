@@ -342,6 +342,8 @@ def compiled_and_detached() -> dict[str, Any]:
     worker.detach()
     wrapper(batch(rank, 4)[0]).sum().backward()
     found["after"] = counted.buckets
+    later: Any = torch.compile(DistributedDataParallel(plain.model), backend="eager")
+    found["later"] = words_of(lambda: later(batch(rank, 0)[0]))
     return found
 
 
@@ -349,6 +351,7 @@ def test_a_compiled_wrapper_is_muted_and_one_that_is_let_go_exchanges_again() ->
     for found in run_processes(2, compiled_and_detached):
         assert found["compiled"] == found["plain"] and found["buckets"] == 0
         assert found["after"] > 0
+        assert "inside DistributedDataParallel, which averages gradients too" in found["later"]
 
 
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DeepSpeedEngine"])

@@ -79,8 +79,8 @@ class Attachment:
             _owners[parameter] = self._owner
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
-        if inside_ddp == "mute" and not _look_eagerly:
-            # Traced, it would mute nothing. Made here, as it takes half a second to import what it needs.
+        if not _look_eagerly:
+            # Traced, it would find and mute nothing. Made here, as it takes half a second to import what it needs.
             _look_eagerly.append(torch.compiler.disable(_look_for_ddp))
         self._guard_model(worker)
         _guard_groups(worker)
@@ -229,22 +229,29 @@ def _check_ddp(wrapper: DistributedDataParallel, place: str, inside_ddp: InsideD
 
 
 def _refuse_ddp(module: nn.Module, _: object) -> None:
-    _look_for_ddp(module, "refuse")
+    _look(module, "refuse")
 
 
 def _mute_ddp(module: nn.Module, _: object) -> None:
-    for look in _look_eagerly:  # none where a copy was read in another process
-        look(module, "mute")
+    _look(module, "mute")
+
+
+def _look(module: nn.Module, inside_ddp: InsideDDP) -> None:
+    # A compiled graph is broken only where there is something to look at.
+    if _wrapper_of(module) is not None:
+        for look in _look_eagerly:  # none where a copy was read in another process
+            look(module, inside_ddp)
+
+
+def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
+    # Torch's compiler finds the wrapper in the same way.
+    active = DistributedDataParallel._active_ddp_module  # pyright: ignore[reportPrivateUsage]
+    return module if isinstance(module, DistributedDataParallel) else active
 
 
 def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:
     """Called before every forward pass of an attached model, or of a wrapper in it."""
-    if torch.compiler.is_compiling():
-        return
-    # Torch's compiler finds the wrapper in the same way.
-    active = DistributedDataParallel._active_ddp_module  # pyright: ignore[reportPrivateUsage]
-    wrapper = module if isinstance(module, DistributedDataParallel) else active
-    if wrapper is None:
+    if (wrapper := _wrapper_of(module)) is None:
         return
     owner = next((_owners[p] for p in module.parameters() if p in _owners), None)
     if owner is None:
