@@ -179,6 +179,16 @@ def fitted(how: str, recipe: str, savers: list[Any], **settings: Any) -> tuple[A
     return trainer, logged.rows
 
 
+def test_a_trainer_that_never_logs_is_served() -> None:
+    from lightning.pytorch import Trainer
+
+    from thinwire.integrations.lightning import Callback
+
+    # What barebones=True sets too.
+    trainer = Trainer(accelerator="cpu", log_every_n_steps=0, logger=False, enable_progress_bar=False)
+    Callback("AllReduce()").on_train_batch_end(trainer, None, None, None, 0)
+
+
 def features(folder: str) -> dict[str, Any]:
     import warnings
 

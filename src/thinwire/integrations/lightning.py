@@ -72,8 +72,8 @@ class Callback(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log bytes and waits as often as the Trainer logs."""
-        step = trainer.global_step
-        due = step % trainer.log_every_n_steps == 0 and step != self._logged  # a step may have several batches
+        step, every = trainer.global_step, trainer.log_every_n_steps  # 0 is never, as with barebones=True
+        due = every > 0 and step % every == 0 and step != self._logged  # a step may have several batches
         if self.session is not None and trainer.loggers and due:
             self._logged = step
             figures = self.session.figures()
