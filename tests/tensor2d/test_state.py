@@ -178,3 +178,20 @@ def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path
     first, *others = run(2, 2, work)
     assert "rank 0 of the mesh cannot write it ([Errno 2] No such file or directory" in first
     assert all("rank 0 of the mesh cannot write it there; its error says why" in each for each in others)
+
+
+def test_a_buffer_of_another_shape_is_refused_before_anything_is_loaded() -> None:
+    def network(size: int) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.register_buffer("mask", torch.ones(size))
+        return model
+
+    state = {name: torch.zeros_like(x) for name, x in network(3).state_dict().items()}
+
+    def work(mesh: Mesh2D) -> bool:
+        model = parallelized(mesh, network(2))
+        with pytest.raises(CheckpointError, match=r"mask has shape \(3,\) in the checkpoint and \(2,\) in this model"):
+            load_whole_(model, state, mesh)
+        return bool(model[0].weight.any())  # type: ignore[index,union-attr]
+
+    assert run(2, 2, work) == [True] * 4

@@ -65,11 +65,14 @@ def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> 
     found = placed(model)
     for name, (_, placement) in found.items():
         _check_shape(name, placement.shape, state[name].shape if name in state else None)
+    counters = _dropout_counters(model)
+    buffers = {name: x for name, x in model.named_buffers() if name in state and name not in counters}
+    for name, buffer in buffers.items():
+        _check_shape(name, tuple(buffer.shape), tuple(state[name].shape))
     for name, (parameter, placement) in found.items():
         parameter.copy_(placement.cut(state[name], mesh.place))
-    for name, buffer in model.named_buffers():
-        if name in state and name not in _dropout_counters(model):
-            buffer.copy_(state[name])
+    for name, buffer in buffers.items():
+        buffer.copy_(state[name])
 
 
 @torch.no_grad()
