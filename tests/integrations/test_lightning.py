@@ -155,6 +155,7 @@ def fitted(how: str, recipe: str, savers: list[Any], **settings: Any) -> tuple[A
             self.net = Net()
 
         def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+            self.log("own", float(self.global_rank))  # as a metric that ranks do not average
             return self.net(**batch)["loss"]  # not through the module's own forward
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -176,6 +177,16 @@ def fitted(how: str, recipe: str, savers: list[Any], **settings: Any) -> tuple[A
     )
     trainer.fit(Module(), Batches(torch.distributed.get_rank()), ckpt_path=resume)
     return trainer, logged.rows
+
+
+def test_a_trainer_that_never_logs_is_served() -> None:
+    from lightning.pytorch import Trainer
+
+    from thinwire.integrations.lightning import Callback
+
+    # What barebones=True sets too.
+    trainer = Trainer(accelerator="cpu", log_every_n_steps=0, logger=False, enable_progress_bar=False)
+    Callback("AllReduce()").on_train_batch_end(trainer, None, None, None, 0)
 
 
 def features(folder: str) -> dict[str, Any]:
@@ -202,6 +213,14 @@ def features(folder: str) -> dict[str, Any]:
     whole = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last="link")
     trainer, _ = fitted("strategy", "LocalSGD(period=2)", [whole], max_steps=6, ckpt_path=f"{folder}/last.ckpt")
     found["a link is resumed"] = Path(f"{folder}/last.ckpt").is_symlink() and trainer.global_step == 6
+    # A name made of a metric is another one on each rank.
+    named = ModelCheckpoint(f"{folder}/named", "{own}", every_n_train_steps=2, save_top_k=-1)
+    fitted("strategy", "LocalSGD(period=2)", [named], max_steps=2)
+    torch.distributed.barrier()
+    found["one name"] = [each.name for each in Path(folder, "named").glob("*.workers")] == ["own=0.0.ckpt.workers"]
+    path = f"{folder}/named/own=0.0.ckpt"
+    trainer, _ = fitted("strategy", "LocalSGD(period=2)", [], max_steps=4, ckpt_path=path)
+    found["its state is found"] = trainer.global_step == 4
     # A name that is used again holds the last state alone.
     for steps in (6, 4):
         same = ModelCheckpoint(f"{folder}/same", "x", every_n_train_steps=2, enable_version_counter=False)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,22 +12,23 @@ import torch
 
 from thinwire import CheckpointError, ConfigError
 from thinwire.integrations.session import Session, plain_model, plain_optimizer
+from thinwire.integrations.trainer_folders import loaded_from
 
 pytestmark = pytest.mark.slow  # the tools take seconds to import
 
 
 def test_a_trainer_that_resumes_needs_the_state_of_the_workers(tmp_path: Path) -> None:
-    pytest.importorskip("accelerate")
-    from thinwire.integrations.transformers import Callback
-
+    written = {"global_step": 4, "log_history": [{"step": 4, "loss": 0.1}]}
+    state = SimpleNamespace(**json.loads(json.dumps(written)))
     arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=str(tmp_path))
     with pytest.raises(
         ConfigError, match=r"resumes at step 4, and .*/checkpoint-4 holds no state .*resume_from=folder"
     ):
-        Callback("AllReduce()")._folder_of(arguments, 4)
+        loaded_from(arguments, state, None)
     (tmp_path / "elsewhere" / "thinwire").mkdir(parents=True)
+    (tmp_path / "elsewhere" / "trainer_state.json").write_text(json.dumps(written))
     given = str(tmp_path / "elsewhere")
-    assert Callback("AllReduce()", resume_from=given)._folder_of(arguments, 4) == given
+    assert loaded_from(arguments, state, given) == given
 
 
 def test_a_module_with_several_optimizers_is_refused() -> None:

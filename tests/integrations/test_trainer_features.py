@@ -13,8 +13,9 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+import thinwire
 from tests.integrations.small import Net, Rows, optimizer_of, weights
-from thinwire.errors import ConfigError
+from thinwire.errors import CheckpointError, ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,9 @@ def left_as_it_was() -> Iterator[None]:
 # -- Hugging Face Trainer ----------------------------------------------------------------------------------------------
 
 
-def trained(folder: Path, *callbacks: Any, resume: str | None = None, seed: int = 1, **settings: Any) -> Any:
+def trained(
+    folder: Path, *callbacks: Any, resume: str | None = None, seed: int = 1, model: Any = None, **settings: Any
+) -> Any:
     pytest.importorskip("transformers", reason="needs transformers")
     from transformers import Trainer, TrainingArguments
 
@@ -48,7 +51,7 @@ def trained(folder: Path, *callbacks: Any, resume: str | None = None, seed: int 
     )
     scores = iter(range(100, 0, -1))
     trainer = Trainer(
-        Net(),
+        model or Net(),
         arguments,
         train_dataset=Rows(),
         eval_dataset=Rows(8),
@@ -122,6 +125,46 @@ def test_resuming_takes_the_checkpoint_that_the_trainer_has_loaded(tmp_path: Pat
     assert steps == [4]
 
 
+def test_a_model_whose_training_was_interrupted_can_be_trained_by_another_trainer(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from transformers import TrainerCallback
+
+    from thinwire.integrations.transformers import Callback
+
+    class Interrupts(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            raise KeyboardInterrupt
+
+    model, first = Net(), Callback("LocalSGD(period=2)")
+    with pytest.raises(KeyboardInterrupt):
+        trained(tmp_path, first, Interrupts(), model=model)
+    assert first.session is not None
+    again = trained(tmp_path, Callback("LocalSGD(period=2)"), model=model)
+    assert again.model is model and again.state.global_step == 4
+
+
+def test_callbacks_in_front_find_the_agreed_model_when_training_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("transformers", reason="needs transformers")
+    from transformers import TrainerCallback
+
+    from thinwire.integrations.transformers import Callback
+
+    found: list[Any] = []
+
+    class Uploads(TrainerCallback):
+        """As W&B's does at the end, where WANDB_LOG_MODEL asks for it."""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            found.extend(weights(more["model"]))
+
+    # So that weights tell whether they are those that workers agree on.
+    monkeypatch.setattr(thinwire.LocalSGD, "consensus", lambda self, r: torch.full_like(r.x, 7.0))
+    trainer = trained(tmp_path, Uploads(), Callback("LocalSGD(period=2)"), save_strategy="steps", save_steps=4)
+    assert found and all(bool((x == 7).all()) for x in (*found, *weights(trainer.model)))
+
+
 # -- Accelerate --------------------------------------------------------------------------------------------------------
 
 
@@ -155,3 +198,62 @@ def test_several_models_each_find_their_own_state_again(tmp_path: Path) -> None:
     for worker in workers:
         worker.detach()
     assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["thinwire", "thinwire-2"]
+
+
+def test_a_folder_that_was_saved_without_a_worker_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    from accelerate import Accelerator
+
+    from thinwire.integrations.accelerate import attach
+
+    accelerator = Accelerator(cpu=True)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.save_state(str(tmp_path))
+    with pytest.raises(ConfigError, match="log_every=0: must be at least 1 step"):
+        attach(accelerator, model, optimizer, "LocalSGD(period=2)", log_every=0)
+    worker = attach(accelerator, model, optimizer, "LocalSGD(period=2)")
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(CheckpointError, match=r"no subfolder 'thinwire' .*; call load_state before attach"):
+        accelerator.load_state(str(tmp_path))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    worker.detach()
+    accelerator.load_state(str(tmp_path))
+    assert optimizer.param_groups[0]["lr"] == 0.05
+
+
+def test_all_weights_are_saved_while_attached_and_after(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="needs accelerate")
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    from thinwire.integrations.accelerate import attach
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.last.weight = self.first.weight
+
+        def forward(self, x: Any) -> Any:
+            return self.last(self.first(x))
+
+    accelerator = Accelerator(cpu=True)
+    models = [accelerator.prepare(each, optimizer_of(each)) for each in (Tied(), Tied())]
+    workers = [attach(accelerator, *each, "LocalSGD(period=2)") for each in models]
+    names = ["first.bias", "first.weight", "last.bias"]
+    with workers[1].consensus():
+        accelerator.save_model(models[1][0], str(tmp_path / "attached"))
+    accelerator.save_state(str(tmp_path / "state"))
+    # The second one is still attached when the first is not.
+    workers[0].detach()
+    accelerator.save_model(models[1][0], str(tmp_path / "second"))
+    workers[1].detach()
+    accelerator.save_model(models[1][0], str(tmp_path / "detached"))
+    accelerator.save_state(str(tmp_path / "after"))
+    assert "get_state_dict" not in vars(accelerator)
+    for folder in ("attached", "state", "second", "detached", "after"):
+        saved, own = load_file(tmp_path / folder / "model.safetensors"), models[1][0].state_dict()
+        assert sorted(saved) == names, folder
+        assert folder in ("state", "after") or all(torch.equal(x, own[name]) for name, x in saved.items())
+    accelerator.load_state(str(tmp_path / "after"))

@@ -165,3 +165,33 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
 def test_the_whole_state_can_be_kept_on_rank_0_alone() -> None:
     found = run(2, 2, lambda mesh: len(whole_state(parallelized(mesh), mesh, everywhere=False)))
     assert found == [len(gpt().state_dict()), 0, 0, 0]
+
+
+def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:
+    def work(mesh: Mesh2D) -> str:
+        model = parallelized(mesh, gpt())
+        with pytest.raises(CheckpointError) as found:
+            write_whole(model, tmp_path / "not there" / "model.safetensors", mesh)
+        write_whole(model, tmp_path / "model.safetensors", mesh)
+        return str(found.value)
+
+    first, *others = run(2, 2, work)
+    assert "rank 0 of the mesh cannot write it ([Errno 2] No such file or directory" in first
+    assert all("rank 0 of the mesh cannot write it there; its error says why" in each for each in others)
+
+
+def test_a_buffer_of_another_shape_is_refused_before_anything_is_loaded() -> None:
+    def network(size: int) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.register_buffer("mask", torch.ones(size))
+        return model
+
+    state = {name: torch.zeros_like(x) for name, x in network(3).state_dict().items()}
+
+    def work(mesh: Mesh2D) -> bool:
+        model = parallelized(mesh, network(2))
+        with pytest.raises(CheckpointError, match=r"mask has shape \(3,\) in the checkpoint and \(2,\) in this model"):
+            load_whole_(model, state, mesh)
+        return bool(model[0].weight.any())  # type: ignore[index,union-attr]
+
+    assert run(2, 2, work) == [True] * 4

@@ -325,6 +325,35 @@ def test_a_model_inside_ddp_is_refused_or_the_wrapper_exchanges_nothing() -> Non
         assert found["buckets whole"] == 0
 
 
+def compiled_and_detached() -> dict[str, Any]:
+    """A wrapper that is compiled while it is muted, and exchanges again when the worker is gone."""
+    rank, found = dist.get_rank(), dict[str, Any]()
+    plain = attach(None, LocalSGD(2), model=net())
+    found["plain"] = flat(steps(plain, batches(rank, 4)).model).tolist()
+    wrapper = DistributedDataParallel(net())
+    counted = Counted(wrapper)
+    worker = attach(None, LocalSGD(2), model=wrapper, inside_ddp="mute")
+    compiled: Any = torch.compile(wrapper, backend="eager")
+    for x, y in batches(rank, 4):
+        worker.optimizer.zero_grad()
+        (compiled(x) - y).square().mean().backward()
+        worker.optimizer.step()
+    found["compiled"], found["buckets"] = flat(wrapper).tolist(), counted.buckets
+    worker.detach()
+    wrapper(batch(rank, 4)[0]).sum().backward()
+    found["after"] = counted.buckets
+    later: Any = torch.compile(DistributedDataParallel(plain.model), backend="eager")
+    found["later"] = words_of(lambda: later(batch(rank, 0)[0]))
+    return found
+
+
+def test_a_compiled_wrapper_is_muted_and_one_that_is_let_go_exchanges_again() -> None:
+    for found in run_processes(2, compiled_and_detached):
+        assert found["compiled"] == found["plain"] and found["buckets"] == 0
+        assert found["after"] > 0
+        assert "inside DistributedDataParallel, which averages gradients too" in found["later"]
+
+
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DeepSpeedEngine"])
 def test_wrappers_that_exchange_by_themselves_are_refused(name: str) -> None:
     kind: type[nn.Sequential] = type(name, (nn.Sequential,), {})

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import chain, count
+from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from thinwire.integrations.loggers import log_to
+from thinwire.errors import CheckpointError
+from thinwire.integrations.accelerate_weights import copy_weights
+from thinwire.integrations.loggers import check_every, log_to
 from thinwire.integrations.session import FOLDER, Session, needs, plain_model
 from thinwire.strategies.base import Strategy
+from thinwire.worker.checkpoint import together
 from thinwire.worker.worker import Worker
 
 with needs("accelerate"):
@@ -46,6 +50,14 @@ class _Loaded:
         self._session.load(self.folder)
 
 
+def _check_saved(folder: str, place: str) -> None:
+    if not Path(folder, place).is_dir():
+        raise CheckpointError(
+            f"{folder}: has no subfolder {place!r} with the workers' own state, so it was saved without a worker; call "
+            "load_state before attach"
+        )
+
+
 def attach(
     accelerator: Accelerator,
     model: nn.Module,
@@ -61,7 +73,8 @@ def attach(
     `accelerator.save_state(folder)` saves the weights that all workers agree on and every rank's own state,
     `accelerator.load_state(folder)` goes on from it bit for bit, `accelerator.accumulate(model)` sends one gradient a
     step, and bytes and waits go to the trackers that `init_trackers` has opened. Evaluate within `worker.consensus()`.
-    Where several models are trained, attach to each, in the same order when training is resumed.
+    `accelerator.save_model(model, folder)` within it writes the weights that all agree on. Where several models are
+    trained, attach to each, in the same order when training is resumed.
 
     Args:
         accelerator: the `Accelerator`.
@@ -73,8 +86,9 @@ def attach(
 
     Raises:
         ConfigError: as `thinwire.attach` does.
-        CheckpointError: `load_state` of a folder that was saved without a worker.
+        CheckpointError: `load_state` of a folder that was saved without a worker, on all ranks; nothing is loaded.
     """
+    check_every(log_every, name="log_every")  # on all ranks, and not on the one alone that logs
     # Attached in the same order, each of several models finds its own state again.
     taken = {each.place for each in accelerator._custom_objects if isinstance(each, _Loaded)}  # pyright: ignore[reportPrivateUsage]
     place = next(each for each in chain((FOLDER,), (f"{FOLDER}-{i}" for i in count(2))) if each not in taken)
@@ -85,15 +99,17 @@ def attach(
         with worker.consensus() as agreed:
             for i, each in enumerate(models):
                 if plain_model(each) is agreed and i < len(weights):
-                    state = cast(dict[str, Any], accelerator.get_state_dict(each, unwrap=False))
-                    weights[i] = {name: x.detach().clone() for name, x in state.items()}
+                    weights[i] = cast(dict[str, Any], accelerator.get_state_dict(each, unwrap=False))
         session.save(folder)
 
     def before_load(models: list[nn.Module], folder: str) -> None:
+        # Before anything is loaded: of such a folder the accelerator would take the optimizer's state, and not this.
+        together(worker, Path(folder), lambda: _check_saved(folder, place))
         # Its parameters are parts of one vector, which safetensors does not load into; the worker's own state has them.
         models[:] = [each for each in models if plain_model(each) is not worker.model]
         loaded.folder = folder
 
+    copy_weights(accelerator, worker)
     worker.undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
     worker.undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
     accelerator.register_for_checkpointing(loaded)

@@ -6,9 +6,9 @@ from __future__ import annotations
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
+from thinwire.integrations.lightning_folders import Beside
 from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.strategies.base import Strategy as Recipe
 
@@ -47,10 +47,8 @@ class Callback(pl.Callback):
             self.session = None
             session.finish()
 
-        before = partial(session.call_before, trainer.strategy)
-        before("save_checkpoint", lambda checkpoint, filepath, *_, **__: session.save(f"{filepath}.workers"))
-        before("remove_checkpoint", lambda path: session.remove(f"{path}.workers"))
-        before("teardown", finish)
+        Beside(session, trainer.strategy)
+        session.call_before(trainer.strategy, "teardown", finish)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Continue where `fit` was given a checkpoint."""
@@ -74,8 +72,8 @@ class Callback(pl.Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log bytes and waits as often as the Trainer logs."""
-        step = trainer.global_step
-        due = step % trainer.log_every_n_steps == 0 and step != self._logged  # a step may have several batches
+        step, every = trainer.global_step, trainer.log_every_n_steps  # 0 is never, as with barebones=True
+        due = every > 0 and step % every == 0 and step != self._logged  # a step may have several batches
         if self.session is not None and trainer.loggers and due:
             self._logged = step
             figures = self.session.figures()
@@ -85,7 +83,7 @@ class Callback(pl.Callback):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Wait for nobody: the other workers may have failed too."""
         if self.session is not None:
-            self.session.worker.undo.close()
+            self.session.abandon()
             self.session = None
 
 

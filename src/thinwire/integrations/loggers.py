@@ -64,6 +64,16 @@ class WandB:
         self._run.log({**figures, "thinwire/step": step})
 
 
+def check_every(every: int, *, name: str = "every") -> None:
+    """Refuse a number of steps between records that is none.
+
+    Raises:
+        ConfigError: with the argument's name.
+    """
+    if every < 1:
+        raise ConfigError(f"{name}={every}: must be at least 1 step; 10 is usual")
+
+
 def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
     """Record bytes, waits and the strategy's metrics from the next step on, until `worker.detach()`.
 
@@ -92,8 +102,7 @@ def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
         ...     optimizer.step()
         2 ['thinwire/bytes', 'thinwire/bytes_per_step', 'thinwire/wait_seconds_per_step']
     """
-    if every < 1:
-        raise ConfigError(f"every={every}: must be at least 1 step; 10 is usual")
+    check_every(every)
     read = figures_of(worker)
 
     last = worker.step

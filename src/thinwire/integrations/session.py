@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from shutil import rmtree
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
 from thinwire.worker.checkpoint import remove_others
 from thinwire.worker.worker import Worker, attach
@@ -22,6 +23,7 @@ from thinwire.worker.worker import Worker, attach
 FOLDER = "thinwire"
 """The subfolder for every rank's state in a checkpoint folder of another tool."""
 _WRAPPERS = {"AcceleratedOptimizer": "optimizer", "LightningOptimizer": "_optimizer"}
+_open: WeakValueDictionary[int, Session] = WeakValueDictionary()  # by the identity of the model
 
 
 @contextmanager
@@ -122,6 +124,9 @@ class Session:
         self._held = ExitStack()
         self.holding = False
         self.figures = figures_of(self.worker)
+        _open[id(self.worker.model)] = self
+        self.worker.undo.callback(_open.pop, id(self.worker.model), None)
+        self.worker.undo.callback(_separate, self.worker)
         if syncs is not None:
 
             def follow(module: nn.Module, _: object) -> None:
@@ -188,11 +193,6 @@ class Session:
         # The tool's checkpoint is one: states beside it are of what had its name before.
         remove_others(self.worker, self.worker.save(Path(folder) / self._place, keep=None))
 
-    def remove(self, folder: str | Path) -> None:
-        """Remove a checkpoint folder that `save` alone has written; every rank may call."""
-        if self.worker.comm.rank == 0:
-            rmtree(folder, ignore_errors=True)
-
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint folder of the tool.
 
@@ -207,15 +207,46 @@ class Session:
             ) from error
 
     def finish(self, *, agree: bool = True) -> None:
-        """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call."""
+        """End: the model keeps what all workers agree on, unless another one was loaded since; every rank must call.
+
+        The model is let go also where the others do not answer, so that it can be attached again.
+        """
         model = self.worker.model
-        if agree:
+        try:
+            if agree:
+                self.release()
+                self.hold()
+            # What was loaded while the consensus was held would be undone with it.
+            kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
             self.release()
-            self.hold()
-        # What was loaded while the consensus was held would be undone with it.
-        kept = [x.detach().clone() for x in (*model.parameters(), *model.buffers())]
+            with torch.no_grad():
+                for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
+                    x.copy_(y)
+            self.worker.detach()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """End after an error: wait for nobody, as the other workers may have failed too."""
         self.release()
-        with torch.no_grad():
-            for x, y in zip((*model.parameters(), *model.buffers()), kept, strict=True):
-                x.copy_(y)
-        self.worker.detach()
+        for replica in self.worker.replicas:
+            for part in replica.tree():
+                self.worker.comm.close_mailbox(part)
+        self.worker.undo.close()
+
+
+def _separate(worker: Worker) -> None:
+    """Give each parameter memory of its own again, without which some tools take all of them for one tied tensor."""
+    with suppress(torch.OutOfMemoryError):  # they can be used as they are
+        for parameters, _ in worker.layouts:
+            for parameter in parameters:
+                if not is_sharded(parameter):
+                    parameter.data = parameter.data.clone()
+
+
+def abandon_open(model: nn.Module) -> None:
+    """End the session of a training of this model that an error has ended, where its tool did not tell."""
+    session = _open.get(id(plain_model(model)))
+    if session is not None:
+        session.abandon()

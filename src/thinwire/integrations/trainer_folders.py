@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where Hugging Face's Trainer reads, saves and logs, as far as a callback can know."""
+"""What Hugging Face's Trainer reads, saves, counts and logs, as far as a callback can know."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,20 @@ from typing import Any
 from thinwire.errors import ConfigError
 from thinwire.integrations.loggers import TensorBoard, WandB
 from thinwire.integrations.session import FOLDER
+
+_LOGGER = logging.getLogger("thinwire")
+
+
+def count_tokens_apart(args: Any) -> None:
+    """Turn off the count of all devices' tokens, by which the loss is scaled: one message and one wait a step."""
+    if args.world_size > 1 and args.average_tokens_across_devices:
+        _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
+        args.average_tokens_across_devices = False
+
+
+def loads_best(args: Any, state: Any) -> bool:
+    """Whether the Trainer ends with the best model that it has saved."""
+    return bool(args.load_best_model_at_end and state.best_model_checkpoint)
 
 
 def check_search(args: Any, state: Any) -> None:

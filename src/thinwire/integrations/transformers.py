@@ -3,20 +3,17 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.loggers import TensorBoard
-from thinwire.integrations.session import Session, needs
-from thinwire.integrations.trainer_folders import check_search, loaded_from, loggers_of
+from thinwire.integrations.session import Session, abandon_open, needs
+from thinwire.integrations.trainer_folders import check_search, count_tokens_apart, loaded_from, loads_best, loggers_of
 from thinwire.strategies.base import Strategy
 
 with needs("transformers[torch]"):
     from accelerate.state import GradientState
     from transformers import TrainerCallback
-
-_LOGGER = logging.getLogger("thinwire")
 
 
 class Callback(TrainerCallback):
@@ -46,12 +43,10 @@ class Callback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Attach, and continue from the checkpoint that the Trainer has loaded."""
-        if args.world_size > 1 and args.average_tokens_across_devices:
-            # One message and one wait at every step, by which the loss is scaled.
-            _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
-            args.average_tokens_across_devices = False
+        count_tokens_apart(args)
         if self.session is not None:
-            self.session.worker.undo.close()  # of a training that an error has ended
+            self.session.abandon()
+        abandon_open(more["model"])  # of a training that an error has ended, perhaps with another callback
         check_search(args, state)
         syncs = GradientState()
         self.session = Session(
@@ -91,6 +86,9 @@ class Callback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """Add bytes and waits."""
+        if self.session is not None and "train_runtime" in (logs or {}) and not loads_best(args, state):
+            # The last record: callbacks in front may save or upload the model when training ends.
+            self.session.hold()
         if self.session is None or logs is None or "loss" not in logs:
             return
         figures = self.session.figures()
@@ -102,7 +100,7 @@ class Callback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Leave the model that all workers agree on; the best one, where the Trainer has loaded that."""
         if self.session is not None:
-            self.session.finish(agree=not (args.load_best_model_at_end and state.best_model_checkpoint))
+            self.session.finish(agree=not (self.session.holding or loads_best(args, state)))
             self.session = None
         for logger in self._loggers:
             if isinstance(logger, TensorBoard):
@@ -113,5 +111,6 @@ class Callback(TrainerCallback):
         if self.session is not None and not self.session.holding:
             raise ConfigError(
                 f"a callback behind thinwire's asked for {what}, which got the parameters of one worker and not those "
-                "that all agree on; put thinwire's Callback last in the list of callbacks"
+                "that all agree on; put thinwire's Callback last in the list of callbacks. A callback that called for "
+                "it directly must set control.should_evaluate or control.should_save instead, in on_step_end"
             )

@@ -65,11 +65,14 @@ def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> 
     found = placed(model)
     for name, (_, placement) in found.items():
         _check_shape(name, placement.shape, state[name].shape if name in state else None)
+    counters = _dropout_counters(model)
+    buffers = {name: x for name, x in model.named_buffers() if name in state and name not in counters}
+    for name, buffer in buffers.items():
+        _check_shape(name, tuple(buffer.shape), tuple(state[name].shape))
     for name, (parameter, placement) in found.items():
         parameter.copy_(placement.cut(state[name], mesh.place))
-    for name, buffer in model.named_buffers():
-        if name in state and name not in _dropout_counters(model):
-            buffer.copy_(state[name])
+    for name, buffer in buffers.items():
+        buffer.copy_(state[name])
 
 
 @torch.no_grad()
@@ -124,16 +127,27 @@ def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
     """Write the serial model to one safetensors file; a collective call, in which rank 0 writes.
 
     Tied tensors are written once, under their first name.
+
+    Raises:
+        CheckpointError: rank 0 cannot write it; on all ranks, and a file that was there is unchanged.
     """
     state = whole_state(model, mesh, everywhere=False)
+    failure: OSError | None = None
     if mesh.whole.rank == 0:
         from safetensors.torch import save
 
         # The format refuses tensors that share memory.
         first = {value.data_ptr(): name for name, value in reversed(state.items())}
         kept = {name: value.contiguous() for name, value in state.items() if first[value.data_ptr()] == name}
-        write_atomically(path, save(kept, metadata={"format": "pt"}))
-    mesh.whole.all_reduce_(torch.zeros(1)).wait()  # a barrier: after it every rank may read the file
+        try:
+            write_atomically(path, save(kept, metadata={"format": "pt"}))
+        except OSError as error:
+            failure = error
+    # Also a barrier: after it every rank may read the file. Groups of NCCL alone take nothing from a CPU.
+    failed = torch.tensor([float(failure is not None)], device=mesh.whole.check_device)
+    if mesh.whole.all_reduce_(failed).wait().item():
+        why = f"({failure})" if failure else "there; its error says why"
+        raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it {why}") from failure
 
 
 def write_blocks(model: nn.Module, folder: Path, mesh: Mesh2D) -> Path:

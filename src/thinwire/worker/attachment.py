@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class _Owner:
         self.name = type(worker.optimizer).__name__
         self.skips_steps = worker.strategy.skips_steps
         self.stepping = False
+        self.muted: WeakSet[DistributedDataParallel] = WeakSet()
 
     def refuse(self, text: str) -> None:
         """Raise an error on all ranks."""
@@ -48,6 +49,7 @@ class _Owner:
 
 _owners: Any = WeakIdKeyDictionary()
 _hooks: list[RemovableHandle] = []
+_look_eagerly: list[Callable[[nn.Module, InsideDDP], None]] = []
 
 
 def refuse(worker: WorkerState, text: str) -> NoReturn:
@@ -77,6 +79,9 @@ class Attachment:
             _owners[parameter] = self._owner
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
+        if not _look_eagerly:
+            # Traced, it would find and mute nothing. Made here, as it takes half a second to import what it needs.
+            _look_eagerly.append(torch.compiler.disable(_look_for_ddp))
         self._guard_model(worker)
         _guard_groups(worker)
         worker.undo.callback(self._release, trained)
@@ -144,6 +149,8 @@ class Attachment:
                 worker.undo.callback(module.register_forward_pre_hook(hook).remove)
 
     def _release(self, trained: Sequence[Tensor]) -> None:
+        for wrapper in self._owner.muted:
+            wrapper.require_backward_grad_sync = True
         for parameter in trained:
             if _owners.get(parameter) is self._owner:
                 del _owners[parameter]
@@ -222,21 +229,29 @@ def _check_ddp(wrapper: DistributedDataParallel, place: str, inside_ddp: InsideD
 
 
 def _refuse_ddp(module: nn.Module, _: object) -> None:
-    _look_for_ddp(module, "refuse")
+    _look(module, "refuse")
 
 
 def _mute_ddp(module: nn.Module, _: object) -> None:
-    _look_for_ddp(module, "mute")
+    _look(module, "mute")
+
+
+def _look(module: nn.Module, inside_ddp: InsideDDP) -> None:
+    # A compiled graph is broken only where there is something to look at.
+    if _wrapper_of(module) is not None:
+        for look in _look_eagerly:  # none where a copy was read in another process
+            look(module, inside_ddp)
+
+
+def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
+    # Torch's compiler finds the wrapper in the same way.
+    active = DistributedDataParallel._active_ddp_module  # pyright: ignore[reportPrivateUsage]
+    return module if isinstance(module, DistributedDataParallel) else active
 
 
 def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:
     """Called before every forward pass of an attached model, or of a wrapper in it."""
-    if torch.compiler.is_compiling():
-        return
-    # Torch's compiler finds the wrapper in the same way.
-    active = DistributedDataParallel._active_ddp_module  # pyright: ignore[reportPrivateUsage]
-    wrapper = module if isinstance(module, DistributedDataParallel) else active
-    if wrapper is None:
+    if (wrapper := _wrapper_of(module)) is None:
         return
     owner = next((_owners[p] for p in module.parameters() if p in _owners), None)
     if owner is None:
@@ -246,7 +261,9 @@ def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:
     except ConfigError as error:
         owner.refuse(str(error))
     # As its own `no_sync()` does. At every pass, as a trainer may set it back.
-    wrapper.require_backward_grad_sync = False
+    if wrapper.require_backward_grad_sync:
+        owner.muted.add(wrapper)
+        wrapper.require_backward_grad_sync = False
 
 
 def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:

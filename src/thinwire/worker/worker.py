@@ -511,7 +511,7 @@ def attach(
             or "ignore" it. "skip" is refused for optimizers with several gradients a step, such as LBFGS and SVRG.
         inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
             "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
-            exchange off.
+            exchange off until `detach`.
         elastic: go on when workers are lost, and take in those that come later: `Worker.view` says who trains, and
             `docs/how-to/elastic.md` how to start the workers and what survives. A `Fleet` says how this worker enters
             the run; True reads that from the environment.
