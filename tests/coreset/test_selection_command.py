@@ -156,6 +156,24 @@ def test_features_may_be_arrays_of_any_numbers(kind: type) -> None:
     assert alike(select(x, budget=4), select(torch.from_numpy(x.astype(np.float32)), budget=4))
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_selects_as_the_same_numbers_in_full(kind: torch.dtype) -> None:
+    # Near 0, numbers of half precision are close together; less 11 they would all be one.
+    draw = torch.Generator().manual_seed(0)
+    x = torch.cat([0.004 * torch.rand(60, 1, generator=draw), torch.full((140, 1), 12.0)]).to(kind)
+    wanted = select(x.float(), budget=6)
+    assert wanted.cost > 0 and same(select(x, budget=6), wanted)
+    # The difference of two numbers of half precision may be none.
+    far = torch.tensor([[60000.0], [59000.0], [58000.0], [-60000.0]]).to(kind)
+    assert same(select(far, budget=2), select(far.float(), budget=2))
+
+    def work(comm: Comm) -> Coreset:
+        return select(x[comm.rank :: 2], budget=6, comm=comm)
+
+    order = torch.cat([x[0::2], x[1::2]])
+    assert all(same(each, select(order.float(), budget=6)) for each in thinwire.run_threads(2, work, timeout=20))
+
+
 # -- quality -----------------------------------------------------------------------------------------------------------
 
 
