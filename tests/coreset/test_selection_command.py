@@ -244,9 +244,10 @@ def test_the_command_writes_what_select_gives_for_every_kind_of_file(
 
 def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files(tmp_path)
-    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "x.npy").rename(tmp_path / "x[train].npy")
+    assert main(["select", "--data", str(tmp_path / "x[train].npy"), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "6 of 60 points of x.npy" in printed and "relative gradient error" in printed and "random" in printed
+    assert "6 of 60 points of x[train].npy" in printed and "relative gradient error" in printed and "random" in printed
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<svg" in page and "6 of 60 points" in page and "http" not in page.replace("http://www.w3.org", "")
     assert (tmp_path / "out" / "plots" / "coreset.png").stat().st_size > 10_000

@@ -242,10 +242,11 @@ def _advice(summary: Fields) -> str:
 
 def _show(summary: Fields, report: Path | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(
-        "", "coreset", f"random, mean of {summary['random_draws']}", title=_title(summary), title_justify="left"
-    )
+    # As text: brackets in the name of a file are no markup.
+    title = Text(_title(summary), style="table.title")
+    table = Table("", "coreset", f"random, mean of {summary['random_draws']}", title=title, title_justify="left")
     for row in _rows(summary):
         table.add_row(*row)
     out.print(table)
