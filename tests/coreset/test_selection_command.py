@@ -17,10 +17,12 @@ from tests.coreset.test_selection import alike, same
 from tests.oracles.coreset import apart, cost, points
 from thinwire import Comm, ConfigError
 from thinwire.cli import main
+from thinwire.cli import select as command
 from thinwire.coreset import Coreset, EuclideanDistances, select
 from thinwire.coreset.matrices import read_matrix
 from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import quality, random_subset
+from thinwire.report.coreset import coreset_picture
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
@@ -251,6 +253,22 @@ def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<svg" in page and "6 of 60 points" in page and "http" not in page.replace("http://www.w3.org", "")
     assert (tmp_path / "out" / "plots" / "coreset.png").stat().st_size > 10_000
+
+
+def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path) -> None:
+    found = Coreset(
+        torch.tensor([0, 7]), torch.tensor([1234567.0, 765433.0]).double(), torch.ones(2).double(), 1.0, 2000000
+    )
+    summary = {"smallest_weight": 765433.0, "largest_weight": 1234567.0, "seconds": 1.0, "optimum_gap": None}
+    figures = dict.fromkeys(("mean_distance", "far_distance", "largest_distance", "gradient_error"), 0.5)
+    command._write(tmp_path, found, summary)
+    assert (tmp_path / "coreset.csv").read_text() == "index,weight,gain\n0,1234567,1.0\n7,765433,1.0\n"
+    rows = command._rows({**summary, "coreset": figures, "random": figures})
+    assert ("weights", "765,433 to 1,234,567", "equal") in rows
+    few, plane = np.zeros((4000, 2)), found.indices[:, None].expand(2, 2).numpy()
+    picture = coreset_picture(few, plane, found.weights.numpy(), 0.9)
+    assert picture.caption.startswith("4,000 random ones of all 2,000,000 points, grey")
+    assert "weigh from 765,433 to 1,234,567" in picture.description
 
 
 @pytest.mark.parametrize(

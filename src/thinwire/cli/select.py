@@ -167,7 +167,8 @@ def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
     indices, weights, gains = chosen.indices.numpy(), chosen.weights.numpy(), chosen.gains.numpy()
     np.savez(content, indices=indices, weights=weights, gains=gains)
     rows = zip(indices.tolist(), weights.tolist(), gains.tolist(), strict=True)
-    lines = ["index,weight,gain", *(f"{index},{weight:g},{gain!r}" for index, weight, gain in rows)]
+    # Weights are numbers of points.
+    lines = ["index,weight,gain", *(f"{index},{round(weight)},{gain!r}" for index, weight, gain in rows)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "coreset.npz", content.getvalue())
@@ -212,7 +213,7 @@ def _rows(summary: Fields) -> list[tuple[str, str, str]]:
         lines.append(
             ("own optimum's distance from that of all points", units.share(gaps["coreset"]), units.share(random))
         )
-    weights = f"{summary['smallest_weight']:g} to {summary['largest_weight']:g}"
+    weights = f"{units.count(summary['smallest_weight'])} to {units.count(summary['largest_weight'])}"
     return [
         *lines,
         ("relative gradient error", *errors),
