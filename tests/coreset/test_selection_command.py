@@ -319,6 +319,38 @@ def test_the_command_refuses_in_one_message(
     assert not Path("out").exists()
 
 
+@pytest.mark.parametrize("name", ["settings.json", "config.json", "comparison.json", "trials.json"])
+def test_results_of_something_else_are_not_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files(tmp_path)
+    Path("run").mkdir()
+    for written in (name, "summary.json", "report.html"):
+        Path("run", written).write_text("theirs")
+    assert main(["select", "--data", "x.npy", "--out", "run"]) == 2
+    assert f"--out run: holds other results ({name})" in " ".join(capsys.readouterr().err.split())
+    assert Path("run", "summary.json").read_text() == Path("run", "report.html").read_text() == "theirs"
+    # Before anything is read or selected.
+    assert main(["select", "--data", "absent.npy", "--out", "x.npy"]) == 2
+    assert "--out x.npy: is a file" in capsys.readouterr().err
+
+
+def test_the_page_of_a_coreset_is_not_replaced_by_that_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files(tmp_path)
+    folder = str(tmp_path / "out")
+    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", folder]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    capsys.readouterr()
+    assert main(["report", folder]) == 2
+    assert "its summary.json is that of no training run" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out" / "report.html").read_text() == page
+    # A selection of the same folder may be made again.
+    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", folder]) == 0
+
+
 def test_one_point_is_selected_without_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     np.save(tmp_path / "one.npy", np.full((1, 3), 1.1))
     assert main(["select", "--data", str(tmp_path / "one.npy"), "--out", str(tmp_path / "out")]) == 0

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # How many random subsets the coreset is compared with.
 _RANDOM_DRAWS = 5
+# Files in the folders of runs, comparisons and sweeps.
+_OF_OTHERS = ("settings.json", "config.json", "comparison.json", "trials.json")
 Fields = dict[str, Any]
 
 
@@ -78,6 +80,8 @@ class Select:
         from thinwire.coreset.selection import classes_of
         from thinwire.coreset.similarity import checked
 
+        if self.out is not None:
+            _check_out(self.out)
         features, labels = read_matrix(self.data, self.labels)
         rows = checked(features)
         classes = None if labels is None else torch.from_numpy(classes_of(labels, len(rows)))
@@ -153,6 +157,21 @@ def _progress(label: str) -> Generator[Callable[[float], None] | None]:
     with Progress(*columns, console=err, transient=True, refresh_per_second=4) as live:
         bar = live.add_task(label, total=1.0)
         yield lambda fraction: live.update(bar, completed=fraction)
+
+
+def _check_out(folder: Path) -> None:
+    """Refuse, before anything is selected, a file, and a folder whose summary and page are those of something else.
+
+    Raises:
+        ConfigError: with the folder and the fix.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder}: is a file, and no folder; use another --out")
+    found = next((name for name in _OF_OTHERS if (folder / name).exists()), None)
+    if found is not None:
+        raise ConfigError(
+            f"--out {folder}: holds other results ({found}), whose summary and report would be lost; use another --out"
+        )
 
 
 def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
