@@ -279,6 +279,8 @@ def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path)
         (["--data", "broken.npy"], "cannot be read"),
         (["--data", "x.npy", "--per-class"], "gives no labels"),
         (["--data", "xy.npy", "--per-class", "--labels", "9"], "from 0 to 5"),
+        (["--data", "xy.npy", "--labels=--1"], "from 0 to 5"),
+        (["--data", "xy.npy", "--labels", "²"], "from 0 to 5"),
         (["--data", "x.npz", "--labels", "kind"], "holds data, kinds"),
         (["--data", "two.npz"], "holds 2 matrices"),
         (["--data", "x.libsvm", "--labels", "3"], "has its own"),
