@@ -15,12 +15,14 @@ from reproductions.shared import claims, command
 from reproductions.shared.claims import MODULES, Result, claim, judged, last_result, write_result
 from thinwire import __version__
 from thinwire.cli import commands, main
+from thinwire.cli.compare import show
 from thinwire.cli.demo import conclusions
 from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
 from thinwire.cli.train import Train
 from thinwire.errors import ConfigError
 from thinwire.runs import Settings, launch, worker
+from thinwire.runs.comparison import Comparison
 from thinwire.runs.configuration import option_name
 from thinwire.runs.folder import RunFolder
 from thinwire.strategies.recipe import parse
@@ -430,3 +432,14 @@ def test_what_a_run_folder_names_is_not_imported(own_folder, capsys):
     with pytest.raises(ConfigError, match="is not imported"):
         launch(settings, own_folder / "new")
     assert "quiet_methods" not in sys.modules
+
+
+def test_the_spread_over_rounds_is_of_those_that_took_a_step(capsys):
+    rounds = [{"strategy": "AllReduce()", "seconds_per_step": pace} for pace in (None, 0.2, 0.1)]
+    rounds[0]["diverged"] = "the loss is nan"
+    show(Comparison(Path("nowhere"), ("AllReduce()",), (tuple(rounds),)))
+    printed = capsys.readouterr()
+    assert "AllReduce(): 0.1 to 0.2 s/step over 2 of 3 rounds\n" in printed.out
+    assert "AllReduce(), round 1 diverged: the loss is nan" in printed.err
+    show(Comparison(Path("nowhere"), ("AllReduce()",), (tuple(rounds[1:]),)))
+    assert "s/step over 2 rounds\n" in capsys.readouterr().out
