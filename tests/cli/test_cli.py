@@ -20,6 +20,7 @@ from thinwire.cli.demo import conclusions
 from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
 from thinwire.cli.train import Train
+from thinwire.emulate import Straggler
 from thinwire.errors import ConfigError
 from thinwire.runs import Settings, launch, worker
 from thinwire.runs.comparison import Comparison
@@ -240,6 +241,21 @@ def test_under_torchrun_links_and_workers_are_real(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert "torchrun has started 3" in refused(capsys, "train", "--workers", "2")
     assert "links are real" in refused(capsys, "train", "--link", "1gbit")
+    assert "only workers that this command starts" in refused(capsys, "train", "--stop", "1:1s:1s")
+
+
+def test_under_torchrun_workers_are_as_slow_as_they_were_asked_to_be(monkeypatch, tmp_path):
+    found = []
+    for name in ("THINWIRE_SLOW", "THINWIRE_STALL", "THINWIRE_STALL_SEED"):
+        # Set first, so that what the command sets is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("thinwire.runs.work", lambda *_, **__: found.append(Straggler.from_environment()))
+    call = ["train", "--task", "digits", "--out", str(tmp_path / "run"), "--seed", "7"]
+    assert main([*call, "--slow", "1:3x", "--stall", "0.5:2s"]) == 0
+    assert found == [Straggler(3.0, 0.5, 2.0, seed=7, rank=1)]
 
 
 def test_reproductions_are_listed_with_their_last_result(capsys):
