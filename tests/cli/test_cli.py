@@ -450,6 +450,17 @@ def test_what_a_run_folder_names_is_not_imported(own_folder, capsys):
     assert "quiet_methods" not in sys.modules
 
 
+def test_a_demo_in_which_a_run_diverged_has_failed(capsys, monkeypatch):
+    ended = {"seconds_per_step": 0.1, "eval_loss": None, "payload_bytes_per_worker_per_step": 1.0, "seconds": 1.0}
+    rounds = [({"strategy": name, **ended, "diverged": "the loss is nan"},) for name in ("ddp", "PushSum()")]
+    monkeypatch.setattr(
+        "thinwire.cli.demo.run", lambda *_, **__: Comparison(Path(), ("ddp", "PushSum()"), tuple(rounds))
+    )
+    monkeypatch.setattr("thinwire.cli.demo.report", lambda _: None)
+    assert main(["demo"]) == 1
+    assert "PushSum() diverged: the loss is nan" in capsys.readouterr().err
+
+
 def test_the_spread_over_rounds_is_of_those_that_took_a_step(capsys):
     rounds = [{"strategy": "AllReduce()", "seconds_per_step": pace} for pace in (None, 0.2, 0.1)]
     rounds[0]["diverged"] = "the loss is nan"
