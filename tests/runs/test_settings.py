@@ -85,7 +85,9 @@ def test_what_is_left_open_is_filled_in_by_the_task():
 
 
 def test_a_target_alone_ends_in_finite_time():
-    assert resolve({"task": "digits", "target_loss": 0.1}).seconds is not None
+    # As the help says.
+    assert resolve({"task": "digits", "target_loss": 0.1}).seconds == 900
+    assert "900 where target_loss alone is given" in (Settings.__doc__ or "")
 
 
 @pytest.mark.parametrize(

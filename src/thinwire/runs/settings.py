@@ -51,7 +51,8 @@ class Settings:
             as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.
             The model is then of the first size that the mesh divides, unless one is named.
         steps: optimizer steps; 200 unless given, or seconds or target_loss are.
-        seconds: a budget of training time; set-up and evaluation do not count.
+        seconds: a budget of training time; set-up and evaluation do not count. 900 where target_loss alone is given, as
+            it may never be reached.
         target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.
         batch_size: examples per step and worker; the task's default unless given.
         optimizer: sgd, adamw or lamb; onebit-lamb and onebit-adam, whose momentum CompressedMomentum() can compress;
