@@ -82,7 +82,7 @@ class Settings:
         eval_every: steps between evaluations; about ten evaluations in a run unless given.
         eval_limit: held-out examples per evaluation; 256 unless given.
         save_every: steps between checkpoints; none are saved unless given.
-        keep: how many checkpoints to keep, the newest ones; older ones are removed.
+        keep: how many checkpoints to keep, the newest ones; older ones are removed. 3 unless given.
         timeline_steps: number of early steps whose time intervals are recorded.
         timeout: seconds that a worker waits for the others; a minute, or more with slow links or workers,
             unless given.
