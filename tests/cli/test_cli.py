@@ -15,12 +15,15 @@ from reproductions.shared import claims, command
 from reproductions.shared.claims import MODULES, Result, claim, judged, last_result, write_result
 from thinwire import __version__
 from thinwire.cli import commands, main
+from thinwire.cli.compare import show
 from thinwire.cli.demo import conclusions
 from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
 from thinwire.cli.train import Train
+from thinwire.emulate import Straggler
 from thinwire.errors import ConfigError
 from thinwire.runs import Settings, launch, worker
+from thinwire.runs.comparison import Comparison
 from thinwire.runs.configuration import option_name
 from thinwire.runs.folder import RunFolder
 from thinwire.strategies.recipe import parse
@@ -238,6 +241,21 @@ def test_under_torchrun_links_and_workers_are_real(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert "torchrun has started 3" in refused(capsys, "train", "--workers", "2")
     assert "links are real" in refused(capsys, "train", "--link", "1gbit")
+    assert "only workers that this command starts" in refused(capsys, "train", "--stop", "1:1s:1s")
+
+
+def test_under_torchrun_workers_are_as_slow_as_they_were_asked_to_be(monkeypatch, tmp_path):
+    found = []
+    for name in ("THINWIRE_SLOW", "THINWIRE_STALL", "THINWIRE_STALL_SEED"):
+        # Set first, so that what the command sets is taken back.
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("thinwire.runs.work", lambda *_, **__: found.append(Straggler.from_environment()))
+    call = ["train", "--task", "digits", "--out", str(tmp_path / "run"), "--seed", "7"]
+    assert main([*call, "--slow", "1:3x", "--stall", "0.5:2s"]) == 0
+    assert found == [Straggler(3.0, 0.5, 2.0, seed=7, rank=1)]
 
 
 def test_reproductions_are_listed_with_their_last_result(capsys):
@@ -430,3 +448,25 @@ def test_what_a_run_folder_names_is_not_imported(own_folder, capsys):
     with pytest.raises(ConfigError, match="is not imported"):
         launch(settings, own_folder / "new")
     assert "quiet_methods" not in sys.modules
+
+
+def test_a_demo_in_which_a_run_diverged_has_failed(capsys, monkeypatch):
+    ended = {"seconds_per_step": 0.1, "eval_loss": None, "payload_bytes_per_worker_per_step": 1.0, "seconds": 1.0}
+    rounds = [({"strategy": name, **ended, "diverged": "the loss is nan"},) for name in ("ddp", "PushSum()")]
+    monkeypatch.setattr(
+        "thinwire.cli.demo.run", lambda *_, **__: Comparison(Path(), ("ddp", "PushSum()"), tuple(rounds))
+    )
+    monkeypatch.setattr("thinwire.cli.demo.report", lambda _: None)
+    assert main(["demo"]) == 1
+    assert "PushSum() diverged: the loss is nan" in capsys.readouterr().err
+
+
+def test_the_spread_over_rounds_is_of_those_that_took_a_step(capsys):
+    rounds = [{"strategy": "AllReduce()", "seconds_per_step": pace} for pace in (None, 0.2, 0.1)]
+    rounds[0]["diverged"] = "the loss is nan"
+    show(Comparison(Path("nowhere"), ("AllReduce()",), (tuple(rounds),)))
+    printed = capsys.readouterr()
+    assert "AllReduce(): 0.1 to 0.2 s/step over 2 of 3 rounds\n" in printed.out
+    assert "AllReduce(), round 1 diverged: the loss is nan" in printed.err
+    show(Comparison(Path("nowhere"), ("AllReduce()",), (tuple(rounds[1:]),)))
+    assert "s/step over 2 rounds\n" in capsys.readouterr().out

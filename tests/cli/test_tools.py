@@ -28,7 +28,7 @@ def test_tools_lists_what_runs_and_where_it_lies(capsys):
 
 def test_tools_says_why_the_fast_path_is_not_taken(capsys, monkeypatch, tmp_path):
     def missing():
-        raise ConfigError("messages between processes need pyzmq")
+        raise ConfigError("pip install 'thinwire[async]'")
 
     monkeypatch.setattr(zeromq, "import_zmq", missing)
     monkeypatch.setattr(native, "problems", {})
@@ -49,6 +49,9 @@ def test_tools_says_why_the_fast_path_is_not_taken(capsys, monkeypatch, tmp_path
             "PyTorch, slower",
             "there is no C compiler; install gcc or clang",
         )
-    assert found["messages of asynchronous methods"]["details"] == "messages between processes need pyzmq"
+    assert found["messages of asynchronous methods"]["details"] == "pip install 'thinwire[async]'"
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["tools"]) == 0
+    assert "pip install 'thinwire[async]'" in capsys.readouterr().out
     monkeypatch.setenv("THINWIRE_NATIVE", "0")
     assert rows(capsys)["selection of coresets"]["details"] == "THINWIRE_NATIVE=0"

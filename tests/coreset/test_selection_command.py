@@ -17,10 +17,12 @@ from tests.coreset.test_selection import alike, same
 from tests.oracles.coreset import apart, cost, points
 from thinwire import Comm, ConfigError
 from thinwire.cli import main
+from thinwire.cli import select as command
 from thinwire.coreset import Coreset, EuclideanDistances, select
 from thinwire.coreset.matrices import read_matrix
 from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import quality, random_subset
+from thinwire.report.coreset import coreset_picture
 
 # -- files -------------------------------------------------------------------------------------------------------------
 
@@ -156,6 +158,24 @@ def test_features_may_be_arrays_of_any_numbers(kind: type) -> None:
     assert alike(select(x, budget=4), select(torch.from_numpy(x.astype(np.float32)), budget=4))
 
 
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_half_precision_selects_as_the_same_numbers_in_full(kind: torch.dtype) -> None:
+    # Near 0, numbers of half precision are close together; less 11 they would all be one.
+    draw = torch.Generator().manual_seed(0)
+    x = torch.cat([0.004 * torch.rand(60, 1, generator=draw), torch.full((140, 1), 12.0)]).to(kind)
+    wanted = select(x.float(), budget=6)
+    assert wanted.cost > 0 and same(select(x, budget=6), wanted)
+    # The difference of two numbers of half precision may be none.
+    far = torch.tensor([[60000.0], [59000.0], [58000.0], [-60000.0]]).to(kind)
+    assert same(select(far, budget=2), select(far.float(), budget=2))
+
+    def work(comm: Comm) -> Coreset:
+        return select(x[comm.rank :: 2], budget=6, comm=comm)
+
+    order = torch.cat([x[0::2], x[1::2]])
+    assert all(same(each, select(order.float(), budget=6)) for each in thinwire.run_threads(2, work, timeout=20))
+
+
 # -- quality -----------------------------------------------------------------------------------------------------------
 
 
@@ -226,12 +246,29 @@ def test_the_command_writes_what_select_gives_for_every_kind_of_file(
 
 def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files(tmp_path)
-    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", str(tmp_path / "out")]) == 0
+    (tmp_path / "x.npy").rename(tmp_path / "x[train].npy")
+    assert main(["select", "--data", str(tmp_path / "x[train].npy"), "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr().out
-    assert "6 of 60 points of x.npy" in printed and "relative gradient error" in printed and "random" in printed
+    assert "6 of 60 points of x[train].npy" in printed and "relative gradient error" in printed and "random" in printed
     page = (tmp_path / "out" / "report.html").read_text()
     assert "<svg" in page and "6 of 60 points" in page and "http" not in page.replace("http://www.w3.org", "")
     assert (tmp_path / "out" / "plots" / "coreset.png").stat().st_size > 10_000
+
+
+def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path) -> None:
+    found = Coreset(
+        torch.tensor([0, 7]), torch.tensor([1234567.0, 765433.0]).double(), torch.ones(2).double(), 1.0, 2000000
+    )
+    summary = {"smallest_weight": 765433.0, "largest_weight": 1234567.0, "seconds": 1.0, "optimum_gap": None}
+    figures = dict.fromkeys(("mean_distance", "far_distance", "largest_distance", "gradient_error"), 0.5)
+    command._write(tmp_path, found, summary)
+    assert (tmp_path / "coreset.csv").read_text() == "index,weight,gain\n0,1234567,1.0\n7,765433,1.0\n"
+    rows = command._rows({**summary, "coreset": figures, "random": figures})
+    assert ("weights", "765,433 to 1,234,567", "equal") in rows
+    few, plane = np.zeros((4000, 2)), found.indices[:, None].expand(2, 2).numpy()
+    picture = coreset_picture(few, plane, found.weights.numpy(), 0.9)
+    assert picture.caption.startswith("4,000 random ones of all 2,000,000 points, grey")
+    assert "weigh from 765,433 to 1,234,567" in picture.description
 
 
 @pytest.mark.parametrize(
@@ -242,6 +279,8 @@ def test_the_command_shows_a_table_and_a_picture(tmp_path: Path, capsys: pytest.
         (["--data", "broken.npy"], "cannot be read"),
         (["--data", "x.npy", "--per-class"], "gives no labels"),
         (["--data", "xy.npy", "--per-class", "--labels", "9"], "from 0 to 5"),
+        (["--data", "xy.npy", "--labels=--1"], "from 0 to 5"),
+        (["--data", "xy.npy", "--labels", "²"], "from 0 to 5"),
         (["--data", "x.npz", "--labels", "kind"], "holds data, kinds"),
         (["--data", "two.npz"], "holds 2 matrices"),
         (["--data", "x.libsvm", "--labels", "3"], "has its own"),
@@ -280,6 +319,38 @@ def test_the_command_refuses_in_one_message(
     assert printed.err.count("thinwire:") == 1 and words in " ".join(printed.err.split())
     assert "Traceback" not in printed.err
     assert not Path("out").exists()
+
+
+@pytest.mark.parametrize("name", ["settings.json", "config.json", "comparison.json", "trials.json"])
+def test_results_of_something_else_are_not_replaced(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    files(tmp_path)
+    Path("run").mkdir()
+    for written in (name, "summary.json", "report.html"):
+        Path("run", written).write_text("theirs")
+    assert main(["select", "--data", "x.npy", "--out", "run"]) == 2
+    assert f"--out run: holds other results ({name})" in " ".join(capsys.readouterr().err.split())
+    assert Path("run", "summary.json").read_text() == Path("run", "report.html").read_text() == "theirs"
+    # Before anything is read or selected.
+    assert main(["select", "--data", "absent.npy", "--out", "x.npy"]) == 2
+    assert "--out x.npy: is a file" in capsys.readouterr().err
+
+
+def test_the_page_of_a_coreset_is_not_replaced_by_that_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files(tmp_path)
+    folder = str(tmp_path / "out")
+    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", folder]) == 0
+    page = (tmp_path / "out" / "report.html").read_text()
+    capsys.readouterr()
+    assert main(["report", folder]) == 2
+    assert "its summary.json is that of no training run" in " ".join(capsys.readouterr().err.split())
+    assert (tmp_path / "out" / "report.html").read_text() == page
+    # A selection of the same folder may be made again.
+    assert main(["select", "--data", str(tmp_path / "x.npy"), "--out", folder]) == 0
 
 
 def test_one_point_is_selected_without_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,6 +119,14 @@ def test_a_policy_that_cannot_be_read_is_refused(text: str, words: str) -> None:
         resolve(request(coreset=text))
 
 
+def test_gradients_are_scaled_by_the_moments_of_adam_alone() -> None:
+    text = "Craig(fraction=0.2, preconditioned=True)"
+    for optimizer in ("sgd", "lamb", None):  # that of the task is sgd
+        with pytest.raises(ConfigError, match="preconditioned=True is for adamw"):
+            resolve(request(coreset=text, optimizer=optimizer))
+    assert resolve(request(coreset=text, optimizer="adamw")).coreset == repr(Craig(fraction=0.2, preconditioned=True))
+
+
 def test_tasks_without_separate_examples_refuse_a_coreset() -> None:
     with pytest.raises(ConfigError, match="no separate examples"):
         resolve(request(task="text", coreset="Craig"))

@@ -278,10 +278,13 @@ def test_adam_s_moments_change_what_is_near() -> None:
     assert not torch.equal(scaled.indices, Selector(Craig(0.2), points_of(dataset, model)).subset(0).indices)
     with pytest.raises(ConfigError, match="needs an Adam"):
         Selector(policy, points_of(dataset, model)).subset(0)
-    sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
-    sgd.step()
-    with pytest.raises(ConfigError, match="has no second moments"):
-        Selector(policy, points_of(dataset, model, sgd)).subset(0)
+    # Before the first step too; without momentum SGD would never have a state.
+    for momentum in (0.0, 0.9):
+        sgd = torch.optim.SGD(model.parameters(), momentum=momentum)
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="SGD has no second moments"):
+                Selector(policy, points_of(dataset, model, sgd)).subset(0)
+            sgd.step()
 
 
 # -- baselines ---------------------------------------------------------------------------------------------------------
@@ -524,6 +527,8 @@ def test_two_processes_choose_alike_and_train_as_two_threads_do() -> None:
         ({"mode": "mean"}, "mode"),
         ({"fraction": "0.1"}, "a number"),
         ({"preconditioned": True, "proxy": "features"}, "features are no gradients"),
+        ({"method": "sparse", "proxy": "last_layer"}, "method='sparse' with proxy='last_layer': needs coordinates"),
+        ({"method": "streaming", "proxy": "last_layer"}, "use 'lazy', or proxy='logits'"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, Any], words: str) -> None:

@@ -205,6 +205,21 @@ def test_a_table_row_and_its_drawings_share_one_colour(text):
         assert f"var({colour})" in drawing
 
 
+@pytest.mark.parametrize("simulated", [True, False])
+def test_links_of_a_simulated_network_are_not_called_unlimited(run_folder, simulated):
+    # The rates are in a network file.
+    for name in ("config.json", "summary.json"):
+        facts = json.loads((run_folder / name).read_text())
+        (run_folder / name).write_text(json.dumps({**facts, "link": None, "simulated": simulated}))
+    links = [{**each, "bits_per_second": None} for each in json.loads((run_folder / "links.json").read_text())]
+    (run_folder / "links.json").write_text(json.dumps(links))
+    text = write_report(run_folder).report.read_text()
+    shown, other = "links of a simulated network", "links not limited"
+    wanted, unwanted = (shown, other) if simulated else (other, shown)
+    # On top, and below the picture of the links, for wide screens and narrow ones.
+    assert text.count(wanted) >= 3 and unwanted not in text
+
+
 def test_every_missing_file_is_named_in_a_sentence_and_the_table_stays(run_folder):
     for name in ("config.json", "metrics.jsonl", "timeline.jsonl", "links.json"):
         (run_folder / name).unlink()

@@ -8,10 +8,11 @@ import pytest
 
 from tests.report.samples import SAMPLES, write_run
 from thinwire.report import read
-from thinwire.report.bars import split
+from thinwire.report.bars import split, time_picture
 from thinwire.report.curves import smoothed
 from thinwire.report.folder import read_spans
 from thinwire.report.links import rates, used
+from thinwire.report.palette import looks
 from thinwire.report.runs import Link, Run, Span
 from thinwire.report.timeline import Window, common_length, intervals, step_starts, window
 
@@ -76,6 +77,22 @@ def test_the_parts_of_a_step_add_up_to_it():
     assert parts is not None
     assert math.isclose(parts.compute + parts.exposed + parts.other, parts.total)
     assert split({"seconds_per_step": None}) is None
+
+
+@pytest.mark.parametrize(("compute", "whole"), [(0.25, True), (0.2, False)])
+def test_what_compute_holds_is_said_as_it_was_recorded(tmp_path, compute, whole):
+    # A run's own compute is all of a step but waiting, with the optimizer, the data and the loop.
+    folder = write_run(tmp_path / "run", SAMPLES[2], steps=6, workers=2)
+    summary = json.loads((folder / "summary.json").read_text())
+    parts = {"seconds_per_step": 0.5, "compute_seconds_per_step": compute, "exposed_seconds_per_step": 0.25}
+    (folder / "summary.json").write_text(json.dumps({**summary, **parts}))
+    collection = read(folder)
+    picture = time_picture(collection, looks([run.strategy for run in collection.runs]))
+    assert picture is not None
+    assert ("Compute is all the rest: the passes, the optimizer, the data and the loop" in picture.caption) is whole
+    assert ("other" in picture.description, "50.0 ms other" in picture.description) == (not whole, not whole)
+    legend = [text.get_text() for text in picture.figure.legends[0].get_texts()]
+    assert legend == ["compute", "exposed communication"] + ["other"] * (not whole)
 
 
 def test_the_share_of_a_link_is_what_was_sent_over_what_could_be():

@@ -51,6 +51,19 @@ def test_figures_over_seeds_are_means_with_standard_deviations(comparison: Path)
     assert found.mean == 2.5 and found.deviation == pytest.approx(0.5**0.5)
 
 
+def test_a_mean_over_fewer_seeds_than_there_are_says_so(comparison: Path) -> None:
+    reached = {"seconds_to_target": None, "eval_loss": None, "payload_bytes_per_worker_per_step": 1e9}
+    changed(comparison / "push-sum.2/summary.json", **reached, diverged="the loss is nan")
+    collection = read(comparison)
+    found = spread(collection.runs[1], lambda facts: facts.get("seconds_to_target"))
+    assert found is not None and (found.values, found.seeds, found.share) == ((10.0,), 2, " (1 of 2 seeds)")
+    text = write_report(comparison).report.read_text()
+    assert "ddp: none; PushSum: 10.0 s (1 of 2 seeds)" in text
+    assert "PushSum: the mean of those that ended (1 of 2 seeds)." in text
+    # The bytes are those of the seed whose loss it is.
+    assert "On the Pareto front: PushSum" in text
+
+
 def test_the_page_draws_what_a_comparison_is_made_for(comparison: Path) -> None:
     changed(
         comparison / "push-sum/config.json",

@@ -84,8 +84,15 @@ def test_what_is_left_open_is_filled_in_by_the_task():
     assert one.batch_size > 0 and one.model == "mlp"
 
 
+def test_the_help_says_how_many_checkpoints_are_kept():
+    assert resolve({"task": "digits"}).keep == 3
+    assert "older ones are removed. 3 unless given." in (Settings.__doc__ or "")
+
+
 def test_a_target_alone_ends_in_finite_time():
-    assert resolve({"task": "digits", "target_loss": 0.1}).seconds is not None
+    # As the help says.
+    assert resolve({"task": "digits", "target_loss": 0.1}).seconds == 900
+    assert "900 where target_loss alone is given" in (Settings.__doc__ or "")
 
 
 @pytest.mark.parametrize(

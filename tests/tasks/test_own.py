@@ -99,6 +99,54 @@ def test_held_out_batches_are_evaluated_by_the_users_loss() -> None:
     assert task.evaluate(model, limit=4).targets == 4
 
 
+class Words(nn.Module):
+    """Logits of 3 classes for each of 5 positions, [batch, 3, 5]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 15)
+
+    def forward(self, inputs):
+        return self.inner(inputs).view(-1, 3, 5)
+
+
+def test_the_accuracy_is_that_of_several_targets_too_without_those_that_are_ignored() -> None:
+    inputs, _ = rows()
+    targets = torch.arange(30).view(6, 5) % 3
+    targets[2:] = -100
+    task = task_of(Words, lambda rank, size, seed: [(inputs, targets)])
+    model = task.model(seed=0)
+    right = model(inputs).argmax(1)[:2] == targets[:2]
+    assert 0 < right.sum() < 10 and task.metric == "accuracy"
+    assert task.evaluate(model).metric == pytest.approx(right.float().mean().item())
+    other = task_of(
+        Words, lambda rank, size, seed: [(inputs, targets.clamp(min=0))], nn.CrossEntropyLoss(ignore_index=0)
+    )
+    kept = targets[:2] > 0
+    assert other.evaluate(model).metric == pytest.approx(right[kept].float().mean().item())
+
+
+def test_the_accuracy_of_probabilities_is_that_of_the_largest() -> None:
+    inputs, targets = rows()
+    likely = F.one_hot(targets, 3) * 0.7 + 0.1
+    task = task_of(data=lambda rank, size, seed: [(inputs, likely)])
+    model = task.model(seed=0)
+    right = model(inputs).argmax(1) == targets
+    assert 0 < right.sum() < 6
+    assert task.evaluate(model).metric == pytest.approx(right.float().mean().item())
+
+
+@pytest.mark.parametrize("kind", ["a list", "a loader", "a generator"])
+def test_held_out_data_without_a_batch_are_refused(kind: str) -> None:
+    def data(rank: int, size: int, seed: int):
+        short = DataLoader(TensorDataset(*rows()), batch_size=8, drop_last=True)
+        return [rows()], {"a list": [], "a loader": short, "a generator": iter(())}[kind]
+
+    with pytest.raises(ConfigError, match="--data train:data: its held-out batches are empty; return at least one"):
+        # Of a generator it is not known before the first evaluation.
+        check_own(task_of(data=data), seed=0) if kind != "a generator" else task_of(data=data).evaluate(linear())
+
+
 def test_without_held_out_batches_the_first_training_batches_are_evaluated() -> None:
     assert task_of().evaluate(linear()).targets == 6
 

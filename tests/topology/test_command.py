@@ -178,3 +178,10 @@ def test_on_a_narrow_terminal_no_figure_is_cut(width: int, capsys: Capture, monk
     out = printed(capsys, "--workers", "8", "--parameters", "6.5e6", "--link", "100mbit")
     assert "\u2026" not in out
     assert all(words in out for words in ("Ring()", "spectral gap", "4.16 s", "52.0 MB"))
+
+
+def test_more_workers_than_any_graph_is_looked_at_with_are_refused_once(capsys: Capture) -> None:
+    assert main(["topology", "--workers", "129"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("give at most 128 workers") == 1

@@ -243,9 +243,12 @@ def show(done: Comparison, *, markdown: bool = False) -> None:
         which = f"{recipe}, round {number + 1}" if len(done.rounds[0]) > 1 else recipe
         err.print(f"{which} diverged: {words}", markup=False)
     if len(done.rounds[0]) > 1:
-        for recipe, (least, most) in zip(done.strategies, done.spread("seconds_per_step"), strict=True):
+        paces = done.spread("seconds_per_step")
+        for recipe, summaries, (least, most) in zip(done.strategies, done.rounds, paces, strict=True):
             if math.isfinite(least):
-                out.print(f"{recipe}: {least:.3g} to {most:.3g} s/step over {len(done.rounds[0])} rounds", markup=False)
+                timed = sum(each["seconds_per_step"] is not None for each in summaries)
+                of = "" if timed == len(summaries) else f"{timed} of "
+                out.print(f"{recipe}: {least:.3g} to {most:.3g} s/step over {of}{len(summaries)} rounds", markup=False)
 
 
 def report(folder: Path) -> Path | None:

@@ -37,7 +37,7 @@ class Demo:
     out: Path | None = None
 
     def __call__(self) -> int:
-        """Run the five strategies, print the table, and explain it."""
+        """Run the five strategies, print the table, and explain it; returns 0, or 1 where a run diverged."""
         from thinwire.emulate import available, parse_links
         from thinwire.runs import resolve
 
@@ -65,10 +65,12 @@ class Demo:
         done = run(settings, STRATEGIES, folder, rounds=1, title=title(settings, len(STRATEGIES)))
         page = report(folder)
         show(done)
-        out.print("\n" + conclusions(done.summaries), markup=False)
+        # Without the losses of all, there is nothing to conclude.
+        if not done.diverged:
+            out.print("\n" + conclusions(done.summaries), markup=False)
         if page is not None:
             out.print(f"\nThe report, with loss curves and a timeline of each worker: {page}", markup=False)
-        return 0
+        return int(bool(done.diverged))
 
 
 def conclusions(summaries: Sequence[Fields]) -> str:

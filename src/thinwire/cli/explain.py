@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from thinwire.strategies.base import Strategy
 
 _MOST_NAMED_RANKS = 8
+_OF_OPTIMIZER = ("optimizer", "momentum")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         Raises:
             ConfigError: options that exclude each other, or a value that cannot be read.
         """
+        self._check_used()
         if self.tensor_parallel is not None:
             self._explain_meshes(self.tensor_parallel)
             return 0
@@ -89,6 +91,25 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         else:
             _print_card(card, name, as_typed(self.recipe))
         return 0
+
+    def _check_used(self) -> None:
+        """Refuse options that would decide nothing beside the others."""
+        meshes, given = self.tensor_parallel is not None, self.given()
+        if not meshes and self.batch_size != Explain.batch_size:
+            raise ConfigError(f"--batch-size {self.batch_size}: is for --tensor-parallel; leave it out, or add that")
+        if self.batch_size < 1:
+            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        other = {"workers": self.workers, "dtype": self.dtype, **{name: given[name] for name in _OF_OPTIMIZER}}
+        for name, value in other.items() if meshes else ():
+            if value != getattr(Explain, name):
+                raise ConfigError(f"--{name} {value} with --tensor-parallel: decides nothing there; leave it out")
+        if given["momentum"] is not None and given["optimizer"] not in (None, "sgd"):
+            raise ConfigError(
+                f"--momentum {given['momentum']} with --optimizer {given['optimizer']}: is the momentum of sgd; leave "
+                "out one of them"
+            )
+        if self.parameters is not None and given["data"] is not None:
+            raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded; leave it out")
 
     def _explain_meshes(self, ranks: int) -> None:
         from thinwire.cli.meshes import explain_meshes

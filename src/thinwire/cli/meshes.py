@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from thinwire.tensor2d.advisor import Advice
 
 _LINK = "1gbit+50us"
+_MOST_RANKS = 1 << 16
 
 
 def explain_meshes(
@@ -28,7 +29,8 @@ def explain_meshes(
         task: a language task; default text.
         size: size of its model.
         batch_size: samples of the whole batch.
-        link: link of every rank, RATE+DELAY; default 1gbit+50us.
+        link: links of the ranks, [RANK:]RATE[+DELAY], of which the least rate and the longest delay count; default
+            1gbit+50us.
         data: folder of data files.
         json: whether to print the advice as JSON.
 
@@ -47,10 +49,12 @@ def explain_meshes(
         model = found.model(size or found.default_size, seed=0)
     length = found.batch(found.shards(1)[0], 0, batch_size=1, seed=0, rank=0)[0].shape[-1]
     described = describe_transformer(model, samples=batch_size, length=length)
-    slowest = parse_links(link or _LINK, 1)[0]
-    if slowest.bits_per_second is None:
+    # Numbers of ranks that cannot be are refused with the advice.
+    links = parse_links(link or _LINK, min(max(ranks, 1), _MOST_RANKS))
+    rates = [each.bits_per_second for each in links if each.bits_per_second is not None]
+    if not rates:
         raise ConfigError(f"--link {link}: the best mesh depends on the rate; give one, such as {_LINK}")
-    pace = Pace(slowest.delay_seconds, slowest.bits_per_second, measure_flops())
+    pace = Pace(max(each.delay_seconds for each in links), min(rates), measure_flops())
     advice = advise(described, ranks, pace)
     if json:
         out.print(json_text.dumps(asdict(advice)), markup=False)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # How many random subsets the coreset is compared with.
 _RANDOM_DRAWS = 5
+# Files in the folders of runs, comparisons and sweeps.
+_OF_OTHERS = ("settings.json", "config.json", "comparison.json", "trials.json")
 Fields = dict[str, Any]
 
 
@@ -78,6 +80,8 @@ class Select:
         from thinwire.coreset.selection import classes_of
         from thinwire.coreset.similarity import checked
 
+        if self.out is not None:
+            _check_out(self.out)
         features, labels = read_matrix(self.data, self.labels)
         rows = checked(features)
         classes = None if labels is None else torch.from_numpy(classes_of(labels, len(rows)))
@@ -155,6 +159,21 @@ def _progress(label: str) -> Generator[Callable[[float], None] | None]:
         yield lambda fraction: live.update(bar, completed=fraction)
 
 
+def _check_out(folder: Path) -> None:
+    """Refuse, before anything is selected, a file, and a folder whose summary and page are those of something else.
+
+    Raises:
+        ConfigError: with the folder and the fix.
+    """
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"--out {folder}: is a file, and no folder; use another --out")
+    found = next((name for name in _OF_OTHERS if (folder / name).exists()), None)
+    if found is not None:
+        raise ConfigError(
+            f"--out {folder}: holds other results ({found}), whose summary and report would be lost; use another --out"
+        )
+
+
 def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
     """Write the coreset, for programs and for people, and the summary.
 
@@ -167,7 +186,8 @@ def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
     indices, weights, gains = chosen.indices.numpy(), chosen.weights.numpy(), chosen.gains.numpy()
     np.savez(content, indices=indices, weights=weights, gains=gains)
     rows = zip(indices.tolist(), weights.tolist(), gains.tolist(), strict=True)
-    lines = ["index,weight,gain", *(f"{index},{weight:g},{gain!r}" for index, weight, gain in rows)]
+    # Weights are numbers of points.
+    lines = ["index,weight,gain", *(f"{index},{round(weight)},{gain!r}" for index, weight, gain in rows)]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / "coreset.npz", content.getvalue())
@@ -212,7 +232,7 @@ def _rows(summary: Fields) -> list[tuple[str, str, str]]:
         lines.append(
             ("own optimum's distance from that of all points", units.share(gaps["coreset"]), units.share(random))
         )
-    weights = f"{summary['smallest_weight']:g} to {summary['largest_weight']:g}"
+    weights = f"{units.count(summary['smallest_weight'])} to {units.count(summary['largest_weight'])}"
     return [
         *lines,
         ("relative gradient error", *errors),
@@ -242,10 +262,11 @@ def _advice(summary: Fields) -> str:
 
 def _show(summary: Fields, report: Path | None) -> None:
     from rich.table import Table
+    from rich.text import Text
 
-    table = Table(
-        "", "coreset", f"random, mean of {summary['random_draws']}", title=_title(summary), title_justify="left"
-    )
+    # As text: brackets in the name of a file are no markup.
+    title = Text(_title(summary), style="table.title")
+    table = Table("", "coreset", f"random, mean of {summary['random_draws']}", title=title, title_justify="left")
     for row in _rows(summary):
         table.add_row(*row)
     out.print(table)

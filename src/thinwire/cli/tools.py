@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+from rich.markup import escape
 from rich.table import Table
 
 from thinwire.cli.console import out
@@ -35,7 +36,8 @@ class Tools:
         table = Table("what for", "what runs")
         table.add_column("details", overflow="fold")
         for row in rows:
-            table.add_row(row["for"], row["runs"], row["details"])
+            # Words in brackets, as in pip install 'thinwire[async]', are no markup.
+            table.add_row(row["for"], escape(row["runs"]), escape(row["details"]))
         out.print(table)
         return 0
 

@@ -117,6 +117,8 @@ class Topology:
                 known[graph] = facts(graph, self.workers)
             except ConfigError as error:
                 refused[brief(graph)] = str(error)
+        if not known:
+            raise ConfigError(next(iter(refused.values())))
         if self.out is not None:
             from thinwire.report.graph import agreement_picture
 

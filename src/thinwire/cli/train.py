@@ -81,6 +81,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         """Train as one of torchrun's workers."""
         import os
 
+        from thinwire.emulate import straggler_environment
         from thinwire.runs import RunFolder, work
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -89,12 +90,19 @@ class Train(settings_as_options(without=["timeline_steps"])):
             raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}; leave it out")
         if given["link"] is not None:
             raise ConfigError(f"--link {given['link']}: under torchrun the links are real; leave it out")
+        if given["stop"] is not None:
+            raise ConfigError(
+                f"--stop {given['stop']}: only workers that this command starts are suspended; leave it out"
+            )
         if given["elastic"]:
             raise ConfigError(
                 "--elastic under torchrun: its agent ends all workers with one; leave out torchrun, or call "
                 "attach(elastic=True) in a program of yours (docs/how-to/elastic.md)"
             )
         settings, folder = self._prepare(size)
+        if settings.slow is not None or settings.stall is not None:
+            # As launched workers get it.
+            os.environ.update(straggler_environment(settings.slow, settings.stall, seed=settings.seed))
         if rank == 0:
             home = RunFolder(folder)
             if self.resume is None:

@@ -77,6 +77,11 @@ class Craig(Policy):
             raise ConfigError(f"bound={self.bound}: a relative error must be positive; 0.3 is usual")
         if not 0 < self.probe <= 1:
             raise ConfigError(f"probe={self.probe}: must lie in (0, 1]; 0.1 is usual")
+        if self.proxy == "last_layer" and self.method in ("sparse", "streaming"):
+            raise ConfigError(
+                f"method={self.method!r} with proxy='last_layer': needs coordinates, and these gradients have none; "
+                "use 'lazy', or proxy='logits'"
+            )
         if self.preconditioned and self.proxy == "features":
             raise ConfigError("preconditioned=True with proxy='features': features are no gradients; use 'logits'")
 

@@ -22,7 +22,7 @@ from thinwire.comm.base import Comm
 from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for
 from thinwire.coreset.greedy import pick_among
 from thinwire.coreset.methods import ClassSelection, MethodSettings, WarmStart, greedy, in_distances, norm_of
-from thinwire.coreset.similarity import Distances, Features, centre_of, checked, power_above
+from thinwire.coreset.similarity import Distances, Features, centre_of, checked, minus, power_above
 from thinwire.errors import ConfigError
 
 _BLOCK = 64  # candidates of one all-reduce
@@ -112,7 +112,7 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
         raise ConfigError(f"features of {widths} columns, by rank: all ranks need the same")
     total = comm.all_reduce_(rows.sum(0, dtype=torch.float64)).wait()
     counts = facts[:, 0].tolist()
-    return (rows - centre_of(total, sum(counts)).to(rows.dtype)).float(), counts
+    return minus(rows, centre_of(total, sum(counts))), counts
 
 
 def max_over_ranks(comm: Comm, value: float, device: torch.device) -> float:

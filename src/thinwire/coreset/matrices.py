@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def _npy(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     if labels is None:
         return matrix, None
     columns = matrix.shape[1] if matrix.ndim == 2 else 0
-    if not labels.lstrip("-").isdigit() or not -columns <= int(labels) < columns:
+    if not re.fullmatch(r"-?[0-9]{1,18}", labels) or not -columns <= int(labels) < columns:
         raise ConfigError(f"--labels {labels}: must be a column of {path} from 0 to {columns - 1}, or a .npy file")
     column = int(labels) % columns
     return np.delete(matrix, column, axis=1), matrix[:, column]

@@ -59,6 +59,9 @@ class Points:
         parameters = dict(head_of(self.model).named_parameters())
         if self.optimizer is None or "bias" not in parameters:
             raise ConfigError("preconditioned=True: needs an Adam optimizer and a last layer with a bias")
+        # Known before the first step, and SGD without momentum has no state at all.
+        if "betas" not in self.optimizer.defaults:
+            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments; use Adam")
         weight, bias = (self.optimizer.state.get(parameters[name], {}) for name in ("weight", "bias"))
         if not weight or not bias:
             return None

@@ -142,7 +142,14 @@ def _tensor_of(features: object) -> Tensor:
 
 def centred(matrix: Tensor) -> Tensor:
     """The rows minus their approximate mean, float32."""
-    return (matrix - centre_of(matrix.sum(0, dtype=torch.float64), len(matrix)).to(matrix.dtype)).float()
+    return minus(matrix, centre_of(matrix.sum(0, dtype=torch.float64), len(matrix)))
+
+
+def minus(matrix: Tensor, centre: Tensor) -> Tensor:
+    """The rows minus a centre, [d], float32."""
+    # In half precision the difference would lose the digits in which near points differ, or overflow.
+    wide = matrix if matrix.dtype == torch.float64 else matrix.float()
+    return (wide - centre.to(wide.dtype)).float()
 
 
 def centre_of(total: Tensor, n: int) -> Tensor:

@@ -44,6 +44,8 @@ def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
     longest = max((parts.total for parts in splits if parts is not None), default=0.0)
     if longest <= 0:
         return None
+    # In thinwire's own runs compute is all that is not waiting.
+    whole = not any(parts.other > 0.001 * parts.total for parts in splits if parts is not None)
     figure = canvas(10.8, 0.95 + 0.46 * len(splits))
     axes = figure.add_subplot()
     plain(axes, x="time per step", grid="x")
@@ -52,7 +54,7 @@ def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
     _names(axes, collection, styles)
     seconds_axis(axes, longest * 1.12)
     figure.legend(
-        handles=[Patch(color=tone.light, label=word) for tone, word in _PARTS],
+        handles=[Patch(color=tone.light, label=word) for tone, word in _PARTS if not (whole and tone is OTHER)],
         loc="outside upper left",
         ncols=len(_PARTS),
         frameon=False,
@@ -62,10 +64,7 @@ def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
         handleheight=1.0,
     )
     words = [
-        f"{run.label}: not measured"
-        if parts is None
-        else f"{run.label}: {units.seconds(parts.total)}, of which {units.seconds(parts.compute)} compute, "
-        f"{units.seconds(parts.exposed)} exposed communication and {units.seconds(parts.other)} other"
+        f"{run.label}: {'not measured' if parts is None else _in_words(parts, whole=whole)}"
         for run, parts in zip(collection.runs, splits, strict=True)
     ]
     return Picture(
@@ -73,9 +72,23 @@ def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
         figure=figure,
         title="Where a step's time goes",
         caption="The mean step. Exposed communication is the time a worker waited for messages; communication that "
-        "overlaps with computation costs no time and is not in it. Other is the optimizer, the data and the loop.",
+        "overlaps with computation costs no time and is not in it. "
+        + (
+            "Compute is all the rest: the passes, the optimizer, the data and the loop."
+            if whole
+            else "Other is what was recorded as neither."
+        ),
         description=f"Stacked bars of the time per step. {'; '.join(words)}.",
     )
+
+
+def _in_words(parts: Split, *, whole: bool) -> str:
+    compute, exposed = (
+        f"{units.seconds(parts.compute)} compute",
+        f"{units.seconds(parts.exposed)} exposed communication",
+    )
+    split = f"{compute} and {exposed}" if whole else f"{compute}, {exposed} and {units.seconds(parts.other)} other"
+    return f"{units.seconds(parts.total)}, of which {split}"
 
 
 def _bar(axes: Axes, row: int, parts: Split | None, longest: float) -> None:

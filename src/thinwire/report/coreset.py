@@ -35,9 +35,9 @@ def write_coreset(
 
     Args:
         folder: where to write.
-        others: [m, 2]; points that were not chosen, in the plane of the picture.
+        others: [m, 2]; all points, or a random sample of them, in the plane of the picture.
         chosen: [k, 2]; chosen points.
-        weights: [k]; their weights.
+        weights: [k]; their weights, the number of points that each represents.
         share: the fraction of the variance that the plane shows.
         title: of the page.
         rows: of the table: (name, figure of the coreset, figure of random subsets).
@@ -69,14 +69,17 @@ def coreset_picture(others: Points, chosen: Points, weights: Points, share: floa
     seen = f"{units.share(share)} of the variance"
     axes.set_title(seen, loc="right", fontsize=FONT_SIZE - 1, color=MUTED.light)
     left_out = "" if len(heaviest) == len(chosen) else f" Of the chosen the {len(heaviest):,} heaviest are drawn."
+    # Every point is represented once.
+    count = round(float(weights.sum()))
+    shown = "All points" if len(others) == count else f"{len(others):,} random ones of all {count:,} points"
     return Picture(
         name="coreset",
         figure=figure,
         title="The chosen points among all points",
-        caption=f"All points, grey, on their first two principal components, with {seen}; the area of each chosen "
+        caption=f"{shown}, grey, on their first two principal components, with {seen}; the area of each chosen "
         f"point is its weight, the number of points it represents.{left_out}",
         description=f"Scatter plot of {len(others):,} points and {len(chosen):,} chosen ones, which weigh from "
-        f"{weights.min():g} to {weights.max():g}.",
+        f"{units.count(weights.min())} to {units.count(weights.max())}.",
     )
 
 

@@ -26,7 +26,7 @@ def setting(collection: Collection) -> str:
         text(config, "model") and f"model {text(config, 'model')}",
         f"{size} parameters" if parameters else "",
         f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "",
-        f"link {text(config, 'link')}" if text(config, "link") else "links not limited",
+        f"link {text(config, 'link')}" if text(config, "link") else collection.runs[0].other_links,
         _host(config.get("host")),
     ]
     spans = "".join(f"<span>{escape(part)}</span>" for part in parts if part)

@@ -83,7 +83,7 @@ def rates(run: Run) -> str:
     """The links' rates in words: one if all are equal, otherwise the slowest and the fastest."""
     known = sorted({link.bits_per_second for link in run.links if link.bits_per_second})
     if not known:
-        return "rate not limited"
+        return run.other_links
     if len(known) == 1:
         return units.rate(known[0])
     return f"{units.rate(known[0])} to {units.rate(known[-1])}"

@@ -86,6 +86,11 @@ class Run:
         """The recipe as text."""
         return text(self.summary, "strategy") or text(self.config, "strategy") or self.folder.name
 
+    @property
+    def other_links(self) -> str:
+        """What links are called whose rate was not recorded: those of a simulation may be in a network file."""
+        return "links of a simulated network" if self.config.get("simulated") is True else "links not limited"
+
 
 @dataclass(frozen=True)
 class Collection:

@@ -23,9 +23,13 @@ _WIDE_RANGE = 8
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure over seeds: its values, their mean, and their standard deviation (0 for one value)."""
+    """A figure over seeds: its values, their mean, and their standard deviation (0 for one value).
+
+    `seeds` is how many there are with those that lack the figure, since they diverged or did not reach the target.
+    """
 
     values: tuple[float, ...]
+    seeds: int
 
     @property
     def mean(self) -> float:
@@ -37,11 +41,17 @@ class Spread:
         """The standard deviation of the values, not of their mean."""
         return stdev(self.values) if len(self.values) > 1 else 0.0
 
+    @property
+    def share(self) -> str:
+        """Of how many of the seeds the mean is, such as ` (2 of 3 seeds)`; "" if it is of all."""
+        return f" ({len(self.values)} of {self.seeds} seeds)" if len(self.values) < self.seeds else ""
+
 
 def spread(run: Run, of: Callable[[Facts], float | None]) -> Spread | None:
     """A figure over a run's rounds; None where none of them has it."""
-    values = [value for facts in run.rounds or (run.summary,) if (value := of(facts)) is not None]
-    return Spread(tuple(values)) if values else None
+    rounds = run.rounds or (run.summary,)
+    values = [value for facts in rounds if (value := of(facts)) is not None]
+    return Spread(tuple(values), len(rounds)) if values else None
 
 
 def sent(summary: Facts) -> float | None:
@@ -68,7 +78,9 @@ def pareto_picture(collection: Collection, styles: Sequence[Look]) -> Picture | 
     """Held-out loss against bytes sent, with the front and a bar for the seeds; None unless two runs have both."""
     rows: list[tuple[Run, Look, Spread, Spread]] = []
     for run, look in zip(collection.runs, styles, strict=True):
-        payload, loss = spread(run, sent), spread(run, lambda facts: number(facts, "eval_loss"))
+        loss = spread(run, lambda facts: number(facts, "eval_loss"))
+        # Of the same seeds.
+        payload = spread(run, lambda facts: None if number(facts, "eval_loss") is None else sent(facts))
         if payload is not None and loss is not None and math.isfinite(loss.mean):
             rows.append((run, look, payload, loss))
     if len(rows) < 2:
@@ -94,6 +106,7 @@ def pareto_picture(collection: Collection, styles: Sequence[Look]) -> Picture | 
     names = ", ".join(rows[index][0].label for index in best)
     several = any(len(loss.values) > 1 for *_, loss in rows)
     bars = " Bars reach one standard deviation over seeds." if several else ""
+    bars += "".join(f" {run.label}: the mean of those that ended{loss.share}." for run, *_, loss in rows if loss.share)
     return Picture(
         name="pareto",
         figure=figure,
@@ -185,19 +198,14 @@ def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Pictu
     if not known:
         return None
     longest = max(found.mean + found.deviation for found in known)
+    # Otherwise there are longer words beside a bar.
+    whole = not any(found.share for found in known)
     figure = canvas(5.6, 0.7 + 0.42 * len(spreads))
     axes = figure.add_subplot()
     plain(axes, grid="x")
     for row, (found, look) in enumerate(zip(spreads, styles, strict=True)):
         if found is None:
-            axes.annotate(
-                "not reached" if each.name == "time-to-target" else "not measured",
-                (0, row),
-                va="center",
-                xycoords=axes.get_yaxis_transform(),
-                fontsize=FONT_SIZE,
-                color=MUTED.light,
-            )
+            _missing(axes, row, each)
             continue
         if each.from_zero:
             axes.barh(row, found.mean, height=0.55, color=look.tone.light)
@@ -216,7 +224,7 @@ def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Pictu
             zorder=4,
         )
         axes.annotate(
-            each.unit(found.mean),
+            each.unit(found.mean) + found.share,
             (max(found.mean + found.deviation, *found.values, found.mean), row),
             xytext=(7, 0),
             va="center",
@@ -229,14 +237,26 @@ def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Pictu
     axes.tick_params(axis="y", labelcolor=INK.light)
     axes.set_ylim(len(spreads) - 0.45, -0.55)
     if each.from_zero:
-        axes.set_xlim(0, 1.3 * longest or 1)
+        axes.set_xlim(0, (1.3 if whole else 1.7) * longest or 1)
     else:
-        axes.margins(x=0.3)
+        axes.margins(x=0.3 if whole else 0.6)
         axes.grid(True, axis="y", color=GRID.light, linewidth=0.8)
     axes.locator_params(axis="x", nbins=4)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: each.unit(value) if value else "0"))
     words = [
-        f"{run.label}: {'none' if found is None else each.unit(found.mean)}"
+        f"{run.label}: {'none' if found is None else each.unit(found.mean) + found.share}"
         for run, found in zip(collection.runs, spreads, strict=True)
     ]
     return Picture(each.name, figure, each.title, each.caption, f"{each.title}. {'; '.join(words)}.")
+
+
+def _missing(axes: Axes, row: int, each: Figure) -> None:
+    """Words in place of a bar."""
+    axes.annotate(
+        "not reached" if each.name == "time-to-target" else "not measured",
+        (0, row),
+        va="center",
+        xycoords=axes.get_yaxis_transform(),
+        fontsize=FONT_SIZE,
+        color=MUTED.light,
+    )

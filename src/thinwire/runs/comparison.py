@@ -58,8 +58,8 @@ class Comparison:
         ]
 
     def spread(self, key: str) -> list[tuple[float, float]]:
-        """For each strategy, the minimum and maximum of a figure over its rounds; NaN where it is missing."""
-        values = [[float(s[key]) if s[key] is not None else float("nan") for s in each] for each in self.rounds]
+        """For each strategy, the minimum and maximum of a figure over its rounds that have it; NaN where none has."""
+        values = [[float(s[key]) for s in each if s[key] is not None] or [float("nan")] for each in self.rounds]
         return [(min(each), max(each)) for each in values]
 
 

@@ -57,14 +57,17 @@ def parse_policy(text: str) -> Policy:
     return POLICIES[name](**arguments)
 
 
-def check_policy(text: str, task: Task) -> str:
+def check_policy(text: str, task: Task, optimizer: str) -> str:
     """The canonical form of a policy that the task can be trained with.
 
     Raises:
-        ConfigError: it cannot be read, or the task has no separate examples with one class each.
+        ConfigError: it cannot be read, the task has no separate examples with one class each, or the optimizer has no
+            moments by which to scale gradients.
     """
     policy = parse_policy(text)
     examples_of(task)
+    if isinstance(policy, Craig) and policy.preconditioned and optimizer != "adamw":
+        raise ConfigError(f"coreset {text!r} with optimizer={optimizer!r}: preconditioned=True is for adamw; use that")
     return repr(policy)
 
 

@@ -49,7 +49,7 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     _check_environment(given, emulated=emulated)
     task = _task(given)
     if "coreset" in given:
-        given["coreset"] = check_policy(given["coreset"], task)
+        given["coreset"] = check_policy(given["coreset"], task, given.get("optimizer", task.defaults.optimizer))
     settings = Settings(**_filled(given, task))
     check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
     if settings.elastic:

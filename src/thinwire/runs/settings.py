@@ -51,7 +51,8 @@ class Settings:
             as 2x2; twice as many workers train two copies. A whole copy on every worker unless given.
             The model is then of the first size that the mesh divides, unless one is named.
         steps: optimizer steps; 200 unless given, or seconds or target_loss are.
-        seconds: a budget of training time; set-up and evaluation do not count.
+        seconds: a budget of training time; set-up and evaluation do not count. 900 where target_loss alone is given, as
+            it may never be reached.
         target_loss: stop when the held-out loss of the consensus model, in nats, is no more than this.
         batch_size: examples per step and worker; the task's default unless given.
         optimizer: sgd, adamw or lamb; onebit-lamb and onebit-adam, whose momentum CompressedMomentum() can compress;
@@ -81,7 +82,7 @@ class Settings:
         eval_every: steps between evaluations; about ten evaluations in a run unless given.
         eval_limit: held-out examples per evaluation; 256 unless given.
         save_every: steps between checkpoints; none are saved unless given.
-        keep: how many checkpoints to keep, the newest ones; older ones are removed.
+        keep: how many checkpoints to keep, the newest ones; older ones are removed. 3 unless given.
         timeline_steps: number of early steps whose time intervals are recorded.
         timeout: seconds that a worker waits for the others; a minute, or more with slow links or workers,
             unless given.

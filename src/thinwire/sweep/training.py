@@ -148,7 +148,7 @@ class TrialArray:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
         objective = task.objective
-        loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.int64), 0
+        loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64), 0
         with self.array.evaluating(), torch.no_grad():
             for batch in task.data.held_out(self.plan.eval_limit):
                 *inputs, targets = batch
@@ -156,13 +156,13 @@ class TrialArray:
                 sums = self.array.losses(lambda x, y, n=count: objective.total(x, y, n), outputs, targets)
                 loss += sums.double()
                 if isinstance(outputs, Tensor):
-                    hits += torch.stack([objective.hits(own, targets) for own in outputs])
+                    hits += torch.stack([objective.hits(own, targets, count) for own in outputs])
                 total += count
         return [
             Outcome(
                 trial=trial,
                 loss=float(loss[slot]) / total,
-                metric=task.measure.of(float(loss[slot]), int(hits[slot]), total),
+                metric=task.measure.of(float(loss[slot]), float(hits[slot]), total),
                 steps=self.step,
                 stopped=stopped,
                 copies=self.copies[slot],

@@ -91,14 +91,14 @@ class Measure:
 
     name: str
     higher_is_better: bool
-    of: Callable[[float, int, int], float]
+    of: Callable[[float, float, int], float]
 
 
-def _fraction(_: float, hits: int, targets: int) -> float:
+def _fraction(_: float, hits: float, targets: int) -> float:
     return hits / targets
 
 
-def _bits(loss: float, _: int, targets: int) -> float:
+def _bits(loss: float, _: float, targets: int) -> float:
     return loss / targets / math.log(2)
 
 
@@ -249,13 +249,13 @@ class Task:
         """
         if limit is not None and limit < 1:
             raise ConfigError(f"limit={limit}: an evaluation needs at least 1 example; None takes all")
-        loss, hits, targets = 0.0, 0, 0
+        loss, hits, targets = 0.0, 0.0, 0
         with evaluating(model):
             for batch in self.data.held_out(limit):
                 outputs, expected = self.objective.apply(model, batch)
                 count = self.objective.count(batch)
                 loss += float(self.objective.total(outputs, expected, count))
-                hits += int(self.objective.hits(outputs, expected))
+                hits += float(self.objective.hits(outputs, expected, count))
                 targets += count
         return Evaluation(loss / targets, self.measure.of(loss, hits, targets), targets)
 

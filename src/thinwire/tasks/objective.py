@@ -29,8 +29,8 @@ class Objective(Protocol):
         """The sum of the losses of a batch's `count` targets, a scalar."""
         ...
 
-    def hits(self, outputs: Any, targets: Any) -> Tensor:
-        """How many targets were predicted, a whole number; 0 where the metric does not ask."""
+    def hits(self, outputs: Any, targets: Any, count: int) -> Tensor:
+        """How many of a batch's `count` targets were predicted, a scalar; 0 where the metric does not ask."""
         ...
 
     def count(self, batch: Batch) -> int:
@@ -55,7 +55,7 @@ class CrossEntropy:
         """The sum over targets."""
         return _cross_entropy(outputs, targets, "sum")
 
-    def hits(self, outputs: Tensor, targets: Tensor) -> Tensor:
+    def hits(self, outputs: Tensor, targets: Tensor, count: int) -> Tensor:
         """How many targets have the largest logit."""
         return ((outputs.argmax(-1) == targets) & (targets != IGNORED)).sum()
 

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from thinwire.errors import ConfigError
-from thinwire.tasks.base import ACCURACY, Defaults, Measure, Task
+from thinwire.tasks.base import ACCURACY, IGNORED, Defaults, Measure, Task
 from thinwire.tasks.data.base import Batch, ExampleMetadata, Shard, Stream
 
 # Without held-out batches, so many of rank 0's training batches are evaluated.
@@ -170,11 +170,21 @@ class OwnObjective:
         """The mean loss times the number of examples."""
         return self.loss(outputs, targets) * count
 
-    def hits(self, outputs: Any, targets: Any) -> Tensor:
-        """Correct predictions, where targets are classes; 0 elsewhere."""
-        if self.counts_hits and targets.dim() == 1 and outputs.dim() == 2 and not targets.is_floating_point():
-            return (outputs.argmax(-1) == targets).sum()
-        return torch.zeros((), dtype=torch.int64)
+    def hits(self, outputs: Any, targets: Any, count: int) -> Tensor:
+        """Correct predictions: the share of a batch's targets that are right, times its examples; 0 without classes.
+
+        An example may have several targets, of which those that the loss ignores do not count. Where targets are
+        probabilities, the largest is the right one.
+        """
+        if not self.counts_hits:
+            return torch.zeros(())
+        # The classes are the second size, or the only one.
+        classes = min(1, outputs.dim() - 1)
+        if targets.is_floating_point():
+            targets = targets.argmax(classes)
+        counted = targets != getattr(self.functions.loss, "ignore_index", IGNORED)
+        right = ((outputs.argmax(classes) == targets) & counted).sum()
+        return right.double() * count / counted.sum().clamp(min=1)
 
     def count(self, batch: Batch) -> int:
         """The number of examples: the first size of the first tensor."""
@@ -232,6 +242,8 @@ class OwnData:
             checked = _as_batch(batch, self._objective)
             seen += self._objective.count(checked)
             yield checked
+        if not seen:
+            raise ConfigError(_no_held_out(f"--data {self._functions.data_name}"))
 
     def _stream(self, rank: int) -> _Batches:
         if rank not in self._streams:
@@ -252,10 +264,7 @@ class _Batches:
     @property
     def length(self) -> int:
         """Batches in one pass; 0 where it is not known."""
-        try:
-            return len(self._train)
-        except TypeError:
-            return 0
+        return _length(self._train) or 0
 
     def at(self, step: int) -> Batch:
         """The batch of a step; going back begins again."""
@@ -293,6 +302,8 @@ class _Batches:
                 )
         if train is None:
             raise ConfigError(f"{self._name}: returned None; return the training batches")
+        if _length(held_out) == 0:
+            raise ConfigError(_no_held_out(self._name))
         return train, held_out
 
     def _begin(self, number: int) -> None:
@@ -337,6 +348,21 @@ def _as_batch(found: Any, objective: OwnObjective) -> Batch:
 def _is_pair(found: object) -> bool:
     """Whether this is (training batches, held-out batches), and not batches."""
     return isinstance(found, tuple) and len(found) == 2 and not any(isinstance(x, Tensor) for x in found)
+
+
+def _length(batches: Any) -> int | None:
+    """How many batches there are; None where it is not known."""
+    try:
+        return len(batches)
+    except TypeError:
+        return None
+
+
+def _no_held_out(name: str) -> str:
+    return (
+        f"{name}: its held-out batches are empty; return at least one (a DataLoader with drop_last drops a short one), "
+        "or the training batches alone"
+    )
 
 
 def _key(*numbers: int) -> int:
