@@ -407,7 +407,7 @@ class Holding(nn.Module):
         return self.layer(x)
 
 
-HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+UNLIKE: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
     "a configuration": (lambda: SimpleNamespace(scale=1.0), lambda: SimpleNamespace(scale=5.0)),
     "a nested configuration": (
         lambda: [SimpleNamespace(own=SimpleNamespace(values=[1, 2]))],
@@ -425,9 +425,9 @@ HELD: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", HELD)
+@pytest.mark.parametrize("name", UNLIKE)
 def test_objects_and_functions_that_differ_are_refused(name: str) -> None:
-    one, other = HELD[name]
+    one, other = UNLIKE[name]
     assert fuse([Holding(one()), Holding(one())]).size == 2
     with pytest.raises(ConfigError, match=r"models 0 and 1 differ in structure.*held[^ ]* is"):
         fuse([Holding(one()), Holding(other())])

@@ -305,7 +305,7 @@ def test_dropout_draws_the_masks_of_a_run_by_itself(rates: list[float], layer: A
     ("layer", "shape"),
     [
         (nn.Dropout2d, (7, 6)),
-        (nn.Dropout2d, (7, 6, 5)),
+        (nn.Dropout2d, (7, 5, 6)),
         (nn.Dropout2d, (4, 3, 5, 6)),
         (nn.Dropout1d, (7, 6)),
         (nn.Dropout1d, (4, 3, 6)),
