@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reproductions.shared.claims import MODULES, Claim, claim, is_present
+from reproductions.shared.claims import MODULES, Claim, Outcome, claim, is_present
 from thinwire.storage.files import write_atomically
 
 _HOME = Path(__file__).parents[1]
@@ -48,8 +48,11 @@ def told(which: Claim) -> str:
     took = f"{len(found)} runs of its quick form took {min(minutes):.1f} to {max(minutes):.1f} minutes"
     if len(set(verdicts)) == 1:
         return f"{took}, all with the verdict: {verdicts[0]}"
-    each_of = [f"{verdicts.count(verdict)} of them: {verdict}" for verdict in dict.fromkeys(verdicts)]
-    return f"{took}, and do not agree; {'; '.join(each_of)}"
+    outcomes = {name: [each["parts"][name] for each in found] for name in which.parts}
+    differ = [f"{name} ({', '.join(each)})" for name, each in outcomes.items() if len(set(each)) > 1]
+    turned = [name for name, each in outcomes.items() if {Outcome.HOLDS, Outcome.FAILS} <= set(each)]
+    word = f"{', '.join(turned)} turned" if turned else "no part holds in one run and does not hold in another"
+    return f"{took}. {len(outcomes) - len(differ)} of {len(outcomes)} parts agree, and {word}; {'; '.join(differ)}"
 
 
 def run_again(which: Claim) -> dict[str, Any]:
@@ -68,7 +71,7 @@ def run_again(which: Claim) -> dict[str, Any]:
         if not (home / "result.json").is_file():
             raise subprocess.CalledProcessError(done.returncode, command)
         result = json.loads((home / "result.json").read_bytes())
-    kept = {key: result[key] for key in ("when", "thinwire", "rule", "protocol", "verdict", "measured")}
+    kept = {key: result[key] for key in ("when", "thinwire", "rule", "protocol", "verdict", "parts", "measured")}
     found = {**kept, "seconds": round(seconds, 1)}
     write_atomically(_path(which), (json.dumps([*_kept(which), found], indent=1) + "\n").encode())
     return found

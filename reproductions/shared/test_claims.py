@@ -102,16 +102,18 @@ def test_a_result_with_other_parts_than_the_claim_is_refused(tmp_path: Path) -> 
 
 def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     which = claim("local-sgd-bytes")
-    outcomes = iter(["holds", "holds", "holds in part: payload"])
+    outcomes = iter(["holds", "holds", "within noise", "does not hold"])
 
     def reproduce(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         assert command[3:6] == ["reproduce", which.name, "--quick"]
         home = Path(command[-1])
-        if (verdict := next(outcomes, None)) is not None:
+        if (wire := next(outcomes, None)) is not None:
             home.mkdir()
-            kept = {"when": "2026-01-01", "thinwire": "0", "rule": which.rule, "verdict": verdict, "measured": "8"}
-            kept["protocol"] = which.protocol
-            (home / "result.json").write_text(json.dumps(kept))
+            parts = {"payload": "holds", "wire": wire}
+            kept = {"when": "2026-01-01", "thinwire": "0", "rule": which.rule, "parts": parts, "measured": "8"}
+            (home / "result.json").write_text(
+                json.dumps({**kept, "verdict": verdict_of(parts), "protocol": which.protocol})
+            )
         return subprocess.CompletedProcess(command, 1)
 
     (tmp_path / "local_sgd_bytes").mkdir()
@@ -123,13 +125,18 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
     run_again(which)
     assert told(which) == "2 runs of its quick form took 0.0 to 0.0 minutes, all with the verdict: holds"
     run_again(which)
-    assert told(which).endswith("and do not agree; 2 of them: holds; 1 of them: holds in part: payload")
+    assert told(which).endswith(
+        "0.0 minutes. 1 of 2 parts agree, and no part holds in one run and does not hold in another; "
+        "wire (holds, holds, within noise)"
+    )
+    run_again(which)
+    assert told(which).endswith("1 of 2 parts agree, and wire turned; wire (holds, holds, within noise, does not hold)")
     with pytest.raises(subprocess.CalledProcessError):
         run_again(which)
     # Runs by an earlier rule are kept, and do not count.
     changed = replace(which, protocol="with other seeds")
     assert runs_of(changed) == [] and told(changed) == "its quick form has not been run by the present rule"
-    assert len(runs_of(which)) == 3 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
+    assert len(runs_of(which)) == 4 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
 
 
 def test_a_trial_that_diverges_is_the_worst_one() -> None:
