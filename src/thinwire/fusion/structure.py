@@ -204,7 +204,7 @@ def _equal(a: Any, b: Any, known: Pairs) -> bool:
             return False
         # Two lambdas of one constructor have the same code, and may close over different values.
         cells = [[cell.cell_contents for cell in function.__closure__ or ()] for function in (a, b)]
-        return _equal(a.__defaults__, b.__defaults__, known) and _equal(*cells, known)
+        return _equal(a.__defaults__, b.__defaults__, known) and _equal(cells[0], cells[1], known)
     if isinstance(a, types.MethodType):
         # Each model's method is bound to its own module, which is compared by itself.
         return a.__func__ is b.__func__ and (isinstance(a.__self__, nn.Module) or _equal(a.__self__, b.__self__, known))
