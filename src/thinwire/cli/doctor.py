@@ -226,7 +226,9 @@ def _links(seen: Examination) -> Table:
     table = Table("ranks", "round trip", "there", "back", "both at once", "4 streams", title="links")
     for pair in sorted(seen.pairs, key=lambda pair: (pair.a, pair.b)):
         if pair.problem:
-            table.add_row(f"{pair.a} - {pair.b}", "no connection", "-", "-", "-", "-")
+            table.add_row(
+                f"{pair.a} - {pair.b}", "no answer" if pair.connected else "no connection", "-", "-", "-", "-"
+            )
             continue
         rates = (pair.there, pair.back, pair.both, pair.several)
         trip = f"{1e3 * pair.seconds_per_round_trip:.2f} ms"
