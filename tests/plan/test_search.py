@@ -89,6 +89,13 @@ def test_what_cannot_serve_is_left_out_in_words() -> None:
         choose([Option("Local()", None, None, "no")])
 
 
+@pytest.mark.parametrize("elements", [7, 9, 25, 1000])
+def test_few_tensors_have_all_elements_also_of_a_tiny_model(elements: int) -> None:
+    shapes = [(1,)] * 6 + [(elements - 6,)]
+    few = Job(shapes, 4, Network(bits_per_second=1e8), ModelTime(0.02, 0.03)).coarse()
+    assert few.elements == elements and len(few.shapes) == 6 and all(size > 0 for (size,) in few.shapes)
+
+
 def test_every_candidate_can_be_read_and_most_were_measured() -> None:
     known = [recipe for recipe in CANDIDATES if measured().of(recipe) is not None]
     assert DENSE in known and len(known) >= 0.9 * len(CANDIDATES)

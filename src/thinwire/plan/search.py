@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from math import inf, log, prod
 from typing import Literal
 
@@ -68,8 +69,8 @@ class Job:
         """The same in few tensors, which is simulated faster; for looking how a choice depends on the network."""
         if len(self.shapes) <= _FEW_TENSORS:
             return self
-        piece = -(-self.elements // _FEW_TENSORS)
-        shapes = [(piece,)] * (_FEW_TENSORS - 1) + [(self.elements - piece * (_FEW_TENSORS - 1),)]
+        edges = [place * self.elements // _FEW_TENSORS for place in range(_FEW_TENSORS + 1)]
+        shapes = [(stop - start,) for start, stop in pairwise(edges)]
         return replace(self, shapes=shapes, model_time=replace(self.model_time, ready=()))
 
 
