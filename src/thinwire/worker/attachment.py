@@ -81,7 +81,8 @@ class Attachment:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         if not _look_eagerly:
             # Traced, it would find and mute nothing. Made here, as it takes half a second to import what it needs.
-            _look_eagerly.append(torch.compiler.disable(_look_for_ddp))
+            eager: Any = torch.compiler.disable(_look_for_ddp)
+            _look_eagerly.append(eager)
         self._guard_model(worker)
         _guard_groups(worker)
         worker.undo.callback(self._release, trained)
