@@ -274,6 +274,24 @@ def test_two_vectors_of_one_model_have_one_budget() -> None:
         assert 0.95 * 40_000 < sent <= 40_000
 
 
+def test_after_a_switch_a_budget_is_whole_also_while_somebody_keeps_what_was_there_before() -> None:
+    strategy = Budget(LocalSGD(3, codec=ErrorFeedback(Nearest(block=8))), "10B/step")
+
+    def train(comm: Comm) -> list[float]:
+        model = torch.nn.Linear(8, 4, bias=False)
+        worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, comm=comm)
+        kept, earned = list(worker.replicas), list[float]()
+        for _ in range(2):
+            model(torch.ones(1, 8)).sum().backward()
+            worker.optimizer.step()
+            earned.append(float(worker.replicas[0].state["earned"]))
+            worker.switch(strategy)
+            kept += worker.replicas
+        return earned
+
+    assert thinwire.run_threads(2, train) == [[10.0, 20.0]] * 2
+
+
 def test_means_of_a_base_within_the_base_are_paid_for() -> None:
     def body(comm: Comm) -> tuple[float, float]:
         model = torch.nn.Linear(64, 16, bias=False)

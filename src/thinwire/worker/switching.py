@@ -16,6 +16,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import ErrorFeedback, residual_sizes
+from thinwire.comm.pending import PendingMeans
 from thinwire.errors import ConfigError
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
@@ -81,7 +82,8 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     in_step = worker.comm.in_step
     try:
         worker.comm.in_step = worker.may_be_in_step and not new.timing_dependent
-        begun = [_begun(worker, i, new, point) for i, point in enumerate(points)]
+        means = PendingMeans()  # what all replicas share, and with none of those before
+        begun = [_begun(worker, i, new, point, means) for i, point in enumerate(points)]
     except BaseException:
         worker.comm.in_step = in_step
         with torch.no_grad():
@@ -230,7 +232,7 @@ def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
 
 
 def _begun(
-    worker: WorkerState, i: int, new: Strategy, point: Tensor
+    worker: WorkerState, i: int, new: Strategy, point: Tensor, means: PendingMeans
 ) -> tuple[Replica, dict[str, tuple[torch.dtype, tuple[int, ...]]], list[str]]:
     """A replica of the new strategy at the point, what it begins with, and the names of what was kept."""
     old, (parameters, segments) = worker.replicas[i], worker.layouts[i]
@@ -244,7 +246,7 @@ def _begun(
             seed=worker.seed,
             segments=segments,
             moments=Moments(worker.optimizer, parameters, segments),
-            pending_means=old.pending_means,
+            pending_means=means,
         )
         r.step, r.active = old.step, old.active
         new.start(r)
