@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.peers import HERE, LIBRARIES
 from benchmarks.race import __main__ as command
-from benchmarks.race import jobs, page, results
+from benchmarks.race import jobs, page, planner, results
 from benchmarks.race.bars import Bar, bars
 from benchmarks.race.racers import LINKS, LOCALS, RACERS, WORKS, named
 from benchmarks.race.results import curve_of, final, steps_to
@@ -150,6 +151,37 @@ def test_bars_are_judged_by_the_first_of_each_kind(raced: Path) -> None:
     place = "20mbit, 8 workers"
     asked = "fastest thinwire recipe with 4 workers: exposed communication divided by its time of a step"
     assert found[place, asked].line() == f"| {place} | {asked} | at most 0.15 |  | not run |"
+
+
+def test_the_planner_s_answer_stands_beside_the_fastest(raced: Path) -> None:
+    assert planner.lines() == [] and "## What the planner says\n\nNot run." in page.page()
+    recipe = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
+    answer = {"step_seconds": 0.6, "recommended": recipe, "predicted_seconds_per_step": 0.61}
+    other = {**answer, "recommended": "PushSum(staleness=1)"}
+    write(raced, planner.NAME, {"links": {"100mbit": answer, "20mbit": other}})
+    assert planner.lines() == [
+        f"| 100mbit | `{recipe}` | 0.610 | 0.650 | 195 s | Overlap-4bit | 195 s |",
+        "| 20mbit | `PushSum(staleness=1)` | 0.610 | not run | not run | not run | not run |",
+    ]
+    assert planner.lines()[0] in page.page()
+
+
+def test_what_is_asked_of_the_planner_is_the_race_s_work(raced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
+        asked.append(command[3:])
+        option = {"recipe": "PushSum()", "seconds_per_step": 0.7}
+        said = {"recommended": "PushSum()", "options": [option]}
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(said).encode())
+
+    monkeypatch.setattr(planner.subprocess, "run", run)
+    monkeypatch.setattr(planner, "RESULTS", raced)
+    planner.ask()
+    # Local() was timed on one link alone.
+    ((*_, size, link, step),) = [[command[i] for i in (5, -3, -1)] for command in asked]
+    assert (size, link, step) == ("6m", "100mbit", "0.6")
+    assert planner.lines() == ["| 100mbit | `PushSum()` | 0.700 | not run | not run | Overlap-4bit | 195 s |"]
 
 
 def test_without_a_limit_all_reduce_is_judged_by_steps_in_turns(raced: Path) -> None:

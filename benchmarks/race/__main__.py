@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import benchmarks.race as rule
 from benchmarks.peers import LIBRARIES, install
+from benchmarks.race import planner
 from benchmarks.race.jobs import PARTS, jobs, missing, run_next
 from benchmarks.race.page import PAGE, README, page, readme
 from benchmarks.race.racers import PLACES
@@ -21,7 +22,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.race", description=rule.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("next", "all", "left", "table", "plot", "page", "peers", "run"))
+    parser.add_argument("what", choices=("next", "all", "left", "table", "plot", "page", "planner", "peers", "run"))
     parser.add_argument("names", nargs="*", help="of results, for run; of libraries, for peers")
     parser.add_argument("--part", nargs="*", default=[], choices=PARTS, help="only these parts")
     parser.add_argument("--only", nargs="*", default=[], help="LINK/WORKERS/RACER, each a pattern, such as '*/4/ddp*'")
@@ -38,6 +39,9 @@ def main() -> int:
         return 0
     if asked.what in ("table", "plot", "page"):
         return show(asked.what, check=asked.check)
+    if asked.what == "planner":
+        planner.ask()
+        return 0
     if asked.what == "peers":
         for library in asked.names or LIBRARIES:
             install(library)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import benchmarks.race as rule
 from benchmarks.peers import NOT_RUN as PEERS_NOT_RUN
+from benchmarks.race import planner
 from benchmarks.race.bars import bars
 from benchmarks.race.checks import check_lines, whole_runs
 from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of, named
@@ -58,6 +59,7 @@ def page() -> str:
         _HEAD,
         _standing(),
         _asked(),
+        _planned(),
         _tables(),
         _drawn(),
         _rates(),
@@ -157,6 +159,22 @@ def _asked() -> str:
         "| --- | --- | ---: | ---: | --- |",
     ]
     return "\n".join([*lines, *(bar.line() for bar in bars())])
+
+
+def _planned() -> str:
+    """What a plan would have said."""
+    lines = [
+        "## What the planner says",
+        "",
+        "`thinwire plan` for this model and link, with the step of `Local()` as it was measured there; it knows what "
+        "recipes cost in steps from two small tasks alone. Outer rates are those of its recipes, which the race tunes.",
+        "",
+        "| Link | recommended | predicted seconds a step | measured | to the target | fastest thinwire recipe | to the "
+        "target |",
+        "| --- | --- | ---: | ---: | ---: | --- | ---: |",
+    ]
+    found = planner.lines()
+    return "\n".join([*lines, *found] if found else [*lines[:2], f"{NOT_RUN.capitalize()}."])
 
 
 def _title_of(task: str, link: str, workers: int) -> str:
@@ -277,7 +295,8 @@ def _rule() -> str:
 
 
 def _commands() -> str:
-    made = [found["made"] for path in sorted(RESULTS.rglob("*.json")) if (found := result(_name(path)))]
+    found = [result(_name(path)) for path in sorted(RESULTS.rglob("*.json"))]
+    made = [each["made"] for each in found if each and "made" in each]  # the planner's answers are no runs
     machines = sorted({f"{each['cores']} cores, torch {each['torch']}, Python {each['python']}" for each in made})
     days = sorted(each["when"] for each in made)
     when = f"Results of {days[0][:10]} to {days[-1][:10]}: {'; '.join(machines)}." if made else "No results yet."
@@ -287,9 +306,9 @@ def _commands() -> str:
 virtual machine.
 
 `make race` runs everything that is missing, and goes on where it was stopped; `python -m benchmarks.race next` makes
-one result, `python -m benchmarks.race left` says how long is left, `python -m benchmarks.race table` prints all columns
-and `python -m benchmarks.race page` writes this page. `--only '100mbit/4/ddp*'` keeps to some links, numbers of workers
-and methods.
+one result, `python -m benchmarks.race left` says how long is left, `python -m benchmarks.race table` prints all
+columns, `python -m benchmarks.race planner` asks `thinwire plan`, and `python -m benchmarks.race page` writes this
+page. `--only '100mbit/4/ddp*'` keeps to some links, numbers of workers and methods.
 """
 
 
