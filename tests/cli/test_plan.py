@@ -36,7 +36,7 @@ def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason(capsys: pytes
 
 
 def test_a_fast_link_gets_all_reduce(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, *QUICK, "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.05")
+    found = planned(capsys, *QUICK, "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.005")
     assert found["recommended"] == "AllReduce()"
     assert found["crossings"][0]["side"] == "slower"  # type: ignore
 

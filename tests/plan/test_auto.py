@@ -126,11 +126,11 @@ def test_of_many_ranks_one_is_simulated_while_the_others_wait(monkeypatch: pytes
         return real(workers, work, **settings)  # type: ignore[arg-type]
 
     monkeypatch.setattr(prediction, "simulate", watched)
-    monkeypatch.setattr(auto, "CANDIDATES", ("AllReduce()", "LocalSGD(period=8)"))
+    monkeypatch.setattr(auto, "CANDIDATES", ("AllReduce()", "LocalSGD(period=4)"))
     model, optimizer = model_and_optimizer()
     network = Network(bits_per_second=1e6, latency=1e-3)
     found = auto._decide(optimizer, dict(model.named_parameters()), network, 64)
-    assert found["recipe"] == "LocalSGD(period=8)"
+    assert found["recipe"] == "LocalSGD(period=4)"
     assert simulated == [True, True]
 
 
