@@ -212,6 +212,8 @@ def test_the_command_of_several_machines_runs_on_two(page: str, line: str, shell
         said = "".join(done.stdout + done.stderr for done in shell(*both, seconds=240))
     if "doctor" in line:
         assert "machines" in said and "all-reduce" in said, said
+    elif "examples/train.py" in line:
+        assert said.startswith("workers 2, steps "), said
     else:
         assert said.count("evaluated") == 2, said
     assert "Warning" not in said and "destroy_process_group" not in said

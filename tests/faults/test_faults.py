@@ -15,7 +15,7 @@ from tests.faults.drawn import PLACES, Fault, Kind, fault
 from tests.faults.many import results
 from tests.faults.rank import Ending
 from tests.faults.runs import wrong
-from thinwire import LocalSGD
+from thinwire import LocalSGD, Probe
 
 SEEDS = range(500)
 QUICK = 2
@@ -44,6 +44,12 @@ def test_a_rank_that_is_killed_while_the_others_train_is_named_by_them_all() -> 
 
 def test_a_second_stage_in_flight_does_not_meet_another_rank_s_consensus() -> None:
     assert not (bad := endings_that_are_wrong([fault(162)])), "\n".join(bad)
+
+
+def test_the_sums_of_a_measurement_do_not_meet_another_rank_s_gradient() -> None:
+    each = next(each for each in STRATEGIES if each.strategy == Probe(every=2))
+    found = Fault(169, each, 2, True, "repeated batch", "before step", 8, 2, (0,))
+    assert not (bad := endings_that_are_wrong([found])), "\n".join(bad)
 
 
 @pytest.mark.slow

@@ -36,7 +36,7 @@ def test_a_module_with_several_optimizers_is_refused() -> None:
     from thinwire.integrations.lightning import Callback
 
     with pytest.raises(ConfigError, match="2 optimizers"):
-        Callback("AllReduce()").on_fit_start(SimpleNamespace(optimizers=[1, 2]), None)
+        Callback("AllReduce()").on_fit_start(SimpleNamespace(optimizers=[1, 2], precision_plugin=None), None)
 
 
 def test_a_wrong_recipe_is_refused_before_ray_starts_workers() -> None:

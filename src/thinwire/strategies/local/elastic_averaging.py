@@ -44,7 +44,7 @@ class EASGD(Strategy):
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the period.
     State: `centre` and, with momentum, `position` ($x_i$), each like the parameters; with a codec the centre is in
     fp32, and the codec's state is added; with `ErrorFeedback` also `mean` ($m$), like the centre. What it keeps of
-    $x_i'$ is in the residual `error`, or in `sent`; see `thinwire.strategies.local.coded_means.tracked_mean`.
+    $x_i'$ is in the residual `error`, or in `sent`.
 
     Zhang, Choromanska and LeCun, Deep Learning with Elastic Averaging SGD, NeurIPS 2015, arXiv:1412.6651, Section 3 and
     Algorithms 1 and 2.

@@ -45,8 +45,7 @@ class OverlapLocalSGD(Strategy):
     flight; of a codec whose mean takes two stages the second starts in the middle of the delay. State: `anchor` ($z$),
     `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size of the
     parameters; with a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also
-    `mean` ($\bar x$), like the anchor. What it keeps of $x_i'$ is in the residual `error`, or in `sent`; see
-    `thinwire.strategies.local.coded_means.tracked_mean`.
+    `mean` ($\bar x$), like the anchor. What it keeps of $x_i'$ is in the residual `error`, or in `sent`.
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
     ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,

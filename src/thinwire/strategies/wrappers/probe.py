@@ -41,7 +41,8 @@ class Probe(Wrapper):
     feedback, whose mean is not that of one exchange.
     Exponential moving averages of the three are written to `Replica.metrics` as `gradient_dissimilarity`,
     `gradient_noise` and `gradient_square`; `recommend` reads them. The base trains as without the wrapper, bit for bit.
-    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes. State: `deviation` and
+    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes, where the base sends gradients
+    after a check that all are in the same step. State: `deviation` and
     `earlier`, each like the parameters (for averages of parameters `anchor` too), and a few numbers.
 
     Args:
@@ -253,6 +254,9 @@ class Probe(Wrapper):
             earlier.copy_(now)
         if not complete:
             return
+        if self.sends_gradients:
+            # The gradient of a rank in another step must not meet these sums: Gloo ends a process on other sizes.
+            r.comm.check_in_step("a measurement").wait()
         pairs = ((now, now), (earlier, earlier), (now, earlier))
         sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
         steps = r.state.get("steps", torch.ones(()))
