@@ -40,17 +40,18 @@ def test_tools_says_why_the_fast_path_is_not_taken(capsys, monkeypatch, tmp_path
     native.warn_of_slow_path.cache_clear()
     try:
         found = rows(capsys)
+        for name in ("codes, sketches, arrays of models", "selection of coresets"):
+            assert (found[name]["runs"], found[name]["details"]) == (
+                "PyTorch, slower",
+                "there is no C compiler; install gcc or clang",
+            )
+        assert found["messages of asynchronous methods"]["details"] == "pip install 'thinwire[async]'"
+        assert main(["tools"]) == 0
+        assert "[async]" in capsys.readouterr().out
+        monkeypatch.setenv("THINWIRE_NATIVE", "0")
+        assert rows(capsys)["selection of coresets"]["details"] == "THINWIRE_NATIVE=0"
     finally:
+        # What was found without a compiler must not be what later tests find.
         base._compiled.cache_clear()
         nearest._compiled.cache_clear()
         native.warn_of_slow_path.cache_clear()
-    for name in ("codes, sketches, arrays of models", "selection of coresets"):
-        assert (found[name]["runs"], found[name]["details"]) == (
-            "PyTorch, slower",
-            "there is no C compiler; install gcc or clang",
-        )
-    assert found["messages of asynchronous methods"]["details"] == "pip install 'thinwire[async]'"
-    assert main(["tools"]) == 0
-    assert "[async]" in capsys.readouterr().out
-    monkeypatch.setenv("THINWIRE_NATIVE", "0")
-    assert rows(capsys)["selection of coresets"]["details"] == "THINWIRE_NATIVE=0"
