@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -179,14 +180,18 @@ def fitted(how: str, recipe: str, savers: list[Any], **settings: Any) -> tuple[A
     return trainer, logged.rows
 
 
-def test_a_trainer_that_never_logs_is_served() -> None:
-    from lightning.pytorch import Trainer
-
+@pytest.mark.parametrize(("every", "logged"), [(0, []), (3, [6]), (4, [])])
+def test_a_trainer_that_never_logs_is_served(every: int, logged: list[int]) -> None:
     from thinwire.integrations.lightning import Callback
 
-    # What barebones=True sets too.
-    trainer = Trainer(accelerator="cpu", log_every_n_steps=0, logger=False, enable_progress_bar=False)
-    Callback("AllReduce()").on_train_batch_end(trainer, None, None, None, 0)
+    found: list[int] = []
+    logger = SimpleNamespace(log_metrics=lambda figures, step: found.append(step))
+    callback: Any = Callback("AllReduce()")
+    callback.session = SimpleNamespace(figures=dict)
+    # What barebones=True sets is 0.
+    trainer = SimpleNamespace(global_step=6, log_every_n_steps=every, loggers=[logger])
+    callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert found == logged
 
 
 def features(folder: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -163,42 +164,35 @@ def test_an_impossible_range_is_refused_before_anything_is_trained(capsys: pytes
     assert "begins above 0" in capsys.readouterr().err
 
 
-class Frozen:
-    """A task whose models end in batch norm that is kept in evaluation mode."""
+class Ending:
+    """A task whose models end in one layer more.
 
-    def __init__(self, task: Any) -> None:
+    Args:
+        task: the task.
+        layer: makes it.
+    """
+
+    def __init__(self, task: Any, layer: Callable[[], torch.nn.Module]) -> None:
         self._task = task
+        self._layer = layer
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._task, name)
 
     def model(self, size: str, *, seed: int) -> torch.nn.Module:
-        return torch.nn.Sequential(self._task.model(size, seed=seed), torch.nn.BatchNorm1d(10).eval())
+        return torch.nn.Sequential(self._task.model(size, seed=seed), self._layer())
 
 
 def test_trials_are_judged_without_a_change_to_layers_that_are_kept_in_evaluation_mode(plan: Plan) -> None:
-    frozen: Any = Frozen(plan.task)
+    frozen: Any = Ending(plan.task, lambda: torch.nn.BatchNorm1d(10).eval())
     halving = Plan(frozen, plan.steps, halving=Halving(first=3, keep=2), eval_limit=plan.eval_limit)
     best = next(each for each in train_together(halving, trials(4)) if not each.stopped)
     alone = train_alone(Plan(frozen, plan.steps, eval_limit=plan.eval_limit), best.trial)
     assert best.loss == pytest.approx(alone.loss, abs=1e-5)
 
 
-class Dropping:
-    """A task whose models drop most of their outputs while they train."""
-
-    def __init__(self, task: Any) -> None:
-        self._task = task
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._task, name)
-
-    def model(self, size: str, *, seed: int) -> torch.nn.Module:
-        return torch.nn.Sequential(self._task.model(size, seed=seed), torch.nn.Dropout(0.9))
-
-
 def test_trials_are_judged_in_evaluation_mode_and_go_on_training(plan: Plan) -> None:
-    dropping: Any = Dropping(plan.task)
+    dropping: Any = Ending(plan.task, lambda: torch.nn.Dropout(0.9))
     judged = TrialArray(Plan(dropping, plan.steps, eval_limit=plan.eval_limit), trials(3))
     plain = TrialArray(plan, trials(3))
     assert [each.loss for each in judged.outcomes()] == [each.loss for each in plain.outcomes()]
