@@ -51,7 +51,7 @@ def told(which: Claim) -> str:
     outcomes = {name: [each["parts"][name] for each in found] for name in which.parts}
     differ = [f"{name} ({', '.join(each)})" for name, each in outcomes.items() if len(set(each)) > 1]
     turned = [name for name, each in outcomes.items() if {Outcome.HOLDS, Outcome.FAILS} <= set(each)]
-    word = f"{', '.join(turned)} turned" if turned else "no part holds in one run and does not hold in another"
+    word = f"{', '.join(turned) or 'no part'} holds in one run and does not hold in another"
     return f"{took}. {len(outcomes) - len(differ)} of {len(outcomes)} parts agree, and {word}; {'; '.join(differ)}"
 
 

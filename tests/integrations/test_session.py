@@ -14,7 +14,7 @@ import torch
 from tests.integrations.small import Net, optimizer_of
 from tests.pool import run_processes
 from thinwire import CommTimeoutError
-from thinwire.integrations.lightning_folders import Beside
+from thinwire.integrations.lightning_folders import WorkerFolders
 from thinwire.integrations.session import Session
 
 
@@ -56,7 +56,7 @@ def own_disks(folder: str) -> list[str]:
     model = Net()
     session = Session(model, optimizer_of(model), "LocalSGD(period=2)", {})
     strategy = SimpleNamespace(save_checkpoint=lambda *_: None, remove_checkpoint=lambda *_: None)
-    Beside(session, strategy)
+    WorkerFolders(session, strategy)
     strategy.save_checkpoint({}, f"loss={rank}.ckpt")
     strategy.save_checkpoint({}, "second.ckpt")
     strategy.remove_checkpoint(f"loss={rank}.ckpt")

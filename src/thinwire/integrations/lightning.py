@@ -8,7 +8,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
 
-from thinwire.integrations.lightning_folders import Beside
+from thinwire.integrations.lightning_folders import WorkerFolders
 from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.strategies.base import Strategy as Recipe
 
@@ -47,7 +47,7 @@ class Callback(pl.Callback):
             self.session = None
             session.finish()
 
-        Beside(session, trainer.strategy)
+        WorkerFolders(session, trainer.strategy)
         session.call_before(trainer.strategy, "teardown", finish)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -10,7 +10,7 @@ from thinwire.integrations.session import Session
 from thinwire.worker.checkpoint import gathered
 
 
-class Beside:
+class WorkerFolders:
     """Keeps a folder `x.ckpt.workers` beside each checkpoint `x.ckpt` of a Lightning strategy.
 
     A name may be made of metrics, which Lightning does not average unless told to: each rank has its own then, and
