@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from reproductions.hfta.losses import Losses, largest, losses
+from reproductions.hfta.on_gpu import in_turns_on_gpu
 from reproductions.hfta.training import WAYS, Pace, Paces, in_turns, ratios, speedup
 from reproductions.hfta.workloads import Workload, every
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, judged
@@ -29,6 +30,7 @@ class Scale:
         gpu_sizes: the same on a GPU.
         small: numbers of models of the small networks.
         seconds: that each way trains for, three steps at least.
+        gpu_seconds: the same on a GPU.
         steps: of the loss curves, of small networks.
         curves: models whose losses are compared.
         rounds: in which the ways take turns at the most models; once is enough for the others, which are not judged.
@@ -38,6 +40,7 @@ class Scale:
     gpu_sizes: tuple[int, ...] = (1, 4, 16)
     small: tuple[int, ...] = (16,)
     seconds: float = 1.5
+    gpu_seconds: float = 0.6
     steps: int = 60
     curves: int = 3
     rounds: int = 3
@@ -60,13 +63,18 @@ def study(attempt: Attempt) -> Result:
             attempt.begin(f"losses of {workload.title}", next(places))
             found[workload.title] = losses(workload, scale.curves, scale.steps)
         sizes = scale.small if not as_published else scale.gpu_sizes if device == "cuda" else scale.sizes
-        for size in sizes:
+        rounds = {size: scale.rounds if size == max(sizes) else 1 for size in sizes}
+        into = (own if as_published else small).setdefault(workload.title, {}) if sizes else {}
+        if device == "cuda" and sizes:
+            attempt.begin(f"{workload.title}, {', '.join(map(str, sizes))} models", next(places))
+            into |= in_turns_on_gpu(name, rounds, scale.gpu_seconds)
+        for size in sizes if device == "cpu" else ():
             attempt.begin(f"{workload.title}, {size} models", next(places))
-            rounds = scale.rounds if size == max(sizes) else 1
-            paces = in_turns(name, size, scale.seconds, threads, rounds, device)
-            (own if as_published else small).setdefault(workload.title, {})[size] = paces
-    how = f"rounds at the most models: {scale.rounds}, {scale.seconds:g} s a way, in turns, ratios within rounds"
-    told = {"device": _name(device), "threads": threads, "pace of": f"{how}; every process keeps its memory"}
+            into[size] = in_turns(name, size, scale.seconds, threads, rounds[size])
+    seconds = scale.gpu_seconds if device == "cuda" else scale.seconds
+    how = f"rounds at the most models: {scale.rounds}, {seconds:g} s a way, in turns, ratios within rounds"
+    memory = "memory is that of tensors" if device == "cuda" else "every process keeps its memory"
+    told = {"device": _name(device), "threads": threads, "pace of": f"{how}; {memory}"}
     told |= _data(kinds, own or small) | {"pictures": _drawn(attempt, own or small, found)}
     return judge(own, small, largest(found), told, device)
 

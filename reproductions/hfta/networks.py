@@ -39,7 +39,7 @@ class Alignment(nn.Module):
 
     def forward(self, points: Tensor) -> Tensor:
         """[n, channels, points] to the same."""
-        matrix = self.matrix(self.head(self.body(points).amax(2))).unflatten(1, (self.channels, self.channels))
+        matrix = self.matrix(self.head(self.body(points).max(2).values)).unflatten(1, (self.channels, self.channels))
         return (matrix + self.identity) @ points
 
 
@@ -62,7 +62,7 @@ class PointFeatures(nn.Module):
     def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
         """[n, 3, points] to [n, near, points] and [n, far, 1]."""
         near = self.turn(self.near(self.place(points)))
-        return near, self.far(near).amax(2, keepdim=True)
+        return near, self.far(near).max(2, keepdim=True).values
 
 
 class PointClassifier(nn.Module):
@@ -292,8 +292,13 @@ class Transformer(nn.Module):
         self.register_buffer("later", torch.ones(length, length, dtype=torch.bool).triu(1))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """[n, length] to logits [n, tokens, length]."""
+        """[n, length] to logits [n, length, tokens]."""
         x = self.tokens(tokens) + self.places.weight
         for layer in self.layers:
             x = layer(x, self.later)
-        return self.head(x).transpose(1, 2)
+        return self.head(x)
+
+
+def word_loss(logits: Tensor, words: Tensor) -> Tensor:
+    """Cross-entropy of [n, length, tokens] and [n, length]; along the last axis a GPU takes softmax in fast code."""
+    return F.cross_entropy(logits.flatten(0, 1), words.flatten())

@@ -17,7 +17,8 @@ import torch
 from reproductions.hfta.claim import CLAIM, LEAST_SPEEDUP, MOST_DIFFERENCE, judge
 from reproductions.hfta.losses import in_double, largest, losses, nudged
 from reproductions.hfta.networks import PointClassifier
-from reproductions.hfta.training import WAYS, Pace, Paces, forked, in_turns, made, main, measure
+from reproductions.hfta.on_gpu import Turn, in_turns_on_gpu, kept
+from reproductions.hfta.training import WAYS, Pace, Paces, forked, in_turns, made, main, measure, ratios
 from reproductions.hfta.workloads import clouds, paper_workloads, workloads
 from thinwire.errors import ThinwireError
 from thinwire.fusion import autotune, autotune_cache
@@ -144,11 +145,11 @@ def test_a_way_is_measured_by_models_and_bytes() -> None:
 
 def test_ways_take_turns_round_by_round_each_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     def measured(*given: object) -> Pace:
-        assert (given[0], *given[2:]) == ("net", 4, 0.5, 2, "cpu")
+        assert (given[0], *given[2:]) == ("net", 4, 0.5, 2)
         return Pace(list(WAYS).index(str(given[1])), os.getpid())
 
     monkeypatch.setattr("reproductions.hfta.training.measure", measured)
-    turns = [json.loads(line) for line in main(["net", "4", "0.5", "2", "2", "cpu"])]
+    turns = [json.loads(line) for line in main(["net", "4", "0.5", "2", "2"])]
     assert [way for turn in turns for way in turn] == [*WAYS, *reversed(WAYS)]
     assert all(pace["models_per_second"] == list(WAYS).index(way) for turn in turns for way, pace in turn.items())
     processes = {pace["nbytes"] for turn in turns for pace in turn.values()}
@@ -162,6 +163,30 @@ def test_turns_are_collected_by_way_and_round() -> None:
     assert {len(each) for each in paces.values()} == {2}
 
 
+def test_processes_that_stay_take_their_turns() -> None:
+    # As on a GPU, without one.
+    found = in_turns_on_gpu("pointnet-cls", {1: 1, 2: 2}, 0.01, "cpu")
+    assert {size: list(paces) for size, paces in found.items()} == {1: list(WAYS), 2: list(WAYS)}
+    assert [len(each) for paces in found.values() for each in paces.values()] == [1] * 5 + [2] * 5
+    assert all(pace.models_per_second > 0 for paces in found.values() for each in paces.values() for pace in each)
+
+
+def test_a_process_that_stays_and_fails_is_told_of() -> None:
+    with pytest.raises(ThinwireError, match=r"no-such-network cpu 0\.01 1:1: the process ended without a result"):
+        in_turns_on_gpu("no-such-network", {1: 1}, 0.01, "cpu")
+
+    def ends() -> Mapping[str, Turn]:
+        os._exit(1)
+
+    with pytest.raises(ThinwireError, match="ended without a result"), kept(ends):
+        pass
+
+
+def test_a_way_without_room_is_infinitely_slow() -> None:
+    paces = {"array": [Pace(3.0, 1), Pace(3.0, 1)], "vmap": [Pace(0.0, 1), Pace(2.0, 1)]}
+    assert ratios(paces, "array", "vmap") == [math.inf, 1.5]
+
+
 def test_what_a_forked_process_measured_is_known_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(autotune.DETERMINISTIC, raising=False)
     assert not autotune_cache.cache_path().exists()
@@ -172,7 +197,7 @@ def test_what_a_forked_process_measured_is_known_to_others(monkeypatch: pytest.M
 def test_a_process_that_fails_is_told_of_and_one_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ThinwireError, match="ended without a result"):
         forked(lambda: Pace(1.0))  # type: ignore[call-arg]
-    with pytest.raises(ThinwireError, match=r"no-such-network 1 0\.01 1 1 cpu: the process ended without a result"):
+    with pytest.raises(ThinwireError, match=r"no-such-network 1 0\.01 1 1: the process ended without a result"):
         in_turns("no-such-network", 1, 0.01, 1, rounds=1)
     monkeypatch.setattr("reproductions.hfta.training._TIMEOUT_SECONDS", 0.05)
     start = time.monotonic()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Many models of one kind, trained in five ways, and what each takes.
 
-`python -m reproductions.hfta.training NAME MODELS SECONDS THREADS ROUNDS DEVICE` lets all ways take turns, each turn
+`python -m reproductions.hfta.training NAME MODELS SECONDS THREADS ROUNDS` lets all ways take turns, each turn
 in a process of its own. These are forked from one that has loaded what all of them need, torch's compiler above all,
 which the first optimizer of a process would spend seconds on.
 """
@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib import import_module
+from math import inf
 from statistics import median
 from typing import Any
 
@@ -37,7 +38,7 @@ WAYS = {
     "process": "one process after another",
     "processes": "processes at once",
 }
-_WARM_UP = 3
+WARM_UP = 3
 _BATCHES = 8
 _TIMEOUT_SECONDS = 240.0
 
@@ -49,6 +50,8 @@ class Pace:
     Args:
         models_per_second: steps of single models in a second, of all models together.
         nbytes: the most memory that a process held, in bytes; on a GPU, its tensors there.
+
+    A pace of zero stands for a way that needs more memory than there is.
     """
 
     models_per_second: float
@@ -60,8 +63,9 @@ Paces = Mapping[str, Mapping[int, Mapping[str, Sequence[Pace]]]]
 
 
 def ratios(found: Mapping[str, Sequence[Pace]], way: str, other: str) -> list[float]:
-    """How many times the pace of another way one has, round by round."""
-    return [a.models_per_second / b.models_per_second for a, b in zip(found[way], found[other], strict=True)]
+    """How many times the pace of another way one has, round by round; infinitely many where that finds no room."""
+    pairs = zip(found[way], found[other], strict=True)
+    return [a.models_per_second / b.models_per_second if b.models_per_second else inf for a, b in pairs]
 
 
 def speedup(found: Mapping[str, Sequence[Pace]], way: str, other: str) -> float:
@@ -146,12 +150,10 @@ def vmap_step(workload: Workload, models: int) -> Step:
     return step
 
 
-_STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": loop_step}
+STEPS = {"array": array_step, "loop": loop_step, "vmap": vmap_step, "process": loop_step}
 
 
-def in_turns(
-    name: str, models: int, seconds: float, threads: int, rounds: int, device: str = "cpu"
-) -> dict[str, list[Pace]]:
+def in_turns(name: str, models: int, seconds: float, threads: int, rounds: int) -> dict[str, list[Pace]]:
     """What each way took in every round, in which all take turns.
 
     Args:
@@ -160,7 +162,6 @@ def in_turns(
         seconds: that each way trains for, after a few steps that are not counted.
         threads: of torch; processes that run at once have one each.
         rounds: each goes through the ways in the other direction than the one before.
-        device: "cpu" or "cuda".
 
     Raises:
         ThinwireError: a process failed.
@@ -172,7 +173,7 @@ def in_turns(
             way, pace = json.loads(line).popitem()
             found[way].append(Pace(**pace))
 
-    given = [name, str(models), str(seconds), str(threads), str(rounds), device]
+    given = [name, str(models), str(seconds), str(threads), str(rounds)]
     deadline = rounds * len(WAYS) * _TIMEOUT_SECONDS
     exits = run_workers([sys.executable, "-m", __name__, *given], 1, on_line=keep, timeout=deadline)
     if any(each.code for each in exits) or any(len(paces) < rounds for paces in found.values()):
@@ -183,11 +184,11 @@ def in_turns(
 def main(arguments: Sequence[str]) -> Iterator[str]:
     """Let all ways take turns; each turn is `{way: pace}` as JSON."""
     name, models, seconds = arguments[0], int(arguments[1]), float(arguments[2])
-    threads, rounds, device = int(arguments[3]), int(arguments[4]), arguments[5]
+    threads, rounds = int(arguments[3]), int(arguments[4])
     import_module("torch._dynamo")
     for number in range(rounds):
         for way in WAYS if number % 2 == 0 else reversed(WAYS):
-            yield json.dumps({way: asdict(forked(partial(measure, name, way, models, seconds, threads, device)))})
+            yield json.dumps({way: asdict(forked(partial(measure, name, way, models, seconds, threads)))})
 
 
 def forked(work: Callable[[], Pace]) -> Pace:
@@ -219,45 +220,48 @@ def forked(work: Callable[[], Pace]) -> Pace:
         other.join()
 
 
-def measure(name: str, way: str, models: int, seconds: float, threads: int, device: str = "cpu") -> Pace:
+def measure(name: str, way: str, models: int, seconds: float, threads: int) -> Pace:
     """Train in this process; arguments as of `in_turns`."""
     torch.set_num_threads(1 if way == "processes" else threads)
     keep_memory()
-    # CUDA is first used after all forks: a forked process cannot use what its parent has begun.
-    workload = _cached(every(device)[name])
+    workload = cached(every("cpu")[name])
     if way == "processes":
-        pace = _at_once(workload, models, seconds, device)
+        pace = _at_once(workload, models, seconds)
     else:
-        count, own = 1 if way == "process" else models, _cached(workload.to(device))
-        pace = count / _seconds_per_step(_STEPS[way](own, count), seconds)
-    if device == "cuda" and way != "processes":
-        return Pace(pace, torch.cuda.max_memory_allocated())
+        count = 1 if way == "process" else models
+        pace = count / seconds_per_step(warmed_up(STEPS[way](workload, count)), seconds)
     return Pace(pace, 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 
 
-def _cached(workload: Workload) -> Workload:
+def cached(workload: Workload) -> Workload:
     """With a few batches that are made beforehand: reading data is no part of what is compared."""
     batches = [workload.batch(number) for number in range(_BATCHES)]
     return replace(workload, batch=lambda number: batches[number % _BATCHES])
 
 
-def _seconds_per_step(step: Step, seconds: float) -> float:
+def warmed_up(step: Step) -> Step:
+    """Take the first few steps, in which layers are measured."""
     with measuring():
-        for number in range(_WARM_UP):
+        for number in range(WARM_UP):
             step(number)
+    return step
+
+
+def seconds_per_step(step: Step, seconds: float) -> float:
+    """The median of steps taken for so long, three at least."""
     found, end = list[float](), time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found) < _WARM_UP:
+    while time.perf_counter() < end or len(found) < WARM_UP:
         start = time.perf_counter()
         step(len(found))
         found.append(time.perf_counter() - start)
     return median(found)
 
 
-def _at_once(workload: Workload, models: int, seconds: float, device: str) -> float:
+def _at_once(workload: Workload, models: int, seconds: float) -> float:
     """Steps per second of processes that begin and end together."""
     context = multiprocessing.get_context("fork")
     barrier, counts = context.Barrier(models), context.Queue()
-    work = partial(_beside, workload, seconds, barrier, counts, device)
+    work = partial(_beside, workload, seconds, barrier, counts)
     others = [context.Process(target=work) for _ in range(models)]
     for other in others:
         other.start()
@@ -267,9 +271,9 @@ def _at_once(workload: Workload, models: int, seconds: float, device: str) -> fl
     return sum(found)
 
 
-def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any, device: str) -> None:
-    step, done = loop_step(_cached(workload.to(device)), 1), 0
-    for number in range(_WARM_UP):
+def _beside(workload: Workload, seconds: float, barrier: Any, counts: Any) -> None:
+    step, done = loop_step(workload, 1), 0
+    for number in range(WARM_UP):
         step(number)
     barrier.wait(_TIMEOUT_SECONDS)
     start = time.perf_counter()

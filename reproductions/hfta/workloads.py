@@ -22,6 +22,7 @@ from reproductions.hfta.networks import (
     mobilenet,
     mobilenet_v3_large,
     resnet18,
+    word_loss,
 )
 from thinwire.tasks import Task, load
 
@@ -72,7 +73,7 @@ def workloads() -> dict[str, Workload]:
         "dcgan": Workload("DCGAN", f"{_source()}, 16 x 16", AdversarialPair, _noisy_images, adversarial_loss),
         "resnet18": Workload("ResNet-18, width 8", f"{_source()}, 16 x 16", resnet18, _images, cross),
         "mobilenet": Workload("MobileNetV2-style", f"{_source()}, 16 x 16", mobilenet, _images, cross),
-        "transformer": Workload("Transformer, 2 layers of 64", "text", Transformer, _text, cross),
+        "transformer": Workload("Transformer, 2 layers of 64", "text", Transformer, _text, word_loss),
     }
 
 
@@ -117,7 +118,7 @@ def paper_workloads(share: float = 1.0) -> dict[str, Workload]:
             f"MobileNetV3-Large, {few(1024)}", f"{_source()}, 32 x 32", mobilenet_v3_large, images[1], cross
         ),
         "paper-transformer": Workload(
-            f"Transformer, {few(32)}", f"text, pairs of bytes as {_WORDS:,} words", transformer, words, cross
+            f"Transformer, {few(32)}", f"text, pairs of bytes as {_WORDS:,} words", transformer, words, word_loss
         ),
     }
 

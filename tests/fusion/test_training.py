@@ -299,6 +299,17 @@ def test_dropout_draws_the_masks_of_a_run_by_itself(rates: list[float], layer: A
     )
 
 
+@pytest.mark.parametrize("loop", [False, True])
+@pytest.mark.parametrize("layer", [nn.Dropout, nn.Dropout2d, nn.AlphaDropout])
+def test_a_rate_of_zero_or_one_draws_nothing_as_in_torch(layer: Any, loop: bool) -> None:
+    models = [nn.Sequential(layer(rate), nn.Dropout(0.5)) for rate in (0.0, 1.0, 0.3)]
+    x = values(4, 2, 5, 5)
+    ours = fuse(models, seeds=[5, 6, 7], loop=loop)(x)
+    for index, model in enumerate(models):
+        with seeded(5 + index):
+            assert close(ours[index], model(x), 1e-12)
+
+
 @pytest.mark.filterwarnings("ignore:dropout2d")
 @pytest.mark.parametrize("loop", [False, True])
 @pytest.mark.parametrize(

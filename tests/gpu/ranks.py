@@ -2,6 +2,8 @@
 """One rank of a GPU test: trains for a few steps, and rank 0 writes the parameters of all ranks to a file.
 
 python -m torch.distributed.run --nproc-per-node N tests/gpu/ranks.py DEVICE RECIPE STREAM FILE
+
+DEVICE is "cpu", "cuda" (NCCL, a GPU for every rank) or "shared" (Gloo, one GPU for all ranks).
 """
 
 from __future__ import annotations
@@ -24,6 +26,10 @@ def main(device: str, recipe: str, stream: str, path: str) -> None:
     rank = int(os.environ["RANK"])
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if device == "shared":
+        # NCCL wants a GPU for every rank; Gloo does not.
+        torch.distributed.init_process_group("gloo")
+        device = "cuda"
     torch.manual_seed(0)
     # Wide enough for several buckets.
     model = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 4)).to(

@@ -31,11 +31,12 @@ RECIPES = [
     "OverlapLocalSGD(period=2)",
     "PushSum()",
 ]
+MORE = ["SlowMo(period=2)", "DQSGD(rule=FixedBits())", "AllReduce(codec=PowerSGD(2))"]
 
 
-def trained(folder: Path, device: str, recipe: str, stream: str = "default") -> np.ndarray:
+def trained(folder: Path, device: str, recipe: str, stream: str = "default", ranks: int = RANKS) -> np.ndarray:
     path = folder / f"{device}-{stream}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
         [*launcher, str(HERE / "ranks.py"), device, recipe, stream, str(path)],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -53,6 +54,14 @@ def test_nccl_trains_as_gloo_does(recipe: str, tmp_path: Path) -> None:
     on_gpu, on_cpu = trained(tmp_path, "cuda", recipe), trained(tmp_path, "cpu", recipe)
     # Codes of a value between two levels may differ by one level where sums differ in the last bit.
     assert np.abs(on_gpu - on_cpu).max() < (2e-2 if "codec" in recipe else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "recipe", [*RECIPES, "SlowMo(period=2)", "DQSGD(rule=FixedBits())", "AllReduce(codec=PowerSGD(2))"]
+)
+def test_three_ranks_that_share_a_gpu_train_over_gloo_as_on_cpus(recipe: str, tmp_path: Path) -> None:
+    on_gpu, on_cpu = (trained(tmp_path, device, recipe, ranks=3) for device in ("shared", "cpu"))
+    assert np.abs(on_gpu - on_cpu).max() < (2e-2 if "codec" in recipe or "DQSGD" in recipe else 1e-4)
 
 
 @pytest.mark.parametrize("recipe", RECIPES[:4])

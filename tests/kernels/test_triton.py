@@ -55,7 +55,7 @@ def test_signs_on_a_gpu_are_those_on_the_cpu(n: int) -> None:
     payloads: list[Tensor] = []
     for device in ("cpu", "cuda"):
         payload = torch.zeros(kernels.sign_nbytes(n, 2048), dtype=torch.uint8, device=device)
-        rest, decoded = error.to(device), torch.empty(n, device=device)
+        rest, decoded = error.clone().to(device), torch.empty(n, device=device)
         kernels.encode_signs_(x.to(device), rest, payload, block=2048)
         kernels.decode_signs_(payload, decoded, block=2048)
         assert torch.equal(rest, x.to(device) + error.to(device) - decoded)

@@ -173,15 +173,18 @@ class GroupComm(Comm):
         return self._tag + 1
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        received = [torch.empty_like(x) for _ in src]
+        # Gloo hands the address to the network as it is, and that of a GPU's memory ends the process.
+        through_host = x.device.type in self._gloo_devices and x.device.type != "cpu"
+        sent = x.cpu() if through_host else x
+        received = [torch.empty_like(sent) for _ in src]
         peers = ", ".join(str(j) for j in sorted({*dst, *src}))
         # Messages of different steps never meet, so that a rank which is out of step is waited for and named.
         tag = 2 * self.step % _TAGS if self.in_step else 0
         return self._start(
             f"send_recv with ranks {peers}",
             x,
-            lambda group: group.send_recv(x, dst, received, src, tag=tag),
-            lambda: received,
+            lambda group: group.send_recv(sent, dst, received, src, tag=tag),
+            lambda: [y.to(x.device) for y in received] if through_host else received,
         )
 
     def duplicate(self) -> Comm:

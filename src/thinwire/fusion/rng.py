@@ -92,13 +92,18 @@ def _keep_mask(context: Context, like: Tensor, p: float) -> Tensor:
     """Draw one where a value is kept and zero elsewhere, [B, ...] like `like`."""
     if context.generators is not None:
         return draw_per_model(
-            context, like, lambda own, model, generator: own.bernoulli_(1 - rate_of(p, model), generator=generator)
+            context, like, lambda own, model, generator: _fill_kept_(own, rate_of(p, model), generator)
         )
     mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if not isinstance(p, DropoutRates):
         return mask.bernoulli_(1 - p)
     kept = torch.tensor([1 - rate for rate in p.values], device=like.device)
     return mask.bernoulli_(kept.view(-1, *[1] * (like.dim() - 1)).expand_as(mask))
+
+
+def _fill_kept_(mask: Tensor, rate: float, generator: torch.Generator | None) -> Tensor:
+    """Fill with one where a value is kept; where all or none are, torch's dropout draws nothing either."""
+    return mask.fill_(1 - rate) if rate in (0, 1) else mask.bernoulli_(1 - rate, generator=generator)
 
 
 def _dropped(context: Context, input: Value, p: float, training: bool, shape: Callable[[Tensor], Tensor]) -> Any:
@@ -110,7 +115,7 @@ def _dropped(context: Context, input: Value, p: float, training: bool, shape: Ca
     if context.model is not None:
         assert isinstance(input, Tensor)
         rate = rate_of(p, context.model)
-        mask = torch.empty_like(shape(input)).bernoulli_(1 - rate, generator=_own_generator(context))
+        mask = _fill_kept_(torch.empty_like(shape(input)), rate, _own_generator(context))
         return input * mask.div_(1 - rate or 1.0)
     x = along(input, 0, context.size)
     mask = _keep_mask(context, shape(x), p)
@@ -131,7 +136,25 @@ def dropout(
     context: Context, function: Any, input: Value, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Zero values at each model's rate; `inplace` would save no memory here and is ignored."""
+    device = input.tensor.device if isinstance(input, Batch) else input.device
+    if device.type == "cuda" and context.generators is not None:
+        return _dropped_on_gpu(context, input, p, training)
     return _dropped(context, input, p, training, lambda x: x)
+
+
+def _dropped_on_gpu(context: Context, input: Value, p: float, training: bool) -> Any:
+    """Torch's own dropout of each model: on a GPU it draws in an order of its own."""
+    _check_rate(p)
+    if context.model is not None:
+        assert isinstance(input, Tensor)
+        with _as_default(_own_generator(context)):
+            return torch.dropout(input, rate_of(p, context.model), training)
+    generators, x = context.generators or [], along(input, 0, context.size)
+    parts: list[Tensor] = []
+    for model, generator in enumerate(generators):
+        with _as_default(generator):
+            parts.append(torch.dropout(x[model].contiguous(), rate_of(p, model), training))
+    return Batch(torch.stack(parts), 0)
 
 
 @rule(F.dropout1d, F.dropout2d, F.dropout3d)

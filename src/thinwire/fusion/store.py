@@ -153,6 +153,8 @@ class Store:
             setattr(found.get_submodule(parent), name, copy.deepcopy(bodies[index]))
         for (path, name), values in self.rates.items():
             setattr(found.get_submodule(path), name, values[index])
+        # The array may have moved to another device since the template was copied.
+        found = found.to(self.row(next(iter(tensors(found))), index).device) if tensors(found) else found
         for name, tensor in tensors(found).items():
             tensor.copy_(self.row(name, index))
         return found
