@@ -40,10 +40,19 @@ class Scale:
     gpu_sizes: tuple[int, ...] = (1, 4, 16)
     small: tuple[int, ...] = (16,)
     seconds: float = 1.5
-    gpu_seconds: float = 0.6
+    gpu_seconds: float = 0.4
     steps: int = 60
     curves: int = 3
     rounds: int = 3
+
+    def rounds_of(self, name: str, device: str) -> dict[int, int]:
+        """Of a network: by the number of models."""
+        sizes = self.small if not _as_published(name) else self.gpu_sizes if device == "cuda" else self.sizes
+        return {size: self.rounds if size == max(sizes) else 1 for size in sizes}
+
+
+def _as_published(name: str) -> bool:
+    return name.startswith("paper-")
 
 
 QUICK = Scale(sizes=(), gpu_sizes=(), small=(8,), seconds=0.8, steps=12, rounds=1)
@@ -55,22 +64,23 @@ def study(attempt: Attempt) -> Result:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     kinds = every(device)
     found: dict[str, Losses] = {}
-    small: dict[str, dict[int, dict[str, list[Pace]]]] = {}
-    own: dict[str, dict[int, dict[str, list[Pace]]]] = {}
-    for name, workload in kinds.items():
-        as_published = name.startswith("paper-")
-        if not as_published:
-            attempt.begin(f"losses of {workload.title}", next(places))
-            found[workload.title] = losses(workload, scale.curves, scale.steps)
-        sizes = scale.small if not as_published else scale.gpu_sizes if device == "cuda" else scale.sizes
-        rounds = {size: scale.rounds if size == max(sizes) else 1 for size in sizes}
-        into = (own if as_published else small).setdefault(workload.title, {}) if sizes else {}
-        if device == "cuda" and sizes:
-            attempt.begin(f"{workload.title}, {', '.join(map(str, sizes))} models", next(places))
-            into |= in_turns_on_gpu(name, rounds, scale.gpu_seconds)
-        for size in sizes if device == "cpu" else ():
-            attempt.begin(f"{workload.title}, {size} models", next(places))
-            into[size] = in_turns(name, size, scale.seconds, threads, rounds[size])
+    for workload in (workload for name, workload in kinds.items() if not _as_published(name)):
+        attempt.begin(f"losses of {workload.title}", next(places))
+        found[workload.title] = losses(workload, scale.curves, scale.steps)
+    rounds = {name: scale.rounds_of(name, device) for name in kinds}
+    if device == "cuda":
+        attempt.begin("all networks in turns", next(places))
+        paces: dict[str, Any] = dict(
+            in_turns_on_gpu({n: each for n, each in rounds.items() if each}, scale.gpu_seconds)
+        )
+    else:
+        paces = {}
+        for name, sizes in rounds.items():
+            for size, turns in sizes.items():
+                attempt.begin(f"{kinds[name].title}, {size} models", next(places))
+                paces.setdefault(name, {})[size] = in_turns(name, size, scale.seconds, threads, turns)
+    own = {kinds[name].title: each for name, each in paces.items() if _as_published(name)}
+    small = {kinds[name].title: each for name, each in paces.items() if not _as_published(name)}
     seconds = scale.gpu_seconds if device == "cuda" else scale.seconds
     how = f"rounds at the most models: {scale.rounds}, {seconds:g} s a way, in turns, ratios within rounds"
     memory = "memory is that of tensors" if device == "cuda" else "every process keeps its memory"

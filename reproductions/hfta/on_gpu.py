@@ -1,20 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways of training in turns on a GPU.
 
-`python -m reproductions.hfta.on_gpu NAME DEVICE SECONDS SIZE:ROUNDS...` prints each turn as JSON. To begin takes longer
-there than to train: so one process keeps all ways but the one of processes at once, and these wait for their next turn
-too. Both are forked before CUDA is first used, since a forked process cannot use what its parent has begun.
+`python -m reproductions.hfta.on_gpu DEVICE SECONDS NAME,SIZE:ROUNDS,...` prints each turn as JSON. To begin takes
+longer on a GPU than to train, so processes stay: one goes all ways but that of processes at once, and these wait for
+their turn too. All are forked before CUDA is first used, since a forked process cannot use what its parent has begun.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
@@ -23,147 +24,193 @@ from typing import Any
 
 import torch
 
-from reproductions.hfta.training import (
-    STEPS,
-    WARM_UP,
-    WAYS,
-    Pace,
-    Step,
-    cached,
-    loop_step,
-    seconds_per_step,
-    warmed_up,
-)
+from reproductions.hfta.training import STEPS, WAYS, Pace, Step, cached, loop_step, seconds_per_step, warmed_up
 from reproductions.hfta.workloads import Workload, every
 from thinwire.emulate import run_workers
 from thinwire.errors import ThinwireError
 from thinwire.fusion import save_autotune_cache
 
-Turn = Callable[[], Pace]
+Rounds = Mapping[str, Mapping[int, int]]
+Found = dict[str, dict[int, dict[str, list[Pace]]]]
 _TIMEOUT_SECONDS = 240.0
+# Until processes that train at once have all been told to.
+_AHEAD_SECONDS = 0.2
 
 
-def in_turns_on_gpu(
-    name: str, rounds: Mapping[int, int], seconds: float, device: str = "cuda"
-) -> dict[int, dict[str, list[Pace]]]:
-    """What each way took in every round, in which all take turns, by the number of models.
+def in_turns_on_gpu(rounds: Rounds, seconds: float, device: str = "cuda") -> Found:
+    """What each way took in every round, in which all take turns: by workload, number of models and way.
 
     Args:
-        name: of a workload.
-        rounds: by the number of models.
+        rounds: by workload and number of models.
         seconds: that each way trains for in each round, after a few steps that are not counted.
         device: "cuda", or for tests "cpu", where no memory is counted.
 
     Raises:
         ThinwireError: a process failed.
     """
-    found: dict[int, dict[str, list[Pace]]] = {size: {way: [] for way in WAYS} for size in rounds}
+    found = {name: {size: {way: list[Pace]() for way in WAYS} for size in sizes} for name, sizes in rounds.items()}
 
     def keep(_: int, stream: str, line: str) -> None:
         if stream == "stdout" and line.startswith("{"):
             turn = json.loads(line)
-            found[turn["models"]][turn["way"]].append(Pace(**turn["pace"]))
+            found[turn["name"]][turn["models"]][turn["way"]].append(Pace(**turn["pace"]))
 
-    given = [name, device, str(seconds), *(f"{size}:{count}" for size, count in rounds.items())]
-    deadline = sum(rounds.values()) * len(WAYS) * _TIMEOUT_SECONDS
-    exits = run_workers([sys.executable, "-m", __name__, *given], 1, on_line=keep, timeout=deadline)
-    short = any(len(found[size][way]) < count for size, count in rounds.items() for way in WAYS)
-    if any(each.code for each in exits) or short:
+    given = [",".join([name, *(f"{size}:{count}" for size, count in each.items())]) for name, each in rounds.items()]
+    turns = sum(count for sizes in rounds.values() for count in sizes.values())
+    command = [sys.executable, "-m", __name__, device, str(seconds), *given]
+    exits = run_workers(command, 1, on_line=keep, timeout=turns * len(WAYS) * _TIMEOUT_SECONDS)
+    missing = any(
+        len(found[name][size][way]) < count
+        for name, sizes in rounds.items()
+        for size, count in sizes.items()
+        for way in WAYS
+    )
+    if any(each.code for each in exits) or missing:
         raise ThinwireError(f"{' '.join(given)}: the process ended without a result")
     return found
 
 
 def main(arguments: Sequence[str]) -> Iterator[str]:
-    """Let all ways take turns; each turn is `{"models": .., "way": .., "pace": ..}` as JSON."""
-    name, device, seconds = arguments[0], arguments[1], float(arguments[2])
+    """Let all ways take turns; each turn is `{"name": .., "models": .., "way": .., "pace": ..}` as JSON."""
+    device, seconds = arguments[0], float(arguments[1])
+    rounds = {name: dict(_numbers(size) for size in sizes) for name, *sizes in (a.split(",") for a in arguments[2:])}
     import_module("torch._dynamo")
-    workload = cached(every(device)[name])
-    for models, rounds in (map(int, each.split(":")) for each in arguments[3:]):
-        own = partial(workload.to, device)
-        # One after the other: in their first steps both take more memory than later.
-        with _at_once(own, models, seconds) as together, kept(partial(_four_ways, own, models, seconds)) as four:
-            for number in range(rounds):
-                for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                    pace = together() if way == "processes" else four(way)
-                    yield json.dumps({"models": models, "way": way, "pace": asdict(pace)})
+    torch.set_num_threads(1)
+    known, most = every(device), max(size for sizes in rounds.values() for size in sizes)
+    workloads = {name: cached(known[name]) for name in rounds}
+    with stays(partial(_Four, workloads, seconds, device)) as four, _several(workloads, seconds, device, most) as many:
+        for name, sizes in rounds.items():
+            for models, count in sizes.items():
+                # One after the other: in their first steps both take more memory than later.
+                for each in many[:models]:
+                    each.begin("make", name, models)
+                for each in many[:models]:
+                    each.end()
+                four.call("make", name, models)
+                for number in range(count):
+                    for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                        pace = _at_once(many[:models]) if way == "processes" else Pace(**four.call("turn", way))
+                        yield json.dumps({"name": name, "models": models, "way": way, "pace": asdict(pace)})
+
+
+def _numbers(text: str) -> tuple[int, int]:
+    size, count = text.split(":")
+    return int(size), int(count)
+
+
+# -- processes that stay -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Staying:
+    """A process that stays, and does what it is told by the name of a method."""
+
+    pipe: Connection
+    process: BaseProcess
+
+    def begin(self, method: str, *given: Any) -> None:
+        """Tell it to do something."""
+        self.pipe.send_bytes(json.dumps([method, *given]).encode())
+
+    def end(self) -> Any:
+        """What the method has returned.
+
+        Raises:
+            ThinwireError: it ended, or took too long.
+        """
+        if not wait([self.pipe, self.process.sentinel], _TIMEOUT_SECONDS):
+            raise ThinwireError(f"no result within {_TIMEOUT_SECONDS:g} s")
+        try:
+            # A process that has ended may have answered before.
+            if self.pipe.poll():
+                return json.loads(self.pipe.recv_bytes())
+        except EOFError:
+            pass
+        raise ThinwireError("the process ended without a result")
+
+    def call(self, method: str, *given: Any) -> Any:
+        """Both."""
+        self.begin(method, *given)
+        return self.end()
 
 
 @contextmanager
-def kept(make: Callable[[], Mapping[str, Turn]]) -> Generator[Callable[[str], Pace]]:
-    """A forked process that makes all turns once, and takes one whenever it is called with its name.
-
-    Raises:
-        ThinwireError: it ended, or took too long.
-    """
+def stays(make: Callable[[], Any]) -> Generator[Staying]:
+    """A forked process that makes an object and calls its methods; killed in the end."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
 
     def serve() -> None:
-        turns = make()
-        theirs.send_bytes(b"")
-        while way := theirs.recv_bytes().decode():
-            theirs.send_bytes(json.dumps(asdict(turns[way]())).encode())
-        save_autotune_cache()
+        made = make()
+        while True:
+            method, *given = json.loads(theirs.recv_bytes())
+            theirs.send_bytes(json.dumps(getattr(made, method)(*given)).encode())
 
     other = context.Process(target=serve)
     other.start()
     theirs.close()
-
-    def take(way: str) -> Pace:
-        ours.send_bytes(way.encode())
-        return _answer(ours, other)
-
     try:
-        _received(ours, other)
-        yield take
-        ours.send_bytes(b"")
-        other.join(_TIMEOUT_SECONDS)
+        yield Staying(ours, other)
     finally:
         other.kill()
         other.join()
+        ours.close()
 
 
-def _answer(ours: Connection, other: BaseProcess) -> Pace:
-    return Pace(**json.loads(_received(ours, other)))
+@contextmanager
+def _several(
+    workloads: Mapping[str, Workload], seconds: float, device: str, count: int
+) -> Generator[Sequence[Staying]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(stays(partial(_One, workloads, seconds, device))) for _ in range(count)]
 
 
-def _received(ours: Connection, other: BaseProcess) -> bytes:
-    if not wait([ours, other.sentinel], _TIMEOUT_SECONDS):
-        raise ThinwireError(f"no result within {_TIMEOUT_SECONDS:g} s")
-    try:
-        # A process that has ended may have answered before.
-        if ours.poll():
-            return ours.recv_bytes()
-    except EOFError:
-        pass
-    raise ThinwireError("the process ended without a result")
+def _at_once(several: Sequence[Staying]) -> Pace:
+    start = time.monotonic() + _AHEAD_SECONDS
+    for each in several:
+        each.begin("turn", start)
+    found = [Pace(**each.end()) for each in several]
+    # Until all have counted, none may make room: that would speed up the others.
+    for each in several:
+        each.call("rest")
+    return Pace(sum(pace.models_per_second for pace in found), max(pace.nbytes for pace in found))
 
 
-def _four_ways(own: Callable[[], Workload], models: int, seconds: float) -> dict[str, Turn]:
-    """A turn of every way that one process can go."""
-    torch.set_num_threads(1)
-    workload, turns = cached(own()), dict[str, Turn]()
-    for way, make in STEPS.items():
-        count, before = 1 if way == "process" else models, torch.cuda.memory_allocated()
-        try:
-            step = warmed_up(make(workload, count))
-        except torch.OutOfMemoryError:
-            turns[way] = _no_room
-        else:
-            turns[way] = partial(_turn, step, count, torch.cuda.memory_allocated() - before, seconds)
-        torch.cuda.empty_cache()
-    return turns
+# -- what they do ------------------------------------------------------------------------------------------------------
 
 
-def _no_room() -> Pace:
-    """The turn of a way that needs more memory than there is."""
-    return Pace(0.0, torch.cuda.mem_get_info()[1])
+class _Four:
+    """All ways that one process can go."""
+
+    def __init__(self, workloads: Mapping[str, Workload], seconds: float, device: str) -> None:
+        self._workloads, self._seconds, self._device = workloads, seconds, device
+        self._turns: dict[str, Callable[[], Pace]] = {}
+
+    def make(self, name: str, models: int) -> None:
+        """Every way of training so many models; what was made before is given up."""
+        self._turns.clear()
+        gc.collect()
+        workload = cached(self._workloads[name].to(self._device))
+        for way, make in STEPS.items():
+            count, before = 1 if way == "process" else models, torch.cuda.memory_allocated()
+            try:
+                step = warmed_up(make(workload, count))
+            except torch.OutOfMemoryError:
+                self._turns[way] = _no_room
+            else:
+                kept = torch.cuda.memory_allocated() - before
+                self._turns[way] = partial(_turn, step, count, kept, self._seconds)
+            torch.cuda.empty_cache()
+        save_autotune_cache()
+
+    def turn(self, way: str) -> dict[str, Any]:
+        """One turn."""
+        return asdict(self._turns[way]())
 
 
 def _turn(step: Step, models: int, kept: int, seconds: float) -> Pace:
     """Train for a while; what a way holds between its steps was counted when it was made."""
-    for number in range(WARM_UP):
-        step(number)
+    step(0)
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -173,53 +220,42 @@ def _turn(step: Step, models: int, kept: int, seconds: float) -> Pace:
     return Pace(pace, nbytes)
 
 
-@contextmanager
-def _at_once(own: Callable[[], Workload], models: int, seconds: float) -> Generator[Callable[[], Pace]]:
-    """Processes of a model each, that train together whenever it is called."""
-    context = multiprocessing.get_context("fork")
-    barrier = context.Barrier(models)
-    pipes = [context.Pipe() for _ in range(models)]
-    others = [context.Process(target=_one_of_many, args=(own, seconds, barrier, theirs)) for _, theirs in pipes]
-    for other in others:
-        other.start()
-    for _, theirs in pipes:
-        theirs.close()
-
-    def take() -> Pace:
-        for ours, _ in pipes:
-            ours.send_bytes(b"go")
-        found = [_answer(ours, other) for (ours, _), other in zip(pipes, others, strict=True)]
-        return Pace(sum(pace.models_per_second for pace in found), max(pace.nbytes for pace in found))
-
-    try:
-        for (ours, _), other in zip(pipes, others, strict=True):
-            _received(ours, other)
-        yield take
-    finally:
-        for other in others:
-            other.kill()
-        for other in others:
-            other.join()
+def _no_room() -> Pace:
+    """The turn of a way that needs more memory than there is."""
+    return Pace(0.0, torch.cuda.mem_get_info()[1])
 
 
-def _one_of_many(own: Callable[[], Workload], seconds: float, barrier: Any, theirs: Connection) -> None:
-    torch.set_num_threads(1)
-    step = warmed_up(loop_step(cached(own()), 1))
-    torch.cuda.empty_cache()
-    theirs.send_bytes(b"")
-    while theirs.recv_bytes():
-        for number in range(WARM_UP):
-            step(number)
-        barrier.wait(_TIMEOUT_SECONDS)
-        start, done = time.perf_counter(), 0
-        while time.perf_counter() < start + seconds or not done:
-            step(done)
+class _One:
+    """One of many processes that train a model each."""
+
+    def __init__(self, workloads: Mapping[str, Workload], seconds: float, device: str) -> None:
+        self._workloads, self._seconds, self._device = workloads, seconds, device
+        self._step: Step | None = None
+
+    def make(self, name: str, models: int) -> None:
+        """The model; what was made before is given up."""
+        self._step = None
+        self.rest()
+        if torch.cuda.is_initialized():
+            torch.cuda.reset_peak_memory_stats()
+        self._step = warmed_up(loop_step(cached(self._workloads[name].to(self._device)), 1))
+        self.rest()
+
+    def turn(self, start: float) -> dict[str, Any]:
+        """Train from one moment on, for a while."""
+        assert self._step is not None
+        self._step(0)
+        time.sleep(max(0.0, start - time.monotonic()))
+        begun, done = time.perf_counter(), 0
+        while time.perf_counter() < begun + self._seconds or not done:
+            self._step(done)
             done += 1
-        pace = Pace(done / (time.perf_counter() - start), torch.cuda.max_memory_allocated())
-        # Until all have counted, none may make room: that would speed up the others.
-        barrier.wait(_TIMEOUT_SECONDS)
+        return asdict(Pace(done / (time.perf_counter() - begun), torch.cuda.max_memory_allocated()))
+
+    def rest(self) -> None:
+        """Make room for others."""
+        gc.collect()
         torch.cuda.empty_cache()
-        theirs.send_bytes(json.dumps(asdict(pace)).encode())
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from reproductions.hfta.claim import CLAIM, LEAST_SPEEDUP, MOST_DIFFERENCE, judge
 from reproductions.hfta.losses import in_double, largest, losses, nudged
 from reproductions.hfta.networks import PointClassifier
-from reproductions.hfta.on_gpu import Turn, in_turns_on_gpu, kept
+from reproductions.hfta.on_gpu import in_turns_on_gpu, stays
 from reproductions.hfta.training import WAYS, Pace, Paces, forked, in_turns, made, main, measure, ratios
 from reproductions.hfta.workloads import clouds, paper_workloads, workloads
 from thinwire.errors import ThinwireError
@@ -165,21 +165,28 @@ def test_turns_are_collected_by_way_and_round() -> None:
 
 def test_processes_that_stay_take_their_turns() -> None:
     # As on a GPU, without one.
-    found = in_turns_on_gpu("pointnet-cls", {1: 1, 2: 2}, 0.01, "cpu")
-    assert {size: list(paces) for size, paces in found.items()} == {1: list(WAYS), 2: list(WAYS)}
-    assert [len(each) for paces in found.values() for each in paces.values()] == [1] * 5 + [2] * 5
-    assert all(pace.models_per_second > 0 for paces in found.values() for each in paces.values() for pace in each)
+    rounds = {"pointnet-cls": {1: 1, 2: 2}, "transformer": {2: 1}}
+    found = in_turns_on_gpu(rounds, 0.01, "cpu")
+    assert {name: list(sizes) for name, sizes in found.items()} == {name: list(each) for name, each in rounds.items()}
+    for name, sizes in found.items():
+        for size, paces in sizes.items():
+            assert list(paces) == list(WAYS)
+            assert {len(each) for each in paces.values()} == {rounds[name][size]}
+            assert all(pace.models_per_second > 0 for each in paces.values() for pace in each)
+
+
+class Fails:
+    """Ends when it is told to."""
+
+    def end(self) -> None:
+        os._exit(1)
 
 
 def test_a_process_that_stays_and_fails_is_told_of() -> None:
-    with pytest.raises(ThinwireError, match=r"no-such-network cpu 0\.01 1:1: the process ended without a result"):
-        in_turns_on_gpu("no-such-network", {1: 1}, 0.01, "cpu")
-
-    def ends() -> Mapping[str, Turn]:
-        os._exit(1)
-
-    with pytest.raises(ThinwireError, match="ended without a result"), kept(ends):
-        pass
+    with pytest.raises(ThinwireError, match=r"no-such-network,1:1: the process ended without a result"):
+        in_turns_on_gpu({"no-such-network": {1: 1}}, 0.01, "cpu")
+    with pytest.raises(ThinwireError, match="ended without a result"), stays(Fails) as process:
+        process.call("end")
 
 
 def test_a_way_without_room_is_infinitely_slow() -> None:
