@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ways of training in turns on a GPU.
 
-`python -m reproductions.hfta.on_gpu DEVICE SECONDS NAME,SIZE:ROUNDS,...` prints each turn as JSON. To begin takes
-longer on a GPU than to train, so processes stay: one goes all ways but that of processes at once, and these wait for
-their turn too. All are forked before CUDA is first used, since a forked process cannot use what its parent has begun.
+`python -m reproductions.hfta.on_gpu DEVICE SECONDS NAME:SIZE:ROUNDS...` prints each turn as JSON. To begin takes longer
+on a GPU than to train, so processes stay: one goes all ways but that of processes at once, and these wait for their
+turn too. They are started afresh, since CUDA may not be used in a process that was forked.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import json
 import multiprocessing
 import sys
 import time
+import traceback
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -33,6 +33,8 @@ from thinwire.fusion import save_autotune_cache
 Rounds = Mapping[str, Mapping[int, int]]
 Found = dict[str, dict[int, dict[str, list[Pace]]]]
 _TIMEOUT_SECONDS = 240.0
+# Of what a process that failed has written.
+_LINES = 30
 # Until processes that train at once have all been told to.
 _AHEAD_SECONDS = 0.2
 
@@ -49,53 +51,44 @@ def in_turns_on_gpu(rounds: Rounds, seconds: float, device: str = "cuda") -> Fou
         ThinwireError: a process failed.
     """
     found = {name: {size: {way: list[Pace]() for way in WAYS} for size in sizes} for name, sizes in rounds.items()}
+    errors: list[str] = []
 
     def keep(_: int, stream: str, line: str) -> None:
-        if stream == "stdout" and line.startswith("{"):
+        if stream == "stderr":
+            errors.append(line)
+        elif line.startswith("{"):
             turn = json.loads(line)
             found[turn["name"]][turn["models"]][turn["way"]].append(Pace(**turn["pace"]))
 
-    given = [",".join([name, *(f"{size}:{count}" for size, count in each.items())]) for name, each in rounds.items()]
-    turns = sum(count for sizes in rounds.values() for count in sizes.values())
+    jobs = {(name, size): count for name, sizes in rounds.items() for size, count in sizes.items()}
+    # The most models first: these are judged.
+    given = [f"{name}:{size}:{jobs[name, size]}" for name, size in sorted(jobs, key=lambda job: -job[1])]
     command = [sys.executable, "-m", __name__, device, str(seconds), *given]
-    exits = run_workers(command, 1, on_line=keep, timeout=turns * len(WAYS) * _TIMEOUT_SECONDS)
-    missing = any(
-        len(found[name][size][way]) < count
-        for name, sizes in rounds.items()
-        for size, count in sizes.items()
-        for way in WAYS
-    )
+    exits = run_workers(command, 1, on_line=keep, timeout=sum(jobs.values()) * len(WAYS) * _TIMEOUT_SECONDS)
+    missing = any(len(found[name][size][way]) < count for (name, size), count in jobs.items() for way in WAYS)
     if any(each.code for each in exits) or missing:
-        raise ThinwireError(f"{' '.join(given)}: the process ended without a result")
+        raise ThinwireError("\n".join([f"{' '.join(given)}: the process ended without a result", *errors[-_LINES:]]))
     return found
 
 
 def main(arguments: Sequence[str]) -> Iterator[str]:
     """Let all ways take turns; each turn is `{"name": .., "models": .., "way": .., "pace": ..}` as JSON."""
     device, seconds = arguments[0], float(arguments[1])
-    rounds = {name: dict(_numbers(size) for size in sizes) for name, *sizes in (a.split(",") for a in arguments[2:])}
-    import_module("torch._dynamo")
-    torch.set_num_threads(1)
-    known, most = every(device), max(size for sizes in rounds.values() for size in sizes)
-    workloads = {name: cached(known[name]) for name in rounds}
-    with stays(partial(_Four, workloads, seconds, device)) as four, _several(workloads, seconds, device, most) as many:
-        for name, sizes in rounds.items():
-            for models, count in sizes.items():
-                # One after the other: in their first steps both take more memory than later.
-                for each in many[:models]:
-                    each.begin("make", name, models)
-                for each in many[:models]:
-                    each.end()
-                four.call("make", name, models)
-                for number in range(count):
-                    for way in WAYS if number % 2 == 0 else reversed(WAYS):
-                        pace = _at_once(many[:models]) if way == "processes" else Pace(**four.call("turn", way))
-                        yield json.dumps({"name": name, "models": models, "way": way, "pace": asdict(pace)})
-
-
-def _numbers(text: str) -> tuple[int, int]:
-    size, count = text.split(":")
-    return int(size), int(count)
+    jobs = [(name, int(size), int(rounds)) for name, size, rounds in (job.split(":") for job in arguments[2:])]
+    with ExitStack() as stack:
+        four = stack.enter_context(stays(partial(_Four, seconds, device)))
+        many = [stack.enter_context(stays(partial(_One, seconds, device))) for _ in range(max(job[1] for job in jobs))]
+        for name, models, rounds in jobs:
+            # One after the other: in their first steps both take more memory than later.
+            for each in many[:models]:
+                each.begin("make", name)
+            for each in many[:models]:
+                each.end()
+            four.call("make", name, models)
+            for number in range(rounds):
+                for way in WAYS if number % 2 == 0 else reversed(WAYS):
+                    pace = _at_once(many[:models]) if way == "processes" else Pace(**four.call("turn", way))
+                    yield json.dumps({"name": name, "models": models, "way": way, "pace": asdict(pace)})
 
 
 # -- processes that stay -----------------------------------------------------------------------------------------------
@@ -136,17 +129,10 @@ class Staying:
 
 @contextmanager
 def stays(make: Callable[[], Any]) -> Generator[Staying]:
-    """A forked process that makes an object and calls its methods; killed in the end."""
-    context = multiprocessing.get_context("fork")
+    """A new process that makes an object and calls its methods; killed in the end."""
+    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-
-    def serve() -> None:
-        made = make()
-        while True:
-            method, *given = json.loads(theirs.recv_bytes())
-            theirs.send_bytes(json.dumps(getattr(made, method)(*given)).encode())
-
-    other = context.Process(target=serve)
+    other = context.Process(target=_serve, args=(make, theirs))
     other.start()
     theirs.close()
     try:
@@ -157,12 +143,12 @@ def stays(make: Callable[[], Any]) -> Generator[Staying]:
         ours.close()
 
 
-@contextmanager
-def _several(
-    workloads: Mapping[str, Workload], seconds: float, device: str, count: int
-) -> Generator[Sequence[Staying]]:
-    with ExitStack() as stack:
-        yield [stack.enter_context(stays(partial(_One, workloads, seconds, device))) for _ in range(count)]
+def _serve(make: Callable[[], Any], theirs: Connection) -> None:
+    torch.set_num_threads(1)
+    made = make()
+    while True:
+        method, *given = json.loads(theirs.recv_bytes())
+        theirs.send_bytes(json.dumps(getattr(made, method)(*given)).encode())
 
 
 def _at_once(several: Sequence[Staying]) -> Pace:
@@ -179,24 +165,29 @@ def _at_once(several: Sequence[Staying]) -> Pace:
 # -- what they do ------------------------------------------------------------------------------------------------------
 
 
+def _on(device: str, name: str) -> Workload:
+    return cached(cached(every(device)[name]).to(device))
+
+
 class _Four:
     """All ways that one process can go."""
 
-    def __init__(self, workloads: Mapping[str, Workload], seconds: float, device: str) -> None:
-        self._workloads, self._seconds, self._device = workloads, seconds, device
+    def __init__(self, seconds: float, device: str) -> None:
+        self._seconds, self._device = seconds, device
         self._turns: dict[str, Callable[[], Pace]] = {}
 
     def make(self, name: str, models: int) -> None:
         """Every way of training so many models; what was made before is given up."""
         self._turns.clear()
         gc.collect()
-        workload = cached(self._workloads[name].to(self._device))
+        workload = _on(self._device, name)
         for way, make in STEPS.items():
             count, before = 1 if way == "process" else models, torch.cuda.memory_allocated()
             try:
                 step = warmed_up(make(workload, count))
-            except torch.OutOfMemoryError:
-                self._turns[way] = _no_room
+            except Exception:
+                traceback.print_exc()
+                self._turns[way] = _cannot
             else:
                 kept = torch.cuda.memory_allocated() - before
                 self._turns[way] = partial(_turn, step, count, kept, self._seconds)
@@ -220,25 +211,25 @@ def _turn(step: Step, models: int, kept: int, seconds: float) -> Pace:
     return Pace(pace, nbytes)
 
 
-def _no_room() -> Pace:
-    """The turn of a way that needs more memory than there is."""
-    return Pace(0.0, torch.cuda.mem_get_info()[1])
+def _cannot() -> Pace:
+    """The turn of a way that failed, for want of memory or of an operation."""
+    return Pace(0.0, 0)
 
 
 class _One:
     """One of many processes that train a model each."""
 
-    def __init__(self, workloads: Mapping[str, Workload], seconds: float, device: str) -> None:
-        self._workloads, self._seconds, self._device = workloads, seconds, device
+    def __init__(self, seconds: float, device: str) -> None:
+        self._seconds, self._device = seconds, device
         self._step: Step | None = None
 
-    def make(self, name: str, models: int) -> None:
+    def make(self, name: str) -> None:
         """The model; what was made before is given up."""
         self._step = None
         self.rest()
         if torch.cuda.is_initialized():
             torch.cuda.reset_peak_memory_stats()
-        self._step = warmed_up(loop_step(cached(self._workloads[name].to(self._device)), 1))
+        self._step = warmed_up(loop_step(_on(self._device, name), 1))
         self.rest()
 
     def turn(self, start: float) -> dict[str, Any]:

@@ -183,13 +183,13 @@ class Fails:
 
 
 def test_a_process_that_stays_and_fails_is_told_of() -> None:
-    with pytest.raises(ThinwireError, match=r"no-such-network,1:1: the process ended without a result"):
+    with pytest.raises(ThinwireError, match=r"no-such-network:1:1: the process ended without a result[^$]*KeyError"):
         in_turns_on_gpu({"no-such-network": {1: 1}}, 0.01, "cpu")
     with pytest.raises(ThinwireError, match="ended without a result"), stays(Fails) as process:
         process.call("end")
 
 
-def test_a_way_without_room_is_infinitely_slow() -> None:
+def test_a_way_that_fails_is_infinitely_slow() -> None:
     paces = {"array": [Pace(3.0, 1), Pace(3.0, 1)], "vmap": [Pace(0.0, 1), Pace(2.0, 1)]}
     assert ratios(paces, "array", "vmap") == [math.inf, 1.5]
 

@@ -51,7 +51,7 @@ class Pace:
         models_per_second: steps of single models in a second, of all models together.
         nbytes: the most memory that a process held, in bytes; on a GPU, its tensors there.
 
-    A pace of zero stands for a way that needs more memory than there is.
+    A pace of zero stands for a way that failed, for want of memory or of an operation.
     """
 
     models_per_second: float
@@ -63,7 +63,7 @@ Paces = Mapping[str, Mapping[int, Mapping[str, Sequence[Pace]]]]
 
 
 def ratios(found: Mapping[str, Sequence[Pace]], way: str, other: str) -> list[float]:
-    """How many times the pace of another way one has, round by round; infinitely many where that finds no room."""
+    """How many times the pace of another way one has, round by round; infinitely many where that failed."""
     pairs = zip(found[way], found[other], strict=True)
     return [a.models_per_second / b.models_per_second if b.models_per_second else inf for a, b in pairs]
 
