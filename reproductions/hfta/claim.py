@@ -18,7 +18,7 @@ from reproductions.hfta.workloads import Workload, every
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, judged
 
 LEAST_SPEEDUP = 2.4
-MOST_DIFFERENCE = 1e-9
+MOST_ROUNDINGS, MOST_DIFFERENCE = 10, 1e-6
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def judge(
     largest = {title: sizes[max(sizes)] for title, sizes in shown.items()}
     gains = {title: speedup(found, "array", "process") for title, found in largest.items()}
     slow = [title for title, gain in gains.items() if gain < LEAST_SPEEDUP]
-    apart = [title for title, found in differences.items() if not found["fp64"] <= MOST_DIFFERENCE]
+    apart = [title for title, found in differences.items() if not found["fp64"] <= _most(found)]
     value, best = median(gains.values()), max(gains, key=lambda title: gains[title])
     rows: dict[str, Any] = {}
     for title, sizes in (*own.items(), *small.items()):
@@ -142,10 +142,15 @@ def _speed(own: Paces, device: str) -> Outcome:
     return at_least([min(each) for each in zip(*every_round, strict=True)], LEAST_SPEEDUP)
 
 
+def _most(found: Mapping[str, float]) -> float:
+    """How far losses may be apart in fp64: as what rounding alone does, a few times."""
+    return min(MOST_DIFFERENCE, MOST_ROUNDINGS * found["rounding in fp64"])
+
+
 def _apart(found: Mapping[str, float]) -> str:
     return (
-        f"{found['fp64']:.1g} of the first loss in fp64; {found['fp32']:.2g} in fp32, where separate runs that begin "
-        f"one rounding apart differ by {found['rounding']:.2g}"
+        f"{found['fp64']:.1g} of the first loss in fp64, where separate runs that begin one rounding apart differ by "
+        f"{found['rounding in fp64']:.1g}; {found['fp32']:.2g} in fp32, where those differ by {found['rounding']:.2g}"
     )
 
 
@@ -194,9 +199,9 @@ CLAIM = Claim(
     "vmap, ways taking turns, 3 rounds at the most models; six small networks at 16 models (quick: these only, 8 "
     "models, 1 round); without dropout; loss curves of 3 small models beside separate runs",
     parts={
-        "same losses": "in fp64, where rounding does not grow to what can be seen, losses are within "
-        f"{MOST_DIFFERENCE:g} of the first loss of separate runs after every step (fp32 is told beside what rounding "
-        "alone does there)",
+        "same losses": "in fp64, after every step, losses differ from those of separate runs by no more than "
+        f"{MOST_ROUNDINGS} times what separate runs that begin one rounding apart differ by, and by no more than "
+        f"{MOST_DIFFERENCE:g} of the first loss (fp32 is told beside what rounding alone does there)",
         "speed": f"on a GPU, at the most models, every network trains at least {LEAST_SPEEDUP:g} times as many models "
         "in a second as one process after another, at the paper's sizes and in every round (in no round: does not "
         "hold; else within noise); a processor is not the paper's device: one model keeps it busy, where it leaves "
@@ -205,6 +210,13 @@ CLAIM = Claim(
     costs="on a processor networks of wide layers gain least: one model already fills it",
     minutes=(28, 2.5),
     earlier=(
+        Earlier(
+            "in fp64, where rounding does not grow to what can be seen, losses are within 1e-09 of the first loss of "
+            "separate runs after every step; speed as now",
+            "same losses: holds (9e-10), and when run again does not hold (transformer: 3e-09)",
+            "it does grow: two separate runs of the transformer that begin one rounding apart differ by 3e-09 after 60 "
+            "steps, so which of equal implementations was measured to be fastest turned the outcome",
+        ),
         Earlier(
             "in fp64 losses within 1e-09 of the first loss of separate runs after every step; on a GPU, at the most "
             f"models, every network at least {LEAST_SPEEDUP:g} times the pace of one process after another; six "
@@ -216,7 +228,7 @@ CLAIM = Claim(
         Earlier(
             f"on this machine's processor, at the most models: every network at least {LEAST_SPEEDUP:g} times the pace "
             "of one process at a time; and in fp64 losses within "
-            f"{MOST_DIFFERENCE:g} of the first loss of separate runs",
+            "1e-09 of the first loss of separate runs",
             "does not hold: 2.53 times in the median of six networks, 1.49 to 3.85",
             "the paper claims it of GPUs and TPUs; a verdict about another device says nothing of the claim",
         ),

@@ -23,6 +23,7 @@ class Losses:
     Args:
         array: as an array, in fp64.
         separate: each by itself, in fp64.
+        nudged: as `separate`, from parameters that are the next numbers to those.
         short_array: as an array, in fp32.
         short_separate: each by itself, in fp32.
         short_nudged: as `short_separate`, from parameters that are the next numbers to those.
@@ -30,6 +31,7 @@ class Losses:
 
     array: Curves
     separate: Curves
+    nudged: Curves
     short_array: Curves
     short_separate: Curves
     short_nudged: Curves
@@ -38,6 +40,11 @@ class Losses:
     def difference(self) -> Tensor:
         """Of the array from separate runs, after each step, [steps]."""
         return differences(self.array, self.separate)
+
+    @property
+    def drift(self) -> Tensor:
+        """What rounding alone does in fp64: separate runs from neighbouring parameters, [steps]."""
+        return differences(self.nudged, self.separate)
 
     @property
     def short_difference(self) -> Tensor:
@@ -51,7 +58,7 @@ class Losses:
 
 
 def losses(workload: Workload, models: int, steps: int) -> Losses:
-    """Train models in five ways, on the same batches in the same order.
+    """Train models in six ways, on the same batches in the same order.
 
     Args:
         workload: in fp32.
@@ -62,6 +69,7 @@ def losses(workload: Workload, models: int, steps: int) -> Losses:
     return Losses(
         array=curve(array_step(exact, models), steps),
         separate=curve(loop_step(exact, models), steps),
+        nudged=curve(loop_step(exact, models, nudged), steps),
         short_array=curve(array_step(workload, models), steps),
         short_separate=curve(loop_step(workload, models), steps),
         short_nudged=curve(loop_step(workload, models, nudged), steps),
@@ -111,10 +119,11 @@ def nudged(workload: Workload, models: int) -> list[nn.Module]:
 
 
 def largest(found: Mapping[str, Losses]) -> dict[str, dict[str, float]]:
-    """By network: the largest difference in fp64, in fp32, and what rounding alone does in fp32."""
+    """By network: the largest differences in fp64 and fp32, and what rounding alone does in each."""
     return {
         title: {
             "fp64": float(each.difference.max()),
+            "rounding in fp64": float(each.drift.max()),
             "fp32": float(each.short_difference.max()),
             "rounding": float(each.short_drift.max()),
         }
