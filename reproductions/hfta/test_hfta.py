@@ -192,6 +192,10 @@ def test_a_process_that_stays_and_fails_is_told_of() -> None:
 def test_a_way_that_fails_is_infinitely_slow() -> None:
     paces = {"array": [Pace(3.0, 1), Pace(3.0, 1)], "vmap": [Pace(0.0, 1), Pace(2.0, 1)]}
     assert ratios(paces, "array", "vmap") == [math.inf, 1.5]
+    own = found(3.0)
+    rounds = own["Net"][8] | {"vmap": [Pace(0.0, 0)] * 3}
+    result = judge({"Net": {8: rounds}}, {}, {"Net": apart(0.0)}, {}, "cuda")
+    assert "torch.func.vmap failed, x 3.00" in result.details["Net, 8 models"]
 
 
 def test_what_a_forked_process_measured_is_known_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

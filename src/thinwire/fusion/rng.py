@@ -136,8 +136,8 @@ def dropout(
     context: Context, function: Any, input: Value, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Any:
     """Zero values at each model's rate; `inplace` would save no memory here and is ignored."""
-    device = input.tensor.device if isinstance(input, Batch) else input.device
-    if device.type == "cuda" and context.generators is not None:
+    tensor, generators = input.tensor if isinstance(input, Batch) else input, context.generators
+    if tensor.is_cuda and generators is not None and generators[0].device.type == "cuda":
         return _dropped_on_gpu(context, input, p, training)
     return _dropped(context, input, p, training, lambda x: x)
 
