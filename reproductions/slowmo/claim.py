@@ -63,7 +63,7 @@ class Scale:
 QUICK = Scale(
     task="digits",
     workers=16,
-    steps=96,
+    steps=80,
     rates=(0.07, 0.1, 0.14, 0.2),
     fewer_rates=(0.07, 0.14),
     tuning_seeds=(0,),
