@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +102,12 @@ def test_the_links_and_the_step_that_the_doctor_measured_are_taken(
     found = planned(capsys, "--doctor", str(path), *QUICK[2:])
     assert found["workers"] == 3 and found["latency"] == pytest.approx(1e-3)
     assert found["step"]["name"] == "mine" and found["recommended"] == "LocalSGD(period=8)"  # type: ignore
+    # Of another number of workers it is not known which are slow, and that is said.
+    slow = [replace(pair, **dict.fromkeys(("there", "back", "both", "several"), 1e6)) for pair in pairs[1:]]
+    path.write_text(json.dumps({**asdict(replace(seen, pairs=[pairs[0], *slow])), "findings": [], "strategies": []}))
+    assert main(["plan", "--doctor", str(path), "--workers", "4", *QUICK[2:]]) == 0
+    words = " ".join(capsys.readouterr().err.split())
+    assert "--workers 4: the doctor examined 3, of which rank 2: 1" in words and "are taken to be alike" in words
 
 
 @pytest.mark.slow

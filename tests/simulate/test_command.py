@@ -50,6 +50,14 @@ def test_its_figures_are_those_of_the_run(capsys: Capture) -> None:
     assert not found["failures"]
 
 
+def test_a_network_file_may_say_that_computing_takes_no_time(capsys: Capture, tmp_path: Path) -> None:
+    file = tmp_path / "none.toml"
+    for text, expected in (('[compute]\ntime = "0s"\n', 0.0), ("", 0.05)):
+        file.write_text(text)
+        found = figures(capsys, "--strategy", "AllReduce()", *SMALL, "--network", str(file))
+        assert found["computed_seconds_per_step"] == pytest.approx(expected)
+
+
 def test_a_seed_is_a_run(capsys: Capture) -> None:
     arguments = ("--strategy", "EagerPushSum(staleness=2)", *SMALL, "--compute-time", "pareto(10ms, 1.5)")
     first, again, other = (figures(capsys, *arguments, "--seed", seed) for seed in ("1", "1", "2"))

@@ -173,7 +173,15 @@ class Plan:
             from thinwire.doctor.verdict import network_of
 
             found = network_of(seen)
-            return found if workers == seen.size else replace(found, specials=(), pairs=())
+            if workers == seen.size:
+                return found
+            if different := differences(found):
+                err.print(
+                    f"--workers {workers}: the doctor examined {seen.size}, of which {different}; which of {workers} "
+                    "that holds of is not known, so their links are taken to be alike",
+                    markup=False,
+                )
+            return replace(found, specials=(), pairs=())
         latency = (
             LATENCY if self.latency is None else parse_duration(self.latency, argument=f"--latency {self.latency}")
         )

@@ -122,7 +122,7 @@ class Simulate:
         if self.compute_time is not None:
             argument = f"--compute-time {self.compute_time}"
             return replace(network, compute=parse_distribution(self.compute_time, argument=argument))
-        return network if network.compute != Duration() else replace(network, compute=Duration("constant", 0.05))
+        return network if network.compute is not None else replace(network, compute=Duration("constant", 0.05))
 
     def _simulate(self, training: Training, network: Network) -> Simulation[Outcome]:
         from thinwire.simulate import simulate

@@ -21,7 +21,7 @@ class Draws:
 
     def __init__(self, network: Network, workers: int, seed: int, compute_time: Duration | None = None) -> None:
         self._network = network
-        self._compute = network.compute if compute_time is None else compute_time
+        self._compute = compute_time or network.compute or Duration()
         self._slowdown = [1.0] * workers
         for special in network.specials:
             for rank in special.ranks:

@@ -105,7 +105,8 @@ class Network:
     Attributes:
         bits_per_second: of each worker's interface, in each direction, shared by all its messages.
         latency: one way between two workers, in seconds.
-        compute: how long a worker computes in each step; a simulation's own `compute_time` goes before it.
+        compute: how long a worker computes in each step; a simulation's own `compute_time` goes before it. No time
+            unless given.
         racks: which workers stand together; None where all are at one switch.
         specials: workers that differ.
         pairs: links that differ.
@@ -127,7 +128,7 @@ class Network:
 
     bits_per_second: float = 1e9
     latency: float = 1e-4
-    compute: Duration = field(default_factory=Duration)
+    compute: Duration | None = None
     racks: Racks | None = None
     specials: tuple[Special, ...] = ()
     pairs: tuple[Pair, ...] = ()
@@ -258,7 +259,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
     try:
         return Network(
             **_renamed(network),
-            compute=compute.get("time", Duration()),
+            compute=compute.get("time"),
             racks=racks,
             specials=tuple(Special(**_renamed(each)) for each in _entries(top, name, "workers", _WORKER, ("ranks",))),
             pairs=tuple(Pair(**_renamed(each)) for each in _entries(top, name, "links", _LINK, ("between",))),
