@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.small import HALF, STEPS, Net, batch_of, equal, optimizer_of, plain_loop, weights
+from thinwire.errors import ConfigError
 
 pytest.importorskip("ray.train", reason="needs ray[train]")
 pytestmark = pytest.mark.slow
@@ -40,6 +41,8 @@ def loop(settings: dict[str, Any]) -> None:
     plain = plain_loop(settings["recipe"], clip=1.0, steps=settings["steps"])
     report(worker, {"equal": equal(found, plain)})
     worker.detach()
+    with pytest.raises(ConfigError, match=r"report before detach\(\)"):
+        report(worker, {"equal": False})
 
 
 @pytest.fixture

@@ -26,6 +26,9 @@ _LOST = (RayActorError, PeerLostError, CommTimeoutError)
 class _Worker:
     """Runs the loop in a process of its own, whose environment says which run it belongs to."""
 
+    def ready(self) -> None:
+        """Returns as soon as the actor has its resources."""
+
     def run(self, loop: Callable[[Any], Any], config: Any, environment: Mapping[str, str]) -> Any:
         """What the loop returns."""
         os.environ.update(environment)
@@ -39,12 +42,30 @@ class Group:
         self._arguments = (loop, config)
         self._environment, self._resources = environment, resources
         self.actors: dict[Any, tuple[int, Any]] = {}
+        self._ready: list[Any] = []
 
     def start(self, rank: int) -> None:
         """Start one more actor."""
         actor = ray.remote(**self._resources)(_Worker).remote()
         environment = {**self._environment, "THINWIRE_RANK": str(rank)}
+        # An actor's calls run one after another, so this one must come first.
+        self._ready.append(actor.ready.remote())
         self.actors[actor.run.remote(*self._arguments, environment)] = (rank, actor)
+
+    def wait_for_all(self, seconds: float) -> None:
+        """Wait until all actors have started, or are lost.
+
+        Raises:
+            CommTimeoutError: some have not.
+        """
+        _, late = ray.wait(self._ready, num_returns=len(self._ready), timeout=seconds)
+        if late:
+            cluster = ray.cluster_resources()
+            has = ", ".join(f"{n} {cluster.get(n, 0):g}" for n in ("CPU", "GPU", *self._resources.get("resources", {})))
+            raise CommTimeoutError(
+                f"{len(late)} of {len(self.actors)} actors have not started within {seconds:g} s: each asks for "
+                f"{self._resources}, and the whole cluster has {has}; ask for less, or raise start_seconds"
+            )
 
     def close(self) -> None:
         """End all of them."""
@@ -59,6 +80,7 @@ def run(
     workers: int,
     restarts: int = 0,
     resources: Mapping[str, Any] | None = None,
+    start_seconds: float = 300.0,
     last_seconds: float = 60.0,
 ) -> dict[int, Any]:
     """Run a training loop in actors of which each may be lost: the others train on, and a new one joins in its place.
@@ -73,6 +95,7 @@ def run(
         workers: actors at the start.
         restarts: how many actors are started in the place of lost ones, all together.
         resources: options of `ray.remote`, such as `{"num_cpus": 2}`; one CPU each unless given.
+        start_seconds: how long the first actors may take to start; a cluster without room for them never starts them.
         last_seconds: how long the others may take after the first one has reached the end, before they are killed.
 
     Returns:
@@ -80,9 +103,12 @@ def run(
 
     Raises:
         ConfigError: a number is out of its range.
+        CommTimeoutError: actors have not started in time.
         PeerLostError: all actors were lost.
         Exception: what the loop raises in an actor, other than that it has lost the others; all actors are ended.
     """
+    if start_seconds <= 0 or last_seconds <= 0:
+        raise ConfigError(f"start_seconds={start_seconds}, last_seconds={last_seconds}: must be positive")
     if workers < 1 or restarts < 0:
         raise ConfigError(f"workers={workers}, restarts={restarts}: must be at least 1 and 0")
     if not ray.is_initialized():
@@ -95,6 +121,7 @@ def run(
     try:
         for rank in range(workers):
             group.start(rank)
+        group.wait_for_all(start_seconds)
         while group.actors:
             done, _ = ray.wait(list(group.actors), num_returns=1, timeout=last_seconds if results else None)
             if not done:

@@ -100,9 +100,12 @@ def report(worker: Worker, metrics: Mapping[str, Any], *, save: bool = True) -> 
         save: whether to save a checkpoint.
 
     Raises:
+        ConfigError: the worker is not from `attach`, or is detached.
         CheckpointError: it cannot be written.
     """
-    session = _sessions[id(worker)]
+    session = _sessions.get(id(worker))
+    if session is None:
+        raise ConfigError("report: the worker is not from ray_train.attach, or is detached; report before detach()")
     figures = {**metrics, **session.figures(), "thinwire/step": worker.step}
     if not save:
         ray.train.report(figures)
