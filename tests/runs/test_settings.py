@@ -14,7 +14,7 @@ from thinwire.comm.work import Interval
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.runs import Settings, parse_recipe, resolve
 from thinwire.runs.comparison import short_name
-from thinwire.runs.configuration import as_toml
+from thinwire.runs.configuration import as_toml, settings_as_toml
 from thinwire.runs.measure import InterfaceCounter, Record, Timeline, Totals, WireBytes, share
 from thinwire.runs.recipes import describe, split_recipes
 from thinwire.runs.schedule import SyncSchedule
@@ -53,6 +53,14 @@ def test_settings_survive_json():
 def test_a_value_out_of_range_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"{name}="):
         settings(**{name: value})
+
+
+def test_momentum_of_an_optimizer_that_has_none_is_refused_and_not_saved():
+    with pytest.raises(ConfigError, match="momentum=0.5 with the optimizer adamw: is the momentum of sgd"):
+        resolve({"task": "digits", "optimizer": "adamw", "momentum": 0.5})
+    for optimizer in ("adamw", "sgd"):
+        saved = tomllib.loads(settings_as_toml(resolve({"task": "digits", "optimizer": optimizer})))
+        assert ("momentum" in saved) is (optimizer == "sgd")
 
 
 def test_a_run_without_an_end_is_refused():

@@ -22,8 +22,10 @@ def option_name(field: str) -> str:
 
 
 def without_decided(settings: Settings) -> dict[str, Any]:
-    """The fields of settings that can be given again: without those that a user's functions decide."""
+    """The fields of settings that can be given again: without those that a user's functions or others decide."""
     decided = () if settings.own_model is None else ("task", "model", "batch_size")
+    if settings.optimizer != "sgd":
+        decided = (*decided, "momentum")
     return {name: value for name, value in settings.to_json().items() if name not in decided}
 
 

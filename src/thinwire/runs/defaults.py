@@ -51,6 +51,9 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     if "coreset" in given:
         given["coreset"] = check_policy(given["coreset"], task, given.get("optimizer", task.defaults.optimizer))
     settings = Settings(**_filled(given, task))
+    if "momentum" in given and settings.optimizer != "sgd":
+        name = f"momentum={settings.momentum} with the optimizer {settings.optimizer}"
+        raise ConfigError(f"{name}: is the momentum of sgd; leave out one of them")
     check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
     if settings.elastic:
         check_recipe_survives(settings)
