@@ -56,7 +56,7 @@ def test_a_value_out_of_range_is_refused_by_name(name, value):
 
 
 def test_momentum_of_an_optimizer_that_has_none_is_refused_and_not_saved():
-    with pytest.raises(ConfigError, match="momentum=0.5 with the optimizer adamw: is the momentum of sgd"):
+    with pytest.raises(ConfigError, match=r"momentum=0\.5 with the optimizer adamw: is the momentum of sgd"):
         resolve({"task": "digits", "optimizer": "adamw", "momentum": 0.5})
     for optimizer in ("adamw", "sgd"):
         saved = tomllib.loads(settings_as_toml(resolve({"task": "digits", "optimizer": optimizer})))
