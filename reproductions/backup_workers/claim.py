@@ -296,5 +296,11 @@ CLAIM = Claim(
             "it was loosened after this result: the comparison at the other's own rate was taken out",
         ),
     ),
+    full_only=(
+        "workers stall at random: than asynchronous, at its rate",
+        "workers stall at random: than asynchronous, at the other's own rate",
+        "one worker is always slow: than asynchronous, at its rate",
+        "one worker is always slow: than asynchronous, at the other's own rate",
+    ),
     run=measure,
 )

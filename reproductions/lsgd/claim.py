@@ -426,5 +426,6 @@ CLAIM = Claim(
             "it was loosened after this result: periodic averaging was taken out of the rule",
         ),
     ),
+    full_only=("than periodic averaging", "than EASGD", "two nodes, than EASGD"),
     run=measure,
 )

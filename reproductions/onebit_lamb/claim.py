@@ -252,5 +252,6 @@ CLAIM = Claim(
             "medians of three rounds could turn it",
         ),
     ),
+    full_only=("slow link",),
     run=measure,
 )

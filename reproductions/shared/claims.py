@@ -158,6 +158,7 @@ class Claim:
         minutes: that the full and the quick form take on two cores, about.
         run: measures it.
         earlier: rules by which it was judged before, newest first.
+        full_only: parts that the quick form measures and does not decide, since so few rounds or seeds cannot.
     """
 
     name: str
@@ -170,6 +171,11 @@ class Claim:
     minutes: tuple[float, float]
     run: Callable[[Attempt], Result]
     earlier: tuple[Earlier, ...] = ()
+    full_only: tuple[str, ...] = ()
+
+    def decided_by_quick(self, parts: Mapping[str, str]) -> dict[str, Outcome]:
+        """The outcomes of parts in the quick form: of those that only the full form decides, that it cannot."""
+        return {name: Outcome.UNDECIDED if name in self.full_only else Outcome(x) for name, x in parts.items()}
 
     @property
     def rule(self) -> str:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json as json_text
 import time
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,8 @@ def _measure(which: Claim, folder: Path, *, quick: bool) -> Result:
             contexts.close()
             watches[:] = [contexts.enter_context(Watch(f"[{place + 1}] {recipe}", None, None))]
 
-        return which.run(Attempt(folder, quick, lambda event: watches[0](event), begin))
+        result = which.run(Attempt(folder, quick, lambda event: watches[0](event), begin))
+    return replace(result, parts=which.decided_by_quick(result.parts)) if quick else result
 
 
 def _list(*, json: bool) -> int:

@@ -24,7 +24,8 @@ part** (which), **does not hold**, or **cannot be decided here** (why). Rules ab
 ratios of runs that take turns; where some rounds meet a rule and others do not, the part is *within noise*.
 
 Rules that were changed stay below each claim, with the verdict that they had. `thinwire reproduce NAME` remakes a
-result in a checkout, and `--quick` a smaller form of it, in about three minutes or less on two cores.
+result in a checkout, and `--quick` a smaller form of it, in about three minutes or less on two cores. Parts whose noise
+so few rounds or seeds cannot tell from their limits are measured and left open there; the full form decides them.
 
 This page is written by `python -m reproductions.shared.page` from the claims and their committed results.
 """

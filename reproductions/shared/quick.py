@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from reproductions.shared.claims import MODULES, Claim, Outcome, claim, is_present
+from reproductions.shared.claims import MODULES, Claim, Outcome, claim, is_present, verdict_of
 from thinwire.storage.files import write_atomically
 
 _HOME = Path(__file__).parents[1]
@@ -27,8 +27,13 @@ TIMES = 3
 
 
 def runs_of(which: Claim) -> list[dict[str, Any]]:
-    """The committed runs of a claim's quick form by its present rule, the oldest first."""
-    return [each for each in _kept(which) if is_present(which, each)]
+    """The committed runs of a claim's quick form by its present rule, the oldest first.
+
+    Parts that only the full form decides are left open in earlier runs too, which had judged them.
+    """
+    found = [each for each in _kept(which) if is_present(which, each)]
+    parts = [which.decided_by_quick(each["parts"]) for each in found]
+    return [each | {"parts": own, "verdict": verdict_of(own)} for each, own in zip(found, parts, strict=True)]
 
 
 def _kept(which: Claim) -> list[dict[str, Any]]:
@@ -47,12 +52,16 @@ def told(which: Claim) -> str:
         return f"one run of its quick form took {minutes[0]:.1f} minutes, with the verdict: {verdicts[0]}"
     took = f"{len(found)} runs of its quick form took {min(minutes):.1f} to {max(minutes):.1f} minutes"
     if len(set(verdicts)) == 1:
-        return f"{took}, all with the verdict: {verdicts[0]}"
+        return f"{took}, all with the verdict: {verdicts[0]}{_left_open(which)}"
     outcomes = {name: [each["parts"][name] for each in found] for name in which.parts}
     differ = [f"{name} ({', '.join(each)})" for name, each in outcomes.items() if len(set(each)) > 1]
     turned = [name for name, each in outcomes.items() if {Outcome.HOLDS, Outcome.FAILS} <= set(each)]
     word = f"{', '.join(turned) or 'no part'} holds in one run and does not hold in another"
     return f"{took}. {len(outcomes) - len(differ)} of {len(outcomes)} parts agree, and {word}; {'; '.join(differ)}"
+
+
+def _left_open(which: Claim) -> str:
+    return f" (left to the full form: {', '.join(which.full_only)})" if which.full_only else ""
 
 
 def run_again(which: Claim) -> dict[str, Any]:

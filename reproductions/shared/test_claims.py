@@ -27,6 +27,7 @@ from reproductions.shared.claims import (
 from reproductions.shared.curves import Choice
 from reproductions.shared.ended import ended
 from reproductions.shared.page import PAGE, page
+from reproductions.shared.command import reproduce
 from reproductions.shared.quick import run_again, runs_of, told
 from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
@@ -43,8 +44,8 @@ def test_every_claim_says_what_is_run_when_it_holds_and_where_it_does_not_pay(na
     which = claim(name)
     assert which.name == name
     assert which.protocol and which.costs and which.parts and all(which.parts.values())
-    # All are meant to take three minutes at most; this one takes longer, as its page says.
-    assert which.minutes[1] <= (3.5 if name == "slowmo" else 3)
+    assert which.minutes[1] <= 3
+    assert set(which.full_only) < set(which.parts)
     assert all(each.rule and each.verdict and each.why for each in which.earlier)
     assert which.rule not in [each.rule for each in which.earlier]
 
@@ -96,6 +97,19 @@ def test_a_result_is_kept_with_its_rule_and_a_changed_rule_is_told(
     assert last_verdict(which, None) == "no committed result"
 
 
+@pytest.mark.parametrize("quick", [True, False])
+def test_a_quick_form_leaves_open_what_only_the_full_form_decides(
+    quick: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = replace(RESULT, parts=dict.fromkeys(RESULT.parts, Outcome.HOLDS))
+    which = replace(claim("local-sgd-bytes"), run=lambda _: good, full_only=("wire",))
+    monkeypatch.setattr("reproductions.shared.command.claim", lambda _: which)
+    code = reproduce(which.name, quick=quick, folder=tmp_path / "run", json=True)
+    found = json.loads(capsys.readouterr().out)
+    assert found["parts"] == {"payload": "holds", "wire": "cannot be decided here" if quick else "holds"}
+    assert json.loads((tmp_path / "run/result.json").read_bytes())["parts"] == found["parts"] and code == int(quick)
+
+
 def test_a_result_with_other_parts_than_the_claim_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the result has parts"):
         write_result(tmp_path, claim("decentlam"), RESULT, quick=True, when="2026-01-01")
@@ -140,6 +154,9 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
     # Runs by an earlier rule are kept, and do not count.
     changed = replace(which, protocol="with other seeds")
     assert runs_of(changed) == [] and told(changed) == "its quick form has not been run by the present rule"
+    open_there = replace(which, full_only=("wire",))
+    assert {each["parts"]["wire"] for each in runs_of(open_there)} == {"cannot be decided here"}
+    assert "all with the verdict" in told(open_there) and told(open_there).endswith("(left to the full form: wire)")
     assert len(runs_of(which)) == 4 and runs_of(replace(which, parts={"payload": "it is 9"})) == []
 
 
