@@ -24,10 +24,10 @@ from reproductions.shared.claims import (
     verdict_of,
     write_result,
 )
+from reproductions.shared.command import reproduce
 from reproductions.shared.curves import Choice
 from reproductions.shared.ended import ended
 from reproductions.shared.page import PAGE, page
-from reproductions.shared.command import reproduce
 from reproductions.shared.quick import run_again, runs_of, told
 from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
