@@ -332,7 +332,7 @@ def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setattr(
         autotune,
         "_measure",
-        lambda candidates, given, *, cuda: {name: 1 / (1 + place) for place, name in enumerate(candidates)},
+        lambda candidates, given, *, gpu: {name: 1 / (1 + place) for place, name in enumerate(candidates)},
     )
     taken: list[str] = []
 
@@ -392,7 +392,7 @@ def test_of_candidates_that_hardly_differ_the_first_is_taken(
 ) -> None:
     clear_autotune_cache()
     monkeypatch.setattr(
-        autotune, "_measure", lambda candidates, given, *, cuda: dict(zip(candidates, seconds, strict=True))
+        autotune, "_measure", lambda candidates, given, *, gpu: dict(zip(candidates, seconds, strict=True))
     )
     with measuring():
         assert offered(3, "first", "other") == taken

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from tests.oracles.fusion import copies, make, passed, state_of, values, weighed
 from thinwire.fusion import Each, autotune, clear_autotune_cache, fuse, measuring
+from thinwire.fusion.batch import Batch
+from thinwire.fusion.normalisation import gain_for
 
 COUNT = 3
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 4e-6}
@@ -35,7 +37,7 @@ def forced(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
         monkeypatch.setattr(
             autotune,
             "_measure",
-            lambda candidates, given, *, cuda: {name: float(name != wanted) for name in candidates},
+            lambda candidates, given, *, gpu: {name: float(name != wanted) for name in candidates},
         )
 
     return force
@@ -425,6 +427,18 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
 def test_a_shift_without_a_gain_is_added(of_batches: bool, shared: bool) -> None:
     check(lambda: Shifted(of_batches), image(5, 4), shared=shared)
+
+
+def test_a_shift_without_a_gain_has_a_gain_of_ones_off_the_cpu() -> None:
+    x, shift = torch.zeros(2, 4, device="meta"), torch.zeros(4, device="meta")
+    for given in (shift, Batch(shift.expand(3, 4), 0)):
+        gain = gain_for(x, None, given)
+        assert isinstance(gain, Tensor)
+        assert gain.shape == (4,)
+        assert gain.device.type == "meta"
+        assert gain_for(torch.zeros(2, 4), None, given) is None
+    assert gain_for(x, None, None) is None
+    assert gain_for(x, shift, shift) is shift
 
 
 class Sharing(nn.Module):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.fusion.test_training import Net, X, Y, close, loss, train
 from tests.oracles.fusion import copies, make, seeded, state_of, trained, values, weighed
 from thinwire import fusion
-from thinwire.errors import ConfigError
-from thinwire.fusion import Each, autotune, autotune_cache, clear_autotune_cache, fuse
+from thinwire.errors import CheckpointError, ConfigError
+from thinwire.fusion import Each, autotune, autotune_cache, clear_autotune_cache, fuse, members
 
 RATES = [0.05, 0.01, 0.003, 0.1]
 
@@ -151,6 +152,19 @@ def test_a_run_by_itself_goes_on_in_a_slot(name: str) -> None:
     trained(model, theirs, 10, loss, seed=5)
     ours = array.extract(2).state_dict()
     assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
+
+
+def test_the_generator_of_another_type_of_device_is_refused_and_changes_nothing() -> None:
+    array = fuse(make(Net), seeds=range(3))
+    member = members.member_of(array, 0)
+    # On a GPU a state has 16 bytes.
+    other = replace(member, generator=torch.zeros(16, dtype=torch.uint8))
+    before = state_of(array.extract(2))
+    with pytest.raises(CheckpointError, match="another type of device"):
+        other.into_slot(array, 2)
+    assert same(state_of(array.extract(2)), before)
+    member.into_slot(array, 2)
+    assert not same(state_of(array.extract(2)), before)
 
 
 @pytest.mark.parametrize(
@@ -498,9 +512,9 @@ def test_candidates_are_measured_once_per_shape(monkeypatch: pytest.MonkeyPatch)
     counted: list[str] = []
     measure: Any = autotune._measure
 
-    def counting(candidates: Any, given: Any, *, cuda: bool) -> Any:
+    def counting(candidates: Any, given: Any, *, gpu: torch.device | None) -> Any:
         counted.append(" ".join(candidates))
-        return measure(candidates, given, cuda=cuda)
+        return measure(candidates, given, gpu=gpu)
 
     monkeypatch.setattr(autotune, "_measure", counting)
     array = fuse(make(lambda: nn.Linear(6, 3)))

@@ -36,7 +36,7 @@ def main(device: str, recipe: str, stream: str, path: str) -> None:
         device
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    own = torch.cuda.Stream() if stream == "own" else None
+    own = torch.cuda.Stream() if stream == "own" and device == "cuda" else None
     worker = thinwire.attach(model, optimizer, recipe)
     with torch.cuda.stream(own) if own is not None else torch.enable_grad():
         for step in range(STEPS):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire import fusion
-from thinwire.fusion import autotune_choices, fuse, measuring
+from thinwire.fusion import Each, autotune_choices, fuse, measuring
 
 STEPS = 5
 RATES = [1e-3, 3e-3, 1e-2]
@@ -98,10 +98,33 @@ def test_dropout_is_that_of_a_run_by_itself() -> None:
     assert not torch.equal(first[0], second[0])
 
 
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.batch_norm(x, None, None, None, self.shift, training=True)
+
+
+@pytest.mark.parametrize("deterministic", ["0", "1"])
+def test_a_shift_of_batches_without_a_gain_has_a_gradient(deterministic: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_DETERMINISTIC", deterministic)
+    array, x = fuse(three(Shifted)), drawn(0, 5, 4)
+    with measuring():
+        array(x).sum().backward()
+        array(Each(x.expand(3, 5, 4) + 0.0)).sum().backward()
+    for parameter in array.parameters():
+        assert parameter.grad is not None
+        assert torch.allclose(parameter.grad, torch.full_like(parameter.grad, 10.0))
+
+
 def test_an_array_that_moves_trains_on() -> None:
     models = three(convolutional)
     x, labels = drawn(0, 6, 3, 12, 12), torch.arange(6, device=DEVICE) % 5
-    array = fuse([model.cpu() for model in models]).to(DEVICE)
+    array = fuse([model.cpu() for model in models])
+    array.losses(F.cross_entropy, array(x.cpu()), labels.cpu()).sum().backward()
+    array.to(DEVICE)  # with its gradients
     optimizer = fusion.Adam(array.parameters(), lr=RATES)
     array.losses(F.cross_entropy, array(x), labels).sum().backward()
     optimizer.step()

@@ -67,3 +67,9 @@ def test_three_ranks_that_share_a_gpu_train_over_gloo_as_on_cpus(recipe: str, tm
 @pytest.mark.parametrize("recipe", RECIPES[:4])
 def test_a_stream_of_the_users_own_changes_nothing(recipe: str, tmp_path: Path) -> None:
     assert np.array_equal(trained(tmp_path, "cuda", recipe), trained(tmp_path, "cuda", recipe, "own"))
+
+
+def test_messages_are_answered_in_a_stream_of_the_users_own(tmp_path: Path) -> None:
+    recipe = "EagerPushSum(staleness=0)"
+    on_gpu, on_cpu = (trained(tmp_path, device, recipe, "own", ranks=2) for device in ("shared", "cpu"))
+    assert np.abs(on_gpu - on_cpu).max() < 1e-4

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.oracles.tensor2d import BATCH, LENGTH, MESHES, VOCABULARY, Encoder
+from tests.pretend_gpu import as_over_nccl, pretend_gpu
 from tests.tensor2d.helpers import gpt, mesh_loss, run
 from thinwire import ConfigError
 from thinwire.comm.threads import run_threads
@@ -231,3 +232,11 @@ def test_a_pace_is_measured_alike_on_all_ranks() -> None:
     assert min(first.bits_per_second, first.flops_per_second, measure_flops(width=32)) > 0
     assert first.seconds_per_message > 0
     assert F.relu(torch.tensor(first.bits_per_second)) > 0
+
+
+def test_a_pace_is_measured_on_the_gpu_where_nothing_else_is_sent() -> None:
+    with pretend_gpu():
+        first, second = run_threads(2, lambda comm: measure_pace(as_over_nccl(comm), nbytes=1 << 16, width=32))
+    assert first == second
+    with pretend_gpu(), pytest.raises(AssertionError, match="tensors of the CPU"):
+        run_threads(2, lambda comm: measure_pace(as_over_nccl(comm), nbytes=1 << 16, width=32, device="cpu"))

@@ -291,7 +291,9 @@ class Comm(ABC):
         """
         if owner not in self._mailboxes:
             raise ConfigError(f"rank {self.rank}: no mailbox is open for {owner!r}; open_mailbox(...) on all ranks")
-        return self._mailboxes[owner]
+        box = self._mailboxes[owner]
+        box.follow_stream()
+        return box
 
     def close_mailbox(self, owner: object) -> None:
         """Close the mailbox of `owner`, if it has one; later messages to it are lost."""

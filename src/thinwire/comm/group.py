@@ -532,9 +532,12 @@ def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device
                 f"WORLD_SIZE={workers} but no process group: start with torchrun, which sets MASTER_ADDR and RANK too, "
                 "or call torch.distributed.init_process_group() before attach"
             )
-        init_process_group("cpu" if device is None else device.type, timeout)
+        init_process_group(device or torch.device("cpu"), timeout)
         atexit.register(_destroy, _world())
-    return GroupComm(group, timeout=timeout)
+    comm = GroupComm(group, timeout=timeout)
+    if device is not None and device.type == comm.check_device.type:
+        comm.check_device = device  # the current GPU may be another one, which NCCL would take for this rank's
+    return comm
 
 
 def _destroy(made: dist.ProcessGroup) -> None:

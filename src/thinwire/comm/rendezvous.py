@@ -7,6 +7,7 @@ import ipaddress
 import os
 import socket
 from datetime import timedelta
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -25,23 +26,26 @@ def started_by_torchrun() -> bool:
     return set(_NAMES) <= os.environ.keys()
 
 
-def init_process_group(device: str, timeout: float) -> None:
+def init_process_group(device: torch.device, timeout: float) -> None:
     """Make the default process group from the environment; without torchrun's variables, one of this process alone.
 
     Args:
-        device: "cpu" for Gloo; "cuda" for NCCL, with Gloo for tensors on the CPU.
+        device: the CPU for Gloo; a GPU for NCCL, with Gloo for tensors on the CPU. It becomes the current one; without
+            an index it is the one of the process's number on this machine.
         timeout: how long the ranks wait for each other, now and in each wait, in seconds.
 
     Raises:
         CommTimeoutError: not all ranks connected in time.
     """
     # What is not trained stays on the CPU, so CUDA runs need Gloo too.
-    backend, limit = "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo", timedelta(seconds=timeout)
+    backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     if not started_by_torchrun():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         return
-    if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    if device.type == "cuda":
+        # Where each process sees one GPU only, all of them have the first, whatever their number.
+        own = cast("int | None", device.index)  # torch's stubs do not know None
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if own is None else own)
     try:
         within(timeout + _LINGER_SECONDS, lambda: _connect(backend, limit))
     except (RuntimeError, OSError) as error:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 T = TypeVar("T")
@@ -143,6 +144,12 @@ class Meter:
 def nbytes_of(x: Tensor) -> int:
     """Bytes of data in `x`, also on the meta device."""
     return x.numel() * x.element_size()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given, before a clock is read: handles of its work do not block."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def describe(x: Tensor) -> str:

@@ -103,6 +103,8 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
     except ConfigError as error:
         # All ranks must learn of it: the others would wait for this one.
         rows, problem = torch.zeros((0, 1)), error
+    if comm.check_device.type not in ("cpu", rows.device.type):
+        rows = rows.to(comm.check_device)  # ranks without Gloo, as with NCCL alone, send nothing from the host
     facts = gather_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)
     bad = facts[:, 2].nonzero().flatten().tolist()
     if bad:
@@ -193,8 +195,8 @@ class Shards:
             # Every rank is a part; its picks are numbered within the class.
             before = int((members < self._start).sum())
             picked = torch.from_numpy(pick_among(rows, torch.arange(len(rows)), inner)) + before
-            counts = [int(count) for count in self._comm.all_gather(torch.tensor([len(picked)])).wait()]
-            every_rank = gather_rows(self._comm, picked, counts).split(counts)
+            counts = gather_numbers(self._comm, [len(picked)], rows.device)[:, 0].tolist()
+            every_rank = gather_rows(self._comm, picked.to(rows.device), counts).split(counts)
             parts = [part.cpu().numpy() for part in every_rank if len(part)]
         picks, sizes = greedy(make, inner, settings, settings.generator(group), warm, parts)
         return in_distances(picks, sizes, unit)

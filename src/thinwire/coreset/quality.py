@@ -56,6 +56,7 @@ def quality(
         ConfigError: the features are invalid.
     """
     rows = centred(checked(features)).cpu()
+    indices, weights, labels = indices.cpu(), weights.cpu(), None if labels is None else labels.cpu()
     draws = torch.Generator().manual_seed(seed)
     sample = torch.randperm(len(rows), generator=draws)[:_SAMPLE]
     unit = unit_of(rows)
@@ -102,7 +103,8 @@ def optimum_gaps(
         True
     """
     x = _standardised(centred(checked(features)).cpu())
-    x = torch.cat([x, torch.ones(len(x), 1)], 1)
+    x, labels = torch.cat([x, torch.ones(len(x), 1)], 1), labels.cpu()
+    subsets = [(indices.cpu(), weights.cpu()) for indices, weights in subsets]
     classes = int(labels.max()) + 1
     sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:_SAMPLE]
     whole, theirs = x[sample], labels[sample]
@@ -146,6 +148,7 @@ def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, 
     order = torch.randperm(n, generator=draws)
     if labels is None:
         return order[:budget], torch.full((budget,), n / budget, dtype=torch.float64)
+    labels = labels.cpu()
     chosen: list[Tensor] = []
     weights: list[Tensor] = []
     for label in labels.unique():

@@ -118,10 +118,10 @@ def run_fastest(
     uses = _uses_before_measuring.get()
     if len(candidates) == 1 or uses == math.inf or os.environ.get(DETERMINISTIC, "0") not in ("", "0"):
         return next(iter(candidates.values()))(*values)
-    device = next((_tensor_of(value).device.type for value in values if value is not None), "cpu")
-    autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else None
+    device = next((_tensor_of(value).device for value in values if value is not None), torch.device("cpu"))
+    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
     key = (name, *settings, *map(_signature, values), torch.get_num_threads(), autocast)
-    choice = _chosen.get(key) or _choose(key, candidates, values, uses, cuda=device == "cuda")
+    choice = _chosen.get(key) or _choose(key, candidates, values, uses, gpu=device if device.type == "cuda" else None)
     return candidates[choice](*values)
 
 
@@ -131,12 +131,12 @@ def _choose(
     values: Sequence[Value | None],
     uses: float,
     *,
-    cuda: bool,
+    gpu: torch.device | None,
 ) -> str:
     # The candidates' names are part of the case: an entry of a version with other candidates must not match.
     case = f"{_case_of(key)} of {', '.join(candidates)}"
-    if cuda:
-        case = f"{case} on {torch.cuda.get_device_name()}"
+    if gpu is not None:
+        case = f"{case} on {torch.cuda.get_device_name(gpu)}"
     known = None if _uses[key] else _cache.get(case)
     if known is not None and known in candidates:
         _chosen[key] = known
@@ -144,7 +144,7 @@ def _choose(
     _uses[key] += 1
     if _uses[key] <= uses:
         return next(iter(candidates))
-    seconds = _measure(candidates, values, cuda=cuda)
+    seconds = _measure(candidates, values, gpu=gpu)
     limit = _MEASUREMENT_ERROR * min(seconds.values())
     _chosen[key] = next(name for name in candidates if seconds[name] <= limit)
     _cache.put(case, _chosen[key])
@@ -168,7 +168,7 @@ def _signature(value: Value | None) -> Any:
 
 
 def _measure(
-    candidates: Mapping[str, Implementation], values: Sequence[Value | None], *, cuda: bool
+    candidates: Mapping[str, Implementation], values: Sequence[Value | None], *, gpu: torch.device | None
 ) -> dict[str, float]:
     """Return each candidate's seconds: the least of several rounds in which the candidates take turns."""
     copies = [_copy_of(value) for value in values]
@@ -177,7 +177,7 @@ def _measure(
     # An array's result has the models first, so its gradient has too: candidates pay here for moving them.
     gradient = torch.ones_like(result, memory_format=torch.contiguous_format)
     work = {name: partial(_run_once, run, copies, gradient) for name, run in candidates.items()}
-    best = {name: _seconds_of(run, 1, cuda) for name, run in work.items()}
+    best = {name: _seconds_of(run, 1, gpu) for name, run in work.items()}
     drop, start = _DROP_AFTER_FIRST_USE, perf_counter()
     for round in range(_MAX_ROUNDS):
         if round >= _MIN_ROUNDS and perf_counter() - start > _MAX_SECONDS:
@@ -188,23 +188,23 @@ def _measure(
             break
         for name in rivals:
             repeats = max(1, min(20, int(_MIN_SECONDS / best[name])))
-            best[name] = min(best[name], _seconds_of(work[name], repeats, cuda))
+            best[name] = min(best[name], _seconds_of(work[name], repeats, gpu))
         drop = _DROP
     return best
 
 
-def _seconds_of(work: Callable[[], object], repeats: int, cuda: bool) -> float:
+def _seconds_of(work: Callable[[], object], repeats: int, gpu: torch.device | None) -> float:
     """Return the seconds of one use, after one that is not counted because its operands may not be in the caches."""
     # The thread's own CPU time is not disturbed by other processes, but it misses the work of other threads.
-    clock = thread_time if torch.get_num_threads() == 1 and not cuda else perf_counter
+    clock = thread_time if torch.get_num_threads() == 1 and gpu is None else perf_counter
     work()
-    if cuda:
-        torch.cuda.synchronize()
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)  # the tensors' own, which need not be the current one
     start = clock()
     for _ in range(repeats):
         work()
-    if cuda:
-        torch.cuda.synchronize()
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
     return max(clock() - start, 1e-9) / repeats
 
 

@@ -140,7 +140,7 @@ def outline_of(
     """Return `state_of` without the array's tensors and the optimizer's state."""
     random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        random["cuda"] = torch.cuda.get_rng_state()
+        random["cuda"] = torch.cuda.get_rng_state(_gpu_of(array))
     return {
         "identity": _identity(array, optimizer, schedules, scaler),
         "models": array.size,
@@ -219,7 +219,13 @@ def restore_outline(
         generator.set_state(saved.cpu())
     torch.set_rng_state(outline["random"]["cpu"])
     if "cuda" in outline["random"] and torch.cuda.is_available():
-        torch.cuda.set_rng_state(outline["random"]["cuda"])
+        torch.cuda.set_rng_state(outline["random"]["cuda"], _gpu_of(array))
+
+
+def _gpu_of(array: FusedArray) -> torch.device:
+    """The GPU that the models draw on, which need not be the current one; that one where they are on the CPU."""
+    device = next((p.device for p in array.parameters()), torch.device("cuda"))
+    return device if device.type == "cuda" else torch.device("cuda")
 
 
 def check(

@@ -96,6 +96,7 @@ class Member:
             ConfigError: no such slot, or the optimizer has another option that all models share.
             CheckpointError: something given was not saved, or the model does not fit.
         """
+        self._check_generator(array)
         model = array.extract(index)
         self.into(model)
         self._check_saved(optimizer=optimizer, scheduler=schedules, scaler=scaler)
@@ -123,6 +124,17 @@ class Member:
         own = {name for group in type(proxy)([torch.zeros(())], lr=0.1).param_groups for name in group}  # pyright: ignore
         for group, values in zip(proxy.param_groups, saved, strict=False):
             group.update({name: value for name, value in values.items() if name not in own and name in group})
+
+    def _check_generator(self, array: FusedArray) -> None:
+        """Refuse a generator's state of another type of device: theirs differ in length."""
+        if array.generators is None or self.generator is None:
+            return
+        theirs, ours = self.generator.numel(), array.generators[0].get_state().numel()
+        if theirs != ours:
+            raise CheckpointError(
+                f"the model's generator has a state of {theirs} bytes in the checkpoint and of {ours} here, on "
+                f"{array.generators[0].device.type}: it was saved on another type of device; move the array there"
+            )
 
     def _check_saved(self, **given: object) -> None:
         for name, value in given.items():

@@ -35,6 +35,7 @@ def batch_norm(
     eps: float = 1e-5,
 ) -> Batch:
     """Normalise the models' channels side by side; running statistics are updated in each model's row."""
+    weight = gain_for(input, weight, bias)
     first, last = dict[str, Implementation](), dict[str, Implementation]()
     own = not isinstance(running_mean, Tensor) and not isinstance(running_var, Tensor)
     if training and own and isinstance(input, Tensor) and not _autocast(input):
@@ -59,8 +60,21 @@ def instance_norm(
     eps: float = 1e-5,
 ) -> Batch:
     """Normalise the models' channels side by side, each sample by itself."""
+    weight = gain_for(input, weight, bias)
     values = (input, running_mean, running_var, weight, bias)
     return _by_channels(context.size, function, values, (use_input_stats, momentum, eps), {}, {})
+
+
+def gain_for(input: Value, weight: Value | None, bias: Value | None) -> Value | None:
+    """The gain that torch's batch normalisation is given: ones where there is none beside a shift, off the CPU.
+
+    Its backward pass on a GPU returns an empty gradient of such a shift, which autograd refuses.
+    """
+    held = input.tensor if isinstance(input, Batch) else input
+    if weight is not None or bias is None or held.device.type == "cpu":
+        return weight
+    shift = bias.tensor if isinstance(bias, Batch) else bias
+    return torch.ones(bias.shape, dtype=shift.dtype, device=held.device)
 
 
 def _by_channels(

@@ -81,7 +81,8 @@ class Store:
             for model in range(len(models))
         ]
         self.rates = {(path, name): values for path, name, values in dropout_rates(models)}
-        device = next((tensor.device for tensor in self.tensors.values()), torch.device("cpu"))
+        held = (tensor.device for own in (self.tensors, *self.separate_tensors) for tensor in own.values())
+        device = next(held, torch.device("cpu"))
         self.generators = None if seeds is None else _generators(seeds, states, device)
 
     @property
@@ -137,11 +138,21 @@ class Store:
         for holder in (self.tensors, *self.separate_tensors):
             for name, tensor in holder.items():
                 if isinstance(tensor, nn.Parameter):
+                    gradient = tensor.grad
                     tensor.data = tensor.data.to(device)
+                    tensor.grad = None if gradient is None else gradient.to(device)
                 else:
                     holder[name] = tensor.to(device)
-        if self.generators is not None and self.generators[0].device.type != device.type:
-            self.generators = _generators([own.initial_seed() for own in self.generators], None, device)
+        if self.generators is None:
+            return
+        before, seeds = self.generators, [own.initial_seed() for own in self.generators]
+        if before[0].device.type != device.type:
+            self.generators = _generators(seeds, None, device)
+        elif device.index not in (None, before[0].device.index):
+            # From one GPU to another the states are the same.
+            self.generators = _generators(seeds, None, device)
+            for own, old in zip(self.generators, before, strict=True):
+                own.set_state(old.get_state())
 
     @torch.no_grad()
     def extract(self, index: int) -> nn.Module:

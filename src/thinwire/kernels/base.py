@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
 from itertools import pairwise
 from threading import Lock
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.kernels import native
 
+P = ParamSpec("P")
+T = TypeVar("T")
 # To give torch's bits: no sum is reassociated, and no product fused with a sum.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if platform.machine() == "x86_64":
@@ -138,6 +141,17 @@ def gnu_openmp() -> Callable[..., None] | None:
 def on_gpu(x: Tensor) -> bool:
     """Whether the tensor is on a GPU and Triton is installed."""
     return x.is_cuda and _has_triton()
+
+
+def on_its_device(launch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """Launch on the GPU of the first argument: Triton takes the current one, which is a thread's own, and the first."""
+
+    @wraps(launch)
+    def launched(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.cuda.device_of(x):
+            return launch(x, *args, **kwargs)
+
+    return launched
 
 
 @cache

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.base import on_its_device
 from thinwire.kernels.reference import quantized
 from thinwire.kernels.reference.bits import blocks_of, read_scales, write_scales
 from thinwire.kernels.reference.rng import mix64
@@ -71,6 +72,7 @@ def _dequantize(
     tl.store(out + at, (value - half) * tl.div_rn(scale, half + tl.zeros_like(scale)), mask=real)
 
 
+@on_its_device
 def quantize_(
     x: Tensor, out: Tensor, *, bits: int, block: int, key: int, shift: float, norm: str, scale_bytes: int
 ) -> None:
@@ -92,6 +94,7 @@ def quantize_(
     write_scales(scales, out[:head], scale_bytes)
 
 
+@on_its_device
 def dequantize_(
     payload: Tensor, out: Tensor, *, bits: int, block: int, key: int, dither: bool, shift: float, scale_bytes: int
 ) -> None:

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.base import on_its_device
 from thinwire.kernels.reference import signs
 from thinwire.kernels.reference.bits import blocks_of, write_scales
 from thinwire.kernels.triton_rng import fits, packed
@@ -75,6 +76,7 @@ def _sum(streams, scales, out, n, block, blocks, count, stride, SPAN: tl.constex
     tl.store(out + at, total, mask=real)
 
 
+@on_its_device
 def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int, norm: str, scale_bytes: int) -> None:
     """Run `thinwire.kernels.encode_signs_`; torch computes blocks that are too large for one program."""
     if not fits(block):
@@ -95,6 +97,7 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
     write_scales(scales, out[:head], scale_bytes)
 
 
+@on_its_device
 def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int) -> None:
     """Run `thinwire.kernels.sum_signs_`, with the same bits."""
     n, blocks = out.numel(), blocks_of(out.numel(), block)

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.kernels.base import on_its_device
 from thinwire.kernels.reference import sketched
 from thinwire.kernels.reference.rng import mix64
 from thinwire.kernels.triton_rng import halves, word_at
@@ -78,6 +79,7 @@ def _unsketch(table, seeds, out, n, columns, SPAN: tl.constexpr, ROWS: tl.conste
     tl.store(out + place, tl.where(wrong, float("nan"), middle), mask=real)
 
 
+@on_its_device
 def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
     """Run `thinwire.kernels.sketch_`, with the same bits."""
     rows, columns = table.shape
@@ -88,6 +90,7 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
     )
 
 
+@on_its_device
 def unsketch(table: Tensor, n: int, *, key: int) -> Tensor:
     """Run `thinwire.kernels.unsketch` for all elements; torch computes tables that have not 1, 3 or 5 rows."""
     rows, columns = table.shape

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.comm.base import Comm
+from thinwire.comm.work import synchronize
 from thinwire.errors import ConfigError
 from thinwire.plan.candidates import CANDIDATES, DENSE, measured
 from thinwire.plan.networks import network_of_all_reduces
@@ -97,9 +98,11 @@ def time_two(comm: Comm, device: torch.device) -> dict[int, float]:
     for nbytes in (_SMALL, _SMALL << 4, large):
         times: list[float] = []
         x = torch.zeros(nbytes // 4, device=device)
+        synchronize(device)
         for _ in range(_REPEATS):
             begin = time.perf_counter()
             comm.all_reduce_(x).wait()
+            synchronize(device)
             times.append(time.perf_counter() - begin)
             # All take as many turns as rank 0 does: a slow link needs neither repetition nor the largest size.
             enough = torch.tensor([float(sum(times) > 4 * _SLOW_SECONDS)], device=device)
@@ -116,7 +119,7 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
     """Rank 0's decision, and its reason."""
     parameters = list(named.values())
     shapes = [tuple(p.shape) for p in parameters]
-    model_time, known = _step_time(shapes)
+    model_time, known = _step_time(shapes, parameters[0].device)
     recipes = [recipe for recipe in CANDIDATES if _serves(recipe, optimizer, parameters, workers)]
     # More workers take long to simulate, and the ring's share of the vector hardly depends on them.
     job = Job(shapes, min(workers, _MOST_WORKERS), network, model_time, parameters[0].dtype).coarse()
@@ -158,7 +161,7 @@ def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], w
     return True
 
 
-def _step_time(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, bool]:
+def _step_time(shapes: list[tuple[int, ...]], device: torch.device) -> tuple[ModelTime, bool]:
     """The model's step, and whether it is known.
 
     Raises:
@@ -168,7 +171,7 @@ def _step_time(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, bool]:
     if path:
         return _read(Path(path), shapes), True
     flops = 6.0 * EXAMPLES * sum(prod(shape) for shape in shapes)
-    taken = flops / _flops_per_second()
+    taken = flops / _flops_per_second(device)
     return ModelTime(taken / 3, 2 * taken / 3), False
 
 
@@ -190,12 +193,15 @@ def _read(path: Path, shapes: list[tuple[int, ...]]) -> ModelTime:
     return found
 
 
-def _flops_per_second() -> float:
-    """Of matrix products here, with the threads that training will have."""
-    a: Tensor = torch.ones(256, 256)
+def _flops_per_second(device: torch.device) -> float:
+    """Of matrix products on the model's device, with the threads that training will have."""
+    width = 256 if device.type == "cpu" else 2048  # a GPU is not busy with less
+    a: Tensor = torch.ones(width, width, device=device)
     times: list[float] = []
     for _ in range(6):
+        synchronize(device)
         begin = time.perf_counter()
         torch.mm(a, a)
+        synchronize(device)
         times.append(time.perf_counter() - begin)
-    return 2 * 256**3 / min(times)
+    return 2 * width**3 / min(times)

@@ -161,6 +161,11 @@ class Participant:
             PeerLostError: too many ranks are lost, or all that held the result of the last steps.
             MismatchError: the optimizers of two ranks are set differently.
         """
+        # On a GPU this is a thread of autograd's, at the end of the backward pass.
+        with self._box.in_thread_of_owner():
+            return self._contribute(gradient)
+
+    def _contribute(self, gradient: Tensor) -> ControlMessage:
         if self._member.idle_at != self._r.step:
             self._begin_after_loading()
         start = self._clock()
@@ -209,6 +214,7 @@ class Participant:
         """The step has ended: until the next one this rank's state may be sent to others."""
         with self._box.changed:
             self._packed = None
+            self._box.follow_stream()
             self._all_reduces.flush_meter(self._comm.meter)
             members = next(memberships(self._r, max(0, self._r.step - 1)), ())
             self._perform(self._member.end_step(self._r.step, members, self._clock()))
@@ -349,7 +355,8 @@ class Participant:
 
     def _send_state(self, dst: int) -> None:
         if self._packed is None:
-            self._packed = self._member.idle_at, pack(self._r, self._names)
+            with self._box.in_stream_of_owner():  # a timer's thread, or that of messages
+                self._packed = self._member.idle_at, pack(self._r, self._names)
         for chunk in split_state(*self._packed, self._state_chunk_bytes):
             self._box.send(dst, encode_chunk(chunk, self._state_chunk_bytes), topic=_STATE)
 

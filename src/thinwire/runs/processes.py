@@ -7,6 +7,7 @@ import os
 from collections.abc import Generator
 from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 
 from thinwire.comm.base import Comm
@@ -34,7 +35,7 @@ def connected(settings: Settings) -> Generator[tuple[Comm, Comm]]:
     if size != settings.workers:
         raise ConfigError(f"workers={settings.workers}: {size} processes were started; start as many as workers")
     if own:
-        init_process_group(settings.device, settings.timeout)
+        init_process_group(torch.device(settings.device), settings.timeout)
     try:
         yield GroupComm(timeout=settings.timeout), GroupComm(timeout=_CONTROL_TIMEOUT)
     finally:

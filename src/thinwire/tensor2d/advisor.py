@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from thinwire.comm.base import Comm
+from thinwire.comm.work import synchronize
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.costs import panels_held, product_elements
 from thinwire.tensor2d.linear import Linear2D
@@ -198,7 +199,14 @@ def _reason(costs: tuple[MeshCost, ...], best: MeshCost | None) -> str:
     return "; ".join([compared, *left_out])
 
 
-def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats: int = 3) -> Pace:
+def measure_pace(
+    comm: Comm,
+    *,
+    nbytes: int = 1 << 22,
+    width: int = 512,
+    repeats: int = 3,
+    device: torch.device | str | None = None,
+) -> Pace:
     """Measure latency, bandwidth and matrix products on these ranks; a collective call.
 
     Each figure is the fastest of several repeats, on the slowest rank; all ranks get the same figures.
@@ -208,6 +216,7 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
         nbytes: size of the large message.
         width: size of the square matrices.
         repeats: repeats of each measurement.
+        device: of the model; None for the CPU, or the GPU where these ranks send nothing else.
 
     Raises:
         ConfigError: there is only one rank, or `repeats` is less than 1.
@@ -216,12 +225,13 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
         raise ConfigError(
             f"{comm.size} ranks, repeats={repeats}: the link is measured between 2 ranks or more, at least once"
         )
-    small, large = torch.zeros(1), torch.zeros(nbytes // 4)
+    device = comm.check_device if device is None else torch.device(device)
+    small, large = torch.zeros(1, device=device), torch.zeros(nbytes // 4, device=device)
     latency = min(_seconds_of_gather(comm, small) for _ in range(repeats))
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
-    product = min(_seconds_of_product(width) for _ in range(repeats))
+    product = min(_seconds_of_product(width, device) for _ in range(repeats))
     # The large message includes the latency once. Between local processes the difference can be lost in noise.
-    slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64)
+    slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64, device=device)
     # The slowest rank limits every collective; and ranks with different figures would choose different panels.
     latency, transfer, product = torch.stack(comm.all_gather(slowest).wait()).amax(0).tolist()
     return Pace(latency, 8 * (comm.size - 1) * (nbytes // 4 * 4) / transfer, 2 * width**3 / product)
@@ -229,20 +239,24 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
 
 def measure_flops(*, width: int = 512, repeats: int = 3) -> float:
     """Floating-point operations per second of this process, in products of square fp32 matrices."""
-    return 2 * width**3 / min(_seconds_of_product(width) for _ in range(repeats))
+    return 2 * width**3 / min(_seconds_of_product(width, torch.device("cpu")) for _ in range(repeats))
 
 
 def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
-    comm.all_reduce_(torch.zeros(1)).wait()  # a barrier, so that waiting for a late rank is not measured
+    comm.all_reduce_(torch.zeros_like(x[:1])).wait()  # a barrier, so that waiting for a late rank is not measured
+    synchronize(x.device)
     start = time.perf_counter()
     comm.all_gather(x).wait()
+    synchronize(x.device)
     return time.perf_counter() - start
 
 
-def _seconds_of_product(width: int) -> float:
-    x = torch.ones(width, width)
+def _seconds_of_product(width: int, device: torch.device) -> float:
+    x = torch.ones(width, width, device=device)
+    synchronize(device)
     start = time.perf_counter()
     torch.mm(x, x)
+    synchronize(device)
     return time.perf_counter() - start
 
 

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
-from thinwire.kernels import all_finite
+from thinwire.kernels import all_finite, all_finite_each
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded, local, whole_like
@@ -413,12 +413,12 @@ class Backward:
         used = self._count_users() if self.find_unused else None
         if self.raises_own and self.skips_steps:
             self._refuse_own()
-        place, culprit, mean = 0, -1, -1
+        place, culprit, mean, finite = 0, -1, -1, self._all_finite_on_gpu()
         self.exchanged = state == _ENDED and any(bucket.work is not None for bucket in self.buckets)
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
-                if not all_finite(bucket.replica.g[bucket.part]):
+                if not finite and not all_finite(bucket.replica.g[bucket.part]):
                     # Of the last bucket, which has the model's first parameters.
                     culprit = place + found if (found := bucket.find_culprit()) >= 0 else culprit
                     mean = place + [all_finite(gradient) for gradient in bucket.gradients].index(False)
@@ -436,6 +436,20 @@ class Backward:
             )
         elif mean >= 0:
             self._explain(state, culprit, mean)
+
+    def _all_finite_on_gpu(self) -> bool:
+        """Whether all that was exchanged is known to be finite; always False on the CPU.
+
+        To look at a bucket waits for the GPU, so all are looked at together there. On the CPU one is looked at while
+        the next is on its way.
+        """
+        works = [bucket.work for bucket in self.buckets if bucket.work is not None]
+        devices = {bucket.replica.g.device for bucket in self.buckets}
+        if len(works) < max(2, len(self.buckets)) or len(devices) > 1 or not self.buckets[0].replica.g.is_cuda:
+            return False
+        for work in works:
+            work.wait()
+        return all_finite_each([bucket.replica.g[bucket.part] for bucket in self.buckets])
 
     def _refuse_own(self) -> None:
         names = iter(self.names)

@@ -40,7 +40,12 @@ def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int 
     """Write a checkpoint of all ranks; keep the newest `keep` complete ones, or all of them."""
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: must be at least 1 checkpoint; None keeps all of them")
-    content = {"state": state_of(worker), "names": _names_in_state_dict(worker), "extra": extra, "random": _random()}
+    content = {
+        "state": state_of(worker),
+        "names": _names_in_state_dict(worker),
+        "extra": extra,
+        "random": _random_of(worker),
+    }
     _refuse_non_finite(worker)
     return write_together(worker, folder, content, keep=keep)
 
@@ -271,11 +276,18 @@ def gathered(worker: WorkerState, value: object) -> list[Any]:
 # -- torch's random generators -----------------------------------------------------------------------------------------
 
 
-def _random() -> dict[str, Any]:
+def _random_of(worker: WorkerState) -> dict[str, Any]:
+    """The states of torch's random generators."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state()
+        state["cuda"] = torch.cuda.get_rng_state(_gpu_of(worker))
     return state
+
+
+def _gpu_of(worker: WorkerState) -> torch.device:
+    """The GPU that the model draws on, which need not be the current one; that one where the model is on the CPU."""
+    device = worker.replicas[0].x.device
+    return device if device.type == "cuda" else torch.device("cuda")
 
 
 def check_random(state: object) -> None:
@@ -286,12 +298,14 @@ def check_random(state: object) -> None:
     states = cast(Mapping[str, Tensor], state)
     try:
         torch.Generator().set_state(states["cpu"])
+        if "cuda" in states and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(states["cuda"])
     except (RuntimeError, LookupError, TypeError) as error:
         raise CheckpointError(f"the state of the random generator cannot be used ({error})") from error
 
 
-def restore_random(state: Mapping[str, Tensor]) -> None:
+def restore_random(worker: WorkerState, state: Mapping[str, Tensor]) -> None:
     """Set torch's random generators to a state that `check_random` has accepted."""
     torch.set_rng_state(state["cpu"])
     if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+        torch.cuda.set_rng_state(state["cuda"], _gpu_of(worker))

@@ -77,7 +77,7 @@ def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
         raise
     put_back(worker, state, same_size=same)
     if same:
-        checkpoint.restore_random(contents[0]["random"])
+        checkpoint.restore_random(worker, contents[0]["random"])
         return contents[0]["extra"]
     # A rank that existed before gets its own extra back; a new one gets rank 0's.
     return {**contents[0]["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}

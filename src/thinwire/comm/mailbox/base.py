@@ -11,7 +11,8 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -148,6 +149,9 @@ class Mailbox(ABC):
         self._fault: Exception | None = None
         self._owner_thread = threading.get_ident()
         self._unmetered: list[int] = []
+        self._device = like.device
+        self._stream: torch.cuda.Stream | None = None
+        self.follow_stream()
 
     # -- for strategies ------------------------------------------------------------------------------------------
 
@@ -236,6 +240,33 @@ class Mailbox(ABC):
         with self.changed:
             self._handlers[topic] = TopicHandler(handler, like, tuple(src))
             self._handle_deferred()
+
+    def follow_stream(self) -> None:
+        """Note the CUDA stream in which the owner's thread works now; nothing in other threads and without a GPU."""
+        if self._device.type == "cuda" and threading.get_ident() == self._owner_thread:
+            self._stream = torch.cuda.current_stream(self._device)
+
+    @contextmanager
+    def in_thread_of_owner(self) -> Generator[None]:
+        """Let this thread be the owner's for a while, in which the owner's waits for it.
+
+        The end of a backward pass on a GPU is in a thread of autograd's, and errors there are the training's own.
+        """
+        before, self._owner_thread = self._owner_thread, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._owner_thread = before
+
+    def in_stream_of_owner(self) -> AbstractContextManager[object]:
+        """For work on the owner's vectors in another thread.
+
+        The current device and stream are a thread's own: without this, work would be put on the first GPU, and in a
+        stream that waits for nothing that the owner's thread has begun in one of its own.
+        """
+        if self._stream is None or threading.get_ident() == self._owner_thread:
+            return nullcontext()
+        return torch.cuda.stream(self._stream)
 
     def process_deferred(self) -> None:
         """Call handlers again for deferred messages, and raise what went wrong in other threads meanwhile."""
@@ -388,7 +419,7 @@ class Mailbox(ABC):
                     f"{self._name(self._rank)}: no handler accepts messages on topic {message.topic} from "
                     f"{self._name(message.src)}"
                 )
-            with torch.no_grad():
+            with torch.no_grad(), self.in_stream_of_owner():
                 done = entry.handler(message._replace(content=self._checked(message, entry.like).content))
         except Exception as error:
             # This may be the receiving thread, where an error would be lost; the next call raises it.
