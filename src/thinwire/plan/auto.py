@@ -192,7 +192,7 @@ def _read(path: Path, shapes: list[tuple[int, ...]]) -> ModelTime:
 
 def _flops_per_second() -> float:
     """Of matrix products here, with the threads that training will have."""
-    a: Tensor = torch.ones(256, 256)
+    a: Tensor = torch.ones(256, 256, device="cpu")
     times: list[float] = []
     for _ in range(6):
         begin = time.perf_counter()

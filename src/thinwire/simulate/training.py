@@ -115,7 +115,7 @@ class Training:
 
     def _minimum(self, rank: int) -> Tensor:
         draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
-        return torch.randn(self.parameters, generator=draw)
+        return torch.randn(self.parameters, generator=draw, device="cpu")
 
     def _train_task(self, comm: SimulatedComm, name: str) -> Outcome:
         task = tasks.load(name)

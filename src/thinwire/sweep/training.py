@@ -52,8 +52,8 @@ class TrialArray:
         if plan.population is not None:
             self._perturbed_by(plan.population)  # raises early, not at the first selection
         # In fp64, so that perturbed and scheduled rates round as Python's floats do in `train_alone`.
-        self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64)
-        self.losses = torch.full((len(trials),), torch.nan)
+        self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64, device="cpu")
+        self.losses = torch.full((len(trials),), torch.nan, device="cpu")
         self.step = 0
 
     def _perturbed_by(self, population: Population) -> list[str]:
@@ -148,7 +148,11 @@ class TrialArray:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
         objective = task.objective
-        loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64), 0
+        loss, hits, total = (
+            torch.zeros(size, dtype=torch.float64, device="cpu"),
+            torch.zeros(size, dtype=torch.float64, device="cpu"),
+            0,
+        )
         with self.array.evaluating(), torch.no_grad():
             for batch in task.data.held_out(self.plan.eval_limit):
                 *inputs, targets = batch

@@ -216,12 +216,12 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
         raise ConfigError(
             f"{comm.size} ranks, repeats={repeats}: the link is measured between 2 ranks or more, at least once"
         )
-    small, large = torch.zeros(1), torch.zeros(nbytes // 4)
+    small, large = torch.zeros(1, device="cpu"), torch.zeros(nbytes // 4, device="cpu")
     latency = min(_seconds_of_gather(comm, small) for _ in range(repeats))
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
     product = min(_seconds_of_product(width) for _ in range(repeats))
     # The large message includes the latency once. Between local processes the difference can be lost in noise.
-    slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64)
+    slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64, device="cpu")
     # The slowest rank limits every collective; and ranks with different figures would choose different panels.
     latency, transfer, product = torch.stack(comm.all_gather(slowest).wait()).amax(0).tolist()
     return Pace(latency, 8 * (comm.size - 1) * (nbytes // 4 * 4) / transfer, 2 * width**3 / product)
@@ -233,14 +233,14 @@ def measure_flops(*, width: int = 512, repeats: int = 3) -> float:
 
 
 def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
-    comm.all_reduce_(torch.zeros(1)).wait()  # a barrier, so that waiting for a late rank is not measured
+    comm.all_reduce_(torch.zeros(1, device="cpu")).wait()  # a barrier, so that waiting for a late rank is not measured
     start = time.perf_counter()
     comm.all_gather(x).wait()
     return time.perf_counter() - start
 
 
 def _seconds_of_product(width: int) -> float:
-    x = torch.ones(width, width)
+    x = torch.ones(width, width, device="cpu")
     start = time.perf_counter()
     torch.mm(x, x)
     return time.perf_counter() - start
