@@ -180,13 +180,8 @@ class DistanceFacility(Facility):
 
     def take(self, candidate: int, position: int) -> None:
         """Make the candidate a representative."""
-        assign_(
-            self._near,
-            self._positions,
-            self._distances_to(torch.tensor([candidate], device="cpu"))[:, 0],
-            position,
-            candidate,
-        )
+        apart = self._distances_to(torch.tensor([candidate], device="cpu"))[:, 0]
+        assign_(self._near, self._positions, apart, position, candidate)
 
     def cost(self) -> float:
         """The sum of all distances to the nearest representatives."""

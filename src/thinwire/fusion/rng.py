@@ -188,11 +188,8 @@ def alpha_dropout(
 def _alpha_dropped(context: Context, x: Tensor, p: float) -> Tensor:
     mask = _keep_mask(context, x, p)
     shape = (-1, *[1] * (x.dim() - 1))
-    rates = (
-        torch.tensor([rate_of(p, model) for model in range(context.size)], dtype=torch.float64, device="cpu")
-        .to(x)
-        .view(shape)
-    )
+    each = [rate_of(p, model) for model in range(context.size)]
+    rates = torch.tensor(each, dtype=torch.float64, device="cpu").to(x).view(shape)
     scale = torch.where(rates == 1, 0.0, 1 / ((1 - rates) * (1 + rates * _SATURATION**2)).sqrt())
     return (x * mask + _SATURATION * (1 - mask)) * scale - _SATURATION * rates * scale
 

@@ -55,10 +55,8 @@ def candidate_buffers(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the candidates' absolute values (as bits) and indices, and the histogram by which they are selected."""
     # With room for as many again as are kept, few elements are copied when the smaller ones are dropped.
     capacity = min(n, 2 * k + _SPARE) + 2 * _LANES
-    sizes, counts = (
-        torch.empty(capacity, dtype=torch.int32, device="cpu"),
-        torch.empty(_BINS, dtype=torch.int32, device="cpu"),
-    )
+    sizes = torch.empty(capacity, dtype=torch.int32, device="cpu")
+    counts = torch.empty(_BINS, dtype=torch.int32, device="cpu")
     return sizes, torch.empty(capacity, dtype=torch.int64, device="cpu"), counts
 
 

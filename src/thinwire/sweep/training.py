@@ -148,11 +148,8 @@ class TrialArray:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
         objective = task.objective
-        loss, hits, total = (
-            torch.zeros(size, dtype=torch.float64, device="cpu"),
-            torch.zeros(size, dtype=torch.float64, device="cpu"),
-            0,
-        )
+        loss, hits = (torch.zeros(size, dtype=torch.float64, device="cpu") for _ in range(2))
+        total = 0
         with self.array.evaluating(), torch.no_grad():
             for batch in task.data.held_out(self.plan.eval_limit):
                 *inputs, targets = batch

@@ -216,12 +216,13 @@ def measure_pace(comm: Comm, *, nbytes: int = 1 << 22, width: int = 512, repeats
         raise ConfigError(
             f"{comm.size} ranks, repeats={repeats}: the link is measured between 2 ranks or more, at least once"
         )
-    small, large = torch.zeros(1, device="cpu"), torch.zeros(nbytes // 4, device="cpu")
+    small, large = (torch.zeros(n, device=comm.check_device) for n in (1, nbytes // 4))
     latency = min(_seconds_of_gather(comm, small) for _ in range(repeats))
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
     product = min(_seconds_of_product(width) for _ in range(repeats))
     # The large message includes the latency once. Between local processes the difference can be lost in noise.
-    slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64, device="cpu")
+    figures = [latency, max(whole - latency, 1e-9), product]
+    slowest = torch.tensor(figures, dtype=torch.float64, device=comm.check_device)
     # The slowest rank limits every collective; and ranks with different figures would choose different panels.
     latency, transfer, product = torch.stack(comm.all_gather(slowest).wait()).amax(0).tolist()
     return Pace(latency, 8 * (comm.size - 1) * (nbytes // 4 * 4) / transfer, 2 * width**3 / product)
@@ -233,7 +234,8 @@ def measure_flops(*, width: int = 512, repeats: int = 3) -> float:
 
 
 def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
-    comm.all_reduce_(torch.zeros(1, device="cpu")).wait()  # a barrier, so that waiting for a late rank is not measured
+    # A barrier, so that waiting for a late rank is not measured.
+    comm.all_reduce_(torch.zeros(1, device=comm.check_device)).wait()
     start = time.perf_counter()
     comm.all_gather(x).wait()
     return time.perf_counter() - start

@@ -132,9 +132,8 @@ class FusedOptimizer(Optimizer):
                     continue
                 state, owner = self.state[parameter], owner_of(parameter)
                 if not state:
-                    self._begin(
-                        parameter, group, counters.setdefault(owner, torch.zeros(parameter.shape[0], device="cpu"))
-                    )
+                    counter = torch.zeros(parameter.shape[0], device="cpu")
+                    self._begin(parameter, group, counters.setdefault(owner, counter))
                 together.setdefault((id(state["step"]), owner), []).append(parameter)
             for parameters in together.values():
                 self._update(group, parameters)
@@ -276,7 +275,7 @@ class FusedOptimizer(Optimizer):
         row = 0 if owner_of(parameter) is not None else index
         for name, value in given.items():
             if name in state and value is not None:
-                state[name][row].copy_(torch.as_tensor(value, device="cpu"))
+                state[name][row].copy_(torch.as_tensor(value, device=state[name].device))
         if "step" not in given:
             # torch's SGD does not count steps; its formula only needs to know that there was one.
             state["step"][row] = 1
