@@ -120,7 +120,8 @@ class Training:
     def _train_task(self, comm: SimulatedComm, name: str) -> Outcome:
         task = tasks.load(name)
         shard = task.shards(comm.size)[comm.rank]
-        model = task.model(seed=self.seed)
+        with torch.device("cpu"):  # where the batches are
+            model = task.model(seed=self.seed)
         worker = attach(model, self._optimizer(model, task.defaults.lr), self.strategy, comm=comm, seed=self.seed)
 
         def gradients() -> None:

@@ -46,8 +46,10 @@ class TrialArray:
             raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model; partition them")
         ((_, self.batch_size, size),) = fixed
         (self._shard,) = plan.task.shards(1, seed=plan.seed)
+        with torch.device("cpu"):  # where the batches are
+            model = plan.task.model(size, seed=plan.seed)
         # `fuse` copies the model, so that all trials start from the same parameters.
-        self.array = fuse([plan.task.model(size, seed=plan.seed)] * len(trials))
+        self.array = fuse([model] * len(trials))
         self.optimizer = fused_optimizer(self.array, settings)
         if plan.population is not None:
             self._perturbed_by(plan.population)  # raises early, not at the first selection
@@ -221,7 +223,8 @@ def train_alone(plan: Plan, trial: Trial) -> Outcome:
     """Train one trial by itself with torch's own optimizer; `train_together` has the same results up to rounding."""
     setting, task = plan.setting(trial.hyperparameters), plan.task
     (shard,) = task.shards(1, seed=plan.seed)
-    model = task.model(setting.model_size, seed=plan.seed)
+    with torch.device("cpu"):  # where the batches are
+        model = task.model(setting.model_size, seed=plan.seed)
     optimizer = torch_optimizer(model, setting)
     for step in range(plan.steps):
         batch = task.batch(shard, step, batch_size=setting.batch_size, seed=plan.seed, rank=0)

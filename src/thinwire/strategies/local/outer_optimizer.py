@@ -140,7 +140,9 @@ class OuterOptimizer:
             }
         parameter.grad = gradient
         try:
-            optimizer.step()
+            # Where torch makes counters on the default device, which may be another than when there was none.
+            with torch.device("cpu"):
+                optimizer.step()
         except (TypeError, RuntimeError) as error:
             raise self._refusal(f"its step needs more than a gradient ({error})") from error
         # Checkpoints hold tensors only, so the state must consist of tensors.
