@@ -168,7 +168,7 @@ class Coreset:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(str(path), "pt") as file:
+            with torch.device("cpu"), safe_open(str(path), "pt") as file:
                 facts = file.metadata() or {}
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in _KEYS}
             cost, n = float.fromhex(facts["cost"]), int(facts["n"])
