@@ -17,17 +17,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
+from torch.utils import _pytree as pytree
 
 import thinwire
 from tests.battery.cases import CODECS, STRATEGIES, CodecCase, is_first
 from tests.battery.runs import BUCKET_BYTES, Case, Setting, go_on, smallest, with_
 from tests.battery.test_codecs import using
+from tests.coreset.test_training_sampler import POLICIES, data, net, points_of
 from tests.fusion.test_life import same, whole
 from tests.fusion.test_training import X, Y
-from tests.oracles.fusion import make
+from tests.oracles.coreset import blobs
+from tests.oracles.fusion import make, values
+from tests.oracles.tensor2d import Encoder, tokens
 from tests.problems import flat
-from thinwire import AllReduce, Comm, fusion
-from thinwire.fusion import autotune, checkpoints, fuse
+from thinwire import AllReduce, Comm, LocalSGD, OuterOptimizer, fusion
+from thinwire.coreset import CraigSampler, Selector, Weighted, select, weighted_mean
+from thinwire.coreset.policy import Policy
+from thinwire.coreset.projection import projected
+from thinwire.coreset.quality import optimum_gaps, quality, random_subset
+from thinwire.fusion import autotune, checkpoints, fuse, members
+from thinwire.optimizers.adaptive import divides_by_size
+from thinwire.plan.traffic import DryRun
+from thinwire.simulate import simulate
+from thinwire.simulate.training import Training
+from thinwire.sweep.plan import Plan
+from thinwire.sweep.training import TrialArray, train_alone, train_together
+from thinwire.sweep.trials import Halving, Trial
+from thinwire.tensor2d import (
+    Mesh2D,
+    cross_entropy_2d,
+    parallelize_2d,
+    read_blocks_,
+    read_safetensors_,
+    run_mesh_threads,
+    whole_state,
+    write_blocks,
+    write_whole,
+)
+from thinwire.tensor2d.attention import Attention2D
+from thinwire.tensor2d.plan import Untouched
+from thinwire.tensor2d.ring import positions_of
 
 Inside = Callable[[], AbstractContextManager[object]]
 META: Inside = partial(torch.device, "meta")
@@ -190,6 +219,9 @@ def lived(name: str, rows: bool, folder: Path, inside: Inside) -> tuple[list[Any
             again.schedules.insert(place, SCHEDULES[each])
         checkpoints.load(folder, again.array, **again.parts)
         again.train(range(8, 10))
+        members.save_member(folder / "one", again.array, 0, **again.parts)
+        members.load_member(folder / "one").into_slot(again.array, 1, **again.parts)
+        again.train(range(10, 12))
         norms = fusion.gradient_norms(again.array.parameters())
         rest = repr([again.schedules.state_dict(), again.scaler.state_dict(), norms, again.array.dropout_rates()])
     return again.everything(), rest
@@ -210,3 +242,165 @@ def test_every_fused_optimizer_is_tried() -> None:
 def is_optimizer(kind: object) -> bool:
     base = fusion.FusedOptimizer
     return isinstance(kind, type) and issubclass(kind, base) and kind is not base
+
+
+# -- coresets ----------------------------------------------------------------------------------------------------------
+
+
+def chosen(method: Any, inside: Inside) -> list[Any]:
+    x, labels = blobs([70, 50, 40])
+    with inside():
+        found = [select(x, budget=20, method=method, seed=1), select(x, budget=20, labels=labels, method=method)]
+        found += [select(x, cover=0.5, method=method, warm=found[0])] if method == "lazy" else []
+        numbers = [quality(x, each.indices, each.weights, labels=labels) for each in found]
+        gaps = optimum_gaps(x, labels, [(each.indices, each.weights) for each in found])
+        others = [random_subset(len(x), 20, labels=labels, like=found[1], seed=3), projected(x, found[0].indices)]
+    return [[(each.indices, each.weights, each.gains) for each in found], others, repr([numbers, gaps])]
+
+
+@pytest.mark.parametrize("method", ["lazy", "stochastic", "sparse", "streaming", "greedi"])
+def test_points_are_chosen_alike(method: str) -> None:
+    (expected, *rest), (found, *other) = both(partial(chosen, method))
+    assert leaves_alike(expected, found) and leaves_alike(rest, other)
+
+
+def leaves_alike(one: Any, other: Any) -> bool:
+    """Whether two nested results have the same tensors, bit for bit, and the same else."""
+    pairs = zip(*(pytree.tree_leaves(each) for each in (one, other)), strict=True)
+    return all(torch.equal(a, b) if isinstance(a, Tensor) else repr(a) == repr(b) for a, b in pairs)
+
+
+def trained_on(policy: Policy, inside: Inside) -> list[Any]:
+    dataset, model = data(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    points = points_of(dataset, model, optimizer)
+    found: list[Any] = []
+    with inside():
+        sampler = CraigSampler(Selector(policy, points, seed=1), seed=2)
+        examples = Weighted(dataset)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y, weight in (examples[each] for each in sampler):
+                optimizer.zero_grad()
+                losses = F.cross_entropy(model(x[None]), y[None], reduction="none")
+                weighted_mean(losses, weight[None]).backward()
+                optimizer.step()
+            found += [sampler.subset.indices, sampler.subset.weights, sampler.weight_of(sampler.subset.indices)]
+        kept = sampler.state_dict(consumed=3)
+    del kept["source"]["seconds"]
+    return [*found, kept, flat(model)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_every_policy_trains_alike(policy: Policy) -> None:
+    assert leaves_alike(*both(partial(trained_on, policy)))
+
+
+def test_ranks_choose_together_alike() -> None:
+    x, labels = blobs([40, 30])
+
+    def work(method: Any, inside: Inside) -> list[Any]:
+        def body(comm: Comm) -> list[Tensor]:
+            own = slice(35 * comm.rank, 35 * comm.rank + 35)
+            with inside():
+                found = [select(x[own], budget=8, method=method, comm=comm)]
+                found.append(select(x[own], budget=8, labels=labels[own], method=method, comm=comm))
+            return [each.indices for each in found]
+
+        return thinwire.run_threads(2, body, timeout=20)
+
+    for method in ("lazy", "greedi"):
+        assert leaves_alike(*both(partial(work, method)))
+
+
+# -- many trials, meshes, simulations ----------------------------------------------------------------------------------
+
+
+def test_a_sweep_goes_on_alike(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from thinwire.tasks import load
+
+    plan = Plan(load("digits"), steps=4, eval_limit=32, schedule="cosine", halving=Halving(first=2, keep=2))
+    trials = [Trial(number, {"lr": 0.1 / (number + 1), "momentum": 0.3 * number}) for number in range(3)]
+
+    def work(inside: Inside) -> list[Any]:
+        with inside():
+            run = TrialArray(plan, trials)
+            run.advance()
+            checkpoints.write(tmp_path / str(inside is META), run.state_dict())
+            again = TrialArray.from_state_dict(plan, checkpoints.read(tmp_path / str(inside is META)))
+            losses = [again.advance(), run.advance()]
+            ended = [train_together(plan, trials), train_alone(plan, trials[0]), again.outcomes()]
+        return [*losses, repr(ended)]
+
+    assert leaves_alike(*both(work))
+
+
+def test_a_model_on_a_mesh_trains_alike(tmp_path: Path) -> None:
+    made = [[Encoder(dropout=0.2).double() for _ in range(3)] for _ in range(8)]
+    for models in made:
+        for model in models:
+            model.load_state_dict(made[0][0].state_dict())
+
+    def work(inside: Inside) -> list[Any]:
+        folder = tmp_path / str(inside is META)
+        batch = tokens()
+
+        def body(mesh: Mesh2D) -> list[Any]:
+            first, second, third = made[4 * (inside is META) + mesh.whole.rank]
+            with inside():
+                model = parallelize_2d(first, mesh, {Encoder: Untouched()})
+                optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+                ids, targets = (mesh.rows_of(x) for x in batch)
+                for _ in range(2):
+                    optimizer.zero_grad()
+                    cross_entropy_2d(model(ids), targets, mesh).backward()
+                    optimizer.step()
+                write_blocks(model, folder, mesh)
+                write_whole(model, folder / "whole.safetensors", mesh)
+                blocks = parallelize_2d(second, mesh, {Encoder: Untouched()})
+                read_blocks_(blocks, folder, mesh)
+                whole = parallelize_2d(third, mesh, {Encoder: Untouched()})
+                read_safetensors_(whole, folder / "whole.safetensors", mesh)
+                return [whole_state(each, mesh) for each in (model, blocks, whole)]
+
+        return run_mesh_threads(2, 2, body, timeout=20)
+
+    assert leaves_alike(*both(work))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_attention_with_rotary_positions_is_alike_on_rings_and_without(rows: int) -> None:
+    x = values(2, 8, 8)
+    weights = [(values(8, 8, seed=seed), values(8, seed=seed)) for seed in range(4)]
+
+    def work(inside: Inside) -> list[Any]:
+        def body(mesh: Mesh2D) -> Tensor:
+            with inside():
+                ring = mesh.rows > 1
+                layer = Attention2D(*weights, mesh, heads=2, rotary_base=10_000.0, ring=ring, causal=True)
+                own = x[:, positions_of(8, mesh.row, mesh.rows)] if ring else x
+                return layer(own)
+
+        return run_mesh_threads(rows, 1, body, timeout=20)
+
+    assert leaves_alike(*both(work))
+
+
+def test_simulated_training_and_plans_are_alike() -> None:
+    def work(inside: Inside) -> list[Any]:
+        with inside():
+            quadratic = simulate(2, Training(AllReduce(), steps=3, parameters=10)).results
+            dry = DryRun(LocalSGD(2), [(4, 3), 3], workers=2, rank=0, dtype=torch.float32, bucket_bytes=40)
+            seen = [dry.step().sent for _ in range(4)]
+            adaptive = [
+                divides_by_size(kind([nn.Parameter(x)], lr=0.1)) for kind in (torch.optim.SGD, torch.optim.AdamW)
+            ]
+            outer = OuterOptimizer("Adam", lr=0.1)
+            moved, state = x.clone(), dict[str, Tensor]()
+            for _ in range(2):
+                outer.step_(moved, x, state)
+        return [repr(quadratic), seen, adaptive, moved, state]
+
+    x = torch.linspace(-1, 1, 5)
+    assert leaves_alike(*both(work))
