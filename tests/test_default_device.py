@@ -7,7 +7,7 @@ The meta device stands for a GPU here. What is made there by mistake has no numb
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,17 @@ from tests.oracles.coreset import blobs
 from tests.oracles.fusion import make, values
 from tests.oracles.tensor2d import Encoder, tokens
 from tests.problems import flat
-from thinwire import AllReduce, Comm, LocalSGD, OuterOptimizer, fusion
-from thinwire.coreset import CraigSampler, Selector, Weighted, select, weighted_mean
+from thinwire import AllReduce, Comm, CountingComm, LocalSGD, OuterOptimizer, Replica, fusion
+from thinwire.coreset import Coreset, CraigSampler, Selector, Weighted, select, weighted_mean
 from thinwire.coreset.policy import Policy
 from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import optimum_gaps, quality, random_subset
 from thinwire.fusion import autotune, checkpoints, fuse, members
 from thinwire.optimizers.adaptive import divides_by_size
 from thinwire.plan.traffic import DryRun
+from thinwire.quorum.log import begin_log
+from thinwire.quorum.state_transfer import pack, unpack_
+from thinwire.replica.moments import moment_names
 from thinwire.simulate import simulate
 from thinwire.simulate.training import Training
 from thinwire.sweep.plan import Plan
@@ -59,13 +62,22 @@ from thinwire.tensor2d.plan import Untouched
 from thinwire.tensor2d.ring import positions_of
 
 Inside = Callable[[], AbstractContextManager[object]]
-META: Inside = partial(torch.device, "meta")
+
+
+@contextmanager
+def elsewhere() -> Iterator[None]:
+    """In this thread alone: torch keeps the default device for each."""
+    torch.set_default_device("meta")
+    try:
+        yield
+    finally:
+        torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)
 def the_default_device_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv(autotune.DETERMINISTIC, "1")
-    # Torch keeps the default device for each thread, but for this name, which threads that overlap leave behind.
+    # Torch has this once for all threads, and those that overlap leave it behind.
     monkeypatch.setattr("torch.utils._device.CURRENT_DEVICE", None, raising=False)
     yield
     assert torch.get_default_device().type == "cpu"
@@ -73,7 +85,7 @@ def the_default_device_is_left_as_it_was(monkeypatch: pytest.MonkeyPatch) -> Ite
 
 def both(work: Callable[[Inside], Any]) -> tuple[Any, Any]:
     """The same, with the CPU as default device and with another."""
-    return work(nullcontext), work(META)
+    return work(nullcontext), work(elsewhere)
 
 
 # -- strategies and codecs ---------------------------------------------------------------------------------------------
@@ -108,7 +120,7 @@ def attached(model: nn.Module, comm: Comm, setting: Setting) -> thinwire.Worker:
 
 def trains_alike(each: Case, size: int, folder: Path) -> None:
     setting = with_(each, size=size, dtype=torch.float32, steps=7)
-    expected, found = both(lambda inside: trained(setting, folder / str(inside is META), inside))
+    expected, found = both(lambda inside: trained(setting, folder / str(inside is elsewhere), inside))
     assert found.isfinite().all()
     assert torch.equal(expected, found) or not each.reproducible
 
@@ -230,7 +242,9 @@ def lived(name: str, rows: bool, folder: Path, inside: Inside) -> tuple[list[Any
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "at once"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_array_lives_alike_with_every_optimizer(name: str, rows: bool, tmp_path: Path) -> None:
-    (expected, rest), (found, other) = both(lambda inside: lived(name, rows, tmp_path / str(inside is META), inside))
+    (expected, rest), (found, other) = both(
+        lambda inside: lived(name, rows, tmp_path / str(inside is elsewhere), inside)
+    )
     assert all(same(one, two) for one, two in zip(expected, found, strict=True))
     assert rest == other
 
@@ -247,11 +261,13 @@ def is_optimizer(kind: object) -> bool:
 # -- coresets ----------------------------------------------------------------------------------------------------------
 
 
-def chosen(method: Any, inside: Inside) -> list[Any]:
+def chosen(method: Any, folder: Path, inside: Inside) -> list[Any]:
     x, labels = blobs([70, 50, 40])
     with inside():
         found = [select(x, budget=20, method=method, seed=1), select(x, budget=20, labels=labels, method=method)]
         found += [select(x, cover=0.5, method=method, warm=found[0])] if method == "lazy" else []
+        found[0].save(folder / "coreset.safetensors")
+        found.append(Coreset.load(folder / "coreset.safetensors"))
         numbers = [quality(x, each.indices, each.weights, labels=labels) for each in found]
         gaps = optimum_gaps(x, labels, [(each.indices, each.weights) for each in found])
         others = [random_subset(len(x), 20, labels=labels, like=found[1], seed=3), projected(x, found[0].indices)]
@@ -259,8 +275,8 @@ def chosen(method: Any, inside: Inside) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["lazy", "stochastic", "sparse", "streaming", "greedi"])
-def test_points_are_chosen_alike(method: str) -> None:
-    (expected, *rest), (found, *other) = both(partial(chosen, method))
+def test_points_are_chosen_alike(method: str, tmp_path: Path) -> None:
+    (expected, *rest), (found, *other) = both(partial(chosen, method, tmp_path))
     assert leaves_alike(expected, found) and leaves_alike(rest, other)
 
 
@@ -327,8 +343,8 @@ def test_a_sweep_goes_on_alike(tmp_path: Path) -> None:
         with inside():
             run = TrialArray(plan, trials)
             run.advance()
-            checkpoints.write(tmp_path / str(inside is META), run.state_dict())
-            again = TrialArray.from_state_dict(plan, checkpoints.read(tmp_path / str(inside is META)))
+            checkpoints.write(tmp_path / str(inside is elsewhere), run.state_dict())
+            again = TrialArray.from_state_dict(plan, checkpoints.read(tmp_path / str(inside is elsewhere)))
             losses = [again.advance(), run.advance()]
             ended = [train_together(plan, trials), train_alone(plan, trials[0]), again.outcomes()]
         return [*losses, repr(ended)]
@@ -343,11 +359,11 @@ def test_a_model_on_a_mesh_trains_alike(tmp_path: Path) -> None:
             model.load_state_dict(made[0][0].state_dict())
 
     def work(inside: Inside) -> list[Any]:
-        folder = tmp_path / str(inside is META)
+        folder = tmp_path / str(inside is elsewhere)
         batch = tokens()
 
         def body(mesh: Mesh2D) -> list[Any]:
-            first, second, third = made[4 * (inside is META) + mesh.whole.rank]
+            first, second, third = made[4 * (inside is elsewhere) + mesh.whole.rank]
             with inside():
                 model = parallelize_2d(first, mesh, {Encoder: Untouched()})
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -393,14 +409,26 @@ def test_simulated_training_and_plans_are_alike() -> None:
             quadratic = simulate(2, Training(AllReduce(), steps=3, parameters=10)).results
             dry = DryRun(LocalSGD(2), [(4, 3), 3], workers=2, rank=0, dtype=torch.float32, bucket_bytes=40)
             seen = [dry.step().sent for _ in range(4)]
-            adaptive = [
-                divides_by_size(kind([nn.Parameter(x)], lr=0.1)) for kind in (torch.optim.SGD, torch.optim.AdamW)
-            ]
+            kinds = [kind([nn.Parameter(x)], lr=0.1) for kind in (torch.optim.SGD, torch.optim.AdamW)]
+            adaptive = [(divides_by_size(each), moment_names(each)) for each in kinds]
             outer = OuterOptimizer("Adam", lr=0.1)
             moved, state = x.clone(), dict[str, Tensor]()
             for _ in range(2):
                 outer.step_(moved, x, state)
         return [repr(quadratic), seen, adaptive, moved, state]
+
+    x = torch.linspace(-1, 1, 5)
+    assert leaves_alike(*both(work))
+
+
+def test_a_state_that_is_sent_to_a_late_rank_arrives_alike() -> None:
+    def work(inside: Inside) -> list[Any]:
+        first, second = (Replica(x.clone(), x.clone(), CountingComm(0, 2), lr=lambda: 0.1) for _ in range(2))
+        first.state.update(empty=x[:0], number=x[0])
+        with inside():
+            begin_log(first)
+            unpack_(second, pack(first, list(first.state), moments=False))
+            return [[each.clone() for _, each in sorted(r.state.items())] for r in (first, second)]
 
     x = torch.linspace(-1, 1, 5)
     assert leaves_alike(*both(work))
