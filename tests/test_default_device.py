@@ -118,8 +118,8 @@ def attached(model: nn.Module, comm: Comm, setting: Setting) -> thinwire.Worker:
     return thinwire.attach(model, optimizer, setting.case.strategy, comm=comm, bucket_bytes=BUCKET_BYTES)
 
 
-def trains_alike(each: Case, size: int, folder: Path) -> None:
-    setting = with_(each, size=size, dtype=torch.float32, steps=7)
+def trains_alike(each: Case, size: int, folder: Path, *, adamw: bool = False) -> None:
+    setting = with_(each, size=size, dtype=torch.float32, steps=7, adamw=adamw)
     expected, found = both(lambda inside: trained(setting, folder / str(inside is elsewhere), inside))
     assert found.isfinite().all()
     assert torch.equal(expected, found) or not each.reproducible
@@ -131,7 +131,8 @@ FORMS = [pytest.param(each, id=str(each), marks=[] if is_first(each) else [pytes
 
 @pytest.mark.parametrize("each", FORMS)
 def test_every_strategy_trains_and_resumes_alike(each: Case, tmp_path: Path) -> None:
-    trains_alike(each, smallest(each), tmp_path)
+    adamw = each.optimizer is None and "adamw" not in each.refuses
+    trains_alike(each, smallest(each), tmp_path, adamw=adamw)
 
 
 @pytest.mark.parametrize("each", CODECS, ids=str)
@@ -409,9 +410,9 @@ def test_simulated_training_and_plans_are_alike() -> None:
             quadratic = simulate(2, Training(AllReduce(), steps=3, parameters=10)).results
             dry = DryRun(LocalSGD(2), [(4, 3), 3], workers=2, rank=0, dtype=torch.float32, bucket_bytes=40)
             seen = [dry.step().sent for _ in range(4)]
-            kinds = [kind([nn.Parameter(x)], lr=0.1) for kind in (torch.optim.SGD, torch.optim.AdamW)]
+            kinds = [kind([nn.Parameter(x)], lr=0.1) for kind in (torch.optim.SGD, torch.optim.NAdam)]
             adaptive = [(divides_by_size(each), moment_names(each)) for each in kinds]
-            outer = OuterOptimizer("Adam", lr=0.1)
+            outer = OuterOptimizer("NAdam", lr=0.1)
             moved, state = x.clone(), dict[str, Tensor]()
             for _ in range(2):
                 outer.step_(moved, x, state)
