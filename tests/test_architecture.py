@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import thinwire
 from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
@@ -307,6 +308,20 @@ def test_the_global_seed_is_never_set() -> None:
     wrong = [f"{name_of(path)}: {name}" for path in FILES for name, _ in calls_in(path) if name in seeders]
     # A user's own model and batches draw from torch's global generator, in a process that the command line started.
     assert set(wrong) <= {"tasks.own: torch.manual_seed"}, wrong
+
+
+# On the default device where none is given, and only there.
+MAKERS = {f"torch.{function.__name__}" for function in _device_constructors()}
+# Networks are on the default device, as those of torch are.
+ON_THE_DEFAULT_DEVICE = {"tasks.models.base": 2}
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_new_tensors_have_a_device(path: Path) -> None:
+    made = [(name, call) for name, call in calls_in(path) if name in MAKERS]
+    without = [(name, call.lineno) for name, call in made if "device" not in {each.arg for each in call.keywords}]
+    fix = "device='cpu' for numbers of the host, or the device of what they meet"
+    assert len(without) == ON_THE_DEFAULT_DEVICE.get(name_of(path), 0), f"{without}: {fix}"
 
 
 # -- the public names --------------------------------------------------------------------------------------------------

@@ -162,7 +162,7 @@ def go_on(
         for group, factor in zip(worker.optimizer.param_groups, setting.factors, strict=True):
             group["lr"] = setting.plain_rates[step] * factor
         worker.optimizer.zero_grad()
-        total = torch.zeros((), dtype=setting.dtype)
+        total = torch.zeros((), dtype=setting.dtype, device="cpu")
         for part in range(setting.passes):
             with nullcontext() if part == setting.passes - 1 else worker.no_sync():
                 loss = setting.loss(worker.model, worker.comm.rank, step, part)

@@ -32,7 +32,9 @@ class Random(Policy):
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
         """Draw without replacement."""
-        rows = torch.randperm(points.n, generator=keyed(seed, 0x2A2D))[: budget_of(self.fraction, points.n)]
+        rows = torch.randperm(points.n, generator=keyed(seed, 0x2A2D), device="cpu")[
+            : budget_of(self.fraction, points.n)
+        ]
         return even(rows, points.n)
 
 
@@ -49,7 +51,7 @@ class Stratified(Policy):
         """Draw from each class without replacement."""
         _, members, sizes = points.labels.unique(return_inverse=True, return_counts=True)
         given = proportional_budgets(sizes.tolist(), budget_of(self.fraction, points.n))
-        return Strata(members, torch.tensor(given)).draw(seed)
+        return Strata(members, torch.tensor(given, device="cpu")).draw(seed)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class Crest(Policy):
         batches = max(1, round(budget_of(self.fraction, points.n) / self.batch))
         part = min(self.part, points.n)
         draw = keyed(seed, 0xC2E5)
-        rows = torch.stack([torch.randperm(points.n, generator=draw)[:part] for _ in range(batches)])
+        rows = torch.stack([torch.randperm(points.n, generator=draw, device="cpu")[:part] for _ in range(batches)])
         # Parts overlap, so each point is evaluated once for all of them.
         needed, place = rows.unique(return_inverse=True)
         gradients = points.gradients(needed)
@@ -151,7 +153,7 @@ class Crest(Policy):
 
 def even(rows: Tensor, n: int) -> Subset:
     """These points, all with the same weight."""
-    return Subset(rows, torch.full((len(rows),), n / len(rows), dtype=torch.float64), n)
+    return Subset(rows, torch.full((len(rows),), n / len(rows), dtype=torch.float64, device="cpu"), n)
 
 
 def highest(scores: Tensor, budget: int) -> Subset:
@@ -169,11 +171,11 @@ def k_center(distances: Distances, budget: int) -> Subset:
         budget: points to choose; fewer are chosen where there are fewer distinct ones.
     """
     chosen = [0]
-    nearest = distances.between(torch.tensor([0]))[:, 0].clone()
+    nearest = distances.between(torch.tensor([0], device="cpu"))[:, 0].clone()
     while len(chosen) < budget and float(nearest.max()) > 0:
         chosen.append(int(nearest.argmax()))
-        nearest = torch.minimum(nearest, distances.between(torch.tensor([chosen[-1]]))[:, 0])
-    medoids = torch.tensor(chosen)
+        nearest = torch.minimum(nearest, distances.between(torch.tensor([chosen[-1]], device="cpu"))[:, 0])
+    medoids = torch.tensor(chosen, device="cpu")
     members = stratify(distances, medoids, len(chosen)).members
     return Subset(medoids, torch.bincount(members, minlength=len(chosen)).double(), distances.n)
 

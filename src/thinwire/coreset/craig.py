@@ -109,11 +109,11 @@ class Craig(Policy):
         This includes the noise of the random part, of order 1/sqrt(probe n) of a single gradient's length.
         """
         count = budget_of(self.probe, points.n)
-        probe = torch.randperm(points.n, generator=keyed(seed, 0xE220))[:count].sort().values
+        probe = torch.randperm(points.n, generator=keyed(seed, 0xE220), device="cpu")[:count].sort().values
         rows = torch.cat([probe, chosen.indices])
         gradients = points.gradients(rows, hidden=self.proxy != "logits")
-        whole = gradients.at(torch.arange(count)).total() * (points.n / count)
-        part = gradients.at(torch.arange(count, len(rows))).total(chosen.weights)
+        whole = gradients.at(torch.arange(count, device="cpu")).total() * (points.n / count)
+        part = gradients.at(torch.arange(count, len(rows), device="cpu")).total(chosen.weights)
         return float((whole - part).norm() / whole.norm())
 
     def _by(self, compared: Tensor | LastLayer, labels: Tensor | None, budget: int, seed: int) -> Subset | Strata:

@@ -40,7 +40,7 @@ class SharedFacility(Facility):
     """
 
     def __init__(self, nearest: Nearest, unit: float, comm: Comm, *, replicate_bytes: int = REPLICATE_BYTES) -> None:
-        own = nearest.of(torch.arange(nearest.n))
+        own = nearest.of(torch.arange(nearest.n, device="cpu"))
         counts = gather_numbers(comm, [nearest.n], own.device)[:, 0].tolist()
         self.n = self.points = sum(counts)
         self.unit = unit
@@ -62,7 +62,7 @@ class SharedFacility(Facility):
         """Make the candidate a representative, on all ranks."""
         own = candidate - self._start
         mine = 0 <= own < self._nearest.n
-        self._nearest.take(self._rows(torch.tensor([candidate]))[0], position, own if mine else None)
+        self._nearest.take(self._rows(torch.tensor([candidate], device="cpu"))[0], position, own if mine else None)
 
     def cost(self) -> float:
         """The sum of all ranks' points' distances to their nearest representatives."""
@@ -102,7 +102,7 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
         rows = checked(features)
     except ConfigError as error:
         # All ranks must learn of it: the others would wait for this one.
-        rows, problem = torch.zeros((0, 1)), error
+        rows, problem = torch.zeros((0, 1), device="cpu"), error
     if comm.check_device.type not in ("cpu", rows.device.type):
         rows = rows.to(comm.check_device)  # ranks without Gloo, as with NCCL alone, send nothing from the host
     facts = gather_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)
@@ -194,7 +194,7 @@ class Shards:
         if settings.method == "greedi":
             # Every rank is a part; its picks are numbered within the class.
             before = int((members < self._start).sum())
-            picked = torch.from_numpy(pick_among(rows, torch.arange(len(rows)), inner)) + before
+            picked = torch.from_numpy(pick_among(rows, torch.arange(len(rows), device="cpu"), inner)) + before
             counts = gather_numbers(self._comm, [len(picked)], rows.device)[:, 0].tolist()
             every_rank = gather_rows(self._comm, picked.to(rows.device), counts).split(counts)
             parts = [part.cpu().numpy() for part in every_rank if len(part)]
@@ -216,7 +216,7 @@ class Shards:
                 "labels: with comm give a whole number for each row on every rank, or labels on none"
             )
         if labels is None:
-            return [torch.arange(self.n)]
+            return [torch.arange(self.n, device="cpu")]
         own = torch.from_numpy(labels.astype(np.int64)).to(self._rows.device)
         every_label = gather_rows(self._comm, own, counts).cpu()
         return [(every_label == label).nonzero().flatten() for label in every_label.unique()]

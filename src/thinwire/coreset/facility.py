@@ -145,7 +145,7 @@ class CoordinateFacility(Facility):
 
     def take(self, candidate: int, position: int) -> None:
         """Make the candidate a representative."""
-        self.nearest.take(self.nearest.of(torch.tensor([candidate]))[0], position, candidate)
+        self.nearest.take(self.nearest.of(torch.tensor([candidate], device="cpu"))[0], position, candidate)
 
     def cost(self) -> float:
         """The sum of all distances to the nearest representatives."""
@@ -164,7 +164,7 @@ class DistanceFacility(Facility):
     """
 
     def __init__(self, distances: Distances) -> None:
-        first = distances.between(torch.tensor([0]))
+        first = distances.between(torch.tensor([0], device="cpu"))
         self.n = self.points = distances.n
         # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
         self.unit = power_above(2 * float(first.max()))
@@ -180,7 +180,8 @@ class DistanceFacility(Facility):
 
     def take(self, candidate: int, position: int) -> None:
         """Make the candidate a representative."""
-        assign_(self._near, self._positions, self._distances_to(torch.tensor([candidate]))[:, 0], position, candidate)
+        apart = self._distances_to(torch.tensor([candidate], device="cpu"))[:, 0]
+        assign_(self._near, self._positions, apart, position, candidate)
 
     def cost(self) -> float:
         """The sum of all distances to the nearest representatives."""
@@ -295,10 +296,10 @@ class FusedNearest(Nearest):
         self._lanes, self._together = int(library.thinwire_lanes()), int(library.thinwire_together())
         self._threads = min(threads, int(library.thinwire_most_threads()))
         self._panels = _panels(rows, self._lanes)
-        self._near = torch.zeros(len(self._panels) * self._lanes)
+        self._near = torch.zeros(len(self._panels) * self._lanes, device="cpu")
         # Padding is at distance 0 from its representative, so that no candidate gains by it.
         self._near[: self.n] = 1
-        self._positions = torch.zeros(len(self._near), dtype=torch.int32)
+        self._positions = torch.zeros(len(self._near), dtype=torch.int32, device="cpu")
         self._facility = self._facility_of(self._near, self._positions)
 
     def _facility_of(self, near: Tensor, position_of: Tensor) -> nearest.Facility:
@@ -388,14 +389,14 @@ class FusedNearest(Nearest):
         pass over all distances then gives the gains before and after it.
         """
         guess = None if picks.indices or len(candidates) < _WORTH_A_GUESS else self._guess(candidates)
-        later = None if guess is None else self._distances_after(self.of(torch.tensor([guess]))[0])
+        later = None if guess is None else self._distances_after(self.of(torch.tensor([guess], device="cpu"))[0])
         found = np.concatenate(
             [self._gains(self.of(part), later) for part in torch.from_numpy(candidates).split(1024)], axis=1
         )
         first = int(found[0].argmax())
         if guess is None or candidates[first] != guess:
             return candidates, found[0]
-        self.take(self.of(torch.tensor([guess]))[0], 0, guess)
+        self.take(self.of(torch.tensor([guess], device="cpu"))[0], 0, guess)
         picks.add(guess, float(found[0, first]))
         return np.delete(candidates, first), np.delete(found[1], first)
 

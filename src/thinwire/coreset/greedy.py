@@ -178,7 +178,7 @@ def stochastic(facility: Facility, goal: Goal, *, eps: float, generator: torch.G
     size = math.ceil(facility.n / goal.budget * math.log(1 / eps))
     picks, left = no_picks(facility), all_candidates(facility)
     while not picks.done(goal):
-        drawn = torch.randint(2**62, (min(size, len(left)),), generator=generator).numpy()
+        drawn = torch.randint(2**62, (min(size, len(left)),), generator=generator, device="cpu").numpy()
         # A partial shuffle that moves the sample to the front.
         for place, draw in enumerate(drawn.tolist()):
             other = place + draw % (len(left) - place)
@@ -208,7 +208,7 @@ def pick_in_parts(points: Tensor | Distances, goal: Goal, parts: int, generator:
         generator: draws the parts.
     """
     n = len(points) if isinstance(points, Tensor) else points.n
-    order = torch.randperm(n, generator=generator)
+    order = torch.randperm(n, generator=generator, device="cpu")
     return [pick_among(points, members.sort().values, goal) for members in order.tensor_split(min(parts, n))]
 
 

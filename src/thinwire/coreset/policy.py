@@ -43,11 +43,11 @@ class Points:
     @cached_property
     def features(self) -> Tensor:
         """The points themselves, float [n, d]; read once."""
-        return features(self.read, torch.arange(self.n))[0]
+        return features(self.read, torch.arange(self.n, device="cpu"))[0]
 
     def gradients(self, rows: Tensor | None = None, *, hidden: bool = False) -> LastLayer:
         """The last-layer gradients of these points, or of all, under the current model."""
-        wanted = torch.arange(self.n) if rows is None else rows
+        wanted = torch.arange(self.n, device="cpu") if rows is None else rows
         return last_layer(self.model, self.read, wanted, hidden=hidden, batch_size=self.batch_size)
 
     def moments(self, *, hidden: bool) -> Tensor | None:

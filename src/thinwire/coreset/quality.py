@@ -58,7 +58,7 @@ def quality(
     rows = centred(checked(features)).cpu()
     indices, weights, labels = indices.cpu(), weights.cpu(), None if labels is None else labels.cpu()
     draws = torch.Generator().manual_seed(seed)
-    sample = torch.randperm(len(rows), generator=draws)[:_SAMPLE]
+    sample = torch.randperm(len(rows), generator=draws, device="cpu")[:_SAMPLE]
     unit = unit_of(rows)
     near = torch.cat([nearest_of_many(part / unit, rows[indices] / unit)[0] for part in rows[sample].split(4096)])
     near = near.double() * unit
@@ -103,12 +103,12 @@ def optimum_gaps(
         True
     """
     x = _standardised(centred(checked(features)).cpu())
-    x, labels = torch.cat([x, torch.ones(len(x), 1)], 1), labels.cpu()
+    x, labels = torch.cat([x, torch.ones(len(x), 1, device="cpu")], 1), labels.cpu()
     subsets = [(indices.cpu(), weights.cpu()) for indices, weights in subsets]
     classes = int(labels.max()) + 1
-    sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed))[:_SAMPLE]
+    sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu")[:_SAMPLE]
     whole, theirs = x[sample], labels[sample]
-    ones = torch.ones(len(sample))
+    ones = torch.ones(len(sample), device="cpu")
 
     def loss(model: Tensor) -> float:
         return float(_softmax_loss(model, whole, theirs, ones))
@@ -124,7 +124,7 @@ def optimum_gaps(
 
 def _solved(x: Tensor, labels: Tensor, weights: Tensor, classes: int) -> Tensor:
     """The optimum of weighted softmax regression from zero, by L-BFGS: [d, classes]."""
-    model = torch.zeros(x.shape[1], classes, requires_grad=True)
+    model = torch.zeros(x.shape[1], classes, requires_grad=True, device="cpu")
     optimizer = torch.optim.LBFGS([model], max_iter=100, history_size=10, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -145,9 +145,9 @@ def _softmax_loss(model: Tensor, x: Tensor, labels: Tensor, weights: Tensor) -> 
 def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed: int) -> tuple[Tensor, Tensor]:
     """Random points, as many as a coreset has, per class where there are labels, with equal weights within a class."""
     draws = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=draws)
+    order = torch.randperm(n, generator=draws, device="cpu")
     if labels is None:
-        return order[:budget], torch.full((budget,), n / budget, dtype=torch.float64)
+        return order[:budget], torch.full((budget,), n / budget, dtype=torch.float64, device="cpu")
     labels = labels.cpu()
     chosen: list[Tensor] = []
     weights: list[Tensor] = []
@@ -155,7 +155,7 @@ def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, 
         count = int((labels[like.indices] == label).sum())
         members = order[labels[order] == label]
         chosen.append(members[:count])
-        weights.append(torch.full((count,), len(members) / max(count, 1), dtype=torch.float64))
+        weights.append(torch.full((count,), len(members) / max(count, 1), dtype=torch.float64, device="cpu"))
     return torch.cat(chosen), torch.cat(weights)
 
 
@@ -163,11 +163,11 @@ def _gradient_error(
     rows: Tensor, indices: Tensor, weights: Tensor, labels: Tensor | None, draws: torch.Generator
 ) -> float:
     x = _standardised(rows)
-    everything = torch.ones(len(rows), dtype=torch.float64)
+    everything = torch.ones(len(rows), dtype=torch.float64, device="cpu")
     errors: list[float] = []
     for _ in range(_MODELS):
         outputs = 1 if labels is None else int(labels.max()) + 1
-        model = torch.randn(rows.shape[1], outputs, generator=draws) / rows.shape[1] ** 0.5
+        model = torch.randn(rows.shape[1], outputs, generator=draws, device="cpu") / rows.shape[1] ** 0.5
         truth = _gradient(x, everything, labels, model)
         estimate = _gradient(x[indices], weights, None if labels is None else labels[indices], model)
         errors.append(float((truth - estimate).norm() / truth.norm().clamp_min(1e-300)))
@@ -184,12 +184,12 @@ def _standardised(rows: Tensor) -> Tensor:
 
 def _gradient(x: Tensor, weights: Tensor, labels: Tensor | None, model: Tensor) -> Tensor:
     """The weighted sum of gradients with respect to the model, float64 [d, outputs]."""
-    total = torch.zeros(model.shape, dtype=torch.float64)
+    total = torch.zeros(model.shape, dtype=torch.float64, device="cpu")
     for start in range(0, len(x), 1 << 16):
         part = slice(start, start + (1 << 16))
         logits = x[part] @ model
         slopes = logits.tanh() if labels is None else logits.softmax(1)
         if labels is not None:
-            slopes[torch.arange(len(slopes)), labels[part]] -= 1
+            slopes[torch.arange(len(slopes), device="cpu"), labels[part]] -= 1
         total += x[part].double().T @ (slopes.double() * weights[part, None])
     return total

@@ -64,7 +64,7 @@ class Weighted(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         weight = index.weight if isinstance(index, Point) else 1.0
-        return (*self.examples[int(index)], torch.tensor(weight))
+        return (*self.examples[int(index)], torch.tensor(weight, device="cpu"))
 
 
 class CraigSampler(Sampler[int]):
@@ -131,7 +131,7 @@ class CraigSampler(Sampler[int]):
         A point that was chosen twice (by `Crest`) has a weight for each time; use those of the `Point` objects then.
         """
         subset = self.subset
-        table = torch.zeros(subset.n, dtype=torch.float64)
+        table = torch.zeros(subset.n, dtype=torch.float64, device="cpu")
         table[subset.indices] = subset.scaled
         return table[indices.cpu()].float().to(indices.device)
 
@@ -153,10 +153,10 @@ class CraigSampler(Sampler[int]):
     def places(self) -> Tensor:
         """Positions in the subset of this rank's points of the epoch, in the order of visits, int64."""
         k = self._check(self.subset)
-        order = torch.arange(k)
+        order = torch.arange(k, device="cpu")
         if self.shuffle:
             # Sorted by number first, so that the visits do not depend on the order of selection.
-            shuffled = torch.randperm(k, generator=keyed(self.seed, self.epoch, 0x0DE2))
+            shuffled = torch.randperm(k, generator=keyed(self.seed, self.epoch, 0x0DE2), device="cpu")
             order = self.subset.indices.argsort(stable=True)[shuffled]
         whole = len(self) * self.size
         # A subset has at least as many points as there are ranks, so padding repeats at most one point on each rank.

@@ -193,7 +193,7 @@ def classes_of(labels: Labels, n: int) -> NDArray[np.intp]:
 def members_of(labels: Labels | None, n: int) -> list[Tensor]:
     """The points of each class, ascending, in the order of labels; without labels all in one."""
     if labels is None:
-        return [torch.arange(n)]
+        return [torch.arange(n, device="cpu")]
     codes = classes_of(labels, n)
     order = np.argsort(codes, kind="stable")
     return [torch.from_numpy(part) for part in np.split(order, np.cumsum(np.bincount(codes))[:-1])]
@@ -242,9 +242,11 @@ def _joined(groups: list[ClassSelection], members: list[Tensor], n: int, setting
     order = interleave([len(group.indices) for group in groups])
     sizes = [group.sizes.tolist() for group in groups]
     return Coreset(
-        indices=torch.tensor([int(members[i][groups[i].indices[place]]) for i, place in order], dtype=torch.int64),
-        weights=torch.tensor([sizes[i][place] for i, place in order], dtype=torch.float64),
-        gains=torch.tensor([groups[i].gains[place] for i, place in order], dtype=torch.float64),
+        indices=torch.tensor(
+            [int(members[i][groups[i].indices[place]]) for i, place in order], dtype=torch.int64, device="cpu"
+        ),
+        weights=torch.tensor([sizes[i][place] for i, place in order], dtype=torch.float64, device="cpu"),
+        gains=torch.tensor([groups[i].gains[place] for i, place in order], dtype=torch.float64, device="cpu"),
         cost=sum(group.cost for group in groups),
         n=n,
         method=settings.method,

@@ -104,11 +104,11 @@ def _pick(graph: Graph, goal: Goal) -> Picks:
 
 def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Tensor, Tensor]:
     """The distance of each point to its nearest pick, float32 [n], and that pick's position, int64 [n]."""
-    chosen = torch.tensor(indices)
-    place = torch.full((len(rows),), _LAST)
-    place[chosen] = torch.arange(len(indices))
-    nearest, positions = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
-    for part in torch.arange(len(rows)).split(1 << 16):
+    chosen = torch.tensor(indices, device="cpu")
+    place = torch.full((len(rows),), _LAST, device="cpu")
+    place[chosen] = torch.arange(len(indices), device="cpu")
+    nearest, positions = torch.empty(len(rows), device="cpu"), torch.empty(len(rows), dtype=torch.int64, device="cpu")
+    for part in torch.arange(len(rows), device="cpu").split(1 << 16):
         places = place[found.numbers[part].long()]
         apart = found.distances[part].masked_fill(places == _LAST, torch.inf)
         nearest[part] = apart.min(1).values
@@ -118,14 +118,14 @@ def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Te
     for part in nearest.isinf().nonzero().flatten().split(_BLOCK):
         nearest[part], positions[part] = nearest_of_many(rows[part], rows[chosen])
     # A pick represents itself, even where an equal point was picked earlier.
-    nearest[chosen], positions[chosen] = 0, torch.arange(len(indices))
+    nearest[chosen], positions[chosen] = 0, torch.arange(len(indices), device="cpu")
     return nearest, positions
 
 
 def nearest_of_many(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The least distance of each row to the chosen rows, and the position of that row among them."""
-    least = torch.full((len(points),), torch.inf)
-    positions = torch.zeros(len(points), dtype=torch.int64)
+    least = torch.full((len(points),), torch.inf, device="cpu")
+    positions = torch.zeros(len(points), dtype=torch.int64, device="cpu")
     # In blocks: all distances at once would not fit in memory.
     for start in range(0, len(chosen), 4 * _BLOCK):
         apart, place = rounded(to_rows(points, chosen[start : start + 4 * _BLOCK])).min(1)
@@ -168,12 +168,12 @@ def find_neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exa
     """
     n = len(rows)
     count = min(count, n - 1)
-    numbers = torch.empty((n, count + 1), dtype=torch.int32)
-    distances = torch.zeros((n, count + 1))
-    numbers[:, 0] = torch.arange(n)
+    numbers = torch.empty((n, count + 1), dtype=torch.int32, device="cpu")
+    distances = torch.zeros((n, count + 1), device="cpu")
+    numbers[:, 0] = torch.arange(n, device="cpu")
     if count:
         for size, others in _cells(rows, count, generator, n <= _EXACT_UP_TO if exact is None else exact):
-            for part in torch.arange(size).split(_BLOCK):
+            for part in torch.arange(size, device="cpu").split(_BLOCK):
                 own = others[part]
                 numbers[own, 1:], distances[own, 1:] = _nearest(rows, part, others, count)
     return Neighbours(numbers, distances)
@@ -189,8 +189,8 @@ def recall(rows: Tensor, found: Neighbours, generator: torch.Generator, *, sampl
         sample: points of the sample.
     """
     count = found.numbers.shape[1] - 1
-    drawn = torch.randperm(len(rows), generator=generator)[:sample]
-    every_point = torch.arange(len(rows))
+    drawn = torch.randperm(len(rows), generator=generator, device="cpu")[:sample]
+    every_point = torch.arange(len(rows), device="cpu")
     hits = 0
     for part in drawn.split(16):
         true, _ = _nearest(rows, part, every_point, count)
@@ -201,7 +201,7 @@ def recall(rows: Tensor, found: Neighbours, generator: torch.Generator, *, sampl
 def _cells(rows: Tensor, count: int, generator: torch.Generator, exact: bool) -> Iterator[tuple[int, Tensor]]:
     """(the size of a cell, its points and then all others to compare them with), for each cell."""
     if exact:
-        yield len(rows), torch.arange(len(rows))
+        yield len(rows), torch.arange(len(rows), device="cpu")
         return
     centres = _centres(rows, max(1, len(rows) // _CELL), generator)
     cells = _nearest_centre(rows, centres)
@@ -228,7 +228,7 @@ def _nearest(rows: Tensor, places: Tensor, others: Tensor, count: int) -> tuple[
     mine = theirs[places]
     squares = torch.addmm(theirs.square().sum(1), mine, theirs.T, alpha=-2)
     # A point is not its own neighbour.
-    squares[torch.arange(len(places)), places] = torch.inf
+    squares[torch.arange(len(places), device="cpu"), places] = torch.inf
     found = squares.topk(count, largest=False, sorted=False).indices
     chosen = others[found]
     # The distances themselves from differences, which keep the digits that the product has lost.
@@ -238,7 +238,7 @@ def _nearest(rows: Tensor, places: Tensor, others: Tensor, count: int) -> tuple[
 
 def _centres(rows: Tensor, count: int, generator: torch.Generator) -> Tensor:
     """Lloyd's k-means on a sample; the centre of an empty cell does not move."""
-    sample = rows[torch.randperm(len(rows), generator=generator)[: _SAMPLE * count]]
+    sample = rows[torch.randperm(len(rows), generator=generator, device="cpu")[: _SAMPLE * count]]
     centres = sample[:count].clone()
     for _ in range(_ROUNDS):
         cells = _nearest_centre(sample, centres)

@@ -75,7 +75,7 @@ def streaming(
     """
     # The sieves process one point after the other, in NumPy.
     rows = rows.cpu()
-    drawn = torch.randperm(len(rows), generator=generator)
+    drawn = torch.randperm(len(rows), generator=generator, device="cpu")
     # A few points for each pick, within a limit on the number of distances.
     size = min(len(rows), max(_SAMPLE, min(4 * goal.budget, _COMPARISONS // len(rows))))
     sample = drawn[:size].sort().values
@@ -120,7 +120,7 @@ class Sampled(Facility):
 
 def _best(rows: Tensor, sample: Tensor, medoid: int, sieves: list[Sieve], budget: int) -> list[int]:
     """Greedy's picks among those of all sieves, or those of the best sieve where their cost on the sample is lower."""
-    union = torch.tensor(sorted({medoid, *(index for sieve in sieves for index in sieve.kept)}))
+    union = torch.tensor(sorted({medoid, *(index for sieve in sieves for index in sieve.kept)}), device="cpu")
     nearest, block = nearest_for(sample)
     found = lazy(Sampled(nearest, rows[union], block=block), Goal(min(budget, len(union))))
     useful = [index for index, gain in zip(union[found.indices].tolist(), found.gains, strict=True) if gain > 0]

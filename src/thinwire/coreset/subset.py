@@ -89,7 +89,7 @@ class Subset:
     @classmethod
     def whole(cls, n: int) -> Subset:
         """All points, each with weight 1."""
-        return cls(torch.arange(n), torch.ones(n, dtype=torch.float64), n)
+        return cls(torch.arange(n, device="cpu"), torch.ones(n, dtype=torch.float64, device="cpu"), n)
 
 
 def budget_of(fraction: float, n: int) -> int:
@@ -168,7 +168,7 @@ class Coreset:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with safe_open(str(path), "pt") as file:
+            with torch.device("cpu"), safe_open(str(path), "pt") as file:
                 facts = file.metadata() or {}
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in _KEYS}
             cost, n = float.fromhex(facts["cost"]), int(facts["n"])
@@ -219,11 +219,11 @@ class Strata:
         Args:
             key: such as a seed and an epoch; equal keys give equal draws.
         """
-        order = torch.randperm(self.n, generator=keyed(*key, 0x57A7))
+        order = torch.randperm(self.n, generator=keyed(*key, 0x57A7), device="cpu")
         # A stable sort by stratum keeps the random order within each, so its first points are a random draw.
         order = order[self.members[order].argsort(stable=True)]
         sizes = torch.bincount(self.members, minlength=len(self.draws))
-        place = torch.arange(self.n) - (sizes.cumsum(0) - sizes)[self.members[order]]
+        place = torch.arange(self.n, device="cpu") - (sizes.cumsum(0) - sizes)[self.members[order]]
         taken = order[place < self.draws[self.members[order]]]
         return Subset(taken, (sizes.double() / self.draws)[self.members[taken]], self.n)
 
@@ -243,7 +243,9 @@ def stratify(distances: Distances, medoids: Tensor, budget: int, *, labels: Tens
     nearest, members = _assign(distances, medoids, labels)
     if not bool(torch.isfinite(nearest).all()):
         raise ConfigError("medoids: a class has none; select per class")
-    squares = torch.zeros(len(medoids), dtype=torch.float64).index_add_(0, members, nearest.double().square())
+    squares = torch.zeros(len(medoids), dtype=torch.float64, device="cpu").index_add_(
+        0, members, nearest.double().square()
+    )
     sizes = torch.bincount(members, minlength=len(medoids))
     return Strata(members, allocate(sizes, (squares / sizes).sqrt(), budget))
 
@@ -282,8 +284,8 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
 
 def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     """Every point's distance to its nearest medoid, and the position of that medoid; both [n] on the CPU."""
-    nearest = torch.full((distances.n,), torch.inf)
-    members = torch.zeros(distances.n, dtype=torch.int64)
+    nearest = torch.full((distances.n,), torch.inf, device="cpu")
+    members = torch.zeros(distances.n, dtype=torch.int64, device="cpu")
     for first in range(0, len(medoids), _BLOCK):
         block = medoids[first : first + _BLOCK].cpu()
         apart = distances.between(block).float().cpu()
@@ -293,5 +295,5 @@ def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tup
         closer = least < nearest
         nearest[closer], members[closer] = least[closer], place[closer] + first
     # A medoid that equals an earlier one must still represent itself, or its stratum would be empty.
-    members[medoids.cpu()], nearest[medoids.cpu()] = torch.arange(len(medoids)), 0.0
+    members[medoids.cpu()], nearest[medoids.cpu()] = torch.arange(len(medoids), device="cpu"), 0.0
     return nearest, members

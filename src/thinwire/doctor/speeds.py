@@ -131,7 +131,7 @@ def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES)
     found: dict[int, float] = {}
     start = time.perf_counter()
     for nbytes in sizes:
-        x = torch.zeros(nbytes // 4)
+        x = torch.zeros(nbytes // 4, device=comm.check_device)
         times: list[float] = []
         spent = 0.0
         while len(times) < _REPEATS and (spent < budget or len(times) < 2):
@@ -139,8 +139,9 @@ def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES)
             comm.all_reduce_(x).wait()
             times.append(time.perf_counter() - begin)
             # The slowest rank's clock decides for all, or they would not take equally many turns.
-            clocks = comm.all_gather(torch.tensor([time.perf_counter() - start], dtype=torch.float64)).wait()
-            spent = max(float(clock) for clock in clocks)
+            clock = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=comm.check_device)
+            clocks = comm.all_gather(clock).wait()
+            spent = max(map(float, clocks))
         found[nbytes] = median(times[1:])
         if spent > budget:
             break

@@ -121,7 +121,8 @@ class Member:
         """Load what some schedulers keep in the groups, such as `max_lr`: the slot has that of the model before."""
         saved = [] if self.optimizer is None else self.optimizer["param_groups"]
         # All else in the groups is the optimizer's own.
-        own = {name for group in type(proxy)([torch.zeros(())], lr=0.1).param_groups for name in group}  # pyright: ignore
+        made: Any = type(proxy)
+        own = {name for group in made([torch.zeros((), device="cpu")], lr=0.1).param_groups for name in group}
         for group, values in zip(proxy.param_groups, saved, strict=False):
             group.update({name: value for name, value in values.items() if name not in own and name in group})
 

@@ -121,7 +121,7 @@ def _dropped(context: Context, input: Value, p: float, training: bool, shape: Ca
     mask = _keep_mask(context, shape(x), p)
     if not isinstance(p, DropoutRates):
         return Batch(x * mask.div_(1 - p or 1.0), 0)
-    kept = torch.tensor([1 - rate or 1.0 for rate in p.values], dtype=torch.float64)
+    kept = torch.tensor([1 - rate or 1.0 for rate in p.values], dtype=torch.float64, device="cpu")
     return Batch(x * mask.div_(kept.to(mask).view(-1, *[1] * (mask.dim() - 1))), 0)
 
 
@@ -188,7 +188,8 @@ def alpha_dropout(
 def _alpha_dropped(context: Context, x: Tensor, p: float) -> Tensor:
     mask = _keep_mask(context, x, p)
     shape = (-1, *[1] * (x.dim() - 1))
-    rates = torch.tensor([rate_of(p, model) for model in range(context.size)], dtype=torch.float64).to(x).view(shape)
+    each = [rate_of(p, model) for model in range(context.size)]
+    rates = torch.tensor(each, dtype=torch.float64, device="cpu").to(x).view(shape)
     scale = torch.where(rates == 1, 0.0, 1 / ((1 - rates) * (1 + rates * _SATURATION**2)).sqrt())
     return (x * mask + _SATURATION * (1 - mask)) * scale - _SATURATION * rates * scale
 

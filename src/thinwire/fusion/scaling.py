@@ -63,8 +63,8 @@ class GradScaler:
             )
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.enabled, self.init_scale = enabled, float(init_scale)
-        self.scales = torch.full((models,), self.init_scale)
-        self.growths = torch.zeros(models, dtype=torch.int64)
+        self.scales = torch.full((models,), self.init_scale, device="cpu")
+        self.growths = torch.zeros(models, dtype=torch.int64, device="cpu")
         self._found: dict[int, Tensor] = {}
 
     def scale(self, losses: Tensor) -> Tensor:
@@ -79,10 +79,10 @@ class GradScaler:
             ConfigError: it was called already since the last update.
         """
         if not self.enabled:
-            return torch.zeros(len(self.scales), dtype=torch.bool)
+            return torch.zeros(len(self.scales), dtype=torch.bool, device="cpu")
         if id(optimizer) in self._found:
             raise ConfigError("unscale_ was called already since the last update(): gradients would be divided twice")
-        overflowed = torch.zeros(len(self.scales), dtype=torch.bool)
+        overflowed = torch.zeros(len(self.scales), dtype=torch.bool, device="cpu")
         # In fp64 and then rounded, as torch's scaler does: the gradients have the same bits.
         inverse = self.scales.double().reciprocal()
         for parameter in _with_gradients(p for group in optimizer.param_groups for p in group["params"]):
@@ -190,7 +190,7 @@ def gradient_norms(parameters: Iterable[nn.Parameter], *, models: int | None = N
         if owner is not None:
             own = F.pad(own, (owner, size - owner - 1))
         norms.append(own)
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms else torch.zeros(size)
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms else torch.zeros(size, device="cpu")
 
 
 @torch.no_grad()
@@ -251,7 +251,7 @@ def _size(parameters: Sequence[nn.Parameter]) -> int:
 
 
 def _bounds(name: str, value: float | Sequence[float] | Tensor, size: int) -> Tensor:
-    found = torch.as_tensor(value, dtype=torch.float64)
+    found = torch.as_tensor(value, dtype=torch.float64, device="cpu")
     found = found.expand(size) if found.dim() == 0 else found
     if found.shape != (size,) or not all(0 < bound <= inf for bound in found.tolist()):
         raise ConfigError(f"{name}={value}: a positive number, or one for each of {size} models")

@@ -125,7 +125,7 @@ class DdpHook:
         """
         residuals = self.residuals()
         kept = {_RESIDUAL + name: residuals[p].clone() for name, p in names.items() if p in residuals}
-        return {**kept, "step": torch.tensor(self.step)}
+        return {**kept, "step": torch.tensor(self.step, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of the same rank; buckets may be divided differently.

@@ -53,7 +53,7 @@ def decide(x: Tensor, by: Callable[[], T], *, most: T, least: T) -> T:
 
 def on_host(x: Tensor) -> Tensor:
     """A tensor on the CPU, whose data can be read; zeros of its shape for a meta tensor."""
-    return torch.zeros(x.shape, dtype=x.dtype) if x.is_meta else x.cpu()
+    return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.cpu()
 
 
 def holds(condition: Tensor) -> bool:

@@ -55,8 +55,9 @@ def candidate_buffers(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate the candidates' absolute values (as bits) and indices, and the histogram by which they are selected."""
     # With room for as many again as are kept, few elements are copied when the smaller ones are dropped.
     capacity = min(n, 2 * k + _SPARE) + 2 * _LANES
-    sizes, counts = torch.empty(capacity, dtype=torch.int32), torch.empty(_BINS, dtype=torch.int32)
-    return sizes, torch.empty(capacity, dtype=torch.int64), counts
+    sizes = torch.empty(capacity, dtype=torch.int32, device="cpu")
+    counts = torch.empty(_BINS, dtype=torch.int32, device="cpu")
+    return sizes, torch.empty(capacity, dtype=torch.int64, device="cpu"), counts
 
 
 def _index_bits(n: int) -> int:
@@ -80,7 +81,7 @@ def pack_indices(indices: Tensor, n: int) -> Tensor:
     if library is None:
         return largest.pack_indices(indices, width)
     indices = indices.to(torch.int64).contiguous()
-    out = torch.empty(packed_nbytes(indices.numel(), n), dtype=torch.uint8)
+    out = torch.empty(packed_nbytes(indices.numel(), n), dtype=torch.uint8, device="cpu")
     library.thinwire_pack_indices(indices.data_ptr(), indices.numel(), width, out.data_ptr())
     return out
 
@@ -98,7 +99,7 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     if library is None:
         out = largest.unpack_indices(packed, width, k)
     else:
-        packed, out = packed.contiguous(), torch.empty(k, dtype=torch.int64)
+        packed, out = packed.contiguous(), torch.empty(k, dtype=torch.int64, device="cpu")
         library.thinwire_unpack_indices(packed.data_ptr(), k, width, out.data_ptr())
     if k and int(out.max()) >= n:
         raise ConfigError(f"index {int(out.max())}: must be below {n}; the payload is damaged or another vector's")

@@ -58,7 +58,7 @@ def weight_gradients(x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
     operands = [(each.data_ptr(), 4 * each.stride(0)) for each in (x, gradient, of_weight, of_bias)]
 
     def run(begin: int, end: int) -> None:
-        workspace = torch.empty(nbytes, dtype=torch.uint8)
+        workspace = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         own = (address + begin * step for address, step in operands)
         library.thinwire_linear_weights(*own, ctypes.byref(layer), end - begin, workspace.data_ptr())
 

@@ -60,7 +60,7 @@ class FreezingOptimizer(ClosureOptimizer):
             # In fp64, because sums of millions of small squares lose digits in fp32.
             sums = torch.stack([on_host(v.sum(dtype=torch.float64)) for v in variances])
             counts = torch.stack([on_host(v.count_nonzero()) for v in variances])
-            overall = sums.sum() / counts.sum() if counts.any() else torch.ones((), dtype=torch.float64)
+            overall = sums.sum() / counts.sum() if counts.any() else torch.ones((), dtype=torch.float64, device="cpu")
             means = torch.where(counts > 0, sums / counts.clamp(min=1), overall).tolist()
             for variance, mean in zip(variances, means, strict=True):
                 variance.masked_fill_(variance == 0, mean)

@@ -361,7 +361,7 @@ def _timed_steps(
     dtype: torch.dtype,
 ) -> list[float]:
     """Steps on real tensors with a comm that sends nothing."""
-    model = nn.ParameterList([torch.randn(*shape, dtype=dtype) * 0.02 for shape in shapes])
+    model = nn.ParameterList([torch.randn(*shape, dtype=dtype, device="cpu") * 0.02 for shape in shapes])
     made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
     worker = attach(model, made, strategy, comm=EchoComm(0, workers), bucket_bytes=bucket_bytes)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model]

@@ -254,7 +254,7 @@ class Planner:
         try:
             strategy.check(job.workers)
             if job.optimizer is not None:
-                strategy.check_optimizer(job.optimizer([torch.nn.Parameter(torch.zeros(1))]))
+                strategy.check_optimizer(job.optimizer([torch.nn.Parameter(torch.zeros(1, device="cpu"))]))
             found = predict(
                 strategy,
                 parameters=job.shapes,

@@ -157,6 +157,6 @@ class ElasticSampler:
     def _next(self, count: int) -> list[int]:
         while len(self._queue) < count:
             rng = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
-            self._queue.extend(torch.randperm(self._batches, generator=rng).tolist())
+            self._queue.extend(torch.randperm(self._batches, generator=rng, device="cpu").tolist())
             self._epoch += 1
         return [self._queue.popleft() for _ in range(count)]

@@ -17,8 +17,8 @@ _FIRST_STEPS = 64
 def begin_log(r: Replica) -> None:
     """Start an empty log: one bit for each rank and step, and how often each rank was a member."""
     width = -(-r.comm.size // 8)
-    r.state[LOG] = torch.zeros(_FIRST_STEPS, width, dtype=torch.uint8)
-    r.state[USED] = torch.zeros(r.comm.size, dtype=torch.int64)
+    r.state[LOG] = torch.zeros(_FIRST_STEPS, width, dtype=torch.uint8, device="cpu")
+    r.state[USED] = torch.zeros(r.comm.size, dtype=torch.int64, device="cpu")
 
 
 def write_log(r: Replica, members: Sequence[int]) -> None:
@@ -27,7 +27,7 @@ def write_log(r: Replica, members: Sequence[int]) -> None:
     if r.step > len(log):
         log = r.state[LOG] = torch.cat([log, torch.zeros_like(log)])
     bits = sum(1 << rank for rank in members)
-    log[r.step - 1] = torch.tensor(list(bits.to_bytes(log.shape[1], "little")), dtype=torch.uint8)
+    log[r.step - 1] = torch.tensor(list(bits.to_bytes(log.shape[1], "little")), dtype=torch.uint8, device="cpu")
     r.state[USED][list(members)] += 1
 
 
@@ -46,10 +46,10 @@ def resize_log(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
         >>> {name: list(x.shape) for name, x in resize_log(state, 9).items()}
         {'members': [2, 2], 'used': [9]}
     """
-    used = torch.zeros(size, dtype=torch.int64)
+    used = torch.zeros(size, dtype=torch.int64, device="cpu")
     kept = min(size, len(state[USED]))
     used[:kept] = state[USED][:kept]
-    log = torch.zeros(len(state[LOG]), -(-size // 8), dtype=torch.uint8)
+    log = torch.zeros(len(state[LOG]), -(-size // 8), dtype=torch.uint8, device="cpu")
     width = min(log.shape[1], state[LOG].shape[1])
     log[:, :width] = state[LOG][:, :width]
     if size % 8:

@@ -110,11 +110,13 @@ class Participant:
         self._all_reduces = AllReduceThread(self._box.changed)
         self._others = others = [other for other in range(size) if other != self.rank]
         self._box.lost_among(others)  # connects: only a connection tells later that a rank is lost
-        for topic, handler, like in (
-            (_CONTROL, self._on_control, torch.empty(control_length(size), dtype=torch.int64)),
-            (_GRADIENT, self._on_gradient, torch.empty(HEADER_BYTES + partition.nbytes, dtype=torch.uint8)),
-            (_STATE, self._on_state, torch.empty(HEADER_BYTES + self._state_chunk_bytes, dtype=torch.uint8)),
+        gradient_bytes, state_bytes = HEADER_BYTES + partition.nbytes, HEADER_BYTES + self._state_chunk_bytes
+        for topic, handler, length, dtype in (
+            (_CONTROL, self._on_control, control_length(size), torch.int64),
+            (_GRADIENT, self._on_gradient, gradient_bytes, torch.uint8),
+            (_STATE, self._on_state, state_bytes, torch.uint8),
         ):
+            like = torch.empty(length, dtype=dtype, device="cpu")
             self._box.on_message(topic, weak_callback(handler, True), like=like, src=others)
         if side_comm is not None:
             self._all_reduces.run_in_background(
@@ -385,7 +387,7 @@ class Participant:
     # -- in the all-reduce thread ------------------------------------------------------------------------------------
 
     def _zeros(self) -> Tensor:
-        return torch.zeros(self._member.partition.numel, dtype=self._member.partition.dtype)
+        return torch.zeros(self._member.partition.numel, dtype=self._member.partition.dtype, device="cpu")
 
     def _all_reduce_input(self, start: ControlMessage) -> Tensor:
         """What this rank adds: a copy of its gradient if it is a member that still waits, else zeros."""

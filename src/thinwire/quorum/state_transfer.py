@@ -57,7 +57,9 @@ def pack(r: Replica, names: Sequence[str], *, x: bool = True, moments: bool = Tr
 
 def unpack_(r: Replica, data: Tensor) -> None:
     """Make a replica what another one was when it was packed, to the bit; what was not packed stays."""
-    tensors = _safetensors().load(data.numpy().tobytes())
+    # What is empty, safetensors makes on the default device.
+    with torch.device("cpu"):
+        tensors = _safetensors().load(data.numpy().tobytes())
     plain = json.loads(tensors.pop(_PLAIN).numpy().tobytes())
     if "x" in tensors:
         r.x.copy_(tensors["x"])

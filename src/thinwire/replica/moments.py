@@ -180,7 +180,9 @@ def _after_a_step(optimizer: Optimizer) -> Optimizer:
         groups.append({**group, "params": samples, **({"frozen": False} if "frozen" in group else {})})
     tried = fresh_optimizer(optimizer, groups)
     try:
-        tried.step()
+        # Torch makes counters on the default device; those of a trial are the host's.
+        with torch.device("cpu"):
+            tried.step()
     except (TypeError, RuntimeError) as error:
         name = type(optimizer).__name__
         raise ConfigError(f"{name}: what it remembers cannot be told ({error}); use buffers='maintain'") from error

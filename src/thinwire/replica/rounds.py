@@ -53,7 +53,7 @@ class Barrier:
 
     def open(self, r: Replica, src: Sequence[int]) -> None:
         """Start to count from 0, in a mailbox that is open; these ranks will send messages."""
-        r.state[self.name] = torch.zeros(r.comm.size, dtype=torch.int64)
+        r.state[self.name] = torch.zeros(r.comm.size, dtype=torch.int64, device="cpu")
 
         def record(r: Replica, _: Mailbox, message: Message) -> bool:
             r.state[self.name][message.src] = message.content[0]
@@ -126,9 +126,9 @@ class RoundBudget:
     @classmethod
     def of(cls, budget: int, ranks: int) -> RoundBudget:
         """Before the first step of rank 0."""
-        waiting = torch.full((ranks,), _TRAINING)
+        waiting = torch.full((ranks,), _TRAINING, device="cpu")
         waiting[0] = _PAUSED
-        return cls(budget, torch.zeros(2, dtype=torch.int64), waiting)
+        return cls(budget, torch.zeros(2, dtype=torch.int64, device="cpu"), waiting)
 
     @property
     def paused(self) -> bool:

@@ -137,7 +137,7 @@ class ChosenData:
         """The batch of a step and the weights of its examples; call it with increasing steps."""
         places = self._epoch_of(step)
         first = (step - self._began) * self.batch_size
-        chosen = places[torch.arange(first, first + self.batch_size) % len(places)]
+        chosen = places[torch.arange(first, first + self.batch_size, device="cpu") % len(places)]
         subset = self.sampler.subset
         rows = self.shard.indices[subset.indices[chosen].numpy()]
         draws = self._draws.words(step * self.batch_size, self.batch_size)

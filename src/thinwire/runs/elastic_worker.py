@@ -46,7 +46,8 @@ class ElasticTraining:
         assert isinstance(recipe, Strategy), "resolve() refuses torch's own methods"
         self._settings, self._emit = settings, emit
         self._task: Task = load_task(settings)
-        model = self._task.model(settings.model, seed=settings.seed)
+        with torch.device("cpu"):  # where the batches are
+            model = self._task.model(settings.model, seed=settings.seed)
         self._parameters = sum(p.numel() for p in model.parameters())
         optimizer = make_optimizer(model, settings)
         self.worker: Worker = attach(

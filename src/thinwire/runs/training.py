@@ -165,7 +165,7 @@ class Training:
             self.context.emit({"event": "switch", **asdict(done)})
 
     def _barrier(self) -> None:
-        self.context.control.all_reduce_(torch.zeros(1)).wait()
+        self.context.control.all_reduce_(torch.zeros(1, device="cpu")).wait()
 
     def _take_step(self) -> None:
         context, engine, step = self.context, self.engine, self.engine.step
@@ -273,12 +273,12 @@ class Training:
         context, step = self.context, self.engine.step
         if self._evaluated_step == step:
             return
-        figures = torch.zeros(3, dtype=torch.float64)
+        figures = torch.zeros(3, dtype=torch.float64, device="cpu")
         with self.engine.consensus() as model:
             if context.data_rank == 0:
                 whole = model if context.tensor_parallel is None else context.tensor_parallel.whole(model)
                 found = context.task.evaluate(whole, limit=context.settings.eval_limit)
-                figures = torch.tensor([found.loss, found.metric, found.targets], dtype=torch.float64)
+                figures = torch.tensor([found.loss, found.metric, found.targets], dtype=torch.float64, device="cpu")
             loss, metric, targets = context.control.broadcast_(figures, 0).wait().tolist()
         self._evaluated_step, self.evaluation = step, Evaluation(loss, metric, int(targets))
         target = context.settings.target_loss

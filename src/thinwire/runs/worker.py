@@ -179,7 +179,9 @@ def _finish(training: Training) -> Fields | None:
     # -1 stands for "not measured": a tensor has no null.
     wire = [-1.0, -1.0] if own is None else [float(own.sent), float(own.received)]
     memory = float(peak_memory(context.settings.device))
-    mine = torch.tensor([*wire, training.payload_bytes, memory, training.cpu_seconds], dtype=torch.float64)
+    mine = torch.tensor(
+        [*wire, training.payload_bytes, memory, training.cpu_seconds], dtype=torch.float64, device="cpu"
+    )
     rows = [row.tolist() for row in context.control.all_gather(mine).wait()]
     if context.writer is None:
         return None

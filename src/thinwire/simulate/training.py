@@ -115,12 +115,13 @@ class Training:
 
     def _minimum(self, rank: int) -> Tensor:
         draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
-        return torch.randn(self.parameters, generator=draw)
+        return torch.randn(self.parameters, generator=draw, device="cpu")
 
     def _train_task(self, comm: SimulatedComm, name: str) -> Outcome:
         task = tasks.load(name)
         shard = task.shards(comm.size)[comm.rank]
-        model = task.model(seed=self.seed)
+        with torch.device("cpu"):  # where the batches are
+            model = task.model(seed=self.seed)
         worker = attach(model, self._optimizer(model, task.defaults.lr), self.strategy, comm=comm, seed=self.seed)
 
         def gradients() -> None:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
+
 from thinwire._version import __version__
 from thinwire.errors import CheckpointError
 from thinwire.storage.files import rename_into_place, write_atomically, write_temporary
@@ -142,7 +144,10 @@ class RankFile:
         content = _bytes_of(file)
         if hashlib.sha256(content).hexdigest() != body["checksum"]:
             raise CheckpointError(f"{file}: is damaged, its checksum is not the one written; {self._fix}")
-        return unpack(body["tree"], from_bytes(content))
+        # What is empty, safetensors makes on the default device.
+        with torch.device("cpu"):
+            tensors = from_bytes(content)
+        return unpack(body["tree"], tensors)
 
     def _tensors_name(self, checksum: str) -> str:
         if not _CHECKSUM.fullmatch(checksum):

@@ -46,14 +46,16 @@ class TrialArray:
             raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model; partition them")
         ((_, self.batch_size, size),) = fixed
         (self._shard,) = plan.task.shards(1, seed=plan.seed)
+        with torch.device("cpu"):  # where the batches are
+            model = plan.task.model(size, seed=plan.seed)
         # `fuse` copies the model, so that all trials start from the same parameters.
-        self.array = fuse([plan.task.model(size, seed=plan.seed)] * len(trials))
+        self.array = fuse([model] * len(trials))
         self.optimizer = fused_optimizer(self.array, settings)
         if plan.population is not None:
             self._perturbed_by(plan.population)  # raises early, not at the first selection
         # In fp64, so that perturbed and scheduled rates round as Python's floats do in `train_alone`.
-        self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64)
-        self.losses = torch.full((len(trials),), torch.nan)
+        self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64, device="cpu")
+        self.losses = torch.full((len(trials),), torch.nan, device="cpu")
         self.step = 0
 
     def _perturbed_by(self, population: Population) -> list[str]:
@@ -148,7 +150,8 @@ class TrialArray:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
         objective = task.objective
-        loss, hits, total = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64), 0
+        loss, hits = (torch.zeros(size, dtype=torch.float64, device="cpu") for _ in range(2))
+        total = 0
         with self.array.evaluating(), torch.no_grad():
             for batch in task.data.held_out(self.plan.eval_limit):
                 *inputs, targets = batch
@@ -220,7 +223,8 @@ def train_alone(plan: Plan, trial: Trial) -> Outcome:
     """Train one trial by itself with torch's own optimizer; `train_together` has the same results up to rounding."""
     setting, task = plan.setting(trial.hyperparameters), plan.task
     (shard,) = task.shards(1, seed=plan.seed)
-    model = task.model(setting.model_size, seed=plan.seed)
+    with torch.device("cpu"):  # where the batches are
+        model = task.model(setting.model_size, seed=plan.seed)
     optimizer = torch_optimizer(model, setting)
     for step in range(plan.steps):
         batch = task.batch(shard, step, batch_size=setting.batch_size, seed=plan.seed, rank=0)

@@ -109,7 +109,9 @@ class Attention2D(nn.Module):
         if self.rotary_base is not None:
             length = stream.shape[1]
             whole = length * rows.size
-            positions = positions_of(whole, rows.rank, rows.size) if self.ring else torch.arange(length)
+            positions = (
+                positions_of(whole, rows.rank, rows.size) if self.ring else torch.arange(length, device=stream.device)
+            )
             query, key = (apply_rotary(x, self.rotary_base, positions.to(x.device)) for x in (query, key))
         if self.ring:
             output = ring_attend(query, key, value, rows, causal=self.causal)

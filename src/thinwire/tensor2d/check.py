@@ -96,7 +96,7 @@ class Check:
         place = (
             ""
             if not expected.dim()
-            else f" at {tuple(int(k) for k in torch.unravel_index(torch.tensor(at), expected.shape))}"
+            else f" at {tuple(int(k) for k in torch.unravel_index(torch.tensor(at, device='cpu'), expected.shape))}"
         )
         return (
             f"{name}{place} is {float(whole.flatten()[at]):.6g}, and {float(expected.flatten()[at]):.6g} in the serial "

@@ -43,7 +43,7 @@ class Dropout2D(nn.Module):
             raise ConfigError(f"p={p}: the probability of dropping must lie in [0, 1); 0.1 is usual")
         self.p, self.mesh, self.seed, self.layer, self.dimension = p, mesh, seed, layer, dimension
         # A buffer, because a resumed run needs the number of calls for the same masks.
-        self.register_buffer("draws", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
         """[b / r, ..., h / c] to the same; unchanged in evaluation."""

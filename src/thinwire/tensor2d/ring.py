@@ -68,13 +68,13 @@ def positions_of(length: int, row: int, rows: int) -> Tensor:
         ConfigError: 2 rows chunks do not divide the length.
     """
     if rows == 1:
-        return torch.arange(length)
+        return torch.arange(length, device="cpu")
     if length % (2 * rows):
         raise ConfigError(
             f"a sequence of {length}: {2 * rows} chunks of {rows} rows must divide it; "
             f"use {-(-length // (2 * rows)) * 2 * rows}"
         )
-    chunks = torch.arange(length).chunk(2 * rows)
+    chunks = torch.arange(length, device="cpu").chunk(2 * rows)
     return torch.cat([chunks[row], chunks[2 * rows - 1 - row]])
 
 

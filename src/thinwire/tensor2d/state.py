@@ -110,7 +110,8 @@ def read_safetensors_(
 
         def read(*slices: slice, part: Any = part) -> Tensor:
             nonlocal nbytes
-            piece: Tensor = part[slices]
+            with torch.device("cpu"):  # not the default device, as safetensors would
+                piece: Tensor = part[slices]
             nbytes += piece.numel() * piece.element_size()
             return piece
 
@@ -175,7 +176,7 @@ def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
     if not path.exists():
         raise CheckpointError(f"{path} is not there: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")
     own = dict((*model.named_parameters(), *model.named_buffers()))
-    with safe_open(str(path), framework="pt") as file:
+    with torch.device("cpu"), safe_open(str(path), framework="pt") as file:
         metadata = file.metadata()
         shape = f"{mesh.rows}x{mesh.columns}"
         if metadata["mesh"] != shape:

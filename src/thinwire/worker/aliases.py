@@ -91,7 +91,7 @@ def _near(places: list[_Place]) -> Iterator[tuple[_Place, _Place]]:
 def _share(a: _Place, b: _Place) -> bool:
     """Whether two tensors have a byte in common: columns of one matrix lie between each other and have none."""
     start, stop = min(a.start, b.start), max(a.stop, b.stop)
-    used = torch.zeros(stop - start, dtype=torch.bool)
+    used = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
     _bytes_of(a, used, start).fill_(True)
     return bool(_bytes_of(b, used, start).any())
 

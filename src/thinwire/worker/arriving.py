@@ -182,7 +182,7 @@ class _Sender:
             if self._closed:
                 raise PeerLostError("this view has ended")
             send(comm, content, 1)
-            comm.send_recv(torch.zeros(1), [], [1]).wait()  # that it has all arrived
+            comm.send_recv(torch.zeros(1, device=comm.check_device), [], [1]).wait()  # that it has all arrived
         finally:
             self._connector.disconnect(comm)
 
@@ -220,7 +220,7 @@ class Offered:
             )
             try:
                 self._parts[told["kind"]] = receive(comm, 0)
-                comm.send_recv(torch.zeros(1), [0], []).wait()
+                comm.send_recv(torch.zeros(1, device=comm.check_device), [0], []).wait()
             finally:
                 self._connector.disconnect(comm)
         except (PeerLostError, CommTimeoutError) as error:

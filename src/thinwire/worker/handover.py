@@ -55,9 +55,9 @@ def packed(worker: WorkerState, each: Callable[[Replica], Tensor], *, others: bo
     """All replicas' states, each behind its length; then what is not trained, if that is asked for."""
     rest = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values() if others]
     parts = [each(r) for r in worker.replicas]
-    parts += [torch.cat(rest) if rest else torch.empty(0, dtype=torch.uint8)]
+    parts += [torch.cat(rest) if rest else torch.empty(0, dtype=torch.uint8, device="cpu")]
     in_flight = sum(len(r.inflight) for r in worker.replicas)
-    lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)])
+    lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)], device="cpu")
     return torch.cat([lengths.view(torch.uint8), *parts])
 
 
@@ -93,7 +93,7 @@ def send(comm: Comm, content: Tensor, dst: int) -> None:
     comm.send_recv(torch.tensor([len(content)], device=device), [dst], []).wait()
     sent: deque[Work[list[Tensor]]] = deque()
     for chunk in content.split(_CHUNK_BYTES):
-        checksum = torch.tensor([_checksum(chunk)])
+        checksum = torch.tensor([_checksum(chunk)], device="cpu")
         sent.append(comm.send_recv(torch.cat([chunk, checksum.view(torch.uint8)]).to(device), [dst], []))
         if len(sent) > _AHEAD:
             sent.popleft().wait()
@@ -109,7 +109,7 @@ def receive(comm: Comm, src: int) -> Tensor:
     """
     device = comm.check_device
     length = int(comm.send_recv(torch.zeros(1, dtype=torch.int64, device=device), [], [src]).wait()[0])
-    content = torch.empty(length, dtype=torch.uint8)
+    content = torch.empty(length, dtype=torch.uint8, device="cpu")
     for part in content.split(_CHUNK_BYTES):
         like = torch.empty(len(part) + 8, dtype=torch.uint8, device=device)
         received = comm.send_recv(like, [], [src]).wait()[0].cpu()

@@ -79,7 +79,7 @@ def _number_of(bits: Tensor) -> int:
     square, rest = bits[: rows * side].view(rows, side), bits[rows * side :]
     sums = torch.cat([square.sum(1, dtype=torch.int64), square.sum(0, dtype=torch.int64), rest.long()])
     draw = torch.Generator().manual_seed(0)
-    weights = torch.randint(-(1 << 62), 1 << 62, sums.shape, generator=draw)
+    weights = torch.randint(-(1 << 62), 1 << 62, sums.shape, generator=draw, device="cpu")
     return int(weights.to(sums.device).mul_(sums).sum())
 
 

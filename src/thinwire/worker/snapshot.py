@@ -435,11 +435,12 @@ def _likes(worker: WorkerState) -> dict[str, _Like]:
 def _names_after_a_step(
     optimizer: Optimizer, group: Mapping[str, Any], dimensions: int, dtype: torch.dtype
 ) -> frozenset[str]:
-    sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype))
+    sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype, device="cpu"))
     sample.grad = torch.zeros_like(sample)
     try:
-        new = fresh_optimizer(optimizer, [{**group, "params": [sample]}])
-        new.step()
+        with torch.device("cpu"):  # torch makes counters on the default device
+            new = fresh_optimizer(optimizer, [{**group, "params": [sample]}])
+            new.step()
     except Exception:
         return frozenset()
     return frozenset(name for name, value in new.state[sample].items() if value is not None)

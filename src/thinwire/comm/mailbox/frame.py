@@ -115,7 +115,7 @@ def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tup
             f"{str(_DTYPES[dtype]).removeprefix('torch.')}"
         )
     if not content.nbytes:  # torch.frombuffer refuses an empty buffer
-        return header, torch.empty(0, dtype=_DTYPES[dtype])
+        return header, torch.empty(0, dtype=_DTYPES[dtype], device="cpu")
     return header, torch.frombuffer(content, dtype=_DTYPES[dtype])
 
 

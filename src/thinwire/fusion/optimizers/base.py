@@ -65,7 +65,7 @@ class FusedOptimizer(Optimizer):
     ) -> None:
         given = list(params)
         self.models = count_models(given) if models is None else models
-        self.active = torch.ones(self.models, dtype=torch.bool)
+        self.active = torch.ones(self.models, dtype=torch.bool, device="cpu")
         super().__init__(given, {**defaults, **shared})  # pyright: ignore[reportArgumentType]
 
     def add_param_group(self, param_group: Group) -> None:
@@ -92,7 +92,7 @@ class FusedOptimizer(Optimizer):
                 )
 
     def _vector(self, name: str, value: Any) -> Tensor:
-        found = torch.as_tensor(value, dtype=torch.float64).detach().cpu()
+        found = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().cpu()
         if found.dim() == 0:
             found = found.expand(self.models)
         if found.shape != (self.models,):
@@ -132,7 +132,8 @@ class FusedOptimizer(Optimizer):
                     continue
                 state, owner = self.state[parameter], owner_of(parameter)
                 if not state:
-                    self._begin(parameter, group, counters.setdefault(owner, torch.zeros(parameter.shape[0])))
+                    counter = torch.zeros(parameter.shape[0], device="cpu")
+                    self._begin(parameter, group, counters.setdefault(owner, counter))
                 together.setdefault((id(state["step"]), owner), []).append(parameter)
             for parameters in together.values():
                 self._update(group, parameters)
@@ -217,7 +218,7 @@ class FusedOptimizer(Optimizer):
         if self.torch_class is None:
             return options
         # torch adds options that an array has not, such as `foreach`.
-        made = self.torch_class([nn.Parameter(torch.zeros(()))], **options)
+        made = self.torch_class([nn.Parameter(torch.zeros((), device="cpu"))], **options)
         return {name: value for name, value in made.param_groups[0].items() if name != "params"}
 
     @torch.no_grad()
@@ -267,14 +268,14 @@ class FusedOptimizer(Optimizer):
         if not given:
             return
         if not self.state[parameter]:
-            self._begin(parameter, group, torch.zeros(parameter.shape[0]))
+            self._begin(parameter, group, torch.zeros(parameter.shape[0], device="cpu"))
         state = self.state[parameter]
         # This slot's step count may now differ from that of the parameters which share the counter.
         state["step"] = state["step"].clone()
         row = 0 if owner_of(parameter) is not None else index
         for name, value in given.items():
             if name in state and value is not None:
-                state[name][row].copy_(torch.as_tensor(value))
+                state[name][row].copy_(torch.as_tensor(value, device=state[name].device))
         if "step" not in given:
             # torch's SGD does not count steps; its formula only needs to know that there was one.
             state["step"][row] = 1

@@ -97,5 +97,5 @@ def scale_per_element(scales: Tensor, n: int, block: int) -> Tensor:
     return scales[:, None].expand(-1, block).reshape(-1)[:n]
 
 
-_SHIFTS = torch.arange(8, dtype=torch.uint8)
+_SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}

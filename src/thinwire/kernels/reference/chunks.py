@@ -45,7 +45,7 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
         values = (2 * _unpacked(records[:, middle:], bits, k) - (2**bits - 1)).float() * scales[:, None]
         # Column by column, as places may repeat in a payload that is damaged.
         for place, value in zip(places.T, values.T, strict=True):
-            rows[torch.arange(len(rows)), place] += value
+            rows[torch.arange(len(rows), device=rows.device), place] += value
     return True
 
 

@@ -46,8 +46,8 @@ def levels_of(rows: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, 
     if bits > 4:
         halves = sizes.amax(1) / float(2**bits)
     else:
-        halves = torch.tensor(_HALF_STEPS[bits]) * block_scales(rows, counts, squared=False)
-    some = halves >= torch.tensor(_SMALLEST_STEP)
+        halves = torch.tensor(_HALF_STEPS[bits], device="cpu") * block_scales(rows, counts, squared=False)
+    some = halves >= torch.tensor(_SMALLEST_STEP, device="cpu")
     sizes = sizes * torch.where(some, 1 / (2 * halves), 0.0)[:, None]
     steps = torch.where(sizes < most, sizes, most).to(torch.int32)
     levels = 2 * steps + 1

@@ -47,7 +47,7 @@ class BitLedger:
 
     def to_tensor(self) -> Tensor:
         """As six numbers in double precision."""
-        return torch.tensor(astuple(self), dtype=torch.float64)
+        return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
 
     def after(self, bits: float, error: float, square: float) -> BitLedger:
         """One step later."""

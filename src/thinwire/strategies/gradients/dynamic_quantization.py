@@ -109,10 +109,10 @@ class DQSGD(Strategy):
         """An empty ledger, and no buckets yet."""
         _QuantizationState(
             ledger=BitLedger().to_tensor(),
-            plan=torch.zeros(0, 3, dtype=torch.int64),
-            sent=torch.zeros(0, 3, dtype=torch.int64),
-            last_squares=torch.zeros(0, dtype=torch.float64),
-            lr_and_error=torch.zeros(2, dtype=torch.float64),
+            plan=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
+            sent=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
+            last_squares=torch.zeros(0, dtype=torch.float64, device="cpu"),
+            lr_and_error=torch.zeros(2, dtype=torch.float64, device="cpu"),
             squares=r.x.new_zeros(0, dtype=torch.float64),
         ).store(r)
 
@@ -145,8 +145,8 @@ class DQSGD(Strategy):
         state = _QuantizationState.of(r)
         ledgers = r.comm.all_gather(state.ledger.to(r.x.device)).wait()
         state.ledger = max((each.cpu() for each in ledgers), key=lambda ledger: float(ledger[0]))
-        state.plan, state.sent = (torch.zeros(0, 3, dtype=torch.int64) for _ in range(2))
-        state.last_squares = torch.zeros(0, dtype=torch.float64)
+        state.plan, state.sent = (torch.zeros(0, 3, dtype=torch.int64, device="cpu") for _ in range(2))
+        state.last_squares = torch.zeros(0, dtype=torch.float64, device="cpu")
         r.inflight.pop("squares", None)
         state.store(r)
 
@@ -167,11 +167,11 @@ class DQSGD(Strategy):
         """Settle the previous step, whose squares have arrived by now, and choose the bits of this one."""
         # Sums of a backward pass that no step followed are still here.
         state.squares = r.x.new_zeros(0, dtype=torch.float64)
-        state.plan, state.sent = state.sent, torch.zeros(0, 3, dtype=torch.int64)
+        state.plan, state.sent = state.sent, torch.zeros(0, 3, dtype=torch.int64, device="cpu")
         received = r.collect("squares")
         # Each bit more at least halves a level, so that it quarters the squared error of the mean.
         answer_error = 0.0 if self.answer is None else 0.25**self.answer
-        lr = float(torch.as_tensor(r.lr).max())
+        lr = float(r.lr.max() if isinstance(r.lr, Tensor) else r.lr)
         error = (1 if self.correlated else 1 / r.active) + answer_error
         if received is not None:
             ledger, sizes = self._settled(r, state, received[0])
@@ -181,8 +181,8 @@ class DQSGD(Strategy):
             step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
             most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
             chosen = decide(received[0], lambda: rule.choose(ledger, step), most=most, least=least)
-            state.plan[:, 2] = torch.tensor(chosen)
-        state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64)
+            state.plan[:, 2] = torch.tensor(chosen, device="cpu")
+        state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64, device="cpu")
 
     def _settled(self, r: Replica, state: _QuantizationState, squares: Tensor) -> tuple[BitLedger, list[int]]:
         """The ledger after the previous step, and the sizes of its buckets."""
@@ -213,7 +213,7 @@ class DQSGD(Strategy):
         if not bits:
             unknown = Step([inf], [part.stop - part.start], *state.lr_and_error.tolist())
             (bits,) = self.rule.choose(BitLedger.read(state.ledger), unknown)
-        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]])])
+        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]], device="cpu")])
         return bits
 
     def _codec(self, bits: int) -> Quantize:

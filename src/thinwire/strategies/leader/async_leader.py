@@ -108,8 +108,8 @@ class AsyncLeaderSGD(Strategy):
     def start(self, r: Replica) -> None:
         """Open the mailbox; rank 0 begins to count."""
         init_scores(r, self.metric, self.period)
-        r.state["round"] = torch.zeros((), dtype=torch.int64)
-        r.state["own_steps"] = torch.zeros((), dtype=torch.int64)
+        r.state["round"] = torch.zeros((), dtype=torch.int64, device="cpu")
+        r.state["own_steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
         if r.comm.size == 1:
             return
         open_mailbox(r, number(0))

@@ -92,8 +92,8 @@ def init_scores(r: Replica, metric: ScoreSource, length: int) -> None:
         metric(r)
     else:
         r.state["losses"] = r.x.new_zeros(length if metric == "window" else 1, dtype=torch.float32)
-        r.state["num_losses"] = torch.zeros((), dtype=torch.int64)
-    r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64)
+        r.state["num_losses"] = torch.zeros((), dtype=torch.int64, device="cpu")
+    r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64, device="cpu")
 
 
 def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:

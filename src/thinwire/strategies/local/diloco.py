@@ -186,7 +186,7 @@ class DiLoCo(OuterStep):
         for fragment, _ in self._fragments(r):
             super().start(fragment, where)
             if self.weights == "samples":
-                fragment.state["samples"] = torch.zeros((), dtype=torch.float64)
+                fragment.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
             if self.codec is not None and self.tracks_mean:
                 track(fragment, self.codec, fragment.state["anchor"], pulled=True)
 

@@ -165,7 +165,7 @@ class LocalSGD(Strategy):
     def start(self, r: Replica) -> None:
         """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""
         if self.weights == "samples":
-            r.state["samples"] = torch.zeros((), dtype=torch.float64)
+            r.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
         if self.codec is not None:
             r.state["anchor"] = common_start(r)
 

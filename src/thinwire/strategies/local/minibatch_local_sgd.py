@@ -115,7 +115,7 @@ class MinibatchLocalSGD(Strategy):
         if "unit" not in r.state:
             # A round starts. The sum is in units of this learning rate, so that most of a round's weights are exactly
             # 1. A rate of zero cannot be a unit; any positive number can replace it, because such a step moves nothing.
-            lr = r.lr if isinstance(r.lr, Tensor) else torch.tensor(r.lr, dtype=torch.float64)
+            lr = r.lr if isinstance(r.lr, Tensor) else torch.tensor(r.lr, dtype=torch.float64, device="cpu")
             r.state["unit"] = torch.where(lr > 0, lr, 1.0)
             if self.inner:
                 r.state["begin"] = r.x.clone()

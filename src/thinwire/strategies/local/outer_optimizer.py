@@ -88,10 +88,10 @@ class OuterOptimizer:
                     f"outer {name}={value!r}: must be a number, a string, True, False, None or a tuple of these, so "
                     "that a recipe can hold it"
                 )
-        x = torch.zeros(2)
+        x = torch.zeros(2, device="cpu")
         # Twice, because some optimizers fail only with the state of a first step.
-        self.step_(x, torch.zeros(2), state := dict[str, Tensor]())
-        self.step_(x, torch.zeros(2), state)
+        self.step_(x, torch.zeros(2, device="cpu"), state := dict[str, Tensor]())
+        self.step_(x, torch.zeros(2, device="cpu"), state)
 
     @property
     def module(self) -> str | None:
@@ -115,7 +115,7 @@ class OuterOptimizer:
                 self.step_(x, (scale * x).cos(), state)
             return x
 
-        x = torch.linspace(-3, 5, 8, dtype=torch.float64)
+        x = torch.linspace(-3, 5, 8, dtype=torch.float64, device="cpu")
         return torch.allclose(moved(x), torch.cat([moved(part) for part in x.split(3)]), rtol=1e-9, atol=1e-12)
 
     def step_(self, x: Tensor, gradient: Tensor, state: MutableMapping[str, Tensor]) -> None:
@@ -140,7 +140,9 @@ class OuterOptimizer:
             }
         parameter.grad = gradient
         try:
-            optimizer.step()
+            # Where torch makes counters on the default device, which may be another than when there was none.
+            with torch.device("cpu"):
+                optimizer.step()
         except (TypeError, RuntimeError) as error:
             raise self._refusal(f"its step needs more than a gradient ({error})") from error
         # Checkpoints hold tensors only, so the state must consist of tensors.

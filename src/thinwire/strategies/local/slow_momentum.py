@@ -97,7 +97,7 @@ class SlowMo(OuterStep):
     def begin_round(self, r: Replica) -> None:
         """Sum the learning rates of the round; a round that was begun by `restart` has fewer steps than others."""
         r.state["lr_sum"] = r.state["anchor"].new_zeros((), dtype=torch.float64)
-        r.state["num_steps"] = torch.zeros((), dtype=torch.int64)
+        r.state["num_steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
         """The base's hook; then, when the period is over, the slow step, from which the next round starts."""

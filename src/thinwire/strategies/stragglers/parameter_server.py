@@ -82,10 +82,10 @@ class ParameterServer(Strategy):
         size = r.comm.size
         r.state["snapshot"] = r.x.clone()
         r.state["published"] = _split(r.x, size)[r.comm.rank].clone()
-        r.state["version"] = torch.zeros(1, dtype=torch.int64)
-        r.state["version_read"] = torch.zeros(size, dtype=torch.int64)
-        r.state["barriers_at_step"] = torch.full((1,), -1, dtype=torch.int64)
-        r.state["staleness"] = torch.zeros(2, dtype=torch.int64)
+        r.state["version"] = torch.zeros(1, dtype=torch.int64, device="cpu")
+        r.state["version_read"] = torch.zeros(size, dtype=torch.int64, device="cpu")
+        r.state["barriers_at_step"] = torch.full((1,), -1, dtype=torch.int64, device="cpu")
+        r.state["staleness"] = torch.zeros(2, dtype=torch.int64, device="cpu")
         open_mailbox(r, r.state["published"])
         _BARRIER.open(r, others(r))
         on_message(r, _PUSH, self._on_push, like=r.state["published"], src=others(r))
@@ -158,7 +158,7 @@ class ParameterServer(Strategy):
         scale = 1 / max(1, staleness) if self.scaling == "staleness" else 1.0
         version.add_(1)
         read[src] = version[0]
-        r.state["staleness"].add_(torch.tensor([staleness, 1]))
+        r.state["staleness"].add_(torch.tensor([staleness, 1], device="cpu"))
         return r.state["published"].add_(update, alpha=scale)
 
 

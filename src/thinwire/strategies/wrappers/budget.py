@@ -163,9 +163,9 @@ class Budget(Wrapper):
         _now.pop(r, None)
         _of(r)
         for name in ("balance", "earned", "spent"):
-            r.state[name] = torch.zeros((), dtype=torch.float64)
+            r.state[name] = torch.zeros((), dtype=torch.float64, device="cpu")
         if self._exchanges:
-            r.state["buckets"] = torch.zeros(0, dtype=torch.int64)
+            r.state["buckets"] = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
         """As the base at the level of this pass; gradients that cannot be paid for are kept for the next one."""
@@ -181,7 +181,7 @@ class Budget(Wrapper):
         now.buckets.append(part.start)
         # In whole passes, as the next one begins by the sizes of this one.
         if part.start == 0:
-            r.state["buckets"] = torch.tensor(now.buckets)
+            r.state["buckets"] = torch.tensor(now.buckets, device="cpu")
         if not now.level:
             residual_of(r.state, r.g[part], part.start, r.g.numel()).add_(r.g[part])
             r.g[part].zero_()
@@ -238,7 +238,7 @@ class Budget(Wrapper):
         """
         super().regroup(r, before)
         balance, earned = float(r.state["balance"]), float(r.state["earned"])
-        own = torch.tensor([balance - earned if self.per_step else balance, earned], dtype=torch.float64)
+        own = torch.tensor([balance - earned if self.per_step else balance, earned], dtype=torch.float64, device="cpu")
         rows = [row.tolist() for row in r.comm.all_gather(own.to(r.x.device)).wait()]
         most = max(row[0] for row in rows)
         if not self.per_step:

@@ -116,9 +116,9 @@ class Paced(Wrapper):
         """Start the base; nothing is known of speeds."""
         super().start(r)
         for name in ("round_seconds", "elapsed", "samples"):
-            r.state[name] = torch.zeros((), dtype=torch.float64)
+            r.state[name] = torch.zeros((), dtype=torch.float64, device="cpu")
         # Of the last steps, across rounds: a stall is one of several. Zero is not known.
-        r.state["step_seconds"] = torch.zeros(_TIMED_STEPS, dtype=torch.float64)
+        r.state["step_seconds"] = torch.zeros(_TIMED_STEPS, dtype=torch.float64, device="cpu")
         if self.weights == "samples" and r.x.element_size() < _EXACT_BYTES:
             r.state["start"] = r.x.clone() if r.equal_start else r.comm.broadcast_(r.x.clone(), 0).wait()
 
@@ -196,7 +196,7 @@ class Paced(Wrapper):
         """Tell all ranks how fast this one is and what it has used; the factor of its parameters in the plain mean."""
         rate: Any = r.lr
         own = float(rate.double().mean()) if isinstance(rate, Tensor) else rate
-        mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64)
+        mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64, device="cpu")
         # Of the parameters' device, as NCCL sends no other.
         found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
         if found.is_meta:

@@ -146,9 +146,9 @@ class Probe(Wrapper):
             r.zeros_state("anchor")
         r.state["means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
         r.state["square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
-        r.state["half"] = torch.zeros((), dtype=torch.bool)
+        r.state["half"] = torch.zeros((), dtype=torch.bool, device="cpu")
         if not self.sends_gradients:
-            r.state["rounds"] = torch.zeros((), dtype=torch.int64)
+            r.state["rounds"] = torch.zeros((), dtype=torch.int64, device="cpu")
             self._begin_round(r)
 
     # There are two cases. Where the base sends gradients, `on_gradient` computes each part's deviation as its mean
@@ -219,8 +219,8 @@ class Probe(Wrapper):
         return found and [{n: x for n, x in state.items() if n in kept or n.startswith("base/")} for state in found]
 
     def _begin_round(self, r: Replica) -> None:
-        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64)
-        r.state["steps"] = torch.zeros((), dtype=torch.int64)
+        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device="cpu")
+        r.state["steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def _end_round(self, r: Replica, average_: Callable[[Replica], None]) -> None:
         """Average as the base does, and keep the deviation of this worker's mean gradient."""
@@ -259,7 +259,7 @@ class Probe(Wrapper):
             r.comm.check_in_step("a measurement").wait()
         pairs = ((now, now), (earlier, earlier), (now, earlier))
         sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
-        steps = r.state.get("steps", torch.ones(()))
+        steps = r.state.get("steps", torch.ones((), device="cpu"))
         found = estimate(sums, r.state["square"], r.comm.size, float(steps))
         # Moving averages that start at zero. The first element is the sum of their weights; dividing by it corrects the
         # bias, as Adam does.
