@@ -20,7 +20,7 @@ from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import thinwire
-from tests.battery.cases import CODECS, STRATEGIES, CodecCase, is_first
+from tests.battery.cases import CODECS, STRATEGIES, CodecCase, is_of_a_family
 from tests.battery.runs import BUCKET_BYTES, Case, Setting, go_on, smallest, with_
 from tests.battery.test_codecs import using
 from tests.coreset.test_training_sampler import POLICIES, data, net, points_of
@@ -125,8 +125,10 @@ def trains_alike(each: Case, size: int, folder: Path, *, adamw: bool = False) ->
     assert torch.equal(expected, found) or not each.reproducible
 
 
-# Other forms of a class where there is time.
-FORMS = [pytest.param(each, id=str(each), marks=[] if is_first(each) else [pytest.mark.slow]) for each in STRATEGIES]
+# One strategy of each family; all others where there is time.
+FORMS = [
+    pytest.param(each, id=str(each), marks=[] if is_of_a_family(each) else [pytest.mark.slow]) for each in STRATEGIES
+]
 
 
 @pytest.mark.parametrize("each", FORMS)
