@@ -63,12 +63,12 @@ class Scale:
 QUICK = Scale(
     task="digits",
     workers=16,
-    steps=80,
+    steps=64,
     rates=(0.07, 0.1, 0.14, 0.2),
     fewer_rates=(0.07, 0.14),
     tuning_seeds=(0,),
     seeds=(10, 11, 12, 13, 14),
-    paced_steps=24,
+    paced_steps=16,
     paced_rounds=3,
 )
 

@@ -87,7 +87,7 @@ def _run(plan: Plan, trial: Trial, seed: int) -> Figures:
     task = plan.task
     shards = task.shards(plan.workers, split=plan.split, seed=seed)
 
-    def body(comm: Comm) -> tuple[float, Figures]:
+    def body(comm: Comm) -> tuple[float, Figures | None]:
         model = task.model(seed=seed)
         optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=plan.momentum)
         worker = attach(model, optimizer, parse(trial.recipe), comm=comm, seed=seed)
@@ -106,6 +106,7 @@ def _run(plan: Plan, trial: Trial, seed: int) -> Figures:
 
     results = run_threads(plan.workers, body)
     found = results[0][1]
+    assert found is not None
     return Figures(fmean(loss for loss, _ in results), found.held_out_loss, found.accuracy)
 
 
@@ -132,13 +133,13 @@ class Kept:
         return self._known[name]
 
 
-def _measured(worker: Worker, task: Task, seen: Batch) -> tuple[float, Figures]:
-    """The consensus model's loss on this worker's own data, and its figures on what is held out."""
+def _measured(worker: Worker, task: Task, seen: Batch) -> tuple[float, Figures | None]:
+    """The consensus model's loss on this worker's own data, and of rank 0 its figures on what is held out."""
     with worker.consensus() as model:
         train_loss = _loss(task, model, seen)
-        found = task.evaluate(model)
+        found = task.evaluate(model) if worker.rank == 0 else None
     worker.detach()
-    return train_loss, Figures(train_loss, found.loss, found.metric)
+    return train_loss, None if found is None else Figures(train_loss, found.loss, found.metric)
 
 
 def _loss(task: Task, model: nn.Module, batch: Batch) -> float:
