@@ -13,7 +13,7 @@ from benchmarks.race.bars import bars
 from benchmarks.race.checks import check_lines, whole_runs
 from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of, named
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
-from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table
+from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table, wall_seconds
 from thinwire.strategies.recipe import parse
 
 PAGE = Path(__file__).parents[2] / "docs" / "race.md"
@@ -108,12 +108,28 @@ def _headline() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     of = "one seed" if seeds == 1 else f"medians of {seeds} seeds"
     told = f"Held-out loss as low as DDP's after 240 steps; {of}. Seconds are steps times those of a step."
+    told += _walls()
     if whole := whole_runs():
         each = (f"{seconds:.0f} s at {_PLACES[link]} ({name})" for link, name, seconds in whole)
         told += f" Whole runs of as many steps took {', '.join(each)}."
         took = {(link, name): seconds for link, name, seconds in whole}
         told += "".join(f" {words}" for words in _ratios_by_whole_runs(took))
     return "\n".join([*lines, "", told, ""])
+
+
+def _walls() -> str:
+    """How fast the machine was when each link was timed, where that was not the same."""
+    found = {
+        link: wall_seconds(link, workers) for task, link, workers in PLACES if (task, workers) == ("text", SIZES[0])
+    }
+    walls = {link: seconds for link, seconds in found.items() if seconds is not None}
+    if len({round(seconds, 2) for seconds in walls.values()}) < 2:
+        return ""
+    each = ", ".join(f"{seconds:.2f} s ({_PLACES[link]})" for link, seconds in walls.items())
+    return (
+        " Links were timed on several days, on which this machine was not equally fast: a step without communication "
+        f"took {each}. So compare within a row."
+    )
 
 
 def _ratios_by_whole_runs(took: Mapping[tuple[str, str], float]) -> Iterator[str]:

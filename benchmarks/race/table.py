@@ -238,6 +238,12 @@ def _over(ddp: Row, row: Row) -> str:
     return f"{ddp.to_target / row.to_target:.2f}"
 
 
+def wall_seconds(link: str, workers: int, task: str = "text") -> float | None:
+    """Of a step without communication, as it was when a link was timed; None where it was not."""
+    wall = _times(LOCALS[task], link, workers)
+    return None if wall is None or "failed" in wall else median(wall["block_seconds"])
+
+
 def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS), *, task: str = "text") -> str:
     """The rows of a link, as Markdown; racers of which nothing has been run are told below it."""
     found = rows(link, workers, task)
