@@ -211,7 +211,7 @@ CLAIM = Claim(
     },
     costs="where one model keeps the device busy an array gains little: wide layers on a processor, and on an H200 the "
     "PointNets; where each process has a core to itself, small models in processes at once are as fast",
-    minutes=(28, 2.5),
+    minutes=(28, 1),
     earlier=(
         Earlier(
             "in fp64, where rounding does not grow to what can be seen, losses are within 1e-09 of the first loss of "

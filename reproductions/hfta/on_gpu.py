@@ -68,6 +68,9 @@ def in_turns_on_gpu(rounds: Rounds, seconds: float, device: str = "cuda") -> Fou
     missing = any(len(found[name][size][way]) < count for (name, size), count in jobs.items() for way in WAYS)
     if any(each.code for each in exits) or missing:
         raise ThinwireError("\n".join([f"{' '.join(given)}: the process ended without a result", *errors[-_LINES:]]))
+    if errors:
+        # Why a way failed, which the result counts as infinitely slow, is told where the study is started.
+        sys.stderr.write("\n".join([*errors[-_LINES:], ""]))
     return found
 
 
@@ -186,6 +189,8 @@ class _Four:
             try:
                 step = warmed_up(make(workload, count))
             except Exception:
+                if way in ("array", "process"):
+                    raise  # without these there is nothing to judge
                 traceback.print_exc()
                 self._turns[way] = _cannot
             else:

@@ -14,11 +14,12 @@ from functools import partial
 import pytest
 import torch
 
+from reproductions.hfta import on_gpu
 from reproductions.hfta.claim import CLAIM, LEAST_SPEEDUP, judge
 from reproductions.hfta.losses import in_double, largest, losses, nudged
 from reproductions.hfta.networks import PointClassifier
 from reproductions.hfta.on_gpu import in_turns_on_gpu, stays
-from reproductions.hfta.training import WAYS, Pace, Paces, forked, in_turns, made, main, measure, ratios
+from reproductions.hfta.training import WAYS, Pace, Paces, Step, forked, in_turns, made, main, measure, ratios
 from reproductions.hfta.workloads import clouds, paper_workloads, workloads
 from thinwire.errors import ThinwireError
 from thinwire.fusion import autotune, autotune_cache
@@ -187,6 +188,23 @@ def test_a_process_that_stays_and_fails_is_told_of() -> None:
         in_turns_on_gpu({"no-such-network": {1: 1}}, 0.01, "cpu")
     with pytest.raises(ThinwireError, match="ended without a result"), stays(Fails) as process:
         process.call("end")
+
+
+def test_a_way_beside_the_array_may_fail_and_neither_the_array_nor_a_process_by_itself(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails(*_: object) -> Step:
+        raise RuntimeError("no such operation")
+
+    four = on_gpu._Four(0.01, "cpu")
+    monkeypatch.setattr(on_gpu, "STEPS", {"vmap": fails})
+    four.make("pointnet-cls", 2)
+    assert four.turn("vmap") == {"models_per_second": 0.0, "nbytes": 0}
+    assert "no such operation" in capsys.readouterr().err
+    for way in ("array", "process"):
+        monkeypatch.setattr(on_gpu, "STEPS", {way: fails})
+        with pytest.raises(RuntimeError, match="no such operation"):
+            four.make("pointnet-cls", 2)
 
 
 def test_a_way_that_fails_is_infinitely_slow() -> None:
