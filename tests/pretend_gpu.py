@@ -4,6 +4,8 @@
 Within `pretend_gpu()` the device "cuda:0" makes tensors that hold tensors of the CPU. An operation that mixes both
 raises as on a GPU, and so do `numpy()` and generators of the CPU; their address is one that no process has, so that C
 which is given it ends the process. (The device "cuda" without a number needs a torch with CUDA.)
+
+Where there is a GPU the tensors are on it, and the same tests are asked of it.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from thinwire import Comm
 from thinwire.kernels import base
 
 GPU = torch.device("cuda", 0)
+REAL = torch.cuda.is_available()
 _BEYOND = 1 << 52  # added to addresses
 _MOVES = {"copy_", "_to_copy", "_foreach_copy_", "set_"}
 # Indices may be on the CPU; and of a tensor on the CPU they must be.
@@ -162,7 +165,7 @@ def as_over_nccl(comm: Comm) -> Comm:
 
         def call(x: Any, *more: Any) -> Any:
             sent = [x] if isinstance(x, Tensor) else x
-            assert all(isinstance(each, Pretended) for each in sent), f"{name}: no backend for tensors of the CPU"
+            assert all(each.is_cuda for each in sent), f"{name}: no backend for tensors of the CPU"
             return send(x, *more)
 
         return call
@@ -175,7 +178,10 @@ def as_over_nccl(comm: Comm) -> Comm:
 
 @contextmanager
 def pretend_gpu() -> Iterator[None]:
-    """In this thread, and in those that are started within, "cuda:0" makes pretended tensors."""
+    """In this thread, and in those that are started within, "cuda:0" makes pretended tensors, unless there is a GPU."""
+    if REAL:
+        yield
+        return
     run, make, adopt = threading.Thread.run, torch.tensor, torch.as_tensor
 
     def within(thread: threading.Thread) -> None:

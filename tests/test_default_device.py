@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """After `torch.set_default_device`, models on the CPU train as before: numbers of the host are not on that device.
 
-The meta device stands for a GPU here. What is made there by mistake has no numbers, so it fails where it meets others.
+Where there is no GPU the meta device stands for it. What is made there by mistake has no numbers, so it fails where it
+meets others.
 """
 
 from __future__ import annotations
@@ -62,12 +63,13 @@ from thinwire.tensor2d.plan import Untouched
 from thinwire.tensor2d.ring import positions_of
 
 Inside = Callable[[], AbstractContextManager[object]]
+OTHER = "cuda" if torch.cuda.is_available() else "meta"
 
 
 @contextmanager
 def elsewhere() -> Iterator[None]:
     """In this thread alone: torch keeps the default device for each."""
-    torch.set_default_device("meta")
+    torch.set_default_device(OTHER)
     try:
         yield
     finally:

@@ -18,7 +18,12 @@ STEPS = 5
 RATES = [1e-3, 3e-3, 1e-2]
 # On a machine without a GPU the same is asked of the CPU, so that these tests are known to run.
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_autotune_cache")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("fresh_autotune_cache"),
+    # Torch says so where the first product of a process is in a backward pass.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
 
 
 class Recurrent(nn.Module):

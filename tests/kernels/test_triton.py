@@ -26,6 +26,8 @@ needs_gpu = pytest.mark.skipif(
 def output_of(script: str, folder: Path, **names: str) -> str:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder), **names}
     done = subprocess.run([sys.executable, HERE / script], env=environment, capture_output=True, text=True, timeout=110)
+    if "triton/runtime/interpreter" in done.stderr and "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not know this NumPy, where an array of one element is no number")
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout.strip()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from thinwire.codecs.base import Matrix, MatrixCodec, Rounds, State, draw_key
 from thinwire.errors import ConfigError
 from thinwire.kernels import uniform
 from thinwire.registry import registered
+
+_ONE_AT_A_TIME = Lock()  # torch loads its solvers for GPUs at the first call, and cannot do so in two threads
 
 
 @registered
@@ -150,6 +153,7 @@ def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
     found: list[Tensor] = []
     for _, group in groupby(matrices, key=lambda each: each.shape):
         # Householder's reflections, which also complete columns of zeros to a basis: no step divides by their norm.
-        basis, _ = torch.linalg.qr(torch.stack(list(group)))
+        with _ONE_AT_A_TIME:
+            basis, _ = torch.linalg.qr(torch.stack(list(group)))
         found += basis.unbind()
     return found

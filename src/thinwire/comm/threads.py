@@ -417,9 +417,12 @@ def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, 
     """
     hub = Hub(size, delay=delay)
 
+    # Torch has one thread for all backward passes on a GPU. At the end of one it would wait there for the other ranks,
+    # whose passes would then not run: so each runs in its rank's thread.
     def body(rank: int) -> T:
         try:
-            return work(ThreadComm(hub, rank, timeout=timeout))
+            with torch.autograd.set_multithreading_enabled(False):
+                return work(ThreadComm(hub, rank, timeout=timeout))
         except BaseException as error:
             # Any exception must end the others' waits, or they would only end with the timeout.
             hub.report_failure(rank, error)

@@ -45,7 +45,8 @@ def encode_fp8(x: Tensor, kind: torch.dtype, *, block: int) -> Tensor:
     scales, codes = [x.new_empty(0, dtype=torch.uint8)], list[Tensor]()
     largest = torch.finfo(kind).max
     for rows in blocks_as_rows(as_fp32(x), block):
-        scale = rows.abs().amax(1, keepdim=True) / largest
+        # By a tensor: on a GPU torch divides by a number as it multiplies by the inverse, which rounds otherwise.
+        scale = rows.abs().amax(1, keepdim=True) / rows.new_full((), largest)
         scales.append(scale.view(-1).view(torch.uint8))
         # A scale that is zero or subnormal is rounded coarsely, so that quotients may exceed fp8's largest number.
         scaled = torch.where(scale > 0, rows / scale, 0.0).clamp(-largest, largest)

@@ -19,6 +19,8 @@ from itertools import count
 from math import inf
 from types import TracebackType
 
+import torch
+
 from thinwire.comm.runtime import Runtime
 from thinwire.errors import CommError
 
@@ -247,7 +249,8 @@ class Schedule:
     def _body(self, actor: Actor) -> None:
         try:
             if not actor.doomed:
-                with suppress(Stopped):
+                # A backward pass on a GPU would wait for the other workers in the thread that runs theirs.
+                with suppress(Stopped), torch.autograd.set_multithreading_enabled(False):
                     actor.run()
         except BaseException as error:  # a mistake of this package: the run must end, and say so
             self._fail(error)
