@@ -3,7 +3,8 @@
 
 python -m torch.distributed.run --nproc-per-node N tests/gpu/ranks.py DEVICE RECIPE STREAM FILE
 
-DEVICE is "cpu", "cuda" (NCCL, a GPU for every rank) or "shared" (Gloo, one GPU for all ranks).
+DEVICE is "cpu", "cuda" (NCCL, a GPU for every rank), "sharded" (the same, with a model in shards) or "shared" (Gloo,
+one GPU for all ranks).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import thinwire
 from thinwire.storage.files import write_atomically
@@ -24,6 +27,7 @@ STEPS = 6
 def main(device: str, recipe: str, stream: str, path: str) -> None:
     """Train as one rank."""
     rank = int(os.environ["RANK"])
+    sharded, device = device == "sharded", "cuda" if device == "sharded" else device
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     if device == "shared":
@@ -35,9 +39,15 @@ def main(device: str, recipe: str, stream: str, path: str) -> None:
     model = nn.Sequential(nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, 2048), nn.Tanh(), nn.Linear(2048, 4)).to(
         device
     )
+    group = None
+    if sharded:
+        mesh = init_device_mesh("cuda", (1, int(os.environ["WORLD_SIZE"])), mesh_dim_names=("replicate", "shard"))
+        group = mesh["replicate"]
+        for each in (*model, model):
+            fully_shard(each, mesh=mesh["shard"])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     own = torch.cuda.Stream() if stream == "own" and device == "cuda" else None
-    worker = thinwire.attach(model, optimizer, recipe)
+    worker = thinwire.attach(model, optimizer, recipe, group=group)
     with torch.cuda.stream(own) if own is not None else torch.enable_grad():
         for step in range(STEPS):
             inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(100 * rank + step)).to(device)
@@ -45,7 +55,8 @@ def main(device: str, recipe: str, stream: str, path: str) -> None:
             model(inputs).square().mean().backward()
             optimizer.step()
     with worker.consensus():
-        flat = torch.cat([p.detach().flatten() for p in model.parameters()]).cpu()
+        whole = [p.full_tensor() if sharded else p for p in model.parameters()]
+        flat = torch.cat([p.detach().flatten() for p in whole]).cpu()
     if rank == 0:
         write_atomically(Path(path), flat.numpy().tobytes())
 

@@ -56,9 +56,7 @@ def test_nccl_trains_as_gloo_does(recipe: str, tmp_path: Path) -> None:
     assert np.abs(on_gpu - on_cpu).max() < (2e-2 if "codec" in recipe else 1e-4)
 
 
-@pytest.mark.parametrize(
-    "recipe", [*RECIPES, "SlowMo(period=2)", "DQSGD(rule=FixedBits())", "AllReduce(codec=PowerSGD(2))"]
-)
+@pytest.mark.parametrize("recipe", [*RECIPES, *MORE])
 def test_three_ranks_that_share_a_gpu_train_over_gloo_as_on_cpus(recipe: str, tmp_path: Path) -> None:
     on_gpu, on_cpu = (trained(tmp_path, device, recipe, ranks=3) for device in ("shared", "cpu"))
     assert np.abs(on_gpu - on_cpu).max() < (2e-2 if "codec" in recipe or "DQSGD" in recipe else 1e-4)
@@ -67,6 +65,15 @@ def test_three_ranks_that_share_a_gpu_train_over_gloo_as_on_cpus(recipe: str, tm
 @pytest.mark.parametrize("recipe", RECIPES[:4])
 def test_a_stream_of_the_users_own_changes_nothing(recipe: str, tmp_path: Path) -> None:
     assert np.array_equal(trained(tmp_path, "cuda", recipe), trained(tmp_path, "cuda", recipe, "own"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "whole"), [("LocalSGD(period=2)", "AllReduce()"), ("SlowMo(period=2)", "SlowMo(AllReduce(), period=2)")]
+)
+def test_a_model_in_shards_trains_as_a_whole_one(recipe: str, whole: str, tmp_path: Path) -> None:
+    # There is one replica, over all ranks: FSDP averages its gradients.
+    sharded, expected = trained(tmp_path, "sharded", recipe), trained(tmp_path, "cuda", whole)
+    assert np.abs(sharded - expected).max() < 1e-4
 
 
 def test_messages_are_answered_in_a_stream_of_the_users_own(tmp_path: Path) -> None:
