@@ -24,7 +24,6 @@ from benchmarks.race.racers import (
     LATER_LOCAL,
     LOCALS,
     MOST,
-    OTHERS_RACE_AT,
     OUTER_RATES,
     PAIRED_ROUNDS,
     SEEDS,
@@ -236,7 +235,9 @@ def _in_order() -> Iterator[Job]:
         if task != "text":
             yield from _curves(of_task(task), SEEDS[0])
             yield from _times([LOCALS[task], *of_task(task)], SIZES[0])
-    yield from (time_job(racer, *OTHERS_RACE_AT) for racer in (LATER_LOCAL, *others))
+    for link in dict.fromkeys(racer.link for racer in others):
+        there = [racer for racer in others if racer.link == link]
+        yield from (time_job(racer, link, SIZES[0]) for racer in (LATER_LOCAL, *there))
     yield from _curves(others, SEEDS[0])
 
 

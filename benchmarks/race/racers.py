@@ -17,8 +17,6 @@ FEW_WARM_STEPS, FEW_STEPS, FEW_BLOCK = 2, 8, 2
 LINKS = ("100mbit", "20mbit", "1gbit", "none", "100mbit+50ms")
 # Curves, and so seconds to the target, are of the first number of workers; with the other one only steps are timed.
 SIZES = (4, 8)
-OTHERS_RACE_AT = (LINKS[0], SIZES[0])
-"""Where those race that are not in the headline."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,8 @@ class Racer:
         inner: of a racer with an outer rate, whose inner rate it takes.
         rates_of: the racer whose rates it takes.
         same_as: the racer whose rates and curves it takes, because it computes the same.
-        headline: raced first, everywhere and with all seeds; others on 100 Mbit with 4 workers and one seed.
+        headline: raced first, everywhere and with all seeds; others on one link with 4 workers and one seed.
+        link: where those race that are not in the headline.
         library: that has an environment of its own, if it is not torch or thinwire.
         period: steps after which its communication repeats.
         dense: it sends all gradients, or a cast of them, at every step.
@@ -96,6 +95,7 @@ class Racer:
     rates_of: str | None = None
     same_as: str | None = None
     headline: bool = True
+    link: str = LINKS[0]
     library: str | None = None
     period: int = 8
     dense: bool = False
@@ -129,13 +129,17 @@ class Racer:
         """Those that it races with."""
         return self.work.seeds if self.headline else SEEDS[:1]
 
+    def races_at(self, link: str, workers: int) -> bool:
+        """Whether it races there."""
+        return self.headline or (link, workers) == (self.link, SIZES[0])
+
 
 CODED = "ErrorFeedback(Nearest(bits=4))"
 OUTER = "OuterOptimizer('SGD', lr={outer}, momentum=0.9, nesterov=True)"
 LOCALS = {"text": Racer("Local", "Local()"), "cifar10": Racer("resnet-Local", "Local()", task="cifar10")}
 """By task, the step without communication."""
 LATER_LOCAL = Racer("Local-later", "Local()", headline=False)
-"""The same in the hour of those that are not in the headline."""
+"""The same on a link in the hour of those that are not in the headline."""
 # Of torch's PowerSGD the first ten steps send whole gradients; a form that has two such steps is timed.
 _POWER = {"dense_steps": 10, "dense_as": "ddp"}
 # In the order in which they are run.
@@ -212,6 +216,8 @@ RACERS = (
         period=32,
     ),
     Racer("PushSum", "PushSum()", headline=False, dense=True),
+    # What `thinwire plan` recommended there.
+    Racer("PushSum-stale", "PushSum(staleness=1)", rates_of="PushSum", headline=False, link="1gbit", dense=True),
     Racer(
         "OneBitAdam",
         "CompressedMomentum(warmup_steps=48)",

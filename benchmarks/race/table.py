@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from benchmarks.race.racers import BUDGET, LATER_LOCAL, LOCALS, OTHERS_RACE_AT, SIZES, Racer, ddp_of, named, of_task
+from benchmarks.race.racers import BUDGET, LATER_LOCAL, LOCALS, SIZES, Racer, ddp_of, named, of_task
 from benchmarks.race.results import Fields, curve_of, final, loss_until, result, steps_to, targets
 
 NOT_RUN = "not run"
@@ -259,7 +259,7 @@ def table(link: str, workers: int, columns: Sequence[str] = tuple(COLUMNS), *, t
     if wall.seconds is not None:
         cells = [COLUMNS[name](wall, ddp) if name in STEP else "" for name in columns]
         lines.append(f"| `Local()`: nothing is sent | {' | '.join(cells)} |")
-    raced = [row for row in found if row.racer.headline or (link, workers) == OTHERS_RACE_AT]
+    raced = [row for row in found if row.racer.races_at(link, workers)]
     absent = [row.racer.name for row in raced if row.seconds is None and row.failed is None]
     failed = [f"{row.racer.name} failed: {row.failed}" for row in found if row.failed is not None]
     failed += [f"A curve of {row.racer.name} failed: {row.curve_failed}" for row in found if row.curve_failed]
