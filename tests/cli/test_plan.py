@@ -12,6 +12,7 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.cli.network_words import differences, rates_differ
+from thinwire.doctor import host
 from thinwire.doctor.findings import Examination
 from thinwire.doctor.links import Pair
 from thinwire.doctor.speeds import StepTime
@@ -26,6 +27,18 @@ QUICK = ["--task", "digits", "--strategies", "AllReduce(); LocalSGD(period=8)"]
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
     assert main(["plan", *options, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(("load", "told"), [(1.9, False), (2.1, True)])
+def test_a_busy_machine_is_told(
+    load: float, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "load_average", lambda: load)
+    monkeypatch.setattr(host, "usable_cores", lambda: 4)
+    assert main(["plan", *QUICK, "--link", "300kbit", "--step-seconds", "0.05", "--json"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["recommended"] == "LocalSGD(period=8)"
+    assert ("a load of 2.1 on 4 cores" in " ".join(printed.err.split())) is told
 
 
 def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 _STEP_BUDGET = 4.0
 _FORWARD = 1 / 3
 _FEWEST, _MOST = 2, 4096
+_BUSY = 0.5  # running processes a core
 _NOT_PLANNED = {
     "compute": "the step takes what --step-seconds says, or what it takes here; workers may have a slowdown",
     "deaths": "a plan is for workers that live; thinwire simulate has deaths",
@@ -105,6 +106,7 @@ class Plan:
         network = self._network(seen, workers)
         network.check(workers)
         recipes = CANDIDATES if self.strategies is None else _recipes(self.strategies)
+        _tell_if_busy()
         step = self._step(seen)
         model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
         planner = Planner(_job(step, workers, network, self._optimizer()), recipes, tell=_tell, model=model)
@@ -283,6 +285,19 @@ def _check_plot(path: Path) -> None:
 def _tell(what: str) -> None:
     if err.is_terminal:
         err.print(f"[dim]{what} ...[/]")
+
+
+def _tell_if_busy() -> None:
+    """Times that are measured here are longer while other programs run."""
+    from thinwire.doctor.host import load_average, usable_cores
+
+    load, cores = load_average(), usable_cores()
+    if load > _BUSY * cores:
+        err.print(
+            f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs still "
+            "run, what recipes compute seems to take longer than it will in training: stop them and plan again",
+            markup=False,
+        )
 
 
 # -- results -----------------------------------------------------------------------------------------------------------

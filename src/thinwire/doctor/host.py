@@ -119,8 +119,8 @@ def look(rank: int, rendezvous: str) -> Host:
         },
         threads=torch.get_num_threads(),
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-        cores=_cores(),
-        load=_load(),
+        cores=usable_cores(),
+        load=load_average(),
         open_files=_open_files(),
         accelerator=torch.cuda.get_device_name() if cuda else "",
     )
@@ -187,14 +187,16 @@ def _psutil() -> Any:
     return psutil
 
 
-def _cores() -> int:
+def usable_cores() -> int:
+    """Of this process."""
     # Containers and schedulers give a process fewer cores than the machine has.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def _load() -> float:
+def load_average() -> float:
+    """Running processes in the last minute, on average; 0 where the system does not count them."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 

@@ -281,7 +281,7 @@ class Planner:
             else:
                 shapes = job.shapes if share == 1 else [(_MOST_TIMED_ELEMENTS,)]
                 timed = own_work(
-                    strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=1, dtype=job.dtype
+                    strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=2, dtype=job.dtype
                 )
                 self._own[recipe] = [each / share for each in timed]
         return self._own[recipe]
