@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
+from thinwire.cli.config import with_config
 from thinwire.cli.sweep import Sweep
 from thinwire.runs.folder import RunFolder
 
@@ -170,6 +171,15 @@ def test_a_run_is_repeated_from_its_configuration() -> None:
     train("--config", "one/run.toml", "--out", "two")
     one, two = (RunFolder(Path(name)).settings().to_json() for name in ("one", "two"))
     assert {**one, "command": ""} == {**two, "command": ""}
+
+
+def test_a_flag_of_the_configuration_is_left_out() -> None:
+    Path("run.toml").write_text("tensorboard = true\nlr = 0.2\n")
+    options = ["lr", "tensorboard", "elastic"], ["tensorboard", "elastic"]
+    path = ["--config", "run.toml"]
+    assert with_config("train", path, *options) == ["--tensorboard", "--lr=0.2"]
+    assert with_config("train", [*path, "--no-tensorboard", "--no-elastic"], *options) == ["--lr=0.2"]
+    assert with_config("train", ["--no-tensorboard"], *options) == ["--no-tensorboard"]
 
 
 REFUSED = {

@@ -57,7 +57,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
 
     Args:
         config: a file of options, such as run.toml in the folder of an earlier comparison, or that folder; options
-            given here override it.
+            given here override it, and --no-FLAG a flag of it.
         strategies: recipes separated by semicolons; torch's own methods are ddp, ddp+bf16, ddp+powersgd and
             post-local-sgd.
         simulate: run the strategies' own code on simulated workers, with real gradients, in virtual time instead of on

@@ -14,7 +14,7 @@ from thinwire.runs.configuration import NAME
 
 
 def with_config(command: str, arguments: Sequence[str], options: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """The arguments, with those of the file that `--config` names before them.
+    """The arguments, with those of the file that `--config` names before them; `--no-FLAG` leaves out the file's flag.
 
     Args:
         command: the command's name, for errors.
@@ -32,7 +32,10 @@ def with_config(command: str, arguments: Sequence[str], options: Sequence[str], 
     path, rest = _taken(arguments)
     if path is None:
         return rest
-    given = {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in rest if word.startswith("--")}
+    left_out = {f"--no-{flag}": flag for flag in flags}
+    given = {left_out[word] for word in rest if word in left_out}
+    rest = [word for word in rest if word not in left_out]
+    given |= {word.partition("=")[0].removeprefix("--").replace("_", "-") for word in rest if word.startswith("--")}
     made: list[str] = []
     for key, value in read(path).items():
         name = key.replace("_", "-")

@@ -70,7 +70,7 @@ class Sweep:
 
     Args:
         config: a file of options, such as run.toml in the folder of an earlier sweep, or that folder; options given
-            here override it.
+            here override it, and --no-FLAG a flag of it.
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; digits unless given.
         own_model: instead of a task, MODULE:FUNCTION of yours that returns the model. Needs --data and --loss.
         own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss.

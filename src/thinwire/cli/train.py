@@ -52,7 +52,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     Args:
         config: a file of options, such as run.toml in the folder of an earlier run, or that folder; options given here
-            override it.
+            override it, and --no-FLAG a flag of it.
         out: the run's folder; runs/TASK-STRATEGY-TIME unless given.
         resume: the folder of a saved run, to continue from its newest checkpoint.
         trace: also write the timeline as trace.json, which ui.perfetto.dev opens.
