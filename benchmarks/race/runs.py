@@ -120,10 +120,11 @@ def step_times(racer: Racer, link: str, workers: int) -> Fields:
     warm, timed, block = steps_timed(racer, link)
     # What is in flight at the end is waited for in the last step, which belongs to no block.
     steps = warm + timed + 1
-    outer = 0.7 if racer.outer else None  # neither rate changes what a step costs
+    # No rate changes what a step costs. A form that is only timed may compress too early to train at a real one.
+    rate, outer = 1e-3 if racer.timed else 0.5, 0.7 if racer.outer else None
     settings = settings_of(
         racer,
-        0.5,
+        rate,
         outer,
         workers=workers,
         strategy=racer.timed or racer.recipe,
