@@ -28,7 +28,10 @@ exclude_patterns = ["_build", "_ext"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
-    (r"py:class", r"thinwire\..*\.([TU]|Batch|Built|Chosen|Dealt|Elastic|Fleet|Logger|Mapped|Network|Policy|Progress|Segment|Switched)"),
+    (
+        r"py:class",
+        r"thinwire\..*\.([TU]|Batch|Built|Chosen|Dealt|Elastic|Fleet|Logger|Mapped|Network|Policy|Progress|Segment|Switched)",
+    ),
     # A function of an internal module, which has no page.
     (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_)"),
 ]

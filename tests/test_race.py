@@ -156,14 +156,24 @@ def test_bars_are_judged_by_the_first_of_each_kind(raced: Path) -> None:
 def test_the_planner_s_answer_stands_beside_the_fastest(raced: Path) -> None:
     assert planner.lines() == [] and "## What the planner says\n\nNot run." in page.page()
     recipe = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
-    answer = {"step_seconds": 0.6, "recommended": recipe, "predicted_seconds_per_step": 0.61}
+    answer = {
+        "step_seconds": 0.6,
+        "loaded_step_seconds": 0.7,
+        "recommended": recipe,
+        "predicted_seconds_per_step": 0.61,
+    }
     other = {**answer, "recommended": "PushSum(staleness=1)"}
     write(raced, planner.NAME, {"links": {"100mbit": answer, "20mbit": other}})
     assert planner.lines() == [
-        f"| 100mbit | `{recipe}` | 0.610 | 0.650 | 195 s | Overlap-4bit | 195 s |",
-        "| 20mbit | `PushSum(staleness=1)` | 0.610 | not run | not run | not run | not run |",
+        f"| 100mbit | 0.600 | 0.700 | `{recipe}` | 0.610 | 0.650 | 195 s | Overlap-4bit | 195 s |",
+        "| 20mbit | 0.600 | 0.700 | `PushSum(staleness=1)` | 0.610 | not run | not run | not run | not run |",
     ]
     assert planner.lines()[0] in page.page()
+    # Below it the step of each racer that is a recipe of the plan.
+    predicted = {recipe: 0.7, "PushSum()": 1.0, "AllReduce()": None}
+    write(raced, planner.NAME, {"links": {"100mbit": {**answer, "predicted": predicted}}})
+    assert planner.step_lines() == ["| Overlap-4bit | 0.700, 0.650 |"] and planner.near() == (1, 1)
+    assert "1 of 1 predictions are within 15 %" in page.page()
 
 
 def test_what_is_asked_of_the_planner_is_the_race_s_work(raced: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,17 +181,24 @@ def test_what_is_asked_of_the_planner_is_the_race_s_work(raced: Path, monkeypatc
 
     def run(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         asked.append(command[3:])
-        option = {"recipe": "PushSum()", "seconds_per_step": 0.7}
-        said = {"recommended": "PushSum()", "options": [option]}
+        if command[3] == "doctor":
+            step = {"forward": 0.1, "backward": 0.4, "update": 0.1}
+            said: dict[str, object] = {"steps": {"0": step}, "loaded": {"0": {"seconds": 0.65}}}
+        else:
+            option = {"recipe": "PushSum()", "seconds_per_step": 0.7, "tensor_parallel": None}
+            said = {"recommended": "PushSum()", "options": [option], "contention": 0.08}
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(said).encode())
 
     monkeypatch.setattr(planner.subprocess, "run", run)
     monkeypatch.setattr(planner, "RESULTS", raced)
-    planner.ask()
-    # Local() was timed on one link alone.
-    ((*_, size, link, step),) = [[command[i] for i in (5, -3, -1)] for command in asked]
-    assert (size, link, step) == ("6m", "100mbit", "0.6")
-    assert planner.lines() == ["| 100mbit | `PushSum()` | 0.700 | not run | not run | Overlap-4bit | 195 s |"]
+    planner.ask(["100mbit"])
+    doctor, plan = ([word for word in command if not word.startswith("-")] for command in asked)
+    assert doctor[:-1] == ["doctor", "text", "6m", "2", "4", "100mbit"] and plan == ["plan", doctor[-1], "adamw"]
+    assert planner.lines() == [
+        "| 100mbit | 0.600 | 0.650 | `PushSum()` | 0.700 | not run | not run | Overlap-4bit | 195 s |"
+    ]
+    planner.ask(["20mbit"])
+    assert [line.split()[1] for line in planner.lines()] == ["100mbit", "20mbit"]
 
 
 def test_without_a_limit_all_reduce_is_judged_by_steps_in_turns(raced: Path) -> None:

@@ -99,6 +99,8 @@ Added after the planner had been asked, before any run of it:
 
 - At 1 Gbit `thinwire plan` recommended `PushSum(staleness=1)`, which was not a racer: it races there, outside of the
   headline, at the rates of `PushSum()`.
+- Since the planner counts that messages need the processor too, it recommends `AllReduce(codec=Bf16())` there, which
+  races in the same way, at the rates of DDP.
 
 Changed after the timed form of 1-bit Adam, which compresses after two steps, had become NaN:
 

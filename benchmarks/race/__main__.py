@@ -12,7 +12,7 @@ from benchmarks.peers import LIBRARIES, install
 from benchmarks.race import planner
 from benchmarks.race.jobs import PARTS, jobs, missing, run_next
 from benchmarks.race.page import PAGE, README, page, readme
-from benchmarks.race.racers import PLACES
+from benchmarks.race.racers import LINKS, PLACES
 from benchmarks.race.table import table
 from thinwire.storage.files import write_atomically
 
@@ -23,7 +23,7 @@ def main() -> int:
         prog="python -m benchmarks.race", description=rule.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("what", choices=("next", "all", "left", "table", "plot", "page", "planner", "peers", "run"))
-    parser.add_argument("names", nargs="*", help="of results, for run; of libraries, for peers")
+    parser.add_argument("names", nargs="*", help="of results, for run; of libraries, for peers; of links, for planner")
     parser.add_argument("--part", nargs="*", default=[], choices=PARTS, help="only these parts")
     parser.add_argument("--only", nargs="*", default=[], help="LINK/WORKERS/RACER, each a pattern, such as '*/4/ddp*'")
     parser.add_argument("--check", action="store_true", help="with page: write nothing; 1 if it would change")
@@ -40,7 +40,7 @@ def main() -> int:
     if asked.what in ("table", "plot", "page"):
         return show(asked.what, check=asked.check)
     if asked.what == "planner":
-        planner.ask()
+        planner.ask(asked.names or tuple(LINKS))
         return 0
     if asked.what == "peers":
         for library in asked.names or LIBRARIES:

@@ -182,15 +182,27 @@ def _planned() -> str:
     lines = [
         "## What the planner says",
         "",
-        "`thinwire plan` for this model and link, with the step of `Local()` as it was measured there; it knows what "
-        "recipes cost in steps from two small tasks alone. Outer rates are those of its recipes, which the race tunes.",
+        f"`thinwire doctor --workers {SIZES[0]}` examines the workers on each link, and `thinwire plan --doctor` "
+        "answers for what it has found: seconds of a step of this model, alone and while messages pass, and the "
+        "recommended recipe with its predicted seconds a step. The planner knows what recipes cost in steps from two "
+        "small tasks alone. Outer rates are those of its recipes, which the race tunes.",
         "",
-        "| Link | recommended | predicted seconds a step | measured | to the target | fastest thinwire recipe | to the "
-        "target |",
-        "| --- | --- | ---: | ---: | ---: | --- | ---: |",
+        "| Link | step | amid messages | recommended | predicted | measured | to the target | fastest thinwire "
+        "recipe | to the target |",
+        "| --- | ---: | ---: | --- | ---: | ---: | ---: | --- | ---: |",
     ]
     found = planner.lines()
-    return "\n".join([*lines, *found] if found else [*lines[:2], f"{NOT_RUN.capitalize()}."])
+    if not found:
+        return "\n".join([*lines[:2], f"{NOT_RUN.capitalize()}."])
+    near, count = planner.near()
+    steps = (
+        f"Predicted and measured seconds of a step of every thinwire racer that is a recipe of the plan, by link: "
+        f"{near} of {count} predictions are within {100 * planner.NEAR:.0f} % of what was measured, on a machine whose "
+        "speed varies by a tenth."
+    )
+    links = planner.asked()
+    heads = [f"| Racer | {' | '.join(links)} |", f"| --- |{' ---: |' * len(links)}"]
+    return "\n".join([*lines, *found, "", steps, "", *heads, *planner.step_lines()])
 
 
 def _title_of(task: str, link: str, workers: int) -> str:

@@ -216,7 +216,8 @@ RACERS = (
         period=32,
     ),
     Racer("PushSum", "PushSum()", headline=False, dense=True),
-    # What `thinwire plan` recommended there.
+    # What `thinwire plan` recommended there: the one before messages counted that need the processor, and since.
+    Racer("AllReduce-bf16", "AllReduce(codec=Bf16())", rates_of="ddp", headline=False, link="1gbit", dense=True),
     Racer("PushSum-stale", "PushSum(staleness=1)", rates_of="PushSum", headline=False, link="1gbit", dense=True),
     Racer(
         "OneBitAdam",

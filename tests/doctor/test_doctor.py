@@ -7,6 +7,7 @@ import itertools
 import secrets
 import socket
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,13 +16,14 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
+from thinwire import Comm, ConfigError, run_threads
 from thinwire.cli import main
-from thinwire.doctor import speeds
+from thinwire.doctor import speeds, verdict
 from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.doctor.host import Host, Interface, gloo_address
 from thinwire.doctor.links import Listener, Pair, call, measure, schedule
 from thinwire.doctor.rendezvous import Rendezvous
-from thinwire.doctor.speeds import StepTime
+from thinwire.doctor.speeds import LoadedStep, StepTime
 from thinwire.doctor.verdict import costs_of, network_of
 from thinwire.emulate.worker import WorkerExit
 from thinwire.simulate.wires import Wires
@@ -147,6 +149,43 @@ def test_a_step_in_which_another_process_had_the_core_counts(monkeypatch: pytest
     assert step.backward < 1e-3 and calls == [speeds.STEPS + 1]
 
 
+def test_a_step_is_timed_while_every_rank_sends_until_the_last_has_its_steps() -> None:
+    taken = [0.3, 0.1, 0.2]
+
+    def work(comm: Comm) -> tuple[LoadedStep, float, float]:
+        def timed(budget: float) -> StepTime:
+            assert budget == 0.4
+            time.sleep(taken[comm.rank])
+            return replace(STEP, forward=taken[comm.rank])
+
+        begin = time.perf_counter()
+        found = speeds.time_loaded_step(comm, timed, budget=0.4)
+        return found, comm.meter.payload_bytes, time.perf_counter() - begin
+
+    for rank, (found, sent, seconds) in enumerate(run_threads(3, work)):
+        assert found.seconds == pytest.approx(taken[rank] + STEP.backward + STEP.update)
+        # Messages, and the few numbers by which ranks agree.
+        assert found.bytes_per_second * seconds == pytest.approx(sent, rel=0.05) and sent > 1e6
+        assert seconds >= max(taken)
+
+
+def test_a_rank_that_is_lost_while_messages_pass_ends_the_others() -> None:
+    def work(comm: Comm) -> str:
+        def timed(budget: float) -> StepTime:
+            if comm.rank == 1:
+                raise ConfigError("nothing is trained")
+            return STEP
+
+        try:
+            speeds.time_loaded_step(comm, timed, budget=0.2)
+        except ConfigError as error:
+            return str(error)
+        return "all went well"
+
+    # Its messages go on until the others have their steps.
+    assert run_threads(2, work) == ["all went well", "nothing is trained"]
+
+
 def test_the_backward_pass_of_a_gpu_is_timed_in_steps_that_do_not_wait_for_each_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -264,6 +303,29 @@ def test_a_slow_rank_that_is_far_keeps_its_latency() -> None:
     # And is not taken for far by what pings vary.
     near = [replace(pair, seconds_per_round_trip=0.00022) if 1 in (pair.a, pair.b) else pair for pair in pairs]
     assert network_of(replace(seen(5), pairs=near)).pairs == ()
+
+
+def test_a_step_that_messages_make_longer_is_told_and_counted() -> None:
+    # The link's 940 Mbit/s carried all along what ranks sent.
+    loaded = {rank: LoadedStep(STEP.seconds * factor, 940e6 / 8) for rank, factor in enumerate((1.2, 1.3, 1.25))}
+    slowed = replace(seen(), loaded=loaded)
+    ((kind, severity, text),) = [(each.kind, each.severity, each.text) for each in findings_of(slowed)]
+    assert (kind, severity) == ("contention", "note")
+    assert "takes 1.25 times as long while messages pass through the links (100 ms without them)" in text
+    assert network_of(slowed).contention == pytest.approx(0.2)
+    # A few percent are what the clock varies by, and it is not said that messages make anything faster.
+    faster = replace(seen(), loaded={rank: LoadedStep(STEP.seconds * 0.97, 940e6 / 8) for rank in range(3)})
+    assert kinds(faster) == [] and network_of(faster).contention == 0.0
+    assert network_of(seen()).contention == 0.0
+
+
+def test_ranks_that_share_cores_compute_codes_as_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verdict, "own_work", lambda *_, **__: [0.01])
+    hosts = {rank: replace(HOST, rank=rank, local_ranks=3, threads=4, cores=2) for rank in range(3)}
+    shared = replace(seen(), hosts=hosts)
+    assert seen().sharing == 1.0 and shared.sharing == 6.0
+    apart, together = (next(costs_of(each, ("LocalSGD(period=8)",))).seconds for each in (seen(), shared))
+    assert together - apart == pytest.approx(0.05, rel=0.01)
 
 
 def test_nothing_is_simulated_where_links_were_not_measured() -> None:

@@ -17,6 +17,7 @@ from thinwire.doctor.speeds import StepTime
 from thinwire.plan import auto
 from thinwire.plan import predict as prediction
 from thinwire.plan.candidates import measured
+from thinwire.plan.search import Job, Option, Planner
 from thinwire.simulate import Network
 
 
@@ -57,10 +58,12 @@ def on_a_process() -> str:
     return found
 
 
-def step_file(path: Path, forward: float, backward: float, shapes: list[list[int]] | None = None) -> Path:
+def step_file(
+    path: Path, forward: float, backward: float, shapes: list[list[int]] | None = None, contention: float = 0.0
+) -> Path:
     shapes = [[300, 300], [300]] if shapes is None else shapes
     step = StepTime("mine", shapes, "float32", 0, forward, backward, 0.0, [])
-    path.write_text(json.dumps({"steps": {"0": asdict(step)}}))
+    path.write_text(json.dumps({"steps": {"0": asdict(step)}, "contention": contention, "sharing": 2.0}))
     return path
 
 
@@ -96,6 +99,26 @@ def test_a_slow_link_gets_what_sends_less_and_the_log_says_why(
     assert row is not None and row.factor <= auto.MOST_STEPS and not row.missed
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "has chosen" in caplog.text and "from" in caplog.text and "were measured between 2 ranks" in caplog.text
+
+
+def test_what_the_doctor_found_of_processors_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Messages beside computation are no longer free, and what strategies compute takes twice as long."""
+    jobs: list[Job] = []
+    factors: list[list[float]] = []
+
+    class Watched(Planner):
+        def options(self) -> list[Option]:
+            jobs.append(self.job)
+            assert self.own is not None
+            factors.append(list(self.own(AllReduce())))
+            return super().options()
+
+    monkeypatch.setattr(auto, "own_work", lambda *_, **__: [0.5])
+    monkeypatch.setattr(auto, "Planner", Watched)
+    monkeypatch.setattr(auto, "CANDIDATES", ("AllReduce()", "LocalSGD(period=4)"))
+    monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02, contention=0.25)))
+    thinwire.run_threads(2, attached)
+    assert [job.network.contention for job in jobs] == [0.25] and factors == [[1.0]]
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.1, True), (0.8, True), (1.0, False)])

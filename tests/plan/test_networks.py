@@ -7,9 +7,9 @@ import pytest
 
 from thinwire import ConfigError
 from thinwire.emulate import parse_links
-from thinwire.plan.networks import fitted, network_of_all_reduces, network_of_links
+from thinwire.plan.networks import contended, fitted, network_of_all_reduces, network_of_links
 from thinwire.simulate import Network, Special
-from thinwire.simulate.wires import Wires
+from thinwire.simulate.wires import PAYLOAD_SHARE, Wires
 
 
 def measured(network: Network, workers: int, sizes: tuple[int, ...] = (4 << 10, 1 << 20)) -> dict[int, float]:
@@ -47,3 +47,12 @@ def test_links_with_delays_take_the_delays_of_both_ways_for_a_round_trip() -> No
 def test_one_size_is_not_enough() -> None:
     with pytest.raises(ConfigError, match="two sizes"):
         network_of_all_reduces({4096: 0.1}, 4)
+
+
+def test_what_messages_take_from_computing_is_of_the_time_in_which_they_passed() -> None:
+    links = Network(bits_per_second=8e8 / PAYLOAD_SHARE)
+    assert contended(links, 1.25, 1e8).contention == pytest.approx(0.2)
+    # The link was busy for 0.8 of the time only.
+    assert contended(links, 1.25, 8e7).contention == pytest.approx(0.25)
+    assert contended(links, 0.98, 1e8).contention == 0.0
+    assert contended(links, 100.0, 1e6).contention < 1

@@ -91,6 +91,20 @@ def test_gradients_that_are_final_late_are_sent_late() -> None:
     assert early < late <= TIME.seconds + transfer(1.5 * 4e6, 4e9) + 1e-4
 
 
+def test_what_overlaps_is_not_free_where_messages_need_the_processor_that_computes() -> None:
+    """Of what is sent while a worker waits, nothing is taken from it."""
+
+    def slower(strategy: Strategy) -> float:
+        free, crowded = (
+            seconds(strategy, Network(bits_per_second=1e8, latency=0.0, contention=lost)) for lost in (0.0, 0.25)
+        )
+        return crowded - free
+
+    # Rounds of a second and more, of which the transfer takes half.
+    assert slower(OverlapLocalSGD(16)) == pytest.approx(0.25 * transfer(1.5 * 4e6) / 16, rel=0.1)
+    assert slower(LocalSGD(16)) == pytest.approx(0.0, abs=1e-4)
+
+
 def test_the_bytes_are_those_that_are_sent() -> None:
     found = predict(LocalSGD(4), parameters=SHAPES, workers=4, network=FAST, model_time=TIME)
     assert found.payload_bytes == pytest.approx(1.5 * 4e6 / 4)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from thinwire import ConfigError
+from thinwire.plan import search
 from thinwire.plan.candidates import CANDIDATES, DENSE, Accuracy, AccuracyTable, measured, read_table
 from thinwire.plan.predict import ModelTime
 from thinwire.plan.search import SLOWEST, Job, Option, Planner, choose
@@ -112,3 +113,11 @@ def test_a_run_that_did_not_reach_the_loss_counts_with_the_most_steps_that_it_ha
     assert found.of("PushSum()") == Accuracy(1.6, 1.2, 2.0, 2, 1, {"digits": 4.0})
     assert found.of(DENSE) == Accuracy(1.0, 1.0, 1.0, 1, 0, {"digits": 1.0})
     assert read_table(content, tuned=False).of("PushSum()") == Accuracy(1.3, 1.3, 1.3, 1, 0, {"digits": 1.0})
+
+
+def test_what_strategies_compute_takes_longer_where_workers_share_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "own_work", lambda *_, **__: [0.1])
+    job = replace(planner(1e11).job, sharing=3.0)
+    (option,) = Planner(job, (DENSE,)).options()
+    assert option.prediction is not None and option.prediction.own_seconds == pytest.approx(0.3)
+    assert option.seconds == pytest.approx(0.05 + 0.3, rel=1e-2)

@@ -175,6 +175,49 @@ def test_a_send_waits_for_its_receiver_as_with_gloo() -> None:
 # -- durations and files -----------------------------------------------------------------------------------------------
 
 
+def crowded(contention: float, seconds: float, *, both: bool) -> list[float]:
+    """When two workers have computed for so long, while a megabyte goes from one to the other, or to both."""
+
+    def work(comm: SimulatedComm) -> float:
+        x, other = torch.ones(MEGABYTE // 4), [1 - comm.rank]
+        to, of = (other, other) if both else (other, []) if comm.rank == 0 else ([], other)
+        message = comm.send_recv(x, to, of)
+        comm.sleep(seconds)
+        done = comm.now
+        message.wait()
+        return done
+
+    network = Network(bits_per_second=1e6, latency=0.0, contention=contention)
+    return simulate.run(2, work, network=network, timeout=1e3)
+
+
+def test_a_worker_computes_more_slowly_while_messages_pass() -> None:
+    # Half of what it could compute is lost as long as messages pass in both directions, and a quarter in one.
+    assert crowded(0.5, 2 * SECOND, both=True) == pytest.approx([2.5 * SECOND] * 2)
+    assert crowded(0.5, 2 * SECOND, both=False) == pytest.approx([2.25 * SECOND] * 2)
+    assert crowded(0.5, 0.2 * SECOND, both=True) == pytest.approx([0.4 * SECOND] * 2)
+    assert crowded(0.0, 2 * SECOND, both=True) == pytest.approx([2 * SECOND] * 2)
+
+
+def test_who_only_waits_for_a_message_loses_nothing_to_it() -> None:
+    def work(comm: SimulatedComm) -> float:
+        comm.all_reduce_(torch.ones(MEGABYTE // 4)).wait()
+        comm.sleep(1.0)
+        return comm.now
+
+    free, crowd = (
+        simulate.run(3, work, network=Network(bits_per_second=1e6, contention=lost), timeout=1e3) for lost in (0.0, 0.9)
+    )
+    assert crowd == pytest.approx(free)
+
+
+def test_the_time_that_an_interface_was_busy_is_kept_when_bookings_are_forgotten() -> None:
+    lane = module.Lane()
+    for start in (0.0, 4.0, 4.5):
+        lane.book(start, start, 1.0)
+    assert [lane.busy_seconds(now) for now in (4.5, 5.0, 9.0)] == pytest.approx([1.5, 2.0, 3.0])
+
+
 @pytest.mark.parametrize(
     ("text", "mean"),
     [
@@ -233,6 +276,7 @@ def test_a_file_says_all_that_a_network_has() -> None:
         overtaking=True,
         deaths=(Death(7, at=90.0),),
         pauses=(Pause(3, at=2.0, seconds=0.5),),
+        contention=0.1,
     )
 
 
@@ -245,6 +289,8 @@ def test_a_file_says_all_that_a_network_has() -> None:
         ("[network]\nbandwidth = 1000", "bandwidth = 1000: must be text with a unit, such as"),
         ("[network]\nbandwidth = 'fast'", "'fast' cannot be read; a rate is a number and kbit"),
         ("[network]\nlatency = '-1ms'", "cannot be read; a duration is"),
+        ("[network]\ncontention = 1", "contention=1.0: must be the share of computation that is lost"),
+        ("[network]\ncontention = '10 %'", "contention = '10 %': must be a number"),
         ("[racks]\nbandwidth = '1gbit'", r"\[racks\]: size is missing"),
         ("[racks]\nsize = 0", "racks.size=0: must be at least 1"),
         ("[racks]\nsize = true", "size = True: must be a whole number"),

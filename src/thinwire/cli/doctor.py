@@ -177,8 +177,13 @@ def _or_refused(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _as_json(seen: Examination, findings: list[Finding], costs: list[Cost]) -> dict[str, Any]:
+    from thinwire.doctor.verdict import network_of
+
+    measured = any(not pair.problem for pair in seen.pairs)
     return {
         **asdict(seen),
+        "contention": network_of(seen).contention if measured else 0.0,
+        "sharing": seen.sharing,
         "findings": [asdict(finding) for finding in findings],
         "strategies": [asdict(cost) for cost in costs],
     }
@@ -204,10 +209,11 @@ def _print(seen: Examination, findings: list[Finding], costs: list[Cost]) -> Non
 
 
 def _machines(seen: Examination) -> Table:
-    table = Table("rank", "machine", "address", "interface", "cores", "threads", "step", title="machines")
+    heads = ("rank", "machine", "address", "interface", "cores", "threads", "step", "step amid messages")
+    table = Table(*heads, title="machines")
     for rank, host in seen.hosts.items():
         used = host.interface_of(host.gloo_address)
-        step = seen.steps.get(rank)
+        step, loaded = seen.steps.get(rank), seen.loaded.get(rank)
         table.add_row(
             str(rank),
             host.name,
@@ -216,6 +222,7 @@ def _machines(seen: Examination) -> Table:
             str(host.cores),
             str(host.threads),
             f"{1e3 * step.seconds:.1f} ms" if step else "-",
+            f"{1e3 * loaded.seconds:.1f} ms" if loaded else "-",
         )
     return table
 

@@ -109,7 +109,8 @@ class Plan:
         _tell_if_busy()
         step = self._step(seen)
         model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
-        planner = Planner(_job(step, workers, network, self._optimizer()), recipes, tell=_tell, model=model)
+        job = _job(step, workers, network, self._optimizer(), sharing=1.0 if seen is None else seen.sharing)
+        planner = Planner(job, recipes, tell=_tell, model=model)
         options = planner.options()
         chosen = choose(options)
         _tell("what would change the choice")
@@ -119,7 +120,7 @@ class Plan:
         if self.json:
             out.print(json_text.dumps(_as_json(planner, step, options, chosen, crossings)), markup=False)
         else:
-            _print(planner, step, options, chosen, crossings)
+            _print(planner, step, options, chosen, crossings, counted=self.link is None)
         return 0
 
     def _check(self) -> None:
@@ -251,7 +252,7 @@ def _recipes(text: str) -> list[str]:
     return found
 
 
-def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimizer) -> Job:
+def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimizer, *, sharing: float) -> Job:
     import torch
 
     from thinwire.plan.predict import ModelTime
@@ -259,7 +260,7 @@ def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimize
 
     time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
     shapes = [tuple(shape) for shape in step.shapes]
-    return Job(shapes, workers, network, time, getattr(torch, step.dtype), optimizer)
+    return Job(shapes, workers, network, time, getattr(torch, step.dtype), optimizer, sharing)
 
 
 def _check_plot(path: Path) -> None:
@@ -330,6 +331,7 @@ def _as_json(
         "workers": planner.job.workers,
         "bits_per_second": network.bits_per_second,
         "latency": network.latency,
+        "contention": network.contention,
         "racks": network.racks and _finite(network.racks),
         "workers_that_differ": [_finite(each) for each in network.specials],
         "links_that_differ": [_finite(each) for each in network.pairs],
@@ -366,12 +368,22 @@ def _fields(option: Option) -> dict[str, Any]:
     }
 
 
-def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]) -> None:
+def _print(
+    planner: Planner,
+    step: StepTime,
+    options: list[Option],
+    chosen: Option,
+    crossings: list[Crossing],
+    *,
+    counted: bool,
+) -> None:
     job = planner.job
     others = differences(job.network)
+    lost = digits(100 * job.network.contention)
     links = f"{rate(job.network.bits_per_second)}, {seconds(job.network.latency)} one way" + f"; {others}" * bool(
         others
     )
+    links += f"; {lost} % of computation is lost while messages pass" * bool(job.network.contention)
     out.print(
         f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
         f"communication; {job.workers} workers, {links}\n",
@@ -412,6 +424,12 @@ def _print(planner: Planner, step: StepTime, options: list[Option], chosen: Opti
         "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1.",
         markup=False,
     )
+    if not counted:
+        out.print(
+            "What messages take from the processors that compute is not counted: thinwire doctor measures it on your "
+            "machines, and --doctor FILE counts it.",
+            markup=False,
+        )
 
 
 def _row(name: str, width: int, figures: tuple[str, ...]) -> str:

@@ -14,12 +14,12 @@ from thinwire.doctor.findings import Examination
 from thinwire.doctor.host import Host, look
 from thinwire.doctor.links import TOKEN_BYTES, Clock, Pair, measure
 from thinwire.doctor.rendezvous import Rendezvous
-from thinwire.doctor.speeds import StepTime, time_all_reduces
+from thinwire.doctor.speeds import LoadedStep, StepTime, TimeStep, time_all_reduces, time_loaded_step
 from thinwire.errors import CommError, CommTimeoutError
 
 Tell = Callable[[str], None]
-TimeStep = Callable[[float], StepTime]
-"""Times a step within a budget of seconds."""
+
+_MOST_STEPS = 5  # budgets of steps that a slow rank may take
 
 
 def _silence(_: str) -> None:
@@ -34,7 +34,7 @@ class Budget:
         answer: how long to wait for one answer of another rank.
         links: for all links together.
         all_reduces: for all sizes together.
-        steps: for the model's steps.
+        steps: for the model's steps, and as much again for those beside messages.
     """
 
     answer: float = 15.0
@@ -90,22 +90,24 @@ def examine(
     every = _take(peers, "pairs", present, budget.answer + budget.links, silent, "its links") or {}
     found = [Pair(**each) for rows in every.values() for each in rows]
     complete = len(present) == peers.size and not any(pair.problem for pair in found) and not silent
-    reduces, problem = _all_reduces(peers, complete, budget, tell)
+    reduces, loaded, problem = _in_a_group(peers, complete, time_step, budget, tell)
+    peers.put("loaded", None if loaded is None else asdict(loaded))
     tell("a training step")
     # All at once, as in training: cores and memory of a machine are shared.
     peers.put("ready", 1)
-    peers.collect("ready", present, seconds=budget.answer)
+    peers.collect("ready", present, seconds=budget.answer + _MOST_STEPS * budget.steps)
     peers.put("step", asdict(time_step(budget.steps)))
-    steps = _take(peers, "step", present, budget.answer + 4 * budget.steps, silent, "its training step")
+    steps = _take(peers, "step", present, budget.answer + _MOST_STEPS * budget.steps, silent, "its training step")
     if steps is None:
         # Rank 0 hosts the store, and has ended where it cannot be reached.
         with suppress(RuntimeError):
-            peers.collect("end", [0], seconds=budget.answer + 4 * budget.steps)
+            peers.collect("end", [0], seconds=budget.answer + _MOST_STEPS * budget.steps)
         return None
     hosts = {rank: Host.from_json(each) for rank, each in peers.collect("host", present, seconds=1.0).items()}
+    amid = {rank: LoadedStep(**each) for rank, each in peers.collect("loaded", present, seconds=1.0).items() if each}
     peers.put("end", 1)
     timed = {rank: StepTime(**each) for rank, each in steps.items()}
-    return Examination(peers.size, rendezvous, hosts, found, reduces, timed, silent, problem)
+    return Examination(peers.size, rendezvous, hosts, found, reduces, timed, silent, problem, amid)
 
 
 def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[int, str]]:
@@ -142,16 +144,21 @@ def _take(
     return found
 
 
-def _all_reduces(peers: Rendezvous, complete: bool, budget: Budget, tell: Tell) -> tuple[dict[int, float], str]:
-    """All-reduces by size, if rank 0 finds that all ranks can take part; and what went wrong."""
+def _in_a_group(
+    peers: Rendezvous, complete: bool, time_step: TimeStep, budget: Budget, tell: Tell
+) -> tuple[dict[int, float], LoadedStep | None, str]:
+    """All-reduces by size and a step beside messages, if rank 0 finds that all can take part; and what went wrong."""
     if peers.rank == 0:
         peers.put("reduce", complete)
     go = peers.collect("reduce", [0], seconds=2 * (budget.answer + budget.links))
+    reduces: dict[int, float] = {}
     if not go.get(0):
-        return {}, ""
-    tell("all-reduces")
+        return reduces, None, ""
     try:
         with peers.group(seconds=budget.answer) as comm:
-            return time_all_reduces(comm, budget=budget.all_reduces), ""
+            tell("all-reduces")
+            reduces = time_all_reduces(comm, budget=budget.all_reduces)
+            tell("a training step while messages pass")
+            return reduces, time_loaded_step(comm, time_step, budget=budget.steps), ""
     except CommError as error:
-        return {}, str(error)
+        return reduces, None, str(error)

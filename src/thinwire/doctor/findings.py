@@ -11,7 +11,7 @@ from typing import Literal
 
 from thinwire.doctor.host import LOOPBACK_NET, Host
 from thinwire.doctor.links import Pair
-from thinwire.doctor.speeds import StepTime
+from thinwire.doctor.speeds import LoadedStep, StepTime
 from thinwire.report.units import rate
 
 Severity = Literal["error", "warning", "note"]
@@ -20,6 +20,8 @@ SLOW_LINK = 0.6
 """A link is slow if it has less than this share of the median link's rate."""
 SLOW_RANK = 1.25
 """A rank is slow if its step takes longer than this times the median."""
+SLOWED_STEP = 1.1
+"""Messages are told to disturb computing if they make a step longer than this times as long."""
 CLOCK_SECONDS = 0.5
 FEWEST_FILES = 1024
 FILES_PER_RANK = 16
@@ -57,6 +59,7 @@ class Examination:
         steps: the model's step time by rank.
         silent: by phase, the ranks that came and did not answer in it.
         group_problem: why the process group could not be made or used; "" if it could.
+        loaded: the model's step by rank, while messages pass through all links.
     """
 
     size: int
@@ -67,6 +70,19 @@ class Examination:
     steps: dict[int, StepTime] = field(default_factory=dict[int, StepTime])
     silent: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
     group_problem: str = ""
+    loaded: dict[int, LoadedStep] = field(default_factory=dict[int, LoadedStep])
+
+    @property
+    def slowed(self) -> float:
+        """How many times as long a step takes while messages pass, the mean over ranks; 1 where it was not measured."""
+        both = [rank for rank in self.loaded if rank in self.steps]
+        alone = sum(self.steps[rank].seconds for rank in both)
+        return max(1.0, sum(self.loaded[rank].seconds for rank in both) / alone) if alone else 1.0
+
+    @property
+    def sharing(self) -> float:
+        """How many times as long ranks compute as one alone would: threads for each core of the fullest machine."""
+        return max([1.0, *(host.threads * host.local_ranks / host.cores for host in self.hosts.values())])
 
 
 def findings_of(seen: Examination) -> list[Finding]:
@@ -82,6 +98,7 @@ def findings_of(seen: Examination) -> list[Finding]:
         _threads(seen),
         _limits(seen),
         _step_times(seen),
+        _contention(seen),
     )
     order: dict[str, int] = {"error": 0, "warning": 1, "note": 2}
     return sorted(found, key=lambda finding: order[finding.severity])
@@ -372,6 +389,20 @@ def _step_times(seen: Examination) -> Iterator[Finding]:
                 "look for other processes, heat and power settings there; or use a strategy that does not wait: "
                 "BackupWorkers, or local steps by speed",
             )
+
+
+def _contention(seen: Examination) -> Iterator[Finding]:
+    if seen.slowed <= SLOWED_STEP:
+        return
+    alone = median(step.seconds for step in seen.steps.values())
+    yield Finding(
+        "contention",
+        "note",
+        [],
+        f"a training step takes {seen.slowed:.2f} times as long while messages pass through the links "
+        f"({1e3 * alone:.3g} ms without them): they need the processors that compute",
+        "leave a core free of computation (OMP_NUM_THREADS one lower); send less: overlapping hides waits, not this",
+    )
 
 
 def rates_of(pairs: Sequence[Pair]) -> tuple[float, dict[int, float]]:

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.doctor.findings import Examination
+from thinwire.doctor.host import Host
 from thinwire.doctor.links import Pair
-from thinwire.doctor.speeds import StepTime
+from thinwire.doctor.speeds import LoadedStep, StepTime
 from thinwire.errors import ConfigError
 
 
 def read_examination(path: Path) -> Examination:
-    """The links, all-reduces and steps of an examination; hosts are not read.
+    """All of an examination but what went wrong.
 
     Raises:
         ConfigError: it cannot be read, or is not what the doctor writes.
@@ -39,8 +40,9 @@ def _examination(content: dict[str, Any]) -> Examination:
     return Examination(
         size=int(content["size"]),
         rendezvous=str(content["rendezvous"]),
-        hosts={},
+        hosts={int(rank): Host.from_json(each) for rank, each in content["hosts"].items()},
         pairs=[Pair(**each) for each in content["pairs"]],
         all_reduces={int(size): float(taken) for size, taken in content["all_reduces"].items()},
         steps={int(rank): StepTime(**each) for rank, each in content["steps"].items()},
+        loaded={int(rank): LoadedStep(**each) for rank, each in content["loaded"].items()},
     )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a rank measures beside single links: all-reduce by size over the real process group, and a training step."""
+"""What a rank measures beside single links: all-reduces over the real process group, and a training step."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,12 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.comm.base import Comm
-from thinwire.errors import ConfigError
+from thinwire.errors import CommError, ConfigError
 
 SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 STEPS = 24
 _FEWEST_STEPS = 3
 _REPEATS = 6
+_LEAST_BYTES, _MOST_BYTES = 64 << 10, 8 << 20
+_IN_FLIGHT = 4
+_ROUND_SECONDS = 0.1
+_MOST_BUDGETS = 4
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,23 @@ class StepTime:
         return sum(prod(shape) for shape in self.shapes)
 
 
+@dataclass(frozen=True)
+class LoadedStep:
+    """A training step while messages pass through the links in both directions.
+
+    Attributes:
+        seconds: of the whole step, the mean.
+        bytes_per_second: that the rank sent meanwhile.
+    """
+
+    seconds: float
+    bytes_per_second: float
+
+
 Loss = Callable[[], Tensor]
 """Computes the loss of one batch."""
+TimeStep = Callable[[float], StepTime]
+"""Times a step within a budget of seconds."""
 
 
 def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Loss, *, budget: float) -> StepTime:
@@ -146,3 +166,51 @@ def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES)
         if spent > budget:
             break
     return found
+
+
+def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> LoadedStep:
+    """Time a training step while every rank sends to the next one as much as the links carry; every rank must call.
+
+    Args:
+        comm: of all ranks; its calls are made by another thread meanwhile.
+        time_step: times steps.
+        budget: seconds to spend on the steps; after four times as many no rank sends any more.
+
+    Raises:
+        CommError: a call fails.
+    """
+    following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    ended, sent, problems, start = threading.Event(), [0.0], list[CommError](), time.perf_counter()
+
+    def keep_sending() -> None:
+        nbytes, going = _LEAST_BYTES, True
+        while going:
+            x, begin = torch.zeros(nbytes // 4, device=comm.check_device), time.perf_counter()
+            for work in [comm.send_recv(x, [following], [before]) for _ in range(_IN_FLIGHT)]:
+                work.wait()
+            sent[0] += _IN_FLIGHT * nbytes
+            now = time.perf_counter()
+            wanted = not ended.is_set() and now - start < _MOST_BUDGETS * budget
+            # All go on until the last rank has its steps, with messages of the same length.
+            told = torch.tensor([wanted, now - begin > _ROUND_SECONDS], dtype=torch.float32, device=comm.check_device)
+            rows = [row.tolist() for row in comm.all_gather(told).wait()]
+            going = any(row[0] for row in rows)
+            nbytes = nbytes if any(row[1] for row in rows) else min(2 * nbytes, _MOST_BYTES)
+
+    def body() -> None:
+        try:
+            keep_sending()
+        except CommError as error:
+            problems.append(error)
+
+    thread = threading.Thread(target=body, daemon=True, name="thinwire-doctor-messages")
+    thread.start()
+    try:
+        step = time_step(budget)
+    finally:
+        ended.set()
+        # Its waits have the comm's timeout.
+        thread.join()
+    if problems:
+        raise problems[0]
+    return LoadedStep(step.seconds, sent[0] / (time.perf_counter() - start))

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 import torch
 
 from thinwire.doctor.findings import Examination, rates_of
 from thinwire.doctor.speeds import StepTime
 from thinwire.errors import ConfigError
-from thinwire.plan.networks import fitted
+from thinwire.plan.networks import contended, fitted
 from thinwire.plan.predict import ModelTime, Prediction, own_work, predict
 from thinwire.simulate import Network, Pair, Special
 from thinwire.simulate.wires import PAYLOAD_SHARE
@@ -56,7 +56,7 @@ def network_of(seen: Examination) -> Network:
     """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ.
 
     Where rates are alike, rate and latency are those at which all-reduces take as long as they were measured to take.
-    A slow rank's pairs have their own latencies where they are far.
+    A slow rank's pairs have their own latencies where they are far. What a step loses to messages is measured too.
 
     Raises:
         ConfigError: no link was measured.
@@ -76,7 +76,10 @@ def network_of(seen: Examination) -> Network:
         elif pair.rate < _SLOW * fast:
             pairs.append(Pair((pair.a, pair.b), pair.rate / PAYLOAD_SHARE, one_way))
     network = Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=tuple(pairs))
-    return fitted(network, seen.all_reduces, seen.size)
+    network = fitted(network, seen.all_reduces, seen.size)
+    if not seen.loaded:
+        return network
+    return contended(network, seen.slowed, fmean(each.bytes_per_second for each in seen.loaded.values()))
 
 
 def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Cost]:
@@ -95,14 +98,14 @@ def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Co
     network = network_of(seen)
     time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
     for text in recipes:
-        found = _predicted(text, step, seen.size, network, time)
+        found = _predicted(text, step, seen, network, time)
         if found is not None:
             speed = seen.size * alone / found.seconds
             yield Cost(text, found.seconds, found.efficiency, speed, found.payload_bytes)
 
 
-def _predicted(text: str, step: StepTime, workers: int, network: Network, time: ModelTime) -> Prediction | None:
-    shapes, dtype = step.shapes, getattr(torch, step.dtype)
+def _predicted(text: str, step: StepTime, seen: Examination, network: Network, time: ModelTime) -> Prediction | None:
+    shapes, dtype, workers = step.shapes, getattr(torch, step.dtype), seen.size
 
     def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=1e-4)
@@ -110,6 +113,8 @@ def _predicted(text: str, step: StepTime, workers: int, network: Network, time: 
     strategy = parse(text, imports=False)
     try:
         own = own_work(strategy, parameters=shapes, workers=workers, optimizer=optimizer, dtype=dtype)
+        # It was timed on one rank, while the others waited.
+        own = [each * seen.sharing for each in own]
         return predict(
             strategy,
             parameters=shapes,

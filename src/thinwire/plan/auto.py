@@ -13,6 +13,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,10 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
     """Rank 0's decision, and its reason."""
     parameters = list(named.values())
     shapes = [tuple(p.shape) for p in parameters]
-    model_time, known = _step_time(shapes, parameters[0].device)
+    examined = _examined(shapes)
+    known = examined is not None
+    seen = examined or Examined(_assumed(shapes, parameters[0].device))
+    model_time, network = seen.model_time, replace(network, contention=seen.contention)
     recipes = [recipe for recipe in CANDIDATES if _serves(recipe, optimizer, parameters, workers)]
     # More workers take long to simulate, and the ring's share of the vector hardly depends on them.
     job = Job(shapes, min(workers, _MOST_WORKERS), network, model_time, parameters[0].dtype).coarse()
@@ -129,7 +133,8 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
         timed = own_work(
             strategy, parameters=[(max(1, int(share * job.elements)),)], workers=job.workers, rounds=1, dtype=job.dtype
         )
-        return [each / share for each in timed]
+        # The other ranks wait meanwhile, and in training they compute.
+        return [each / share * seen.sharing for each in timed]
 
     # The learning rate stays as it is. The other ranks wait, and not longer than their timeout.
     planner = Planner(job, recipes, table=measured(tuned=False), own=own, most_workers=FEW_WORKERS)
@@ -161,25 +166,41 @@ def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], w
     return True
 
 
-def _step_time(shapes: list[tuple[int, ...]], device: torch.device) -> tuple[ModelTime, bool]:
-    """The model's step, and whether it is known.
+@dataclass(frozen=True)
+class Examined:
+    """What the doctor's file says of training here.
 
-    Raises:
-        ConfigError: there is a file, and it is of another model or cannot be read.
+    Attributes:
+        model_time: of a step.
+        contention: the share of computation that is lost while messages pass.
+        sharing: how many times as long ranks compute as one alone.
     """
-    path = os.environ.get(FILE)
-    if path:
-        return _read(Path(path), shapes), True
+
+    model_time: ModelTime
+    contention: float = 0.0
+    sharing: float = 1.0
+
+
+def _assumed(shapes: list[tuple[int, ...]], device: torch.device) -> ModelTime:
     flops = 6.0 * EXAMPLES * sum(prod(shape) for shape in shapes)
     taken = flops / _flops_per_second(device)
-    return ModelTime(taken / 3, 2 * taken / 3), False
+    return ModelTime(taken / 3, 2 * taken / 3)
 
 
-def _read(path: Path, shapes: list[tuple[int, ...]]) -> ModelTime:
+def _examined(shapes: list[tuple[int, ...]]) -> Examined | None:
+    """What the doctor has written; None without its file.
+
+    Raises:
+        ConfigError: it is of another model, or cannot be read.
+    """
+    if not os.environ.get(FILE):
+        return None
+    path = Path(os.environ[FILE])
     try:
-        steps = list(json.loads(path.read_text(encoding="utf-8"))["steps"].values())
-        step = max(steps, key=lambda each: each["forward"] + each["backward"])
-        found = ModelTime(step["forward"], step["backward"], step["update"], tuple(step["ready"]))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        step = max(content["steps"].values(), key=lambda each: each["forward"] + each["backward"])
+        time = ModelTime(step["forward"], step["backward"], step["update"], tuple(step["ready"]))
+        found = Examined(time, float(content["contention"]), float(content["sharing"]))
         theirs = [tuple(shape) for shape in step["shapes"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(

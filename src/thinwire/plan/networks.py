@@ -16,6 +16,7 @@ LATENCY = 1e-4
 _FASTEST = 1e11
 _LEAST_RATIO = 16
 _LEAST_SHARE, _MOST_SHARE = 0.2, 1.05
+_LEAST_BUSY, _MOST_CONTENTION = 0.5, 0.9
 
 
 def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Network:
@@ -102,6 +103,29 @@ def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> 
         bits_per_second=network.bits_per_second * min(_MOST_SHARE, share),
         latency=max(network.latency, latency),
     )
+
+
+def contended(network: Network, slowed: float, bytes_per_second: float) -> Network:
+    """The network on which steps take as many times as long while messages pass as they were measured to take.
+
+    Interfaces are not busy all along where a processor limits what they carry, or where rounds of messages have pauses;
+    the loss is then of the time in which they are.
+
+    Args:
+        network: of the links.
+        slowed: how many times as long a step took while each worker sent all along; 1 is no contention.
+        bytes_per_second: of payload that a worker sent meanwhile.
+
+    Example:
+        Steps took 1.25 times as long, so that a fifth of the computation was lost, beside 100 Mbit/s of messages.
+
+        >>> from thinwire.plan.networks import contended
+        >>> from thinwire.simulate import Network
+        >>> round(contended(Network(bits_per_second=1e8), 1.25, 12e6).contention, 3)
+        0.2
+    """
+    busy = min(1.0, max(_LEAST_BUSY, 8 * bytes_per_second / (network.slowest * PAYLOAD_SHARE)))
+    return replace(network, contention=min(_MOST_CONTENTION, (1 - 1 / max(1.0, slowed)) / busy))
 
 
 def network_of_all_reduces(all_reduces: Mapping[int, float], workers: int) -> Network:

@@ -114,7 +114,7 @@ class Prediction:
 
     @property
     def exposed(self) -> float:
-        """Seconds of a step that are only waiting."""
+        """Seconds of a step that are only waiting, or lost to messages that need the processor."""
         return max(0.0, self.seconds - self.alone - self.own_seconds)
 
     @property

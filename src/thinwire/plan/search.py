@@ -51,6 +51,7 @@ class Job:
         model_time: of the model's step on one worker without communication.
         dtype: of the parameters.
         optimizer: makes the optimizer; unless given, one that each strategy takes.
+        sharing: how many times as long a strategy computes in training as alone, where workers share processors.
     """
 
     shapes: Sequence[tuple[int, ...]]
@@ -59,6 +60,7 @@ class Job:
     model_time: ModelTime
     dtype: torch.dtype = torch.float32
     optimizer: MakeOptimizer | None = None
+    sharing: float = 1.0
 
     @property
     def elements(self) -> int:
@@ -283,7 +285,7 @@ class Planner:
                 timed = own_work(
                     strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=2, dtype=job.dtype
                 )
-                self._own[recipe] = [each / share for each in timed]
+                self._own[recipe] = [each / share * job.sharing for each in timed]
         return self._own[recipe]
 
 

@@ -35,7 +35,7 @@ def check_alike(network: Network) -> None:
     Raises:
         UnlikeError: it has; the message names what.
     """
-    plain = Network(network.bits_per_second, network.latency, compute=network.compute)
+    plain = Network(network.bits_per_second, network.latency, compute=network.compute, contention=network.contention)
     if network != plain:
         raise UnlikeError("this network has racks, slow workers, pairs, faults or delays: simulate all of its workers")
 

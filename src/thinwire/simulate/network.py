@@ -115,6 +115,9 @@ class Network:
         overtaking: whether messages on the same link may overtake one that is delayed.
         deaths: workers that end.
         pauses: workers that stand still.
+        contention: the share of its computation that a worker loses while its interface sends and receives, since
+            messages need the processor too; half as much while it does one of them. 0, unless given, is for workers
+            with a core or an accelerator to spare; `thinwire doctor` measures it.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -137,6 +140,7 @@ class Network:
     overtaking: bool = False
     deaths: tuple[Death, ...] = ()
     pauses: tuple[Pause, ...] = ()
+    contention: float = 0.0
 
     def __post_init__(self) -> None:
         rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
@@ -156,6 +160,11 @@ class Network:
                 raise ConfigError(f"seconds={time}: a time must be finite and not negative")
         if not 0 <= self.delayed <= 1:
             raise ConfigError(f"delayed={self.delayed}: a share of the messages lies in 0..1")
+        if not 0 <= self.contention < 1:
+            raise ConfigError(
+                f"contention={self.contention}: must be the share of computation that is lost while messages pass, "
+                "from 0 to less than 1, such as 0.15"
+            )
         for special in self.specials:
             if not 0 < special.slowdown < inf:
                 raise ConfigError(f"slowdown={special.slowdown}: must be positive and finite; 4 is four times as slow")
@@ -241,7 +250,11 @@ def read_network(table: Table, *, name: str = "network") -> Network:
             "pauses": _tables,
         },
     )
-    network = _read(top.get("network", {}), f"{name}: [network]", {"bandwidth": _rate, "latency": _seconds})
+    network = _read(
+        top.get("network", {}),
+        f"{name}: [network]",
+        {"bandwidth": _rate, "latency": _seconds, "contention": _number},
+    )
     messages = _read(
         top.get("messages", {}),
         f"{name}: [messages]",

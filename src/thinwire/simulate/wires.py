@@ -37,15 +37,20 @@ _MOST_RANKS_OF_ALL_TO_ALL = 64
 class Lane:
     """What one direction of an interface, or of an uplink, is busy with: one message at a time."""
 
-    __slots__ = ("_busy",)
+    __slots__ = ("_busy", "_past")
 
     def __init__(self) -> None:
         self._busy: list[list[float]] = []
+        self._past = 0.0  # seconds of bookings that are no longer kept
 
     @property
     def free_from(self) -> float:
         """From when on nothing is booked."""
         return self._busy[-1][1] if self._busy else 0.0
+
+    def busy_seconds(self, now: float) -> float:
+        """For how long it has been busy until now."""
+        return self._past + sum(min(end, now) - start for start, end in self._busy if start < now)
 
     def book(self, now: float, earliest: float, seconds: float) -> tuple[float, float]:
         """Book the first time that is free from `earliest` on; returns when it begins and ends.
@@ -55,6 +60,7 @@ class Lane:
         """
         busy = self._busy
         while busy and busy[0][1] <= now:
+            self._past += busy[0][1] - busy[0][0]
             del busy[0]
         if not busy or busy[-1][1] <= earliest:
             busy.append([earliest, earliest + seconds])
@@ -125,6 +131,10 @@ class Wires:
         part._out, part._in = [self._out[rank] for rank in ranks], [self._in[rank] for rank in ranks]
         part._rings = None
         return part
+
+    def busy_seconds(self, rank: int, now: float) -> float:
+        """For how long a worker's interface has been busy until now, the mean of its two directions."""
+        return (self._out[rank].busy_seconds(now) + self._in[rank].busy_seconds(now)) / 2
 
     def _pair(self, src: int, dst: int) -> Pair | None:
         ends = self._ranks[src], self._ranks[dst]

@@ -15,6 +15,7 @@ from thinwire.simulate.record import NETWORK, Record, Step
 from thinwire.simulate.schedule import Actor, Schedule, Stopped
 from thinwire.simulate.wires import Wires
 
+_LEAST_LOST = 1e-9  # of the clock's time, which has no more digits to spare
 RECONNECT_SECONDS = 1.0
 """How long a mailbox's connection may be gone before its rank counts as lost, as with ZeroMQ."""
 
@@ -164,11 +165,22 @@ class World:
             self.record.computing[rank].append(Interval("compute", "compute", start, self.times.now, step))
 
     def take(self, rank: int, seconds: float) -> None:
-        """Let something take a worker so long; pauses come on top."""
+        """Let something take a worker so long; pauses, and what messages take from its processor, come on top."""
         start, before = self.times.now, self._stolen[rank]
+        contention = self.network.contention
+        busy = self.wires.busy_seconds(rank, start) if contention else 0.0
         self.times.sleep(seconds)
-        while self.times.now < (end := start + seconds + self._stolen[rank] - before):
-            self.times.sleep(end - self.times.now)
+        while True:
+            while self.times.now < (end := start + seconds + self._stolen[rank] - before):
+                self.times.sleep(end - self.times.now)
+            if not contention:
+                return
+            # More messages may pass while it catches up.
+            earlier, busy = busy, self.wires.busy_seconds(rank, self.times.now)
+            lost = contention * (busy - earlier)
+            if lost <= _LEAST_LOST * self.times.now:
+                return
+            seconds += lost
 
     def ends_step(self, rank: int, step: int, start: float, computed: float) -> None:
         """Write down a step."""
