@@ -19,6 +19,7 @@ from thinwire.errors import CommError, ConfigError
 SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 STEPS = 24
 _FEWEST_STEPS = 3
+_LEAST_SECONDS = 0.5  # for as long short steps are repeated: single ones are as long as a thread's turn
 _REPEATS = 6
 _LEAST_BYTES, _MOST_BYTES = 64 << 10, 8 << 20
 _IN_FLIGHT = 4
@@ -88,7 +89,7 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         model: its parameters are counted, and changed.
         optimizer: over its parameters.
         loss: computes the loss of one batch.
-        budget: seconds to spend; three steps are taken in any case.
+        budget: seconds to spend; three steps are taken in any case, and no more than 24 that last half a second.
 
     Raises:
         ConfigError: nothing in the model is trained.
@@ -119,7 +120,11 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
         p.register_post_accumulate_grad_hook(lambda _, place=place: note(place)) for place, p in enumerate(trained)
     ]
     start = time.perf_counter()
-    while len(rows) < _FEWEST_STEPS + 1 or (len(rows) < STEPS + 1 and time.perf_counter() - start < budget):
+    while True:
+        spent = time.perf_counter() - start
+        enough = len(rows) > STEPS and spent > _LEAST_SECONDS
+        if len(rows) > _FEWEST_STEPS and (enough or spent > budget):
+            break
         begin = now()
         optimizer.zero_grad()
         value = loss()
@@ -180,7 +185,8 @@ def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> Loade
         CommError: a call fails.
     """
     following, before = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    ended, sent, problems, start = threading.Event(), [0.0], list[CommError](), time.perf_counter()
+    under_way, ended, problems = threading.Event(), threading.Event(), list[CommError]()
+    sent, start = [0.0], time.perf_counter()
 
     def keep_sending() -> None:
         nbytes, going = _LEAST_BYTES, True
@@ -189,6 +195,7 @@ def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> Loade
             for work in [comm.send_recv(x, [following], [before]) for _ in range(_IN_FLIGHT)]:
                 work.wait()
             sent[0] += _IN_FLIGHT * nbytes
+            under_way.set()
             now = time.perf_counter()
             wanted = not ended.is_set() and now - start < _MOST_BUDGETS * budget
             # All go on until the last rank has its steps, with messages of the same length.
@@ -202,14 +209,17 @@ def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> Loade
             keep_sending()
         except CommError as error:
             problems.append(error)
+        finally:
+            under_way.set()
 
     thread = threading.Thread(target=body, daemon=True, name="thinwire-doctor-messages")
     thread.start()
     try:
+        # Its waits have the comm's timeout.
+        under_way.wait()
         step = time_step(budget)
     finally:
         ended.set()
-        # Its waits have the comm's timeout.
         thread.join()
     if problems:
         raise problems[0]
