@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.distributed import HashStore
 
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.cli import main
-from thinwire.doctor import speeds, verdict
+from thinwire.doctor import host, speeds, verdict
 from thinwire.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.doctor.host import Host, Interface, gloo_address
 from thinwire.doctor.links import Listener, Pair, call, measure, schedule
@@ -120,6 +121,28 @@ def test_several_streams_and_shared_directions_are_told() -> None:
     found = seen(2)
     thin = replace(found.pairs[0], several=3e9, both=4e8, seconds_per_round_trip=0.05)
     assert kinds(replace(found, pairs=[thin])) == [("one-stream", []), ("half-duplex", [])]
+
+
+def test_connections_over_far_links_that_begin_slowly_after_a_pause_are_told() -> None:
+    hosts = {rank: replace(HOST, rank=rank, restarts_slowly=rank != 1) for rank in range(3)}
+    far = [replace(link(a, b, 100.0), seconds_per_round_trip=0.1) for a, b in ((0, 1), (0, 2), (1, 2))]
+    (finding,) = findings_of(replace(seen(), hosts=hosts, pairs=far))
+    assert (finding.kind, finding.severity, finding.ranks) == ("slow-start", "note", [0, 2])
+    # From 14,480 bytes to 1.25 MB under way.
+    assert "takes about 6 round trips of 100 ms until it carries 100 Mbit/s" in finding.text
+    # Near links need a few milliseconds for it, and some systems do not do so.
+    assert kinds(replace(seen(), hosts=hosts)) == [] and kinds(replace(seen(), pairs=far)) == []
+
+
+def test_whether_connections_restart_slowly_is_read_where_it_can_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "tcp_slow_start_after_idle"
+    monkeypatch.setattr(host, "_SLOW_START", file)
+    assert not host.look(0, "").restarts_slowly
+    for text, found in (("1\n", True), ("0\n", False)):
+        file.write_text(text)
+        assert host.look(0, "").restarts_slowly is found
 
 
 def test_the_time_of_an_all_reduce_lies_on_a_line_through_measured_sizes() -> None:

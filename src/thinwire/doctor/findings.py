@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import log2
 from statistics import median
 from typing import Literal
 
@@ -22,6 +23,10 @@ SLOW_RANK = 1.25
 """A rank is slow if its step takes longer than this times the median."""
 SLOWED_STEP = 1.1
 """Messages are told to disturb computing if they make a step longer than this times as long."""
+RESTART_SECONDS = 0.05
+"""A connection that needs so long after a pause until it fills its link is worth a note."""
+FIRST_WINDOW = 14_480
+"""Bytes that TCP sends in the first round trip of a connection."""
 CLOCK_SECONDS = 0.5
 FEWEST_FILES = 1024
 FILES_PER_RANK = 16
@@ -93,6 +98,7 @@ def findings_of(seen: Examination) -> list[Finding]:
         _interfaces(seen),
         _connections(seen),
         _links(seen),
+        _restarts(seen),
         _clocks(seen),
         _versions(seen),
         _threads(seen),
@@ -287,6 +293,28 @@ def _links(seen: Examination) -> Iterator[Finding]:
             "its rate between them, as Wi-Fi does, or a processor is the limit",
             "count on the smaller rate: an all-reduce sends and receives at once",
         )
+
+
+def _restarts(seen: Examination) -> Iterator[Finding]:
+    ranks = [rank for rank, host in seen.hosts.items() if host.restarts_slowly]
+    good = [pair for pair in seen.pairs if not pair.problem]
+    if not ranks or not good:
+        return
+    far = max(good, key=lambda pair: pair.seconds_per_round_trip)
+    trip = far.seconds_per_round_trip
+    # What is under way doubles in each round trip, until it fills the link.
+    trips = log2(max(1.0, far.rate * trip / 8 / FIRST_WINDOW))
+    if trips * trip < RESTART_SECONDS:
+        return
+    yield Finding(
+        "slow-start",
+        "note",
+        ranks,
+        f"{in_words(ranks)}: after a pause a connection begins slowly again, and between ranks {far.a} and {far.b} it "
+        f"takes about {trips:.0f} round trips of {1e3 * trip:.3g} ms until it carries {rate(far.rate)}: strategies "
+        "that send once a period pause before every message",
+        "sysctl -w net.ipv4.tcp_slow_start_after_idle=0 on every machine, before training starts",
+    )
 
 
 def _clocks(seen: Examination) -> Iterator[Finding]:

@@ -7,12 +7,14 @@ import os
 import platform
 import socket
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from thinwire._version import __version__
 from thinwire.errors import ConfigError
 
 LOOPBACK_NET = "127."
+_SLOW_START = Path("/proc/sys/net/ipv4/tcp_slow_start_after_idle")
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,7 @@ class Host:
         load: running processes in the last minute, on average.
         open_files: the most files and connections that the process may open.
         accelerator: the name of the first one, or "".
+        restarts_slowly: whether a connection begins slowly again after a pause (Linux's tcp_slow_start_after_idle).
     """
 
     rank: int
@@ -69,6 +72,7 @@ class Host:
     load: float
     open_files: int
     accelerator: str
+    restarts_slowly: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """As JSON values."""
@@ -123,6 +127,7 @@ def look(rank: int, rendezvous: str) -> Host:
         load=load_average(),
         open_files=_open_files(),
         accelerator=torch.cuda.get_device_name() if cuda else "",
+        restarts_slowly=_restarts_slowly(),
     )
 
 
@@ -198,6 +203,13 @@ def usable_cores() -> int:
 def load_average() -> float:
     """Running processes in the last minute, on average; 0 where the system does not count them."""
     return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+
+
+def _restarts_slowly() -> bool:
+    try:
+        return _SLOW_START.read_text().strip() == "1"
+    except OSError:  # not Linux, or not to be seen from a container
+        return False
 
 
 def _open_files() -> int:
