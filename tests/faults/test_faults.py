@@ -46,6 +46,7 @@ def test_a_second_stage_in_flight_does_not_meet_another_rank_s_consensus() -> No
     assert not (bad := endings_that_are_wrong([fault(162)])), "\n".join(bad)
 
 
+@pytest.mark.slow
 def test_the_sums_of_a_measurement_do_not_meet_another_rank_s_gradient() -> None:
     faults = [each for each in map(fault, SEEDS) if each.processes and each.case.strategy == Probe(every=2)]
     repeated = [each for each in faults if each.kind == "repeated batch" and each.phase == "before step"]

@@ -236,6 +236,7 @@ def features(folder: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_what_lightning_does_besides_training(tmp_path: Path) -> None:
     for found in run_processes(2, features, str(tmp_path), seconds=110):
         assert all(found.values()), found

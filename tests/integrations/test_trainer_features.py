@@ -98,6 +98,7 @@ def test_an_evaluation_asked_for_behind_the_callback_is_refused(tmp_path: Path) 
     trained(tmp_path, Callback("LocalSGD(period=2)"), eval_on_start=True, eval_strategy="steps", eval_steps=2)
 
 
+@pytest.mark.slow
 def test_resuming_takes_the_checkpoint_that_the_trainer_has_loaded(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="needs transformers")
     from thinwire.integrations.transformers import Callback

@@ -63,6 +63,7 @@ def test_who_is_left_out_of_a_view_does_not_enter_an_older_one_again() -> None:
             each.close()
 
 
+@pytest.mark.slow
 def test_a_store_answers_while_a_group_that_nobody_waits_for_any_more_still_connects() -> None:
     """Gloo waits for the keys of workers that are gone until its timeout, and cannot be stopped."""
     store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), wait_for_workers=False)

@@ -102,8 +102,18 @@ def test_a_try_to_join_does_not_count_where_another_worker_was_lost_or_left() ->
         own._count_try(taken_in, View(5, ("a", "b"), lost=("new",)), "")
 
 
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3), PushSum()], ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "size"),
+    [
+        (AllReduce(), 2),
+        (PushSum(), 3),
+        *(
+            pytest.param(strategy, size, marks=pytest.mark.slow)
+            for strategy, size in ((AllReduce(), 3), (LocalSGD(period=3), 2), (LocalSGD(period=3), 3), (PushSum(), 2))
+        ),
+    ],
+    ids=str,
+)
 def test_of_two_that_do_not_reach_each_other_one_stops_and_the_others_go_on(
     strategy: Strategy, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
