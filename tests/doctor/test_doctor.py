@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -192,6 +192,18 @@ def test_a_step_is_timed_while_every_rank_sends_until_the_last_has_its_steps() -
         assert seconds >= max(taken)
 
 
+def test_messages_that_fail_while_a_step_is_timed_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> NoReturn:
+        raise RuntimeError("the link is gone")
+
+    def work(comm: Comm) -> None:
+        monkeypatch.setattr(comm, "send_recv", broken)
+        with pytest.raises(RuntimeError, match="the link is gone"):
+            speeds.time_loaded_step(comm, lambda _: STEP, budget=0.2)
+
+    run_threads(2, work)
+
+
 def test_a_rank_that_is_lost_while_messages_pass_ends_the_others() -> None:
     def work(comm: Comm) -> str:
         def timed(budget: float) -> StepTime:
@@ -347,6 +359,8 @@ def test_ranks_that_share_cores_compute_codes_as_many_times_as_long(monkeypatch:
     hosts = {rank: replace(HOST, rank=rank, local_ranks=3, threads=4, cores=2) for rank in range(3)}
     shared = replace(seen(), hosts=hosts)
     assert seen().sharing == 1.0 and shared.sharing == 6.0
+    on_gpus = {rank: replace(each, accelerator="a GPU") for rank, each in hosts.items()}
+    assert replace(seen(), hosts=on_gpus).sharing == 1.0
     apart, together = (next(costs_of(each, ("LocalSGD(period=8)",))).seconds for each in (seen(), shared))
     assert together - apart == pytest.approx(0.05, rel=0.01)
 

@@ -86,8 +86,12 @@ class Examination:
 
     @property
     def sharing(self) -> float:
-        """How many times as long ranks compute as one alone would: threads for each core of the fullest machine."""
-        return max([1.0, *(host.threads * host.local_ranks / host.cores for host in self.hosts.values())])
+        """How many times as long ranks compute as one alone would: threads for each core of the fullest machine.
+
+        Machines with an accelerator do not count: ranks compute there.
+        """
+        hosts = [host for host in self.hosts.values() if not host.accelerator]
+        return max([1.0, *(host.threads * host.local_ranks / host.cores for host in hosts)])
 
 
 def findings_of(seen: Examination) -> list[Finding]:
