@@ -18,6 +18,7 @@ import pytest
 from torch.utils._device import _device_constructors
 
 import thinwire
+from tests.rules import for_each
 from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
 from thinwire.registry import recipe_classes
 from thinwire.strategies.wrapper import Wrapper
@@ -239,7 +240,7 @@ def test_only_the_group_comm_and_whole_runs_know_torch_distributed() -> None:
 ORACLES = sorted((REPOSITORY / "tests" / "oracles").glob("*.py"))
 
 
-@pytest.mark.parametrize("path", ORACLES, ids=lambda path: path.stem)
+@for_each(ORACLES, lambda path: path.stem)
 def test_oracles_import_nothing_of_the_project(path: Path) -> None:
     modules = {module for module, _ in imports_of(path) if module.partition(".")[0] in ("thinwire", "tests")}
     assert all(module.startswith("tests.oracles") for module in modules), modules
@@ -275,14 +276,14 @@ def unsafe(name: str, call: ast.Call) -> bool:
     return bool(literal(call, "allow_pickle"))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@for_each(FILES, name_of)
 def test_nothing_that_is_read_can_run(path: Path) -> None:
     imported = {module.partition(".")[0] for module, _ in imports_of(path)}
     assert not imported & PICKLERS
     assert not [f"line {call.lineno}: {name}" for name, call in calls_in(path) if unsafe(name, call)]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@for_each(FILES, name_of)
 def test_nothing_is_left_to_be_done(path: Path) -> None:
     names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
     assert "NotImplementedError" not in names
@@ -302,7 +303,7 @@ MAKERS = {f"torch.{function.__name__}" for function in _device_constructors()}
 ON_THE_DEFAULT_DEVICE = {"tasks.models.base": 2}
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
+@for_each(FILES, name_of)
 def test_new_tensors_have_a_device(path: Path) -> None:
     made = [(name, call) for name, call in calls_in(path) if name in MAKERS]
     without = [(name, call.lineno) for name, call in made if "device" not in {each.arg for each in call.keywords}]
@@ -354,7 +355,7 @@ def test_the_command_line_does_not_wait_for_torch() -> None:
     assert found.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("name", [name for name in thinwire.__all__ if name != "__version__"])
+@for_each(name for name in thinwire.__all__ if name != "__version__")
 def test_every_public_name_is_documented(name: str) -> None:
     thing = getattr(thinwire, name)
     assert inspect.getdoc(thing)
@@ -405,7 +406,7 @@ recipe_classes()  # imports them all
 RECIPES = [kind for base in (Strategy, Topology, Codec) for kind in kinds_of(base)]
 
 
-@pytest.mark.parametrize("kind", RECIPES, ids=lambda kind: kind.__name__)
+@for_each(RECIPES, lambda kind: kind.__name__)
 def test_every_recipe_is_a_frozen_dataclass_that_its_repr_makes_again(kind: type) -> None:
     assert dataclasses.is_dataclass(kind)
     recipe = kind()

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import is_dataclass
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import thinwire
 from examples.own_strategy import InTurn
 from examples.own_strategy import run as run_own
 from tests.browser import BROWSER, QUIET
+from tests.rules import for_each
 from thinwire.cli.commands import COMMANDS
 from thinwire.cli.demo import Demo
 from thinwire.emulate.rendezvous import free_port
@@ -75,7 +77,7 @@ def anchors(page: Path) -> set[str]:
 # -- what pages point to ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
         if target.startswith(("http://", "https://", "mailto:")):
@@ -86,24 +88,25 @@ def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None
         assert not anchor or anchor in anchors(found.relative_to(ROOT)), target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_every_file_that_is_named_exists(page: Path) -> None:
     for name in inline(page):
         if re.fullmatch(r"(examples|tests|src|docs|benchmarks)/[\w/.-]+", name) and "_build" not in name:
             assert (ROOT / name).exists(), name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@cache
+def names_of_tests() -> set[str]:
+    paths = [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "reproductions").rglob("test_*.py")]
+    return {name for path in paths for name in re.findall(r"^def (test_\w+)", path.read_text("utf-8"), re.MULTILINE)}
+
+
+@for_each(PAGES)
 def test_every_test_that_is_named_exists(page: Path) -> None:
-    named = {name for name in inline(page) if re.fullmatch(r"test_\w+", name)}
-    written = "\n".join(
-        path.read_text(encoding="utf-8")
-        for path in [*(ROOT / "tests").rglob("test_*.py"), *(ROOT / "reproductions").rglob("test_*.py")]
-    )
-    assert named <= set(re.findall(r"^def (test_\w+)", written, re.MULTILINE))
+    assert {name for name in inline(page) if re.fullmatch(r"test_\w+", name)} <= names_of_tests()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_every_make_target_that_is_named_exists(page: Path) -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     shell = "\n".join(body for _, body in blocks(page, "sh"))
@@ -115,14 +118,14 @@ def test_every_make_target_that_is_named_exists(page: Path) -> None:
 # -- what pages quote ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_every_recipe_is_understood(page: Path) -> None:
     for code in inline(page):
         if re.match(rf"({'|'.join(STRATEGIES)})\(.*\)$", code) and "..." not in code and ":" not in code:
             thinwire.parse(code)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_every_command_line_is_understood(page: Path) -> None:
     commands = pytest.importorskip("thinwire.cli.commands")
     shell = "\n".join(body for _, body in blocks(page, "sh")).replace("\\\n", " ")
@@ -137,7 +140,7 @@ def test_every_command_line_is_understood(page: Path) -> None:
                     parse_recipe(recipe)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_python_blocks_are_python(page: Path) -> None:
     for _, code in blocks(page, "python"):
         ast.parse(code)
@@ -196,7 +199,7 @@ def names_in(row: str) -> list[str]:
     return re.findall(r"`([^`]+)`", row)
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
+@for_each(STRATEGIES)
 def test_every_strategy_has_a_line_among_the_papers(name: str) -> None:
     rows = re.findall(r"^\| [^|]+ \| (.*?) \| (.*) \|$", text(Path("docs/reference/papers.md")), re.MULTILINE)
     # By what a row names first, so that none shares another's.
@@ -211,7 +214,7 @@ def test_every_strategy_has_a_line_among_the_papers(name: str) -> None:
     assert any(key in each for each in found) or found[0].startswith("the "), paper
 
 
-@pytest.mark.parametrize("name", recipe_classes())
+@for_each(recipe_classes())
 def test_every_class_that_recipes_name_is_in_the_reference(name: str) -> None:
     pages = [text(Path("docs/reference") / page) for page in ("strategies.md", "topologies.md")]
     listed = [each for page in pages for each in re.findall(r"^\.\. autoclass:: thinwire\.(\w+)$", page, re.MULTILINE)]
