@@ -301,6 +301,8 @@ def test_the_global_seed_is_never_set() -> None:
 MAKERS = {f"torch.{function.__name__}" for function in _device_constructors()}
 # Networks are on the default device, as those of torch are.
 ON_THE_DEFAULT_DEVICE = {"tasks.models.base": 2}
+# Of integers, or of the dtype of what they are given, whatever the default is.
+NEED_NO_DTYPE = {f"torch.{name}" for name in ("asarray", "randint", "randperm", "tril_indices", "triu_indices")}
 
 
 @for_each(FILES, name_of)
@@ -309,6 +311,20 @@ def test_new_tensors_have_a_device(path: Path) -> None:
     without = [(name, call.lineno) for name, call in made if "device" not in {each.arg for each in call.keywords}]
     fix = "device='cpu' for numbers of the host, or the device of what they meet"
     assert len(without) == ON_THE_DEFAULT_DEVICE.get(name_of(path), 0), f"{without}: {fix}"
+
+
+@for_each(FILES, name_of)
+def test_new_tensors_have_a_dtype(path: Path) -> None:
+    made = [(name, call) for name, call in calls_in(path) if name in MAKERS - NEED_NO_DTYPE and not counts(name, call)]
+    without = [(name, call.lineno) for name, call in made if "dtype" not in {each.arg for each in call.keywords}]
+    assert not without, f"{without}: give the dtype, which torch.set_default_dtype would change"
+
+
+def counts(name: str, call: ast.Call) -> bool:
+    """Whether a call is a range of integers."""
+    parts = [part for argument in call.args for part in ast.walk(argument)]
+    fractions = [part for part in parts if isinstance(part, ast.Div) or isinstance(getattr(part, "value", None), float)]
+    return name == "torch.arange" and not fractions
 
 
 # -- the public names --------------------------------------------------------------------------------------------------

@@ -79,6 +79,9 @@ def test_rows_that_cannot_be_normalised_are_refused() -> None:
     found = normalised.layer_norm(x, gain, gain, eps=1e-5)
     with pytest.raises(ConfigError, match=r"gradient of \[2, 1, 3\]"):
         normalised.layer_norm_back(x[:, :1], x, gain, *found[1:])
+    for moments, words in (((found[1].double(), found[2]), "float64"), ((found[1], found[2][:1]), "moments of")):
+        with pytest.raises(ConfigError, match=words):
+            normalised.layer_norm_back(x, x, gain, *moments)
 
 
 @pytest.mark.parametrize("native", ["0", "1"])
@@ -213,3 +216,5 @@ def test_blocks_that_cannot_be_normalised_are_refused() -> None:
     moments = normalised.batch_norm(x, gain, shift, axis=0, eps=EPS)[1:]
     with pytest.raises(ConfigError, match="gradient of"):
         normalised.batch_norm_back(gradient[:, :1], x, gain, *moments, axis=0, eps=EPS)
+    with pytest.raises(ConfigError, match="float64"):
+        normalised.batch_norm_back(gradient, x, gain, *(each.double() for each in moments), axis=0, eps=EPS)

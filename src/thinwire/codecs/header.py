@@ -95,7 +95,7 @@ def unseal_all(
 
 def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, Tensor, str]]:
     """`unseal` of each message. All headers are read at once, as on a GPU each reading waits for the device."""
-    if_meta = _packed(expected, torch.empty(0, device="meta")) * len(messages)
+    if_meta = _packed(expected, torch.empty(0, dtype=torch.float32, device="meta")) * len(messages)
     fronts = bytes_of(join([message[:HEADER_BYTES] for message in messages]), if_meta=if_meta)
     opened: list[tuple[Header, Tensor, str]] = []
     for i, message in enumerate(messages):

@@ -171,7 +171,9 @@ class Comm(ABC):
         if self.size == 1:
             return completed(list[int]())
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
-        row = torch.tensor([self.step if self.in_step else -1, *words, fingerprint], device=self.check_device)
+        row = torch.tensor(
+            [self.step if self.in_step else -1, *words, fingerprint], dtype=torch.int64, device=self.check_device
+        )
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
         try:

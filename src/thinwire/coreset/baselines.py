@@ -51,7 +51,7 @@ class Stratified(Policy):
         """Draw from each class without replacement."""
         _, members, sizes = points.labels.unique(return_inverse=True, return_counts=True)
         given = proportional_budgets(sizes.tolist(), budget_of(self.fraction, points.n))
-        return Strata(members, torch.tensor(given, device="cpu")).draw(seed)
+        return Strata(members, torch.tensor(given, dtype=torch.int64, device="cpu")).draw(seed)
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,13 @@ def k_center(distances: Distances, budget: int) -> Subset:
         budget: points to choose; fewer are chosen where there are fewer distinct ones.
     """
     chosen = [0]
-    nearest = distances.between(torch.tensor([0], device="cpu"))[:, 0].clone()
+    nearest = distances.between(torch.tensor([0], dtype=torch.int64, device="cpu"))[:, 0].clone()
     while len(chosen) < budget and float(nearest.max()) > 0:
         chosen.append(int(nearest.argmax()))
-        nearest = torch.minimum(nearest, distances.between(torch.tensor([chosen[-1]], device="cpu"))[:, 0])
-    medoids = torch.tensor(chosen, device="cpu")
+        nearest = torch.minimum(
+            nearest, distances.between(torch.tensor([chosen[-1]], dtype=torch.int64, device="cpu"))[:, 0]
+        )
+    medoids = torch.tensor(chosen, dtype=torch.int64, device="cpu")
     members = stratify(distances, medoids, len(chosen)).members
     return Subset(medoids, torch.bincount(members, minlength=len(chosen)).double(), distances.n)
 

@@ -62,7 +62,8 @@ class SharedFacility(Facility):
         """Make the candidate a representative, on all ranks."""
         own = candidate - self._start
         mine = 0 <= own < self._nearest.n
-        self._nearest.take(self._rows(torch.tensor([candidate], device="cpu"))[0], position, own if mine else None)
+        row = self._rows(torch.tensor([candidate], dtype=torch.int64, device="cpu"))[0]
+        self._nearest.take(row, position, own if mine else None)
 
     def cost(self) -> float:
         """The sum of all ranks' points' distances to their nearest representatives."""
@@ -81,7 +82,7 @@ class SharedFacility(Facility):
         own = candidates - self._start
         mine = (own >= 0) & (own < self._nearest.n)
         # Every row is zero but on its owner, so that the sum is exact.
-        rows = torch.zeros((len(candidates), self._width), device=self._device)
+        rows = torch.zeros((len(candidates), self._width), dtype=torch.float32, device=self._device)
         if bool(mine.any()):
             rows[mine.to(self._device)] = self._nearest.of(own[mine])
         return self._comm.all_reduce_(rows).wait()
@@ -102,7 +103,7 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
         rows = checked(features)
     except ConfigError as error:
         # All ranks must learn of it: the others would wait for this one.
-        rows, problem = torch.zeros((0, 1), device="cpu"), error
+        rows, problem = torch.zeros((0, 1), dtype=torch.float32, device="cpu"), error
     if comm.check_device.type not in ("cpu", rows.device.type):
         rows = rows.to(comm.check_device)  # ranks without Gloo, as with NCCL alone, send nothing from the host
     facts = gather_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)

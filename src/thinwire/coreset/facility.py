@@ -23,7 +23,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.coreset.similarity import Distances, power_above, to_rows
+from thinwire.errors import ConfigError
 from thinwire.kernels import nearest
+from thinwire.kernels.base import as_fp32
 
 Gains: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = NDArray[np.int64]
@@ -98,7 +100,7 @@ class TorchNearest(Nearest):
     def __init__(self, rows: Tensor) -> None:
         self.n = len(rows)
         self._rows = rows
-        self._near = torch.ones(self.n, device=rows.device)
+        self._near = torch.ones(self.n, dtype=torch.float32, device=rows.device)
         self._positions = torch.zeros(self.n, dtype=torch.int64, device=rows.device)
 
     def of(self, points: Tensor) -> Tensor:
@@ -145,7 +147,8 @@ class CoordinateFacility(Facility):
 
     def take(self, candidate: int, position: int) -> None:
         """Make the candidate a representative."""
-        self.nearest.take(self.nearest.of(torch.tensor([candidate], device="cpu"))[0], position, candidate)
+        own = torch.tensor([candidate], dtype=torch.int64, device="cpu")
+        self.nearest.take(self.nearest.of(own)[0], position, candidate)
 
     def cost(self) -> float:
         """The sum of all distances to the nearest representatives."""
@@ -164,12 +167,12 @@ class DistanceFacility(Facility):
     """
 
     def __init__(self, distances: Distances) -> None:
-        first = distances.between(torch.tensor([0], device="cpu"))
+        first = distances.between(torch.tensor([0], dtype=torch.int64, device="cpu"))
         self.n = self.points = distances.n
         # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
         self.unit = power_above(2 * float(first.max()))
         self._distances = distances
-        self._near = torch.ones(self.n, device=first.device)
+        self._near = torch.ones(self.n, dtype=torch.float32, device=first.device)
         self._positions = torch.zeros(self.n, dtype=torch.int64, device=first.device)
         self.block = min(64, block_of(self.n, _BLOCK_ELEMENTS.get(first.device.type, 1 << 22)))
 
@@ -180,7 +183,7 @@ class DistanceFacility(Facility):
 
     def take(self, candidate: int, position: int) -> None:
         """Make the candidate a representative."""
-        apart = self._distances_to(torch.tensor([candidate], device="cpu"))[:, 0]
+        apart = self._distances_to(torch.tensor([candidate], dtype=torch.int64, device="cpu"))[:, 0]
         assign_(self._near, self._positions, apart, position, candidate)
 
     def cost(self) -> float:
@@ -291,12 +294,14 @@ class FusedNearest(Nearest):
     """
 
     def __init__(self, rows: Tensor, library: CDLL, *, threads: int = 1) -> None:
+        if rows.dtype != torch.float32:
+            raise ConfigError(f"points have dtype {rows.dtype}: the compiled kernel reads float32. Convert them first.")
         self.n, self._features = rows.shape
         self._library = library
         self._lanes, self._together = int(library.thinwire_lanes()), int(library.thinwire_together())
         self._threads = min(threads, int(library.thinwire_most_threads()))
         self._panels = _panels(rows, self._lanes)
-        self._near = torch.zeros(len(self._panels) * self._lanes, device="cpu")
+        self._near = torch.zeros(len(self._panels) * self._lanes, dtype=torch.float32, device="cpu")
         # Padding is at distance 0 from its representative, so that no candidate gains by it.
         self._near[: self.n] = 1
         self._positions = torch.zeros(len(self._near), dtype=torch.int32, device="cpu")
@@ -326,7 +331,7 @@ class FusedNearest(Nearest):
     def _gains(self, rows: Tensor, later: Tensor | None) -> Gains:
         """The gains of candidates now, and those for the least distances `later`; [1 or 2, m]."""
         count = -(-len(rows) // self._together) * self._together
-        candidates = rows.new_zeros((count, self._features))
+        candidates = torch.zeros((count, self._features), dtype=torch.float32, device="cpu")
         candidates[: len(rows)] = rows
         # The kernel writes one partial sum for each thread; exact sums may be added in any order.
         times = 1 if later is None else 2
@@ -338,7 +343,7 @@ class FusedNearest(Nearest):
 
     def take(self, row: Tensor, position: int, own: int | None) -> None:
         """Make coordinates a representative."""
-        row = row.contiguous()
+        row = as_fp32(row)
         self._library.thinwire_take(byref(self._facility), row.data_ptr(), position)
         if own is not None:
             self._near[own], self._positions[own] = 0, position
@@ -389,14 +394,14 @@ class FusedNearest(Nearest):
         pass over all distances then gives the gains before and after it.
         """
         guess = None if picks.indices or len(candidates) < _WORTH_A_GUESS else self._guess(candidates)
-        later = None if guess is None else self._distances_after(self.of(torch.tensor([guess], device="cpu"))[0])
+        later = None if guess is None else self._distances_after(self._row_of(guess))
         found = np.concatenate(
             [self._gains(self.of(part), later) for part in torch.from_numpy(candidates).split(1024)], axis=1
         )
         first = int(found[0].argmax())
         if guess is None or candidates[first] != guess:
             return candidates, found[0]
-        self.take(self.of(torch.tensor([guess], device="cpu"))[0], 0, guess)
+        self.take(self._row_of(guess), 0, guess)
         picks.add(guess, float(found[0, first]))
         return np.delete(candidates, first), np.delete(found[1], first)
 
@@ -408,9 +413,12 @@ class FusedNearest(Nearest):
         )
         return int(middle[self.gains(self.of(torch.from_numpy(middle))).argmax()])
 
+    def _row_of(self, point: int) -> Tensor:
+        return self.of(torch.tensor([point], dtype=torch.int64, device="cpu"))[0]
+
     def _distances_after(self, row: Tensor) -> Tensor:
         """The least distances of the points if these coordinates were their first representative."""
-        near, position_of, row = self._near.clone(), self._positions.clone(), row.contiguous()
+        near, position_of, row = self._near.clone(), self._positions.clone(), as_fp32(row)
         self._library.thinwire_take(byref(self._facility_of(near, position_of)), row.data_ptr(), 0)
         return near
 

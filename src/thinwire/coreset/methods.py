@@ -160,7 +160,7 @@ def resumed(make: Callable[[], Facility], goal: Goal, warm: WarmStart) -> tuple[
     for candidate, gain in zip(warm.indices, warm.gains, strict=True):
         if picks.done(goal):
             break
-        now = float(facility.gains(torch.tensor([candidate], device="cpu").numpy())[0])
+        now = float(facility.gains(torch.tensor([candidate], dtype=torch.int64, device="cpu").numpy())[0])
         if now * facility.unit != gain:
             facility = make()
             return facility, lazy(facility, goal)

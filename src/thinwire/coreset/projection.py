@@ -43,6 +43,6 @@ def projected(features: Features, indices: Tensor, *, seed: int = 0) -> Projecti
     spread = torch.cov(rows[drawn].double().T, correction=0).reshape(rows.shape[1], -1)
     values, vectors = torch.linalg.eigh(spread)
     two = vectors[:, -2:].flip(1).float()
-    two = torch.cat([two, torch.zeros(len(two), 2 - two.shape[1], device="cpu")], dim=1)
+    two = torch.cat([two, torch.zeros(len(two), 2 - two.shape[1], dtype=torch.float32, device="cpu")], dim=1)
     share = float(values[-2:].sum() / values.sum().clamp_min(1e-300))
     return Projection(rows[drawn] @ two, rows[indices] @ two, min(1.0, share))

@@ -103,12 +103,12 @@ def optimum_gaps(
         True
     """
     x = _standardised(centred(checked(features)).cpu())
-    x, labels = torch.cat([x, torch.ones(len(x), 1, device="cpu")], 1), labels.cpu()
+    x, labels = torch.cat([x, torch.ones(len(x), 1, dtype=torch.float32, device="cpu")], 1), labels.cpu()
     subsets = [(indices.cpu(), weights.cpu()) for indices, weights in subsets]
     classes = int(labels.max()) + 1
     sample = torch.randperm(len(x), generator=torch.Generator().manual_seed(seed), device="cpu")[:_SAMPLE]
     whole, theirs = x[sample], labels[sample]
-    ones = torch.ones(len(sample), device="cpu")
+    ones = torch.ones(len(sample), dtype=torch.float32, device="cpu")
 
     def loss(model: Tensor) -> float:
         return float(_softmax_loss(model, whole, theirs, ones))
@@ -124,7 +124,7 @@ def optimum_gaps(
 
 def _solved(x: Tensor, labels: Tensor, weights: Tensor, classes: int) -> Tensor:
     """The optimum of weighted softmax regression from zero, by L-BFGS: [d, classes]."""
-    model = torch.zeros(x.shape[1], classes, requires_grad=True, device="cpu")
+    model = torch.zeros(x.shape[1], classes, requires_grad=True, dtype=torch.float32, device="cpu")
     optimizer = torch.optim.LBFGS([model], max_iter=100, history_size=10, line_search_fn="strong_wolfe")
 
     def closure() -> Tensor:
@@ -167,7 +167,8 @@ def _gradient_error(
     errors: list[float] = []
     for _ in range(_MODELS):
         outputs = 1 if labels is None else int(labels.max()) + 1
-        model = torch.randn(rows.shape[1], outputs, generator=draws, device="cpu") / rows.shape[1] ** 0.5
+        model = torch.randn(rows.shape[1], outputs, generator=draws, dtype=torch.float32, device="cpu")
+        model /= rows.shape[1] ** 0.5
         truth = _gradient(x, everything, labels, model)
         estimate = _gradient(x[indices], weights, None if labels is None else labels[indices], model)
         errors.append(float((truth - estimate).norm() / truth.norm().clamp_min(1e-300)))

@@ -64,7 +64,7 @@ class Weighted(Dataset[Any]):
 
     def __getitem__(self, index: int) -> tuple[Any, ...]:
         weight = index.weight if isinstance(index, Point) else 1.0
-        return (*self.examples[int(index)], torch.tensor(weight, device="cpu"))
+        return (*self.examples[int(index)], torch.tensor(weight, dtype=torch.float32, device="cpu"))
 
 
 class CraigSampler(Sampler[int]):

@@ -104,10 +104,13 @@ def _pick(graph: Graph, goal: Goal) -> Picks:
 
 def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Tensor, Tensor]:
     """The distance of each point to its nearest pick, float32 [n], and that pick's position, int64 [n]."""
-    chosen = torch.tensor(indices, device="cpu")
-    place = torch.full((len(rows),), _LAST, device="cpu")
+    chosen = torch.tensor(indices, dtype=torch.int64, device="cpu")
+    place = torch.full((len(rows),), _LAST, dtype=torch.int64, device="cpu")
     place[chosen] = torch.arange(len(indices), device="cpu")
-    nearest, positions = torch.empty(len(rows), device="cpu"), torch.empty(len(rows), dtype=torch.int64, device="cpu")
+    nearest, positions = (
+        torch.empty(len(rows), dtype=torch.float32, device="cpu"),
+        torch.empty(len(rows), dtype=torch.int64, device="cpu"),
+    )
     for part in torch.arange(len(rows), device="cpu").split(1 << 16):
         places = place[found.numbers[part].long()]
         apart = found.distances[part].masked_fill(places == _LAST, torch.inf)
@@ -124,7 +127,7 @@ def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Te
 
 def nearest_of_many(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """The least distance of each row to the chosen rows, and the position of that row among them."""
-    least = torch.full((len(points),), torch.inf, device="cpu")
+    least = torch.full((len(points),), torch.inf, dtype=torch.float32, device="cpu")
     positions = torch.zeros(len(points), dtype=torch.int64, device="cpu")
     # In blocks: all distances at once would not fit in memory.
     for start in range(0, len(chosen), 4 * _BLOCK):
@@ -169,7 +172,7 @@ def find_neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exa
     n = len(rows)
     count = min(count, n - 1)
     numbers = torch.empty((n, count + 1), dtype=torch.int32, device="cpu")
-    distances = torch.zeros((n, count + 1), device="cpu")
+    distances = torch.zeros((n, count + 1), dtype=torch.float32, device="cpu")
     numbers[:, 0] = torch.arange(n, device="cpu")
     if count:
         for size, others in _cells(rows, count, generator, n <= _EXACT_UP_TO if exact is None else exact):

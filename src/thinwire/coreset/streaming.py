@@ -120,7 +120,9 @@ class Sampled(Facility):
 
 def _best(rows: Tensor, sample: Tensor, medoid: int, sieves: list[Sieve], budget: int) -> list[int]:
     """Greedy's picks among those of all sieves, or those of the best sieve where their cost on the sample is lower."""
-    union = torch.tensor(sorted({medoid, *(index for sieve in sieves for index in sieve.kept)}), device="cpu")
+    union = torch.tensor(
+        sorted({medoid, *(index for sieve in sieves for index in sieve.kept)}), dtype=torch.int64, device="cpu"
+    )
     nearest, block = nearest_for(sample)
     found = lazy(Sampled(nearest, rows[union], block=block), Goal(min(budget, len(union))))
     useful = [index for index, gain in zip(union[found.indices].tolist(), found.gains, strict=True) if gain > 0]

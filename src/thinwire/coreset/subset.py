@@ -284,7 +284,7 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
 
 def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
     """Every point's distance to its nearest medoid, and the position of that medoid; both [n] on the CPU."""
-    nearest = torch.full((distances.n,), torch.inf, device="cpu")
+    nearest = torch.full((distances.n,), torch.inf, dtype=torch.float32, device="cpu")
     members = torch.zeros(distances.n, dtype=torch.int64, device="cpu")
     for first in range(0, len(medoids), _BLOCK):
         block = medoids[first : first + _BLOCK].cpu()

@@ -156,7 +156,7 @@ def time_all_reduces(comm: Comm, *, budget: float, sizes: Sequence[int] = SIZES)
     found: dict[int, float] = {}
     start = time.perf_counter()
     for nbytes in sizes:
-        x = torch.zeros(nbytes // 4, device=comm.check_device)
+        x = torch.zeros(nbytes // 4, dtype=torch.float32, device=comm.check_device)
         times: list[float] = []
         spent = 0.0
         while len(times) < _REPEATS and (spent < budget or len(times) < 2):
@@ -191,7 +191,7 @@ def time_loaded_step(comm: Comm, time_step: TimeStep, *, budget: float) -> Loade
     def keep_sending() -> None:
         nbytes, going = _LEAST_BYTES, True
         while going:
-            x, begin = torch.zeros(nbytes // 4, device=comm.check_device), time.perf_counter()
+            x, begin = torch.zeros(nbytes // 4, dtype=torch.float32, device=comm.check_device), time.perf_counter()
             for work in [comm.send_recv(x, [following], [before]) for _ in range(_IN_FLIGHT)]:
                 work.wait()
             sent[0] += _IN_FLIGHT * nbytes

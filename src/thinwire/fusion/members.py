@@ -122,7 +122,11 @@ class Member:
         saved = [] if self.optimizer is None else self.optimizer["param_groups"]
         # All else in the groups is the optimizer's own.
         made: Any = type(proxy)
-        own = {name for group in made([torch.zeros((), device="cpu")], lr=0.1).param_groups for name in group}
+        own = {
+            name
+            for group in made([torch.zeros((), dtype=torch.float32, device="cpu")], lr=0.1).param_groups
+            for name in group
+        }
         for group, values in zip(proxy.param_groups, saved, strict=False):
             group.update({name: value for name, value in values.items() if name not in own and name in group})
 

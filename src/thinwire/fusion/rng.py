@@ -97,7 +97,7 @@ def _keep_mask(context: Context, like: Tensor, p: float) -> Tensor:
     mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if not isinstance(p, DropoutRates):
         return mask.bernoulli_(1 - p)
-    kept = torch.tensor([1 - rate for rate in p.values], device=like.device)
+    kept = torch.tensor([1 - rate for rate in p.values], dtype=torch.float32, device=like.device)
     return mask.bernoulli_(kept.view(-1, *[1] * (like.dim() - 1)).expand_as(mask))
 
 

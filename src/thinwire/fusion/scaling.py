@@ -63,7 +63,7 @@ class GradScaler:
             )
         self.growth_factor, self.backoff_factor, self.growth_interval = growth_factor, backoff_factor, growth_interval
         self.enabled, self.init_scale = enabled, float(init_scale)
-        self.scales = torch.full((models,), self.init_scale, device="cpu")
+        self.scales = torch.full((models,), self.init_scale, dtype=torch.float32, device="cpu")
         self.growths = torch.zeros(models, dtype=torch.int64, device="cpu")
         self._found: dict[int, Tensor] = {}
 
@@ -190,7 +190,9 @@ def gradient_norms(parameters: Iterable[nn.Parameter], *, models: int | None = N
         if owner is not None:
             own = F.pad(own, (owner, size - owner - 1))
         norms.append(own)
-    return torch.linalg.vector_norm(torch.stack(norms), dim=0) if norms else torch.zeros(size, device="cpu")
+    if not norms:
+        return torch.zeros(size, dtype=torch.float32, device="cpu")
+    return torch.linalg.vector_norm(torch.stack(norms), dim=0)
 
 
 @torch.no_grad()

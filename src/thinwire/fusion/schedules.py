@@ -62,7 +62,7 @@ class Schedules:
             options = self.optimizer.torch_options(self.optimizer.hyperparameters(model, place), group)
             # The proxy of LAMB is an Adam, which has no bounds of the trust ratio.
             known = {name: value for name, value in options.items() if not name.endswith("_trust")}
-            groups.append({**known, "params": [nn.Parameter(torch.zeros((), device="cpu"))]})
+            groups.append({**known, "params": [nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))]})
         kind: Any = self.optimizer.torch_class or torch.optim.Adam
         return kind(groups, lr=groups[0]["lr"])
 
@@ -75,7 +75,9 @@ class Schedules:
         Raises:
             ConfigError: there is not one metric per model, or a scheduler needs one.
         """
-        values = None if metrics is None else torch.as_tensor(metrics, device="cpu").detach().tolist()
+        values = (
+            None if metrics is None else torch.as_tensor(metrics, dtype=torch.float64, device="cpu").detach().tolist()
+        )
         if values is not None and len(values) != len(self.schedulers):
             raise ConfigError(f"metrics of length {len(values)}: there are {len(self.schedulers)} models")
         for model, scheduler in enumerate(self.schedulers):

@@ -125,7 +125,7 @@ class DdpHook:
         """
         residuals = self.residuals()
         kept = {_RESIDUAL + name: residuals[p].clone() for name, p in names.items() if p in residuals}
-        return {**kept, "step": torch.tensor(self.step, device="cpu")}
+        return {**kept, "step": torch.tensor(self.step, dtype=torch.int64, device="cpu")}
 
     def load_state_dict(self, state: Mapping[str, Tensor], names: Mapping[str, Tensor]) -> None:
         """Continue from `state_dict` of the same rank; buckets may be divided differently.
@@ -162,7 +162,7 @@ class DdpHook:
             singles = [self._buckets.pop((id(p),), None) for p in parameters]
             self._members = {single: kept for single, kept in self._members.items() if single in self._buckets}
             residuals = [
-                torch.zeros(p.numel(), device=p.device) if single is None else single["error"]
+                torch.zeros(p.numel(), dtype=torch.float32, device=p.device) if single is None else single["error"]
                 for p, single in zip(parameters, singles, strict=True)
             ]
             self._members[key], self._buckets[key] = parameters, {"error": torch.cat(residuals)}

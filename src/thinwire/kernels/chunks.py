@@ -65,7 +65,7 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
     if x.numel() == 0 or x.is_meta:
         return
     x, library = as_fp32(x), compiled(x)
-    rest = torch.empty(0, device="cpu") if residual is None else residual
+    rest = torch.empty(0, dtype=torch.float32, device="cpu") if residual is None else residual
     with writable(out, torch.uint8) as target, writable(rest, read=True) as left:
         given = None if residual is None else left
         if library is None:

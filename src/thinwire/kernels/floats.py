@@ -33,7 +33,7 @@ def encode_powers(x: Tensor, *, key: int) -> Tensor:
 def decode_powers(payload: Tensor, n: int) -> Tensor:
     """Reverse `encode_powers`; fp32 [n]. Exponent 0 decodes to zero."""
     if payload.is_meta:
-        return torch.empty(n, device=payload.device)
+        return torch.empty(n, dtype=torch.float32, device=payload.device)
     exponents, signs = payload.split([n, -(-n // 8)])
     return unpack_signs(signs, n).mul_((exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32))
 
@@ -57,7 +57,7 @@ def encode_fp8(x: Tensor, kind: torch.dtype, *, block: int) -> Tensor:
 def decode_fp8(payload: Tensor, n: int, kind: torch.dtype, *, block: int) -> Tensor:
     """Reverse `encode_fp8`; fp32 [n]."""
     if payload.is_meta:
-        return torch.empty(n, device=payload.device)
+        return torch.empty(n, dtype=torch.float32, device=payload.device)
     scales, codes = payload.split([payload.numel() - n, n])
     x, start = codes.view(kind).to(torch.float32), 0
     for rows in blocks_as_rows(x, block):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -80,6 +81,7 @@ def layer_norm_back(
     """
     sizes = _rows(x, gain, gain)
     _check_gradient(gradient, x)
+    _check_moments(mean, scale, x, (sizes[0], sizes[1]))
     library = compiled(x)
     if library is None:
         found = reference.layer_norm_back(gradient, x, gain, mean, scale)
@@ -155,6 +157,7 @@ def group_norm_back(
     _check_blocks(x, gain, gain, axis)
     _check_groups(x, groups)
     _check_gradient(gradient, x)
+    _check_moments(mean, variance, x, (*x.shape[:2], groups))
     library = compiled(x)
     if library is None:
         found = reference.group_norm_back(gradient, x, gain, mean, variance, axis, groups, eps)
@@ -201,6 +204,7 @@ def batch_norm_back(
     """
     _check_blocks(x, gain, gain, axis)
     _check_gradient(gradient, x)
+    _check_moments(mean, variance, x, gain.shape)
     library = compiled(x)
     if library is None:
         found = reference.batch_norm_back(gradient, x, gain, mean, variance, axis, eps)
@@ -268,6 +272,15 @@ def _check_gradient(gradient: Tensor, x: Tensor) -> None:
         found = f"{list(gradient.shape)} and {gradient.dtype}"
         raise ConfigError(f"a gradient of {found}: must be {list(x.shape)} and {x.dtype}, as the input")
     check_same_device(x, gradient)
+
+
+def _check_moments(mean: Tensor, spread: Tensor, x: Tensor, shape: Sequence[int]) -> None:
+    check_same_device(x, mean, spread)
+    _check_dense(mean, spread)
+    if mean.shape != tuple(shape) or spread.shape != mean.shape:
+        raise ConfigError(
+            f"moments of {_shapes(mean, spread)}: must be {list(shape)}, as the forward pass returned them"
+        )
 
 
 def _check_dense(*tensors: Tensor) -> None:

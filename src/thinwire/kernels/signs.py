@@ -32,8 +32,8 @@ def pack_signs(x: Tensor) -> Tensor:
 
 def unpack_signs(signs: Tensor, n: int) -> Tensor:
     """Reverse `pack_signs`: plus or minus one, fp32 [n]."""
-    one = torch.ones(int(bool(n)), device=signs.device).view(torch.uint8)
-    out = torch.empty(n, device=signs.device)
+    one = torch.ones(int(bool(n)), dtype=torch.float32, device=signs.device).view(torch.uint8)
+    out = torch.empty(n, dtype=torch.float32, device=signs.device)
     decode_signs_(join([one, signs]), out, block=max(n, 1))
     return out
 

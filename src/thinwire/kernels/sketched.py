@@ -91,7 +91,7 @@ def unsketch(table: Tensor, indices: Tensor | None, n: int, *, key: int) -> Tens
     library = _median_kernels(table)
     if library is None:
         return sketched.unsketch(table, None, n, key=key)
-    out, wrapped = torch.empty(n, device="cpu"), _wrapped(table)
+    out, wrapped = torch.empty(n, dtype=torch.float32, device="cpu"), _wrapped(table)
     sketch = _Sketch(wrapped.data_ptr(), *table.shape, key & _UINT64, n)
     library.thinwire_unsketch(ctypes.byref(sketch), out.data_ptr())
     return out
@@ -106,7 +106,7 @@ def _unsketch_at(table: Tensor, indices: Tensor, n: int, key: int) -> Tensor:
             raise ConfigError(f"indices from {low} to {high}: must lie in 0..{n - 1}, as the vector has {n} elements")
     if library is None:
         return sketched.unsketch(table, indices, n, key=key)
-    indices, out = indices.to(torch.int64).contiguous(), torch.empty(indices.numel(), device="cpu")
+    indices, out = indices.to(torch.int64).contiguous(), torch.empty(indices.numel(), dtype=torch.float32, device="cpu")
     sketch = _Sketch(table.data_ptr(), *table.shape, key & _UINT64, n)
     library.thinwire_unsketch_at(ctypes.byref(sketch), indices.data_ptr(), indices.numel(), out.data_ptr())
     return out

@@ -81,7 +81,7 @@ def quantize_(
         quantized.quantize_(x, out, bits=bits, block=block, key=key, shift=shift, norm=norm, scale_bytes=scale_bytes)
         return
     n, blocks = x.numel(), blocks_of(x.numel(), block)
-    scales, head = torch.empty(blocks, device=x.device), blocks * scale_bytes
+    scales, head = torch.empty(blocks, dtype=torch.float32, device=x.device), blocks * scale_bytes
     _quantize[(blocks,)](
         *(x, scales, out[head:], n, block, -(-n // 8), *halves(mix64(key)), shift, quantized.top_of(bits) / 2),
         SPAN=triton.next_power_of_2(block),

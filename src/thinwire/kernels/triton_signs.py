@@ -83,7 +83,7 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
         signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
         return
     n, blocks = x.numel(), blocks_of(x.numel(), block)
-    scales, head = torch.empty(blocks, device=x.device), blocks * scale_bytes
+    scales, head = torch.empty(blocks, dtype=torch.float32, device=x.device), blocks * scale_bytes
     span = triton.next_power_of_2(block)
     _encode[(blocks,)](
         *(x, x if residual is None else residual, scales, out[head:], n, block),

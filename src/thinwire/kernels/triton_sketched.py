@@ -96,7 +96,7 @@ def unsketch(table: Tensor, n: int, *, key: int) -> Tensor:
     rows, columns = table.shape
     if rows not in _MEDIAN_ROWS:
         return sketched.unsketch(table, None, n, key=key)
-    out = torch.empty(n, device=table.device)
+    out = torch.empty(n, dtype=torch.float32, device=table.device)
     _unsketch[(triton.cdiv(n, _SPAN),)](
         *(table, _seeds(rows, key, table.device), out, n, columns),
         SPAN=_SPAN,
@@ -110,5 +110,6 @@ def _seeds(rows: int, key: int, device: torch.device) -> Tensor:
     """Return for every row the halves of the seeds of its rotations and of its signs, int64 [rows, 4]."""
     return torch.tensor(
         [[*halves(mix64(mix64(key) + 2 * row)), *halves(mix64(mix64(key) + 2 * row + 1))] for row in range(rows)],
+        dtype=torch.int64,
         device=device,
     )

@@ -107,7 +107,7 @@ class AcSA(ClosureOptimizer):
             state = self.state[parameter]
             # At the first step all three sequences start at the initial parameters.
             if not state:
-                state["step"] = torch.zeros((), device="cpu")
+                state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
                 state["iterate"] = parameter.clone()
                 state["aggregate"] = parameter.clone()
         iterates, aggregates = ([self.state[p][name] for p in trained] for name in ("iterate", "aggregate"))

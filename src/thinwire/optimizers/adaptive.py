@@ -35,7 +35,7 @@ def divides_by_size(optimizer: Optimizer) -> bool:
 
 
 def _moves_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    x = nn.Parameter(torch.zeros(2, device="cpu"))
+    x = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
     # On the CPU and in fp32, whatever the group's own parameters need.
     usable = {"lr": _LR, "fused": None, "foreach": None, "capturable": False, "differentiable": False}
     chosen = {name: value for name, value in usable.items() if name in group}
@@ -45,7 +45,7 @@ def _moves_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
             before = x.detach().clone()
             for _ in range(_STEPS):
                 before.copy_(x.detach())
-                x.grad = torch.tensor([1.0, _SMALL], device="cpu")
+                x.grad = torch.tensor([1.0, _SMALL], dtype=torch.float32, device="cpu")
                 tried.step()
     except Exception:  # what another package's optimizer needs is not known
         return False

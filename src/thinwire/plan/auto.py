@@ -98,7 +98,7 @@ def time_two(comm: Comm, device: torch.device) -> dict[int, float]:
     large = _LARGE
     for nbytes in (_SMALL, _SMALL << 4, large):
         times: list[float] = []
-        x = torch.zeros(nbytes // 4, device=device)
+        x = torch.zeros(nbytes // 4, dtype=torch.float32, device=device)
         synchronize(device)
         for _ in range(_REPEATS):
             begin = time.perf_counter()
@@ -106,11 +106,11 @@ def time_two(comm: Comm, device: torch.device) -> dict[int, float]:
             synchronize(device)
             times.append(time.perf_counter() - begin)
             # All take as many turns as rank 0 does: a slow link needs neither repetition nor the largest size.
-            enough = torch.tensor([float(sum(times) > 4 * _SLOW_SECONDS)], device=device)
+            enough = torch.tensor([float(sum(times) > 4 * _SLOW_SECONDS)], dtype=torch.float32, device=device)
             if float(comm.broadcast_(enough, 0).wait()) and len(times) > 1:
                 break
         found[nbytes] = min(times)
-        slow = torch.tensor([float(found[nbytes] > _SLOW_SECONDS)], device=device)
+        slow = torch.tensor([float(found[nbytes] > _SLOW_SECONDS)], dtype=torch.float32, device=device)
         if nbytes > _SMALL and float(comm.broadcast_(slow, 0).wait()):
             break
     return {_SMALL: found[_SMALL], max(found): found[max(found)]}
@@ -217,7 +217,7 @@ def _examined(shapes: list[tuple[int, ...]]) -> Examined | None:
 def _flops_per_second(device: torch.device) -> float:
     """Of matrix products on the model's device, with the threads that training will have."""
     width = 256 if device.type == "cpu" else 2048  # a GPU is not busy with less
-    a: Tensor = torch.ones(width, width, device=device)
+    a: Tensor = torch.ones(width, width, dtype=torch.float32, device=device)
     times: list[float] = []
     for _ in range(6):
         synchronize(device)

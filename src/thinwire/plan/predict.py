@@ -171,7 +171,7 @@ class Simulated:
                 if step >= warm_up and not before:
                     before = comm.meter.payload_bytes
                 comm.compute(self.model_time.forward)
-                chain = torch.zeros((), device="meta" if meta else "cpu", requires_grad=True)
+                chain = torch.zeros((), dtype=torch.float32, device="meta" if meta else "cpu", requires_grad=True)
                 for parameter, pause in links:
                     chain = _Final.apply(chain, parameter, lambda pause=pause: comm.sleep(pause))  # pyright: ignore
                 chain.backward()

@@ -256,7 +256,9 @@ class Planner:
         try:
             strategy.check(job.workers)
             if job.optimizer is not None:
-                strategy.check_optimizer(job.optimizer([torch.nn.Parameter(torch.zeros(1, device="cpu"))]))
+                strategy.check_optimizer(
+                    job.optimizer([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
+                )
             found = predict(
                 strategy,
                 parameters=job.shapes,

@@ -60,7 +60,7 @@ class ControlMessage(NamedTuple):
         flags = [0] * size
         for rank in self.members:
             flags[rank] = 1
-        return torch.tensor([*self[:_FIELDS], *flags], device="cpu")
+        return torch.tensor([*self[:_FIELDS], *flags], dtype=torch.int64, device="cpu")
 
 
 def decode_control(numbers: Sequence[int]) -> ControlMessage:
@@ -114,7 +114,7 @@ class StateChunk(NamedTuple):
 def encode_chunk(chunk: GradientChunk | StateChunk, capacity: int) -> Tensor:
     """Header and content in `HEADER_BYTES + capacity` bytes on the CPU, the last ones zero where content is shorter."""
     message = torch.zeros(HEADER_BYTES + capacity, dtype=torch.uint8, device="cpu")
-    message[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(chunk[:_HEADER], device="cpu"))
+    message[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(chunk[:_HEADER], dtype=torch.int64, device="cpu"))
     data = chunk.content.detach().contiguous().view(-1).view(torch.uint8)
     message[HEADER_BYTES : HEADER_BYTES + data.numel()].copy_(data)
     return message

@@ -71,5 +71,5 @@ def mean_between_nodes(
 
 def _all_agree(node: Members, like: Tensor, finite: bool | None) -> bool:
     """Whether it is so on all ranks of the node."""
-    flag = torch.full((1,), float(bool(finite)), device=like.device)
+    flag = torch.full((1,), float(bool(finite)), dtype=torch.float32, device=like.device)
     return decisions.holds(torch.stack(node.all_gather(flag).wait()).amin() > 0)

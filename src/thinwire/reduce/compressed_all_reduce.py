@@ -276,7 +276,7 @@ def _two_stage_mean(
         payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
     messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
     if not undo:
-        x = updated = torch.empty(0, device=x.device)  # no reference to what is needed no more
+        x = updated = torch.empty(0, dtype=torch.float32, device=x.device)  # no reference to what is needed no more
 
     # All-to-all: each piece to the rank that is its server.
     scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
@@ -289,7 +289,7 @@ def _two_stage_mean(
     finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
     # An all-gather needs payloads of one size, that of the first piece, which is the longest.
     payload = payload_like(x, server.nbytes(lengths[0])).zero_()
-    mean = updated[own] if undo else torch.empty(lengths[comm.rank], device=x.device)
+    mean = updated[own] if undo else torch.empty(lengths[comm.rank], dtype=torch.float32, device=x.device)
     if finite and not problem:
         mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
         code, mean, finite = _encoded_mean(server, mean, residuals and residuals[1], keys.means[comm.rank], undo=undo)
@@ -317,7 +317,7 @@ def _two_stage_mean(
 
     # Decode the means of all pieces.
     if not undo:
-        x = updated = torch.empty(sum(lengths), device=x.device)
+        x = updated = torch.empty(sum(lengths), dtype=torch.float32, device=x.device)
     if not all_finite:
         return x.fill_(torch.nan)
     server.decode_pieces_(payloads, updated, cuts, keys.means)

@@ -44,7 +44,7 @@ def on_message(
 
 def number(value: int) -> Tensor:
     """A message of one integer, of 8 bytes."""
-    return torch.tensor([value], device="cpu")
+    return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
 def others(r: Replica) -> list[int]:

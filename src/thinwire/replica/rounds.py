@@ -126,7 +126,7 @@ class RoundBudget:
     @classmethod
     def of(cls, budget: int, ranks: int) -> RoundBudget:
         """Before the first step of rank 0."""
-        waiting = torch.full((ranks,), _TRAINING, device="cpu")
+        waiting = torch.full((ranks,), _TRAINING, dtype=torch.int64, device="cpu")
         waiting[0] = _PAUSED
         return cls(budget, torch.zeros(2, dtype=torch.int64, device="cpu"), waiting)
 

@@ -165,7 +165,7 @@ class Training:
             self.context.emit({"event": "switch", **asdict(done)})
 
     def _barrier(self) -> None:
-        self.context.control.all_reduce_(torch.zeros(1, device="cpu")).wait()
+        self.context.control.all_reduce_(torch.zeros(1, dtype=torch.float32, device="cpu")).wait()
 
     def _take_step(self) -> None:
         context, engine, step = self.context, self.engine, self.engine.step

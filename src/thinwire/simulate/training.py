@@ -89,7 +89,7 @@ class Training:
     def _train_quadratic(self, comm: SimulatedComm) -> Outcome:
         device = "meta" if self.numbers == "meta" else "cpu"
         sizes = [min(_LARGEST_TENSOR, self.parameters - start) for start in range(0, self.parameters, _LARGEST_TENSOR)]
-        model = nn.ParameterList([torch.zeros(size, device=device) for size in sizes])
+        model = nn.ParameterList([torch.zeros(size, dtype=torch.float32, device=device) for size in sizes])
         minimum = None if self.numbers == "meta" else self._minimum(comm.rank)
         centres = [torch.empty_like(p) for p in model] if minimum is None else list(minimum.split(sizes))
         optimizer = self._optimizer(model, 0.1)
@@ -115,7 +115,7 @@ class Training:
 
     def _minimum(self, rank: int) -> Tensor:
         draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
-        return torch.randn(self.parameters, generator=draw, device="cpu")
+        return torch.randn(self.parameters, generator=draw, dtype=torch.float32, device="cpu")
 
     def _train_task(self, comm: SimulatedComm, name: str) -> Outcome:
         task = tasks.load(name)

@@ -357,7 +357,7 @@ def _learning_rates(optimizer: FusedOptimizer, layout: Layout, x: Tensor) -> Cal
     parameters, segments = layout
     group_of = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     sizes = [segment.size // segment.shape[0] for segment in segments for _ in range(segment.shape[0])]
-    repeats = torch.tensor(sizes, device=x.device)
+    repeats = torch.tensor(sizes, dtype=torch.int64, device=x.device)
 
     def read() -> float | Tensor:
         of_parameters = list[Tensor]()

@@ -55,7 +55,7 @@ class TrialArray:
             self._perturbed_by(plan.population)  # raises early, not at the first selection
         # In fp64, so that perturbed and scheduled rates round as Python's floats do in `train_alone`.
         self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64, device="cpu")
-        self.losses = torch.full((len(trials),), torch.nan, device="cpu")
+        self.losses = torch.full((len(trials),), torch.nan, dtype=torch.float32, device="cpu")
         self.step = 0
 
     def _perturbed_by(self, population: Population) -> list[str]:

@@ -177,7 +177,7 @@ class OwnObjective:
         probabilities, the largest is the right one.
         """
         if not self.counts_hits:
-            return torch.zeros((), device="cpu")
+            return torch.zeros((), dtype=torch.float32, device="cpu")
         # The classes are the second size, or the only one.
         classes = min(1, outputs.dim() - 1)
         if targets.is_floating_point():

@@ -96,7 +96,7 @@ def translate(model: Translator, source: Tensor, *, length: int = _LENGTH) -> Te
     with evaluating(model):
         source = source.to(next(model.parameters()).device)
         encoded = model.encode(source)
-        words = torch.full((len(source), 1), BEGIN, device=source.device)
+        words = torch.full((len(source), 1), BEGIN, dtype=torch.int64, device=source.device)
         while words.shape[1] < length and not bool((words == END).any(1).all()):
             following = model.decode(encoded, source, words)[:, -1].argmax(-1, keepdim=True)
             words = torch.cat([words, following], 1)

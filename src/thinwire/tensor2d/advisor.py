@@ -226,7 +226,10 @@ def measure_pace(
             f"{comm.size} ranks, repeats={repeats}: the link is measured between 2 ranks or more, at least once"
         )
     device = comm.check_device if device is None else torch.device(device)
-    small, large = torch.zeros(1, device=device), torch.zeros(nbytes // 4, device=device)
+    small, large = (
+        torch.zeros(1, dtype=torch.float32, device=device),
+        torch.zeros(nbytes // 4, dtype=torch.float32, device=device),
+    )
     latency = min(_seconds_of_gather(comm, small) for _ in range(repeats))
     whole = min(_seconds_of_gather(comm, large) for _ in range(repeats))
     product = min(_seconds_of_product(width, device) for _ in range(repeats))
@@ -252,7 +255,7 @@ def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
 
 
 def _seconds_of_product(width: int, device: torch.device) -> float:
-    x = torch.ones(width, width, device=device)
+    x = torch.ones(width, width, dtype=torch.float32, device=device)
     synchronize(device)
     start = time.perf_counter()
     torch.mm(x, x)

@@ -63,7 +63,7 @@ class Check:
             raise ConfigError(f"check: the split model cannot compute what the serial model can: {error}") from error
         wrong = [words for name, x in self._expected.items() if (words := self._difference(name, found.get(name), x))]
         # The serial models, or the batches, may differ from rank to rank, so each rank may have its own opinion.
-        counts = self._mesh.whole.all_gather(torch.tensor([len(wrong)], device=self._device)).wait()
+        counts = self._mesh.whole.all_gather(torch.tensor([len(wrong)], dtype=torch.int64, device=self._device)).wait()
         differing = [rank for rank, count in enumerate(counts) if int(count)]
         if not differing:
             return
@@ -93,11 +93,10 @@ class Check:
         at, limit = int(apart.nan_to_num(torch.inf).argmax()), tolerance * float(expected.abs().max())
         if float(apart[at]) <= limit:
             return ""
-        place = (
-            ""
-            if not expected.dim()
-            else f" at {tuple(int(k) for k in torch.unravel_index(torch.tensor(at, device='cpu'), expected.shape))}"
-        )
+        place = ""
+        if expected.dim():
+            index = torch.unravel_index(torch.tensor(at, dtype=torch.int64, device="cpu"), expected.shape)
+            place = f" at {tuple(map(int, index))}"
         return (
             f"{name}{place} is {float(whole.flatten()[at]):.6g}, and {float(expected.flatten()[at]):.6g} in the serial "
             f"model, a difference above {limit:.2g}"

@@ -79,7 +79,9 @@ class Lamb2D(Lamb):
         squares = torch.stack([norms_of(exact), norms_of(directions)]).square()
         if self.mesh.row > 0:
             # The first row counts replicated parameters; a rank that left them out would send another shape.
-            counted_elsewhere = torch.tensor([id(p) in self._replicated for p in parameters], device=squares.device)
+            counted_elsewhere = torch.tensor(
+                [id(p) in self._replicated for p in parameters], dtype=torch.bool, device=squares.device
+            )
             squares.masked_fill_(counted_elsewhere, 0)
         norms, update_norms = self.mesh.whole.all_reduce_(squares).wait().sqrt()
         bounded = (norms / update_norms).clamp(group["least_trust"], group["most_trust"])

@@ -145,7 +145,7 @@ def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
         except OSError as error:
             failure = error
     # Also a barrier: after it every rank may read the file. Groups of NCCL alone take nothing from a CPU.
-    failed = torch.tensor([float(failure is not None)], device=mesh.whole.check_device)
+    failed = torch.tensor([float(failure is not None)], dtype=torch.float32, device=mesh.whole.check_device)
     if mesh.whole.all_reduce_(failed).wait().item():
         why = f"({failure})" if failure else "there; its error says why"
         raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it {why}") from failure

@@ -91,7 +91,7 @@ class Arrivals:
             CommError: a worker was lost.
         """
         mine = _PENDING if self._sender is None else self._sender.outcome(_WAITS * comm.timeout)
-        row = torch.tensor([mine], device=comm.check_device)
+        row = torch.tensor([mine], dtype=torch.int64, device=comm.check_device)
         rows = comm.confirm(row).wait() if comm.size > 1 else [row]
         outcome = max(int(each[0]) for each in rows)
         self.complete, self.failed = outcome == _COMPLETE, outcome == _FAILED
@@ -182,7 +182,9 @@ class _Sender:
             if self._closed:
                 raise PeerLostError("this view has ended")
             send(comm, content, 1)
-            comm.send_recv(torch.zeros(1, device=comm.check_device), [], [1]).wait()  # that it has all arrived
+            comm.send_recv(
+                torch.zeros(1, dtype=torch.float32, device=comm.check_device), [], [1]
+            ).wait()  # that it has all arrived
         finally:
             self._connector.disconnect(comm)
 
@@ -220,7 +222,7 @@ class Offered:
             )
             try:
                 self._parts[told["kind"]] = receive(comm, 0)
-                comm.send_recv(torch.zeros(1, device=comm.check_device), [0], []).wait()
+                comm.send_recv(torch.zeros(1, dtype=torch.float32, device=comm.check_device), [0], []).wait()
             finally:
                 self._connector.disconnect(comm)
         except (PeerLostError, CommTimeoutError) as error:

@@ -501,7 +501,11 @@ class Backward:
         """On how many ranks each parameter has a gradient."""
         missing = {id(p) for p in self.unused}
         parameters = (p for bucket in self.buckets for p in bucket.parameters)
-        mine = torch.tensor([float(id(p) not in missing) for p in parameters], device=self.buckets[0].replica.g.device)
+        mine = torch.tensor(
+            [float(id(p) not in missing) for p in parameters],
+            dtype=torch.float32,
+            device=self.buckets[0].replica.g.device,
+        )
         return self._comm.all_reduce_(mine)
 
     def _drop_unused(self, counts: Tensor, state: int) -> None:

@@ -331,7 +331,9 @@ class Elastic:
 
     def confirm(self) -> None:
         """Tell all others that this worker has the round's result, and wait until all have it."""
-        mine = torch.tensor([self._round, self._membership.requests()], device=self._comm.check_device)
+        mine = torch.tensor(
+            [self._round, self._membership.requests()], dtype=torch.int64, device=self._comm.check_device
+        )
         rows = self._comm.confirm(mine).wait()
         now = time.monotonic()
         self._patience.record(now - self._round_ended)

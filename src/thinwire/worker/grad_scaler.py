@@ -30,7 +30,8 @@ def share_skips(worker: WorkerState) -> None:
         found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
         if optimizer is not worker.optimizer:
             return found
-        overflows = sum((each.to(device) for each in found.values()), torch.zeros((), device=device))
+        none = torch.zeros((), dtype=torch.float32, device=device)
+        overflows = sum((each.to(device) for each in found.values()), none)
         return {device: worker.comm.all_reduce_(overflows).wait()}
 
     def restore() -> None:

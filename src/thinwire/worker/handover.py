@@ -57,7 +57,7 @@ def packed(worker: WorkerState, each: Callable[[Replica], Tensor], *, others: bo
     parts = [each(r) for r in worker.replicas]
     parts += [torch.cat(rest) if rest else torch.empty(0, dtype=torch.uint8, device="cpu")]
     in_flight = sum(len(r.inflight) for r in worker.replicas)
-    lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)], device="cpu")
+    lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)], dtype=torch.int64, device="cpu")
     return torch.cat([lengths.view(torch.uint8), *parts])
 
 
@@ -90,10 +90,10 @@ def unpack(worker: WorkerState, content: Tensor, *, anew: bool) -> None:
 def send(comm: Comm, content: Tensor, dst: int) -> None:
     """Send bytes to one rank, in chunks."""
     device = comm.check_device
-    comm.send_recv(torch.tensor([len(content)], device=device), [dst], []).wait()
+    comm.send_recv(torch.tensor([len(content)], dtype=torch.int64, device=device), [dst], []).wait()
     sent: deque[Work[list[Tensor]]] = deque()
     for chunk in content.split(_CHUNK_BYTES):
-        checksum = torch.tensor([_checksum(chunk)], device="cpu")
+        checksum = torch.tensor([_checksum(chunk)], dtype=torch.int64, device="cpu")
         sent.append(comm.send_recv(torch.cat([chunk, checksum.view(torch.uint8)]).to(device), [dst], []))
         if len(sent) > _AHEAD:
             sent.popleft().wait()

@@ -41,7 +41,7 @@ def join(
         )
     worker.comm.check_in_step("join()").wait()
     device = worker.replicas[0].x.device
-    own = torch.tensor([len(batches) if isinstance(batches, Sized) else -1], device=device)
+    own = torch.tensor([len(batches) if isinstance(batches, Sized) else -1], dtype=torch.int64, device=device)
     lengths = [int(n.item()) for n in worker.comm.all_gather(own).wait()]
     known = min(lengths) >= 0
     iterator = iter(batches)
@@ -53,7 +53,7 @@ def join(
             if known:
                 active = sum(step < n for n in lengths)
             else:
-                has_batch = torch.tensor([float(batch is not _END)], device=device)
+                has_batch = torch.tensor([float(batch is not _END)], dtype=torch.float32, device=device)
                 active = int(worker.comm.all_reduce_(has_batch).wait().item())
             if not active:
                 return
@@ -84,7 +84,7 @@ def step_without_batch(worker: WorkerState, before_step: Callable[[], object] = 
         worker.optimizer.step()
     else:
         # A scaler sets itself up with the first loss, which this rank may never have had.
-        worker.scaler.scale(torch.zeros((), device=worker.replicas[0].x.device))
+        worker.scaler.scale(torch.zeros((), dtype=torch.float32, device=worker.replicas[0].x.device))
         before_step()
         worker.scaler.step(worker.optimizer)
         worker.scaler.update()

@@ -78,7 +78,7 @@ def learning_rate(
     """A function that reads the current learning rate: a number, or a vector like `x` where groups differ in it."""
     group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
     indices = [group_of[id(p)] for p in parameters]
-    sizes = torch.tensor([segment.size for segment in segments], device=x.device)
+    sizes = torch.tensor([segment.size for segment in segments], dtype=torch.int64, device=x.device)
 
     # Read anew at every call: schedulers replace the number in the group.
     def read() -> float | Tensor:

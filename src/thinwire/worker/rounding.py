@@ -43,7 +43,7 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
         pairs = list(zip(worker.replicas, firsts, strict=True))
         shares = [_distance(replica.x, first) / _allowed(first) for replica, first in pairs]
         # NaN too is more than is allowed; and all ranks decide by the same number. Replicas may be on several devices.
-        own = torch.tensor([max(shares)], device=comm.check_device)
+        own = torch.tensor([max(shares)], dtype=torch.float32, device=comm.check_device)
         share = torch.stack(comm.all_gather(own).wait()).amax().item()
         if not share <= 1:
             comm.raise_on_all(

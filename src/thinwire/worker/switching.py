@@ -215,7 +215,7 @@ def _let_optimizers_meet(worker: WorkerState) -> None:
     # LAMB counts steps in its groups, and a worker whose gradient was dropped has counted fewer.
     groups = [group for group in worker.optimizer.param_groups if isinstance(group.get("step"), int)]
     if groups:
-        steps = torch.tensor([group["step"] for group in groups], device=worker.replicas[0].x.device)
+        steps = torch.tensor([group["step"] for group in groups], dtype=torch.int64, device=worker.replicas[0].x.device)
         counted = torch.stack(worker.comm.all_gather(steps).wait()).amax(0).tolist()
         for group, count in zip(groups, counted, strict=True):
             group["step"] = count

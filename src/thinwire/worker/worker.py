@@ -117,7 +117,7 @@ class Worker(ElasticState):
     def _mean_of(self, loss: Any) -> Tensor:
         # LBFGS decides by the loss when to stop. It must decide alike on all ranks, or some would wait for a gradient
         # that others do not compute.
-        value = torch.as_tensor(loss, device=self.replicas[0].x.device).detach().reshape(1).double()
+        value = torch.as_tensor(loss, dtype=torch.float64, device=self.replicas[0].x.device).detach().reshape(1)
         return mean_(self.comm, value).wait()[0]
 
     def _look_at_gradients(self) -> None:

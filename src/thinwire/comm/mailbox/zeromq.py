@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     import zmq
 
 _LOGGER = logging.getLogger("thinwire")
-_EMPTY = torch.empty(0, device="cpu")
+_EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 _SIOCGIFADDR = 0x8915
 _KEY_BYTES = 40  # of a public key in ZeroMQ's text form
 _ROW_BYTES = 136  # of a rank's key and address, when all ranks exchange them

@@ -132,7 +132,7 @@ class FusedOptimizer(Optimizer):
                     continue
                 state, owner = self.state[parameter], owner_of(parameter)
                 if not state:
-                    counter = torch.zeros(parameter.shape[0], device="cpu")
+                    counter = torch.zeros(parameter.shape[0], dtype=torch.float32, device="cpu")
                     self._begin(parameter, group, counters.setdefault(owner, counter))
                 together.setdefault((id(state["step"]), owner), []).append(parameter)
             for parameters in together.values():
@@ -218,7 +218,7 @@ class FusedOptimizer(Optimizer):
         if self.torch_class is None:
             return options
         # torch adds options that an array has not, such as `foreach`.
-        made = self.torch_class([nn.Parameter(torch.zeros((), device="cpu"))], **options)
+        made = self.torch_class([nn.Parameter(torch.zeros((), dtype=torch.float32, device="cpu"))], **options)
         return {name: value for name, value in made.param_groups[0].items() if name != "params"}
 
     @torch.no_grad()
@@ -268,14 +268,14 @@ class FusedOptimizer(Optimizer):
         if not given:
             return
         if not self.state[parameter]:
-            self._begin(parameter, group, torch.zeros(parameter.shape[0], device="cpu"))
+            self._begin(parameter, group, torch.zeros(parameter.shape[0], dtype=torch.float32, device="cpu"))
         state = self.state[parameter]
         # This slot's step count may now differ from that of the parameters which share the counter.
         state["step"] = state["step"].clone()
         row = 0 if owner_of(parameter) is not None else index
         for name, value in given.items():
             if name in state and value is not None:
-                state[name][row].copy_(torch.as_tensor(value, device=state[name].device))
+                state[name][row].copy_(torch.as_tensor(value, dtype=state[name].dtype, device=state[name].device))
         if "step" not in given:
             # torch's SGD does not count steps; its formula only needs to know that there was one.
             state["step"][row] = 1

@@ -21,7 +21,7 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
         values = rows.gather(1, places)
         if bool(values.isnan().any()):
             return False
-        counts = torch.full((len(rows),), float(k), device=x.device)
+        counts = torch.full((len(rows),), float(k), dtype=torch.float32, device=x.device)
         scales, codes, decoded = levels_of(values, counts, bits)
         width = (chunk - 1).bit_length()
         written = torch.empty(4 * len(rows), dtype=torch.uint8, device=x.device)

@@ -140,7 +140,7 @@ def _per_channel(value: Tensor) -> Tensor:
 
 
 def _width(x: Tensor) -> Tensor:
-    return torch.tensor(float(x.shape[2]), device=x.device)
+    return torch.tensor(float(x.shape[2]), dtype=torch.float32, device=x.device)
 
 
 def _total(x: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ def dequantize_(
     n = out.numel()
     count, plane = blocks_of(n, block), -(-n // 8)
     scale = scale_per_element(read_scales(payload, count, scale_bytes), n, block)
-    codes = torch.zeros(n, device=out.device)
+    codes = torch.zeros(n, dtype=torch.float32, device=out.device)
     for bit in range(bits):
         begin = count * scale_bytes + bit * plane
         codes.add_(unpack_bits(payload[begin : begin + plane], n), alpha=2.0**bit)

@@ -29,7 +29,7 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
     if residual is not None:
         x = residual.add_(x)
     rows = in_blocks(x, block)
-    counts = torch.full((len(rows),), float(block), device=x.device)
+    counts = torch.full((len(rows),), float(block), dtype=torch.float32, device=x.device)
     counts[-1] = n - (len(rows) - 1) * block
     scales, codes, decoded = levels_of(rows, counts, bits)
     head, plane, codes = 4 * len(rows), -(-n // 8), codes.view(-1)[:n]
@@ -46,8 +46,9 @@ def levels_of(rows: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, 
     if bits > 4:
         halves = sizes.amax(1) / float(2**bits)
     else:
-        halves = torch.tensor(_HALF_STEPS[bits], device="cpu") * block_scales(rows, counts, squared=False)
-    some = halves >= torch.tensor(_SMALLEST_STEP, device="cpu")
+        halves = block_scales(rows, counts, squared=False)
+        halves = torch.tensor(_HALF_STEPS[bits], dtype=torch.float32, device="cpu") * halves
+    some = halves >= torch.tensor(_SMALLEST_STEP, dtype=torch.float32, device="cpu")
     sizes = sizes * torch.where(some, 1 / (2 * halves), 0.0)[:, None]
     steps = torch.where(sizes < most, sizes, most).to(torch.int32)
     levels = 2 * steps + 1

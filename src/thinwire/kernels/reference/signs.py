@@ -23,7 +23,7 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
     n = x.numel()
     total = x if residual is None else x + residual
     rows = in_blocks(total, block)
-    sizes = torch.full((len(rows),), float(block), device=x.device)
+    sizes = torch.full((len(rows),), float(block), dtype=torch.float32, device=x.device)
     sizes[-1] = n - (len(rows) - 1) * block
     head = len(rows) * scale_bytes
     write_scales(block_scales(rows, sizes, squared=norm == "l2"), out[:head], scale_bytes)

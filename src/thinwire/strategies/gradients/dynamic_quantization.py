@@ -181,7 +181,7 @@ class DQSGD(Strategy):
             step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
             most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
             chosen = decide(received[0], lambda: rule.choose(ledger, step), most=most, least=least)
-            state.plan[:, 2] = torch.tensor(chosen, device="cpu")
+            state.plan[:, 2] = torch.tensor(chosen, dtype=torch.int64, device="cpu")
         state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64, device="cpu")
 
     def _settled(self, r: Replica, state: _QuantizationState, squares: Tensor) -> tuple[BitLedger, list[int]]:
@@ -213,7 +213,7 @@ class DQSGD(Strategy):
         if not bits:
             unknown = Step([inf], [part.stop - part.start], *state.lr_and_error.tolist())
             (bits,) = self.rule.choose(BitLedger.read(state.ledger), unknown)
-        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]], device="cpu")])
+        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]], dtype=torch.int64, device="cpu")])
         return bits
 
     def _codec(self, bits: int) -> Quantize:

@@ -123,9 +123,9 @@ class Split(NamedTuple):
         """The positions in the vector of these elements of `large_of`."""
         if not self.small or not self.large:
             return indices
-        lengths = torch.tensor([part.stop - part.start for part in self.large], device="cpu")
+        lengths = torch.tensor([part.stop - part.start for part in self.large], dtype=torch.int64, device="cpu")
         stops = lengths.cumsum(0)
-        shifts = torch.tensor([part.start for part in self.large], device="cpu") - (stops - lengths)
+        shifts = torch.tensor([part.start for part in self.large], dtype=torch.int64, device="cpu") - (stops - lengths)
         return indices + shifts.to(indices.device)[torch.bucketize(indices, stops.to(indices.device), right=True)]
 
 

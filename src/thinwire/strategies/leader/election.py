@@ -129,7 +129,7 @@ def _recorded_losses(r: Replica) -> Tensor:
 def encode_key(r: Replica, score: Tensor | None) -> Tensor:
     """This worker's score and rank as one number: int64, [1]."""
     if score is None:
-        return torch.full((1,), (_NO_SCORE << 32) | r.comm.rank, device=r.x.device)
+        return torch.full((1,), (_NO_SCORE << 32) | r.comm.rank, dtype=torch.int64, device=r.x.device)
     score = score.reshape(1).float() + 0.0  # minus zero becomes zero
     # The bits of non-negative floats are ordered as the floats are; those of negative ones the other way round.
     bits = score.view(torch.int32).long()

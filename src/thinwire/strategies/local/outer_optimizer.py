@@ -88,10 +88,10 @@ class OuterOptimizer:
                     f"outer {name}={value!r}: must be a number, a string, True, False, None or a tuple of these, so "
                     "that a recipe can hold it"
                 )
-        x = torch.zeros(2, device="cpu")
+        x = torch.zeros(2, dtype=torch.float32, device="cpu")
         # Twice, because some optimizers fail only with the state of a first step.
-        self.step_(x, torch.zeros(2, device="cpu"), state := dict[str, Tensor]())
-        self.step_(x, torch.zeros(2, device="cpu"), state)
+        self.step_(x, torch.zeros(2, dtype=torch.float32, device="cpu"), state := dict[str, Tensor]())
+        self.step_(x, torch.zeros(2, dtype=torch.float32, device="cpu"), state)
 
     @property
     def module(self) -> str | None:

@@ -158,7 +158,7 @@ class ParameterServer(Strategy):
         scale = 1 / max(1, staleness) if self.scaling == "staleness" else 1.0
         version.add_(1)
         read[src] = version[0]
-        r.state["staleness"].add_(torch.tensor([staleness, 1], device="cpu"))
+        r.state["staleness"].add_(torch.tensor([staleness, 1], dtype=torch.int64, device="cpu"))
         return r.state["published"].add_(update, alpha=scale)
 
 

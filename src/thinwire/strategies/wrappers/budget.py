@@ -181,7 +181,7 @@ class Budget(Wrapper):
         now.buckets.append(part.start)
         # In whole passes, as the next one begins by the sizes of this one.
         if part.start == 0:
-            r.state["buckets"] = torch.tensor(now.buckets, device="cpu")
+            r.state["buckets"] = torch.tensor(now.buckets, dtype=torch.int64, device="cpu")
         if not now.level:
             residual_of(r.state, r.g[part], part.start, r.g.numel()).add_(r.g[part])
             r.g[part].zero_()

@@ -259,7 +259,7 @@ class Probe(Wrapper):
             r.comm.check_in_step("a measurement").wait()
         pairs = ((now, now), (earlier, earlier), (now, earlier))
         sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
-        steps = r.state.get("steps", torch.ones((), device="cpu"))
+        steps = r.state.get("steps", torch.ones((), dtype=torch.float32, device="cpu"))
         found = estimate(sums, r.state["square"], r.comm.size, float(steps))
         # Moving averages that start at zero. The first element is the sum of their weights; dividing by it corrects the
         # bias, as Adam does.

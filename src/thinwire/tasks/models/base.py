@@ -28,16 +28,16 @@ Built = TypeVar("Built", bound=Network)
 def build(network: Callable[[], Built], *, seed: int) -> Built:
     """Make a network whose parameters are a function of `seed` alone, without using the global generator.
 
-    The network is on the default device; on the meta device it has no memory.
+    The network is in fp32, as the tasks' data are, and on the default device; on the meta device it has no memory.
 
     Args:
         network: makes it.
         seed: seed of its initial parameters.
     """
     # First on the meta device, where the initialisation in torch's constructors draws nothing.
-    target = torch.empty(0).device
+    target = torch.empty(0, dtype=torch.float32).device
     with torch.device("meta"):
-        model = network()
+        model = network().float()
     if target.type == "meta":
         return model
     model.to_empty(device="cpu")
@@ -90,7 +90,7 @@ class Positions(nn.Module):
 
     def __init__(self, length: int, width: int) -> None:
         super().__init__()
-        self.table = nn.Parameter(torch.empty(length, width))
+        self.table = nn.Parameter(torch.empty(length, width, dtype=torch.float32))
 
     def forward(self, stream: Tensor) -> Tensor:
         """[batch, length, width] to the same."""
