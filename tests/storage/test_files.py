@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Permissions of files that are written atomically."""
+"""Files that are written atomically, and the paths that users give."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from stat import S_IMODE
 
 import pytest
 
-from thinwire.storage.files import write_atomically
+from thinwire import ConfigError
+from thinwire.storage.files import local_path, write_atomically
 
 
 @pytest.fixture(params=[0o022, 0o027, 0o077], ids=oct)
@@ -34,3 +35,19 @@ def test_a_private_file_stays_private(tmp_path: Path) -> None:
     assert S_IMODE(path.stat().st_mode) == 0o600
     assert path.read_bytes() == b"content"
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://bucket/run", "gs://bucket/run", "hdfs://host/run", "file:///run", "http://host/x"]
+)
+def test_a_url_is_no_path(url: str) -> None:
+    for path in (url, Path(url)):  # which makes one slash of two
+        with pytest.raises(ConfigError, match=r"is a URL\. Files are written to"):
+            local_path(path)
+
+
+def test_the_home_folder_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert local_path("~/runs") == local_path(Path("~/runs")) == Path("/home/ada/runs")
+    for path in ("runs/long", "/runs", "C:/runs", "a:b/runs", "."):
+        assert local_path(path) == Path(path)

@@ -23,7 +23,7 @@ TENSORS = st.builds(
     st.integers(0, 3),
     st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8]),
 )
-TEXTS = st.text(max_size=4) | st.sampled_from(["$tensor", "$tuple", "$items", "a", "a/b", "b"])
+TEXTS = st.text(max_size=4) | st.sampled_from(["$tensor", "$tuple", "$items", "$sparse", "a", "a/b", "b"])
 KEYS = TEXTS | st.integers(-2, 2)
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=4) | TENSORS
 VALUES = st.recursive(
@@ -118,3 +118,24 @@ def test_what_earlier_versions_wrote_is_read_as_they_wrote_it() -> None:
 def test_a_kind_that_is_not_known_is_refused(kind: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match="which this version of thinwire does not know"):
         unpack({"$items": [], **kind}, {})
+
+
+def test_a_sparse_tensor_is_restored() -> None:
+    x = torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse()
+    tree, tensors = pack({"x": x})
+    back = unpack(json.loads(json.dumps(tree)), tensors)["x"]
+    assert back.layout == torch.sparse_coo
+    assert torch.equal(back.to_dense(), x.to_dense())
+
+
+def test_indices_outside_a_sparse_tensor_are_refused() -> None:
+    tree, tensors = pack({"x": torch.eye(3).to_sparse()})
+    tree["x"]["$sparse"] = [2, 2]
+    with pytest.raises(RuntimeError, match="inconsistent with indices"):
+        unpack(tree, tensors)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_another_sparse_layout_is_refused_by_its_path() -> None:
+    with pytest.raises(CheckpointError, match=r"/x has layout torch.sparse_csr: .* to_sparse_coo"):
+        pack({"x": torch.eye(3).to_sparse_csr()})

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import thinwire
@@ -29,11 +30,13 @@ from thinwire import (
     MismatchError,
     NonFiniteError,
     PushSum,
+    Quantize,
     SlowMo,
     Strategy,
     Worker,
     run_threads,
 )
+from thinwire.worker.exporting import export_checkpoint
 
 STRATEGIES = [
     AllReduce(Bf16()),
@@ -524,10 +527,131 @@ def test_a_strategy_s_vector_of_rates_resumes(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_is_read_without_the_library_that_wrote_it(tmp_path: Path) -> None:
-    from safetensors.torch import load_file
-
     worker = steps(thinwire.attach(model := net(), momentum(model), LocalSGD(2)), batches(0, 3))
     home = worker.save(tmp_path)
     tensors = load_file(next(home.glob("*.safetensors")))
     for name, parameter in model.named_parameters():
         assert torch.equal(tensors[f"/state/parameters/{name}"], parameter)
+
+
+def test_without_any_checkpoint_a_run_starts_where_that_is_allowed(tmp_path: Path) -> None:
+    def work(comm: Comm) -> tuple[Any, int, Any, int]:
+        worker = attach(comm, LocalSGD(2))
+        first, step = worker.load(tmp_path / "run", missing_ok=True), worker.step
+        steps(worker, batches(comm.rank, 3)).save(tmp_path / "run", extra={"epoch": 1})
+        again = attach(comm, LocalSGD(2))
+        return first, step, again.load(tmp_path / "run", missing_ok=True), again.step
+
+    assert run_threads(2, work) == [({}, 0, {"epoch": 1}, 3)] * 2
+
+
+def test_a_checkpoint_that_only_one_rank_sees_is_not_missing(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        steps(attach(comm, LocalSGD(2)), batches(comm.rank, 3)).save(tmp_path / str(comm.rank))
+        with pytest.raises(CheckpointError, match="holds no whole checkpoint for"):
+            attach(comm, LocalSGD(2)).load(tmp_path / ("0" if comm.rank == 0 else "nowhere"), missing_ok=True)
+
+    run_threads(2, work)
+
+
+def test_a_url_is_refused_on_all_ranks_and_training_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def work(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(2))
+        for call in (worker.save, worker.load, lambda path: worker.export(f"{path}/model.safetensors")):
+            with pytest.raises(CheckpointError, match=r"rank 0: s3://bucket/run.* is a URL\. Files are written"):
+                call("s3://bucket/run")
+        steps(worker, batches(comm.rank, 3)).save(tmp_path / "run")
+
+    run_threads(2, work)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_home_folder_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 2))
+    assert worker.save("~/run") == tmp_path / "run" / "step-00000002"
+    assert worker.load("~/run") == {}
+    assert worker.export("~/model.safetensors") == tmp_path / "model.safetensors"
+
+
+def test_a_checkpoint_of_a_later_format_is_refused(tmp_path: Path) -> None:
+    steps(worker := attach(None, LocalSGD(2)), batches(0, 2))
+    file = worker.save(tmp_path) / "rank-0000.json"
+    content = json.loads(file.read_text()) | {"format": 7, "thinwire": "9.1", "seal": "of another kind"}
+    file.write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"format 7, written by thinwire '9\.1'\. .* Update thinwire"):
+        worker.load(tmp_path)
+
+
+def test_a_compiled_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    plain, compiled = net(), torch.compile(net(), backend="eager")
+    worker = steps(attach(None, LocalSGD(8, codec=Quantize(4)), model=compiled), batches(0, 2))
+    worker.save(tmp_path)
+    again = attach(None, LocalSGD(8, codec=Quantize(4)), model=plain)
+    again.load(tmp_path)
+    assert torch.equal(flat(plain), flat(compiled))
+    assert plain.load_state_dict(load_file(worker.export(tmp_path / "model.safetensors")))
+    export_checkpoint(tmp_path, tmp_path / "saved.safetensors")
+    assert plain.load_state_dict(load_file(tmp_path / "saved.safetensors"))
+
+
+def test_a_compiled_part_of_a_model_is_saved_by_its_own_names(tmp_path: Path) -> None:
+    model = net()
+    model[0] = torch.compile(model[0], backend="eager")
+    worker = steps(attach(None, LocalSGD(8), model=model), batches(0, 2))
+    worker.save(tmp_path)
+    again = attach(None, LocalSGD(8))
+    again.load(tmp_path)
+    assert torch.equal(flat(again.model), flat(model))
+
+
+def test_the_names_of_compiled_models_that_earlier_versions_wrote_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as earlier:
+        earlier.setattr("thinwire.worker.parameters._COMPILED", "none")
+        compiled = torch.compile(net(), backend="eager")
+        worker = steps(attach(None, LocalSGD(8), model=compiled), batches(0, 2))
+        home = worker.save(tmp_path, extra={"_orig_mod.x": "_orig_mod."})
+        assert "_orig_mod.0.weight" in (home / "rank-0000.json").read_text()
+    again = attach(None, LocalSGD(8))
+    assert again.load(tmp_path) == {"_orig_mod.x": "_orig_mod."}
+    assert torch.equal(flat(again.model), flat(compiled))
+
+
+class Graph(nn.Module):
+    """A layer behind a sparse matrix, with a float8 scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+        self.register_buffer("scale", torch.ones(1).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(torch.sparse.mm(self.adjacency, x.t()).t())
+
+
+def test_sparse_and_float8_buffers_are_saved_resumed_and_exported(tmp_path: Path) -> None:
+    def saves(comm: Comm) -> None:
+        worker = steps(attach(comm, LocalSGD(2), model=drawn(Graph())), batches(comm.rank, 3))
+        worker.save(tmp_path)
+        worker.export(tmp_path / "model.safetensors")
+
+    def loads(comm: Comm) -> None:
+        worker = attach(comm, LocalSGD(2), model=drawn(Graph(), 1))
+        worker.model.adjacency.values().fill_(5.0)
+        worker.load(tmp_path)
+        steps(worker, batches(comm.rank, 1))
+        assert torch.equal(worker.model.adjacency.to_dense(), torch.eye(3))
+
+    run_threads(2, saves)
+    for size in (2, 3):
+        run_threads(size, loads)
+    export_checkpoint(tmp_path, tmp_path / "saved.safetensors")
+    for name in ("model", "saved"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert torch.equal(found["adjacency"], torch.eye(3))
+        assert found["scale"].dtype == torch.float8_e4m3fn

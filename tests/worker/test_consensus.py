@@ -9,7 +9,21 @@ from torch import Tensor, nn
 
 from tests.engine import attach, batches, drawn, flat, steps
 from tests.problems import Irregular
-from thinwire import AllReduce, Comm, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
+from thinwire import (
+    AllReduce,
+    Budget,
+    Comm,
+    ConfigError,
+    DiLoCo,
+    Gossip,
+    Local,
+    LocalSGD,
+    PushSum,
+    Quantize,
+    SlowMo,
+    Strategy,
+    run_threads,
+)
 from thinwire.replica.replica import Replica
 
 STRATEGIES = [
@@ -114,3 +128,159 @@ def test_batch_statistics_are_not_sent_while_training() -> None:
 
     trained = sum(p.numel() for p in normed().parameters())
     assert run_threads(2, work) == [3 * 4 * trained] * 2
+
+
+class Buffered(nn.Module):
+    """A layer with one buffer."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 2)
+        self.register_buffer("buffer", buffer)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+
+def bits(x: Tensor) -> list[int]:
+    return x.to_dense().contiguous().view(torch.uint8).flatten().tolist()
+
+
+CONSTANTS = {
+    "least": torch.full((2, 2), torch.finfo(torch.float32).min),
+    "mask": torch.full((3, 3), -torch.inf).triu(1),
+    "half": torch.tensor([-6e4], dtype=torch.float16),
+    "frequencies": 1 / 10000 ** (torch.arange(0, 64, 2) / 64),
+    "NaN": torch.tensor([torch.nan, -0.0]),
+    "float8": torch.tensor([0.5, 2.0]).to(torch.float8_e4m3fn),
+    "COO": torch.eye(3).to_sparse(),
+    "expanded": torch.ones(1).expand(4),
+    "complex": torch.polar(torch.ones(4), torch.arange(4.0)),
+    "wide": torch.polar(torch.ones(4), torch.arange(4.0)).to(torch.complex128),
+    "bool": torch.tensor([True, False]),
+    "none": torch.empty(0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("buffer", [*CONSTANTS.values(), "CSR"], ids=[*CONSTANTS, "CSR"])
+def test_a_buffer_that_is_equal_on_all_ranks_keeps_its_bits(buffer: Tensor | str) -> None:
+    buffer = torch.eye(3).to_sparse_csr() if isinstance(buffer, str) else buffer
+    wanted = bits(buffer)
+
+    def work(comm: Comm) -> None:
+        # A copy of an expanded tensor has memory for all its elements.
+        own = torch.ones(1).expand(4) if buffer.shape == (4,) and not buffer.is_complex() else buffer.clone()
+        model = drawn(Buffered(own))
+        worker = steps(attach(comm, LocalSGD(2), model=model), batches(comm.rank, 1))
+        with worker.consensus():
+            assert bits(model.buffer) == wanted
+        assert bits(model.buffer) == wanted
+
+    run_threads(3, work)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "wanted"),
+    [(torch.float16, 6e4), (torch.bfloat16, 6e4), (torch.float32, 3e38), (torch.float64, 1e308)],
+    ids=str,
+)
+def test_the_mean_of_large_buffers_does_not_overflow(dtype: torch.dtype, wanted: float) -> None:
+    def work(comm: Comm) -> Tensor:
+        model = drawn(Buffered(torch.zeros(2, dtype=dtype)))
+        worker = attach(comm, Local(), model=model)
+        model.buffer.copy_(torch.tensor([wanted, comm.rank], dtype=torch.float64))
+        with worker.consensus():
+            return model.buffer.clone()
+
+    for found in run_threads(2, work):
+        torch.testing.assert_close(found, torch.tensor([wanted, 0.5], dtype=torch.float64).to(dtype))
+
+
+def test_buffers_that_cannot_be_added_are_those_of_rank_zero_at_the_start_and_in_the_consensus() -> None:
+    def work(comm: Comm) -> tuple[Tensor, ...]:
+        model = drawn(Buffered(torch.full((2,), 1.0 + comm.rank).to(torch.float8_e5m2)))
+        model.frozen = nn.Parameter(torch.full((2,), 1.0 + comm.rank).to(torch.float8_e4m3fn), requires_grad=False)
+        worker = attach(comm, Local(), model=model, optimizer=lambda m: torch.optim.SGD(m.layer.parameters(), lr=0.1))
+        begins = model.buffer.float(), model.frozen.float()
+        model.buffer.copy_(torch.tensor([4.0, 4.0 + comm.rank]))
+        with worker.consensus():
+            agreed = model.buffer.float()
+        return *begins, agreed, model.buffer.float()
+
+    for rank, (buffer, frozen, agreed, own) in enumerate(run_threads(2, work)):
+        assert buffer.tolist() == frozen.tolist() == [1.0, 1.0]
+        assert agreed.tolist() == [4.0, 4.0]
+        assert own.tolist() == [4.0, 4.0 + rank]
+
+
+def test_sparse_buffers_that_differ_are_refused_by_name_on_all_ranks() -> None:
+    def work(comm: Comm) -> None:
+        with pytest.raises(ConfigError, match=r"buffer has layout torch.sparse_coo and differs between ranks"):
+            attach(comm, Local(), model=drawn(Buffered((torch.eye(3) * (1 + comm.rank)).to_sparse())))
+
+    run_threads(2, work)
+
+
+def test_all_buffers_are_compared_in_one_message() -> None:
+    def work(comm: Comm) -> float:
+        worker = attach(comm, AllReduce(), model=normed())
+        before = comm.meter.messages
+        with worker.consensus():
+            return comm.meter.messages - before
+
+    assert run_threads(2, work) == [2, 2]  # what buffers there are, and their bits
+
+
+AVERAGED = [
+    LocalSGD(4),
+    LocalSGD(4, weights="samples"),
+    LocalSGD(4, codec=Quantize(4)),
+    SlowMo(PushSum(), period=4),
+    DiLoCo(period=4),
+]
+
+
+@pytest.mark.parametrize("strategy", AVERAGED, ids=repr)
+def test_parameters_are_not_sent_right_after_an_average(strategy: Strategy) -> None:
+    def work(comm: Comm) -> list[tuple[int, bool, float]]:
+        worker, found = attach(comm, strategy), list[tuple[int, bool, float]]()
+        for data in batches(comm.rank, 8):
+            steps(worker, [data])
+            own, before = flat(worker.model), comm.meter.payload_bytes
+            with worker.consensus() as model:
+                found.append((worker.step, torch.equal(own, flat(model)), comm.meter.payload_bytes - before))
+        return found
+
+    for step, unchanged, sent in run_threads(3, work)[0]:
+        assert unchanged == (sent == 0) == (step % 4 == 0)
+
+
+@pytest.mark.parametrize("changed", [[1], [0, 1, 2]], ids=str)
+def test_parameters_that_were_changed_since_the_average_are_averaged(changed: list[int]) -> None:
+    def work(comm: Comm) -> tuple[Tensor, Tensor]:
+        worker = steps(attach(comm, LocalSGD(2)), batches(comm.rank, 2))
+        with torch.no_grad():
+            if comm.rank in changed:
+                worker.model[0].bias[1] += 3.0 + comm.rank
+        own = flat(worker.model)
+        with worker.consensus() as model:
+            return own, flat(model)
+
+    found = run_threads(3, work)
+    for _, agreed in found:
+        torch.testing.assert_close(agreed, torch.stack([own for own, _ in found]).mean(0))
+
+
+def test_an_average_that_was_postponed_is_taken_in_the_consensus() -> None:
+    def work(comm: Comm) -> tuple[Tensor, Tensor]:
+        worker = attach(comm, Budget(LocalSGD(2), "0.001kB/step"))
+        steps(worker, batches(comm.rank, 4))
+        own = flat(worker.model)
+        with worker.consensus() as model:
+            return own, flat(model)
+
+    found = run_threads(2, work)
+    assert not torch.equal(found[0][0], found[1][0])
+    for _, agreed in found:
+        torch.testing.assert_close(agreed, torch.stack([own for own, _ in found]).mean(0))

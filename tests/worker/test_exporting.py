@@ -219,3 +219,38 @@ def test_an_export_is_loaded_by_from_pretrained(tmp_path: Path, monkeypatch: pyt
     want = run_threads(2, work)[0]
     found = transformers.GPT2LMHeadModel.from_pretrained(tmp_path).state_dict()
     assert want.keys() == found.keys() and all(torch.equal(x, found[name]) for name, x in want.items())
+
+
+class Masked(nn.Module):
+    """A mask of infinities, which is a constant, and statistics of a norm, which are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(3, 2), nn.BatchNorm1d(2)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.layer(x))
+
+
+def test_a_mask_of_infinities_is_exported(tmp_path: Path) -> None:
+    def work(comm: Comm) -> None:
+        worker = trained(comm, LocalSGD(3), lambda: drawn(Masked()))
+        worker.export(tmp_path / "model.safetensors")
+        worker.save(tmp_path / "checkpoints")
+
+    run_threads(2, work)
+    export_checkpoint(tmp_path / "checkpoints", tmp_path / "saved.safetensors")
+    for name in ("model", "saved"):
+        found = load_file(tmp_path / f"{name}.safetensors")
+        assert torch.equal(found["mask"], torch.full((2, 2), -torch.inf).triu(1))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("mask", torch.nan), ("norm.running_var", torch.inf), ("layer.weight", -torch.inf)]
+)
+def test_what_training_has_made_infinite_is_not_exported(name: str, value: float, tmp_path: Path) -> None:
+    worker = steps(attach(None, LocalSGD(3), model=drawn(Masked())), batches(0, 2))
+    worker.model.state_dict()[name].view(-1)[0] = value
+    with pytest.raises(NonFiniteError, match=f"rank 0: {name} is not finite"):
+        worker.export(tmp_path / "model.safetensors")

@@ -6,12 +6,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 
 from thinwire.errors import ConfigError
+from thinwire.storage.files import local_path
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,16 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
     shown = WithoutEmptyRows()
     try:
         with redirect_stdout(shown):
-            return tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=(tyro.conf.FlagCreatePairsOff,))
+            config = (tyro.conf.FlagCreatePairsOff,)
+            found = tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=config)
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else 2
         return lambda: code
     finally:
         shown.flush()
+    # A shell leaves `~` in `--out=~/runs` to the program.
+    paths = {field.name: getattr(found, field.name) for field in fields(found)}
+    return replace(found, **{option: local_path(path) for option, path in paths.items() if isinstance(path, Path)})
 
 
 def _check_first(name: str, kind: type, first: str) -> None:

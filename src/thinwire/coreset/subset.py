@@ -20,7 +20,7 @@ from torch import Tensor
 
 from thinwire.coreset.similarity import Distances
 from thinwire.errors import ConfigError
-from thinwire.storage.files import write_atomically
+from thinwire.storage.files import local_path, write_atomically
 
 
 class Chosen(Protocol):
@@ -156,7 +156,7 @@ class Coreset:
         tensors = {key: getattr(self, key).contiguous().cpu() for key in _KEYS}
         # Hexadecimal, so that the cost is read back bit for bit.
         facts = {"cost": self.cost.hex(), "n": str(self.n), "method": self.method}
-        write_atomically(Path(path), save(tensors, metadata=facts))
+        write_atomically(local_path(path), save(tensors, metadata=facts))
 
     @classmethod
     def load(cls, path: str | Path) -> Coreset:
@@ -168,7 +168,7 @@ class Coreset:
         from safetensors import SafetensorError, safe_open
 
         try:
-            with torch.device("cpu"), safe_open(str(path), "pt") as file:
+            with torch.device("cpu"), safe_open(str(local_path(path)), "pt") as file:
                 facts = file.metadata() or {}
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in _KEYS}
             cost, n = float.fromhex(facts["cost"]), int(facts["n"])

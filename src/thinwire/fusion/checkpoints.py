@@ -19,6 +19,7 @@ from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.scaling import GradScaler
 from thinwire.fusion.schedules import Scheduler, Schedules
 from thinwire.fusion.store import owner_of
+from thinwire.storage.files import local_path
 from thinwire.storage.rank_file import RankFile
 
 State = dict[str, Any]
@@ -95,7 +96,7 @@ def write(folder: str | Path, content: State) -> Path:
         CheckpointError: something in it is neither.
         OSError: writing failed.
     """
-    part = RankFile(Path(folder), 0)
+    part = RankFile(local_path(folder), 0)
     # The old checkpoint is removed only after the new one is complete.
     part.commit(part.stage(content))
     part.remove_stale()
@@ -108,7 +109,7 @@ def read(folder: str | Path) -> State:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    found: State = RankFile(Path(folder), 0).read()
+    found: State = RankFile(local_path(folder), 0).read()
     return found
 
 

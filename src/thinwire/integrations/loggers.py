@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import figures_of, needs
+from thinwire.storage.files import local_path
 from thinwire.worker.worker import Worker
 
 
@@ -31,7 +32,7 @@ class TensorBoard:
         with needs("tensorboard"):
             from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer: Any = SummaryWriter(str(local_path(folder)))
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Record figures, by name, at a step."""

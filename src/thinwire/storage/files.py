@@ -3,12 +3,33 @@
 
 import errno
 import os
+import re
 import secrets
 from pathlib import Path
 from stat import S_IMODE
 
+from thinwire.errors import ConfigError
+
 # O_EXCL: a temporary name is never one that exists, nor a link that someone else has put there.
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
+
+
+# Also "s3:/", to which a `Path` shortens a URL; but no drive of Windows, such as "C:/".
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def local_path(path: str | Path) -> Path:
+    """A path that a user gave, with `~` expanded.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    if _URL.match(str(path)):
+        raise ConfigError(
+            f"{path} is a URL. Files are written to and read from local file systems only. Mount the storage as a "
+            "folder, or write to a folder and copy it"
+        )
+    return Path(path).expanduser()
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -23,6 +23,8 @@ from thinwire.storage.files import rename_into_place, write_atomically, write_te
 from thinwire.storage.tree import pack, unpack
 
 T = TypeVar("T")
+_FORMAT = 2
+"""Of the files that this version writes. Files without a number have format 1."""
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
 
@@ -63,7 +65,14 @@ class RankFile:
         file = self.home / self._tensors_name(checksum)
         self.home.mkdir(parents=True, exist_ok=True)
         write_atomically(file, content)
-        body = {"thinwire": __version__, "rank": self.rank, "tensors": file.name, "checksum": checksum, "tree": tree}
+        body = {
+            "thinwire": __version__,
+            "format": _FORMAT,
+            "rank": self.rank,
+            "tensors": file.name,
+            "checksum": checksum,
+            "tree": tree,
+        }
         return write_temporary(self.path, json.dumps({**body, "seal": _seal(body)}).encode())
 
     def commit(self, aside: Path) -> None:
@@ -127,6 +136,12 @@ class RankFile:
 
     def _body(self) -> dict[str, Any]:
         body = json.loads(_bytes_of(self.path))
+        # Before the seal, which a later format may compute in another way.
+        if body.get("format", 1) > _FORMAT:
+            raise CheckpointError(
+                f"{self.path}: has checkpoint format {body['format']!r}, written by thinwire {body.get('thinwire')!r}. "
+                f"This version of thinwire ({__version__}) reads formats up to {_FORMAT}. Update thinwire"
+            )
         if body.pop("seal") != _seal(body):
             raise CheckpointError(f"{self.path}: is damaged, its checksum is not the one written; {self._fix}")
         if body["rank"] != self.rank:

@@ -7,12 +7,13 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.errors import CheckpointError
 
 Json = Any
-_RESERVED_KEYS = ("$tensor", "$tuple", "$items")
+_RESERVED_KEYS = ("$tensor", "$tuple", "$items", "$sparse")
 # What a missing key of a defaultdict may begin with: only these functions have names that can be read back safely.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
@@ -32,6 +33,18 @@ def pack(value: Any) -> tuple[Json, dict[str, Tensor]]:
 
 
 def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+    if isinstance(value, Tensor) and value.layout == torch.sparse_coo:
+        value = value.detach().coalesce()
+        return {
+            "$sparse": list(value.shape),
+            "indices": _pack(value.indices(), f"{path}/indices", tensors),
+            "values": _pack(value.values(), f"{path}/values", tensors),
+        }
+    if isinstance(value, Tensor) and value.layout != torch.strided:
+        raise CheckpointError(
+            f"{path or 'the value'} has layout {value.layout}: only dense and COO tensors are saved; convert it with "
+            "to_sparse_coo()"
+        )
     if isinstance(value, Tensor):
         # The paths of {"a": {"b": x}} and {"a/b": x} are equal.
         name = path if path not in tensors else f"{path} {len(tensors)}"
@@ -88,6 +101,12 @@ def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
         return tree
     if "$tensor" in tree:
         return tensors[tree["$tensor"]]
+    if "$sparse" in tree:
+        indices, values = (unpack(tree[part], tensors) for part in ("indices", "values"))
+        # Indices from a damaged or forged file could lie outside the tensor.
+        return torch.sparse_coo_tensor(
+            indices, values, tree["$sparse"], check_invariants=True, is_coalesced=True, device="cpu"
+        )
     if "$tuple" in tree:
         return tuple(unpack(v, tensors) for v in tree["$tuple"])
     if "$items" in tree:

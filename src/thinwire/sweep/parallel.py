@@ -184,7 +184,7 @@ class ParallelArray:
             "extra": {"array": outline, "own": dict(extra or {})},
             "random": outline["random"],
         }
-        return checkpoint.write_together(worker, Path(folder), content, keep=max(keep, 1))
+        return checkpoint.write_together(worker, checkpoint.on_disk(worker, folder), content, keep=max(keep, 1))
 
     def load(
         self, folder: str | Path, *, schedules: Schedules | None = None, scaler: GradScaler | None = None
@@ -205,7 +205,7 @@ class ParallelArray:
                 ranks raise it with the first difference, and nothing was changed.
         """
         worker = self.worker
-        home, contents = checkpoint.newest(worker, Path(folder))
+        home, contents = checkpoint.newest(worker, checkpoint.on_disk(worker, folder))
         first, same_size = contents[0], contents[0]["save"]["size"] == worker.comm.size
 
         def checked() -> dict[str, Any]:

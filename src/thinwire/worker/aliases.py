@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
 from thinwire.replica.shards import is_sharded
+from thinwire.worker.parameters import named_buffers, named_parameters
 
 
 class _Place(NamedTuple):
@@ -35,7 +36,7 @@ def check_aliases(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
     if found is None:
         return
     one, other = found
-    buffers = dict(model.named_buffers())
+    buffers = named_buffers(model)
     if other in buffers or one in buffers:
         buffer, parameter = (other, one) if other in buffers else (one, other)
         raise ConfigError(
@@ -56,10 +57,11 @@ def find_alias(model: nn.Module, trained: Mapping[str, Tensor]) -> tuple[str, st
     """
     moved = {id(x) for x in trained.values()}
     # A buffer that is a Parameter, the same object, is one tensor.
-    tensors = {id(x): (name, x) for name, x in chain(model.named_buffers(), model.named_parameters())}
+    parameters, buffers = named_parameters(model), named_buffers(model)
+    tensors = {id(x): (name, x) for name, x in chain(buffers.items(), parameters.items())}
     places = [place for name, x in tensors.values() if (place := _place(name, x, id(x) in moved))]
     # Names in the model's order, parameters first, whatever the addresses, which differ between ranks.
-    order = {name: i for i, (name, _) in enumerate(chain(model.named_parameters(), model.named_buffers()))}
+    order = {name: i for i, name in enumerate(chain(parameters, buffers))}
     pairs = [sorted((a.name, b.name), key=order.__getitem__) for a, b in _near(places) if _share(a, b)]
     if not pairs:
         return None

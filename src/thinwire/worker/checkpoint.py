@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
+from thinwire.storage.files import local_path
 from thinwire.storage.rank_file import RankFile
 from thinwire.worker.handshake import both, gather_texts
+from thinwire.worker.parameters import named_buffers, named_parameters, own_name
 from thinwire.worker.snapshot import is_count, mapping_of, state_of
 from thinwire.worker.state import WorkerState
 
@@ -122,14 +124,19 @@ def _refuse_non_finite(worker: WorkerState) -> None:
 def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
     """For each name in the model's `state_dict`, that of the parameter or buffer; None for what is neither."""
     model = worker.model
-    names = {id(x): name for name, x in [*model.named_parameters(), *model.named_buffers()]}
+    names = {id(x): name for name, x in (named_parameters(model) | named_buffers(model)).items()}
     found: Mapping[str, Any] = model.state_dict(keep_vars=True)
     # An optimizer may train at other parameters than those of its result; only itself can put that in their place.
     result = not hasattr(worker.optimizer, "evaluating")
-    return {name: names.get(id(x)) if result else None for name, x in found.items()}
+    return {own_name(name): names.get(id(x)) if result else None for name, x in found.items()}
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def exists(worker: WorkerState, folder: Path) -> bool:
+    """Whether any rank sees a checkpoint in a folder, complete or not; the same on all ranks."""
+    return any(gathered(worker, together(worker, folder, lambda: bool(_visible_steps(folder, worker.comm.rank)))))
 
 
 def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
@@ -176,7 +183,19 @@ def read_parts(home: Path, ranks: Sequence[int], step: int, size: int) -> list[C
             if facts[name] != value:
                 what = "another save" if name == "id" else f"{name} {facts[name]}, not {value}"
                 raise CheckpointError(f"{RankFile(home, rank).path}: is of {what}; {_FIX.format(home=home)}")
-    return contents
+    # Earlier versions saved compiled models under the names of the wrapper.
+    named = ("state", "names")
+    return [{part: _own_names(x) if part in named else x for part, x in content.items()} for content in contents]
+
+
+def _own_names(value: Any) -> Any:
+    if isinstance(value, str):
+        return own_name(value)
+    if type(value) is dict:
+        return {_own_names(key): _own_names(each) for key, each in cast(dict[Any, Any], value).items()}
+    if type(value) is list:
+        return [_own_names(each) for each in cast(list[Any], value)]
+    return value
 
 
 _FIX = "parts that were not written together do not belong together: remove {home}"
@@ -245,7 +264,16 @@ def whole_steps(folder: Path, rank: int) -> list[int]:
 # -- on all ranks ------------------------------------------------------------------------------------------------------
 
 
-def together(worker: WorkerState, home: Path, work: Callable[[], T]) -> T:
+def on_disk(worker: WorkerState, path: str | Path) -> Path:
+    """The path that a user gave, with `~` expanded.
+
+    Raises:
+        CheckpointError: on all ranks, if it is a URL on any of them.
+    """
+    return together(worker, path, lambda: local_path(path))
+
+
+def together(worker: WorkerState, home: str | Path, work: Callable[[], T]) -> T:
     """Do `work` on every rank and return this rank's result; an error on any rank is raised on all of them.
 
     Raises:

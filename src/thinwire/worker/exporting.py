@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -19,11 +19,13 @@ from thinwire.storage.files import write_atomically
 from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.recipe import parse
 from thinwire.worker import checkpoint
-from thinwire.worker.resizing import resume_point
+from thinwire.worker.parameters import own_name
+from thinwire.worker.resizing import mean_of, resume_point
 from thinwire.worker.snapshot import STRATEGY
 from thinwire.worker.state import WorkerState
 
 _SUFFIX = ".safetensors"
+_STATISTICS = ("running_mean", "running_var")
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
 
     Raises:
         CheckpointError: it cannot be written, or something in it is no tensor.
-        NonFiniteError: something in it is NaN or infinite.
+        NonFiniteError: a parameter or a running statistic is NaN or infinite, or another buffer holds NaN.
         ConfigError: the model is split over a mesh.
     """
     if worker.block:
@@ -64,11 +66,12 @@ def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
         )
     found = cast(Mapping[str, Any], model.state_dict())
     # Gathered by all ranks; the first of each dimension of a mesh writes.
-    tensors = {name: x.full_tensor() if is_sharded(x) else x for name, x in found.items()}
+    tensors = {own_name(name): x.full_tensor() if is_sharded(x) else _dense(x) for name, x in found.items()}
+    constants = {own_name(name) for name, _ in model.named_buffers(remove_duplicate=False)}
     places = [describe_shard(x) for x in found.values() if isinstance(x, Tensor) and is_sharded(x)]
     writes = worker.comm.rank == 0 and all("part 0 of" in place for place in places if place)
     checkpoint.together(worker, path, lambda: _check(tensors))
-    bad = checkpoint.gathered(worker, _not_finite(tensors))
+    bad = checkpoint.gathered(worker, _not_finite(tensors, constants))
     for rank, name in enumerate(bad):
         if name:
             raise NonFiniteError(f"{worker.comm.name(rank)}: {name} is not finite, so nothing was written to {path}")
@@ -88,13 +91,15 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
     Raises:
         CheckpointError: there is no checkpoint, it is damaged, it holds blocks of a model, or the strategy's class is
             not known here.
-        NonFiniteError: a tensor is NaN or infinite.
+        NonFiniteError: a parameter or a running statistic is NaN or infinite, or another buffer holds NaN.
     """
     home, contents = _newest(folder)
     first, states = contents[0], [content["state"] for content in contents]
     try:
         strategy = parse(states[0]["identity"][STRATEGY], imports=False)
-        named: dict[str, Tensor] = {**_first_or_mean([state["others"] for state in states])}
+        named: dict[str, Tensor] = {
+            name: mean_of([state["others"][name] for state in states]) for name in states[0]["others"]
+        }
         for i, replica in enumerate(states[0]["replicas"]):
             segments = _segments(replica["layout"], states[0]["parameters"])
             xs = [flatten([state["parameters"][s.name] for s in segments], segments) for state in states]
@@ -108,7 +113,8 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
                 consensus=True,
             )
             named |= {s.name: view for s, view in zip(segments, views(x, segments), strict=True)}
-        tensors = {name: named[source] if source is not None else None for name, source in first["names"].items()}
+        tensors = {name: _dense(named[x]) if x is not None else None for name, x in first["names"].items()}
+        constants = {name for name, source in first["names"].items() if source in states[0]["others"]}
     except ConfigError as error:
         raise CheckpointError(
             f"{home}: the strategy cannot be read here ({error}); export from the training program with Worker.export"
@@ -123,7 +129,7 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
             "evaluates other parameters than it trains; export from the training program with Worker.export"
         )
     _check(tensors)
-    if name := _not_finite(tensors):
+    if name := _not_finite(tensors, constants):
         raise NonFiniteError(f"{home}: {name} is not finite, so nothing was written to {path}")
     try:
         _write(path, tensors, states[0]["step"])
@@ -166,16 +172,6 @@ def _segments(layout: Sequence[tuple[str, Sequence[int]]], parameters: Mapping[s
     return found
 
 
-def _first_or_mean(others: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Buffers as at consensus: means of those of floating dtype, rank 0's of the others."""
-    return {
-        name: torch.stack([each[name].double() for each in others]).mean(0).to(x.dtype)
-        if x.is_floating_point() and not all(torch.equal(each[name], x) for each in others)
-        else x
-        for name, x in others[0].items()
-    }
-
-
 def _check(tensors: Mapping[str, Any]) -> None:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
@@ -184,9 +180,26 @@ def _check(tensors: Mapping[str, Any]) -> None:
             )
 
 
-def _not_finite(tensors: Mapping[str, Any]) -> str:
-    bad = (name for name, x in tensors.items() if x.is_floating_point() and not torch.isfinite(x).all())
-    return next(bad, "")
+def _dense(x: Any) -> Any:
+    # The format knows no sparse tensors.
+    return x.to_dense() if isinstance(x, Tensor) and x.layout != torch.strided else x
+
+
+def _not_finite(tensors: Mapping[str, Any], constants: Container[str]) -> str:
+    """The first tensor that holds NaN, or an infinity where it must not, as a mask of attention may; else empty.
+
+    Args:
+        tensors: by name.
+        constants: the names of buffers, which may hold infinities unless training computes them.
+    """
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            continue
+        x = x.float() if x.element_size() == 1 else x  # of float8, torch does not know whether it is finite
+        constant = name in constants and name.rpartition(".")[2] not in _STATISTICS
+        if bool(x.isnan().any() if constant else not x.isfinite().all()):
+            return name
+    return ""
 
 
 def _write(path: Path, tensors: Mapping[str, Any], step: int) -> None:

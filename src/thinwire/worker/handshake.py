@@ -19,6 +19,7 @@ from thinwire.kernels.decisions import decide
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import describe_shard
 from thinwire.worker.aliases import find_alias
+from thinwire.worker.parameters import named_buffers, named_parameters
 
 Facts = list[tuple[str, str]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -67,11 +68,14 @@ def fingerprint(replicas: Iterable[Replica]) -> int:
     total = 0
     for replica in replicas:
         if not replica.x.is_meta:
-            total = 31 * total + _number_of(replica.x.view(_INTEGERS[replica.x.element_size()]))
+            total = 31 * total + int(hash_of(replica.x))
     return total % (1 << 63)
 
 
-def _number_of(bits: Tensor) -> int:
+def hash_of(x: Tensor) -> Tensor:
+    """A number of a dense tensor's bits, as an integer tensor on its device."""
+    x = torch.view_as_real(x) if x.is_complex() else x
+    bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
     # With the vector as a square, every row and column has a random weight: two changes that cancel in one sum are in
     # two rows or in two columns. A weight for each element would need a second vector.
     side = max(1, isqrt(bits.numel()))
@@ -80,7 +84,7 @@ def _number_of(bits: Tensor) -> int:
     sums = torch.cat([square.sum(1, dtype=torch.int64), square.sum(0, dtype=torch.int64), rest.long()])
     draw = torch.Generator().manual_seed(0)
     weights = torch.randint(-(1 << 62), 1 << 62, sums.shape, generator=draw, device="cpu")
-    return int(weights.to(sums.device).mul_(sums).sum())
+    return weights.to(sums.device).mul_(sums).sum()
 
 
 def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[str]], other: int) -> str:
@@ -114,7 +118,7 @@ def facts_of(
     ]
     parameters = [
         (f"parameter {name}", describe_tensor(p) + (f" in group {group_of[id(p)]}" if name in trained else ""))
-        for name, p in model.named_parameters()
+        for name, p in named_parameters(model).items()
     ]
     return [
         ("the thinwire version", __version__),
@@ -126,7 +130,7 @@ def facts_of(
         ("the memory that parameters share", " and ".join(find_alias(model, trained) or ()) or "none"),
         *groups,
         *parameters,
-        *((f"buffer {name}", describe_tensor(b)) for name, b in model.named_buffers()),
+        *((f"buffer {name}", describe_tensor(b)) for name, b in named_buffers(model).items()),
     ]
 
 

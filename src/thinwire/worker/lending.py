@@ -9,24 +9,28 @@ from contextlib import contextmanager
 import torch
 
 from thinwire.worker.attachment import refuse
-from thinwire.worker.starting import average_buffers
+from thinwire.worker.buffers import average_buffers, is_writable
+from thinwire.worker.parameters import named_buffers
 from thinwire.worker.state import WorkerState
 
 
 @contextmanager
-def lends(worker: WorkerState, together: Callable[[Callable[[], None]], None]) -> Generator[None]:
+def lends(
+    worker: WorkerState, together: Callable[[Callable[[], None]], None], *, averaged: bool = False
+) -> Generator[None]:
     """Put what all workers agree on in the place of this worker's own parameters and buffers, which come back.
 
     Args:
         worker: of this rank; every rank must enter.
         together: runs what needs all ranks, as the worker does.
+        averaged: whether the parameters are the consensus already, so that only buffers are sent.
     """
     worker.shards.read()
     own = [replica.x.clone() for replica in worker.replicas]
-    buffers = {name: buffer.clone() for name, buffer in worker.model.named_buffers()}
+    buffers = {name: buffer.clone() for name, buffer in named_buffers(worker.model).items()}
     worker.lent += 1
     try:
-        together(lambda: _agree(worker))
+        together(lambda: _agree(worker, averaged=averaged))
         worker.shards.write()
         yield
     finally:
@@ -35,16 +39,17 @@ def lends(worker: WorkerState, together: Callable[[Callable[[], None]], None]) -
             for replica, x in zip(worker.replicas, own, strict=True):
                 replica.x.copy_(x)
             worker.shards.write()
-            for name, buffer in worker.model.named_buffers():
+            for name, buffer in named_buffers(worker.model).items():
                 # A cache may have grown, or come new, in a forward pass.
-                if name in buffers and buffer.shape == buffers[name].shape:
+                if name in buffers and buffer.shape == buffers[name].shape and is_writable(buffer):
                     buffer.copy_(buffers[name])
 
 
-def _agree(worker: WorkerState) -> None:
+def _agree(worker: WorkerState, *, averaged: bool) -> None:
     with torch.no_grad():
-        for replica in worker.replicas:
-            replica.x.copy_(worker.strategy.consensus(replica))
+        if not averaged:
+            for replica in worker.replicas:
+                replica.x.copy_(worker.strategy.consensus(replica))
         average_buffers(worker)
 
 

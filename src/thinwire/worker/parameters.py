@@ -15,6 +15,8 @@ from thinwire.replica.flat import Segment
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.tensor2d.module import placed
 
+_COMPILED = "_orig_mod."
+
 
 def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """The parameters that the optimizer updates, by name, in the model's order; without those of no elements.
@@ -25,7 +27,7 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # There is nothing to send of a parameter without elements, and a dtype that only such have needs no vector.
-    named = {name: p for name, p in model.named_parameters() if id(p) in held and p.requires_grad and p.numel()}
+    named = {name: p for name, p in named_parameters(model).items() if id(p) in held and p.requires_grad and p.numel()}
     foreign = len(held - {id(p) for p in model.parameters()})
     if foreign:
         raise ConfigError(f"the optimizer holds {foreign} parameters that are not the model's; attach their model")
@@ -40,6 +42,21 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
                 "torch.view_as_real(...) of its values, and take torch.view_as_complex of it in forward()"
             )
     return named
+
+
+def own_name(name: str) -> str:
+    """A tensor's name in the model itself, without what `torch.compile` puts in front of the names in its wrapper."""
+    return name.replace(_COMPILED, "")
+
+
+def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters by the model's own names, each once."""
+    return {own_name(name): p for name, p in model.named_parameters()}
+
+
+def named_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers by the model's own names, each once."""
+    return {own_name(name): buffer for name, buffer in model.named_buffers()}
 
 
 def by_kind(tensors: Iterable[Tensor]) -> dict[tuple[torch.dtype, torch.device], list[Tensor]]:

@@ -43,15 +43,18 @@ def saved_size(folder: Path) -> int | None:
     return int(checkpoint.facts_of(RankFile(folder / f"step-{steps[-1]:08d}", 0).outline())["size"])
 
 
-def load(worker: WorkerState, folder: Path) -> dict[str, Any]:
+def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     """Resume from the newest complete checkpoint, whatever number of workers wrote it; returns its `extra`.
 
     With another number, the state of torch's random generators is not restored, and every rank must see every part.
+    With `missing_ok`, and no checkpoint on any rank, it changes nothing and returns {}.
 
     Raises:
         CheckpointError: there is none, parts are damaged or do not belong together, they belong to another run, or
             something in them cannot be given to another number of workers. Nothing has changed then, on any rank.
     """
+    if missing_ok and not checkpoint.exists(worker, folder):
+        return {}
     home, contents = checkpoint.newest(worker, folder)
     same = contents[0]["save"]["size"] == worker.comm.size
 
@@ -191,7 +194,7 @@ def resized(states: Sequence[State], worker: WorkerState) -> State:
             for segment, view in zip(segments, views(x, segments), strict=True)
         },
         "replicas": replicas,
-        "others": {name: _mean([state["others"][name] for state in states]) for name in first["others"]},
+        "others": {name: mean_of([state["others"][name] for state in states]) for name in first["others"]},
         "optimizer": _merged_optimizer(
             [state["optimizer"] for state in states],
             {name: tuple(x.shape) for name, x in {**first["others"], **first["parameters"]}.items()},
@@ -339,7 +342,7 @@ def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tupl
             return torch.stack(tensors).amax(0)
         # What is not like the parameter, such as a table of samples, belongs to the worker's own data.
         if tensors[0].is_floating_point() and shape is not None and snapshot.fits(tuple(tensors[0].shape), shape):
-            return _mean(tensors)
+            return mean_of(tensors)
     raise CheckpointError(
         f"what optimizers remember as {name!r} of {parameter} differs between workers and has no mean, so their number "
         f"cannot change; resume with {len(values)} workers, or begin anew from exported weights"
@@ -358,10 +361,12 @@ def _difference(values: Sequence[Any]) -> str:
     return "settings"
 
 
-def _mean(tensors: Sequence[Tensor]) -> Tensor:
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """What all workers' values of a buffer, or of a moment, become: their mean, or rank 0's where there is none."""
     first = tensors[0]
+    dense = first.layout == torch.strided
     # Equal tensors are not averaged: the mean could round them.
-    if not first.is_floating_point() or all(same(x, first) for x in tensors):
+    if not (dense and first.is_floating_point() and first.element_size() > 1) or all(same(x, first) for x in tensors):
         return first
     return torch.stack([x.double() for x in tensors]).mean(0).to(first.dtype)
 

@@ -27,6 +27,7 @@ from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.recipe import brief
 from thinwire.worker.handshake import describe_tensor
+from thinwire.worker.parameters import named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
 
 State = dict[str, Any]
@@ -84,8 +85,12 @@ def _parameters(worker: WorkerState) -> dict[str, Tensor]:
 def others_of(worker: WorkerState) -> dict[str, Tensor]:
     """The model's buffers, and the parameters that the optimizer does not update, by name."""
     flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
-    parameters = {name: local(p.detach()) for name, p in worker.model.named_parameters() if id(p) not in flat}
-    return parameters | {name: buffer.detach() for name, buffer in worker.model.named_buffers()}
+    parameters = {name: local(p.detach()) for name, p in named_parameters(worker.model).items() if id(p) not in flat}
+    # A sparse tensor that is detached has indices and values of its own, and copying into it changes nothing.
+    return parameters | {
+        name: buffer.detach() if buffer.layout == torch.strided else buffer
+        for name, buffer in named_buffers(worker.model).items()
+    }
 
 
 def identity_of(worker: WorkerState) -> dict[str, str]:
@@ -111,7 +116,7 @@ def identity_of(worker: WorkerState) -> dict[str, str]:
 
 def _optimizer_names(worker: WorkerState) -> list[str]:
     """The names of the optimizer's parameters, in the order in which torch numbers them."""
-    names = {id(p): name for name, p in worker.model.named_parameters()}
+    names = {id(p): name for name, p in named_parameters(worker.model).items()}
     every = [p for group in worker.optimizer.param_groups for p in group["params"]]
     return [names.get(id(p), f"parameter {i}") for i, p in enumerate(every)]
 
@@ -289,6 +294,8 @@ def _check_tensors(what: str, found: object, wanted: Mapping[str, Tensor]) -> No
     same_names(what, tensors, wanted)
     for name, x in wanted.items():
         _check_like(f"{what}: {name}", tensors[name], x.dtype, [x.shape])
+        if tensors[name].layout != x.layout:
+            raise CheckpointError(f"{what}: {name} has layout {tensors[name].layout}; expected {x.layout}")
 
 
 def _check_like(what: str, found: object, dtype: torch.dtype | None, shapes: Iterable[Sequence[int]]) -> None:

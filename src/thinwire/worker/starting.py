@@ -14,16 +14,17 @@ from torch.optim import Optimizer
 from thinwire.comm.base import Comm
 from thinwire.comm.pending import PendingMeans
 from thinwire.errors import ConfigError
-from thinwire.replica.flat import copy_each_, flatten, lay_out, views
+from thinwire.replica.flat import flatten, lay_out, views
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, is_sharded, local
 from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.aliases import check_aliases
+from thinwire.worker.buffers import broadcast_others
 from thinwire.worker.compatibility import check_start
-from thinwire.worker.handshake import agree, describe_tensor, equal_on_all
-from thinwire.worker.parameters import by_kind, learning_rate, vectors_of
+from thinwire.worker.handshake import equal_on_all
+from thinwire.worker.parameters import learning_rate, vectors_of
 from thinwire.worker.state import WorkerState
 
 
@@ -76,18 +77,11 @@ def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:
 
 def broadcast(worker: WorkerState) -> None:
     """Start every rank from rank 0's parameters (frozen ones too) and buffers."""
-    comm = worker.comm
     with torch.no_grad():
         for replica in worker.replicas:
-            comm.broadcast_(replica.x, 0).wait()
+            worker.comm.broadcast_(replica.x, 0).wait()
         worker.shards.write()
-        flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
-        rest = [local(t.data) for t in worker.model.parameters() if id(t) not in flat]
-        rest += list(worker.model.buffers())
-        for group in by_kind(rest).values():
-            vector = flatten(group, layout := lay_out([("", t) for t in group]))
-            comm.broadcast_(vector, 0).wait()
-            copy_each_(group, views(vector, layout))
+        broadcast_others(worker)
 
 
 def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
@@ -119,24 +113,3 @@ def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: 
         worker.replicas.append(replica)
         worker.layouts.append((parameters, segments))
     worker.shards = Shards(worker.model, sharded)
-
-
-def average_buffers(worker: WorkerState) -> None:
-    """Replace buffers of floating dtype by their means over workers, and others by rank 0's.
-
-    Raises:
-        MismatchError: on all ranks, if a buffer has another shape on another rank, as caches may that grow.
-    """
-    buffers = list(worker.model.buffers())
-    if not buffers:
-        return
-    # Vectors of other sizes would end a process within Gloo, without a word.
-    facts = [(f"buffer {name}", describe_tensor(buffer)) for name, buffer in worker.model.named_buffers()]
-    agree(worker.comm, facts, worker.replicas[0].x.device, how="have different buffers")
-    for group in by_kind(buffers).values():
-        vector = flatten(group, layout := lay_out([("", b) for b in group]))
-        if vector.is_floating_point():
-            worker.comm.all_reduce_(vector).wait().div_(worker.comm.size)
-        else:
-            worker.comm.broadcast_(vector, 0).wait()
-        copy_each_(group, views(vector, layout))

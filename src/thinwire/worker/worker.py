@@ -184,20 +184,34 @@ class Worker(ElasticState):
         if not strategy.timing_dependent and not (strategy.sends_gradients and strategy.equal_replicas):
             self.comm.round = "an average in training"
 
-    def _check_in_step(self, call: str) -> None:
-        number = fingerprint(self.replicas) if self.strategy.equal_replicas else 0
-        if odd := self.comm.check_in_step(call, fingerprint=number).wait():
-            settle(self, odd)
+    def _check_in_step(self, call: str, *, compares: bool = False) -> bool:
+        """Check that all ranks make this call at the same step.
 
-    def _wait_in_step(self, call: str) -> None:
-        """Check that all ranks make this call at the same step, and wait for all messages in flight."""
+        Returns:
+            Whether parameters were compared, and are equal on all ranks; the same on all ranks.
+        """
+        equal_replicas = self.strategy.equal_replicas
+        number = fingerprint(self.replicas) if compares or equal_replicas else 0
+        odd = self.comm.check_in_step(call, fingerprint=number).wait()
+        if odd and equal_replicas:
+            settle(self, odd)
+        return compares and not odd
+
+    def _wait_in_step(self, call: str, *, compares: bool = False) -> bool:
+        """Check that all ranks make this call at the same step, and wait for all messages in flight.
+
+        Returns:
+            Whether parameters were compared, and are equal on all ranks.
+        """
         # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
         # call. Workers at their own pace reach the same step only by waiting.
         if self.strategy.timing_dependent:
             self.wait_pending()
+        equal = False
         if not lost_ranks(self):  # the others have come to the same step by waiting
-            self._check_in_step(call)
+            equal = self._check_in_step(call, compares=compares)
         self.wait_pending()
+        return equal
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
         """Record how many samples the next gradient averages over, and the loss, for strategies that use them.
@@ -302,22 +316,27 @@ class Worker(ElasticState):
     def consensus(self) -> Generator[nn.Module]:
         """The model that all workers agree on, for evaluation and export; every rank must enter.
 
-        Parameters are the strategy's consensus (the mean, the leader, the de-biased model). Each worker has its own
-        buffers while it trains; at consensus those of floating dtype, such as BatchNorm statistics, are averaged over
-        workers, and others are rank 0's. An optimizer whose result differs from the parameters it trains (it has a
-        method `evaluating`, such as AC-SA) contributes its result. On leaving, everything is restored; so within it
-        nothing is saved, loaded, switched or trained.
+        Parameters are the strategy's consensus (the mean, the leader, the de-biased model). They are not sent where all
+        workers have just averaged, at a multiple of `LocalSGD.period` for example. Each worker has its own buffers
+        while it trains. A buffer that is equal on all workers, such as a mask, stays unchanged. Of the others, those of
+        floating dtype, such as BatchNorm statistics, are averaged over workers, and the rest are rank 0's. An optimizer
+        whose result differs from the parameters it trains (it has a method `evaluating`, such as AC-SA) contributes its
+        result. On leaving, everything is restored; so within it nothing is saved, loaded, switched or trained.
 
         Raises:
             MismatchError: a buffer has another shape on another rank, so that it cannot be averaged.
+            ConfigError: a sparse buffer differs between ranks.
             PeerLostError: the strategy goes on without a rank that is lost, and the model has buffers to be averaged.
         """
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
-            self._together(lambda: self._wait_in_step("consensus()"))
+            # Workers that have just averaged agree on their own parameters, unless these were changed since.
+            self.shards.read()
+            averages = self.strategy.averages_at(self.step)
+            averaged = self._together(lambda: self._wait_in_step("consensus()", compares=averages))
             if any(True for _ in self.model.buffers()):
                 check_all_there(self, "consensus() of a model with buffers, such as BatchNorm's")
-            with lends(self, self._together):
+            with lends(self, self._together, averaged=averaged):
                 yield self.model
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -357,7 +376,7 @@ class Worker(ElasticState):
         depend on timing (`strategy.timing_dependent`), of which no two runs are alike.
 
         Args:
-            folder: holds one checkpoint per saved step.
+            folder: holds one checkpoint per saved step; on a local file system, `~` is expanded.
             extra: more to save: dicts of tensors and JSON values, such as a scheduler's `state_dict()`.
             keep: how many complete checkpoints to keep, this one among them; older ones are removed when this one is
                 complete on all ranks. None keeps all.
@@ -387,17 +406,23 @@ class Worker(ElasticState):
             refuse_while_lent(self, "save()")
             self._wait_in_step("save()")
             check_all_there(self, "save()")
-            return checkpoint.save(self, self.own_folder(folder), dict(extra or {}), keep=keep)
+            place = self.own_folder(checkpoint.on_disk(self, folder))
+            return checkpoint.save(self, place, dict(extra or {}), keep=keep)
 
         return self._together(write)
 
-    def load(self, folder: str | Path) -> dict[str, Any]:
+    def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
         """Continue from the newest complete checkpoint in `folder`; returns the `extra` saved with it.
 
         Another number of workers may have written it, if every rank sees all parts: the parameters are then those that
         the workers agreed on (`Strategy.resume_point`), optimizers' moments and buffers are means, and the strategy's
         state is redistributed (`Strategy.resized`). Torch's random generators stay as they are, and data are to be
         divided anew. A rank that was not there before gets rank 0's `extra`. After "auto" that of the save goes on.
+
+        Args:
+            folder: that `save` wrote to.
+            missing_ok: return {} and change nothing where no rank finds a checkpoint in the folder, as on a first
+                start. A checkpoint that is damaged, or that only some ranks find, is still an error.
 
         Raises:
             CheckpointError: there is none, parts are damaged or not of one save, it belongs to another recipe, model,
@@ -409,8 +434,9 @@ class Worker(ElasticState):
             check_all_there(self, "load()")
             refuse_while_lent(self, "load()")
             self.comm.check_in_step("load()").wait()
+            place = self.own_folder(checkpoint.on_disk(self, folder))
             self._begun_step = -1
-            return resizing.load(self, self.own_folder(folder))
+            return resizing.load(self, place, missing_ok=missing_ok)
 
         return self._together(read)
 
@@ -419,13 +445,16 @@ class Worker(ElasticState):
 
         It holds what `model.state_dict()` holds at `consensus()`, and is loaded without thinwire, with
         `model.load_state_dict(safetensors.torch.load_file(path))`. Tied parameters are in it under each of their names.
+        The names are the model's own, also where `torch.compile` wraps it. Sparse buffers are written as dense tensors:
+        call `to_sparse()` on them before `load_state_dict`.
 
         Args:
             path: of the file; one that is there is replaced.
 
         Raises:
             CheckpointError: it cannot be written, or the model's `state_dict` holds something that is no tensor.
-            NonFiniteError: a parameter or buffer is NaN or infinite; nothing is written.
+            NonFiniteError: a parameter or a running statistic is NaN or infinite, or another buffer holds NaN; nothing
+                is written.
             ConfigError: the model is split over a mesh; see `thinwire.tensor2d.write_whole`.
 
         Example:
@@ -439,8 +468,9 @@ class Worker(ElasticState):
             (<All keys matched successfully>, ['bias', 'weight'])
         """
         check_all_there(self, "export()")
+        place = self._together(lambda: checkpoint.on_disk(self, path))
         with self.consensus() as model:
-            return exporting.export(self, model, Path(path))
+            return exporting.export(self, model, place)
 
     def detach(self) -> None:
         """Remove every hook; the model keeps its parameters and trains alone from then on. Every rank must call.
