@@ -416,3 +416,39 @@ def test_inside_a_muted_ddp_the_interfaces_carry_what_the_meter_counts() -> None
         # Two averages of a model; the gradients of eight steps would be four times as many bytes.
         assert payload == pytest.approx(2 * 300 * 300 * 4, rel=0.01)
         assert payload <= carried < 1.1 * payload
+
+
+class Stateful(nn.Sequential):
+    """A model that says itself what is pickled of it."""
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "saved": True}
+
+
+def zero(module: nn.Module, inputs: object) -> None:
+    """A hook of the user's own."""
+
+
+@pytest.mark.parametrize("kind", [nn.Sequential, Stateful])
+def test_copies_and_pickles_of_an_attached_model_hold_nothing_of_thinwire(kind: type[nn.Sequential]) -> None:
+    model = kind(nn.Linear(3, 5), nn.Linear(5, 2))
+    model.register_forward_pre_hook(zero)
+    hooks = model._forward_pre_hooks
+    worker = attach(None, LocalSGD(2), model=model)
+    whole = nn.Sequential(model)
+    torch.save(whole, buffer := io.BytesIO())
+    buffer.seek(0)
+    allowed = [nn.Sequential, nn.Linear, kind, zero]
+    with torch.serialization.safe_globals(allowed):
+        loaded = torch.load(buffer)
+    assert b"thinwire" not in buffer.getvalue()
+    for other in (copy.deepcopy(whole)[0], loaded[0], copy.copy(model)):
+        assert list(other._forward_pre_hooks.values()) == [zero]
+        assert "__getstate__" not in vars(other)
+        assert vars(other).get("saved", False) == (kind is Stateful)
+        assert torch.equal(flat(other), flat(model))
+    assert model._forward_pre_hooks is hooks
+    assert len(hooks) == 2
+    worker.detach()
+    assert list(hooks.values()) == [zero]
+    assert "__getstate__" not in vars(model)

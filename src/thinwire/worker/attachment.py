@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import inspect
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, cast
 from weakref import WeakSet, ref
 
 import torch
@@ -148,6 +149,7 @@ class Attachment:
             wrapper = isinstance(module, DistributedDataParallel)
             if (wrapper or module is worker.model) and hook not in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 worker.undo.callback(module.register_forward_pre_hook(hook).remove)
+                _hide_hooks(worker, module)
 
     def _release(self, trained: Sequence[Tensor]) -> None:
         for wrapper in self._owner.muted:
@@ -225,8 +227,26 @@ def _check_ddp(wrapper: DistributedDataParallel, place: str, inside_ddp: InsideD
         )
 
 
-# Functions of the module, and not of an object: a model can then be copied and pickled with its hooks. A copy is not
-# attached, and its hooks do nothing.
+def _hide_hooks(worker: WorkerState, module: nn.Module) -> None:
+    """Leave thinwire's hooks out of copies and pickles of a module, which are not attached and may be read anywhere."""
+    own = vars(module)
+    if "__getstate__" in own:
+        return
+    this = ref(module)
+
+    def state() -> Any:
+        assert (attached := this()) is not None
+        found: Any = type(attached).__getstate__(attached)
+        if not isinstance(found, dict):
+            return found
+        found = {name: value for name, value in cast(dict[str, Any], found).items() if name != "__getstate__"}
+        hooks = found.get("_forward_pre_hooks", {})
+        kept = {key: hook for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("thinwire.")}
+        return found | {"_forward_pre_hooks": OrderedDict(kept)}
+
+    # In the object itself, where `copy` and `pickle` look first, and past the `__setattr__` of a compiled model.
+    own["__getstate__"] = state
+    worker.undo.callback(own.pop, "__getstate__", None)
 
 
 def _refuse_ddp(module: nn.Module, _: object) -> None:
@@ -240,7 +260,7 @@ def _mute_ddp(module: nn.Module, _: object) -> None:
 def _look(module: nn.Module, inside_ddp: InsideDDP) -> None:
     # A compiled graph is broken only where there is something to look at.
     if _wrapper_of(module) is not None:
-        for look in _look_eagerly:  # none where a copy was read in another process
+        for look in _look_eagerly:
             look(module, inside_ddp)
 
 
