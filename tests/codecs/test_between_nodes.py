@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ import torch
 from torch import Tensor
 
 import thinwire
+from tests.battery.runs import case, with_
+from tests.battery.test_strategies import saved_and_resumed
 from tests.oracles import codecs as oracles
 from tests.pool import run_processes
 from tests.problems import Regression, distance, flat, together, train
@@ -193,3 +196,39 @@ def test_wrong_nodes_are_refused_with_the_fix() -> None:
         BetweenNodes(BetweenNodes())
     with pytest.raises(ConfigError, match=r"with 3 workers: ranks do not fill whole nodes; use a divisor of 3"):
         explain(AllReduce(BetweenNodes(Bf16())), parameters=[100], workers=3)
+
+
+WITH_A_CODEC = [
+    "AllReduce({})",
+    *(f"{name}(period=4, codec={{}})" for name in ("LocalSGD", "DiLoCo", "OverlapLocalSGD", "CoCoD", "EASGD")),
+    "DiLoCo(period=4, fragments=2, codec={})",
+    "Streaming(LocalSGD(period=4, codec={}))",
+    "SlowMo(LocalSGD(period=4, codec={}), period=8)",
+    "Budget(LocalSGD(period=4, codec={}), '1MB/step')",
+]
+
+
+@pytest.mark.parametrize("recipe", WITH_A_CODEC)
+def test_workers_that_do_not_fill_nodes_are_refused_before_the_first_step(recipe: str) -> None:
+    strategy = thinwire.parse(recipe.format("BetweenNodes(ErrorFeedback(Nearest()))"))
+
+    def body(comm: Comm) -> None:
+        model = torch.nn.Linear(8, 4)
+        with pytest.raises(ConfigError, match="node_size=2 with 3 workers: ranks do not fill whole nodes"):
+            thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, comm=comm)
+
+    thinwire.run_threads(3, body, timeout=20)
+    with pytest.raises(ConfigError, match="ranks do not fill whole nodes"):
+        explain(strategy, parameters=100, workers=3)
+
+
+@pytest.mark.parametrize("recipe", WITH_A_CODEC[:-2])
+def test_a_worker_alone_trains(recipe: str) -> None:
+    strategy = thinwire.parse(recipe.format("BetweenNodes(ErrorFeedback(Nearest()))"))
+    assert together(1, strategy, Regression(1, 8, torch.float32), RATES).isfinite().all()
+
+
+@pytest.mark.parametrize("recipe", WITH_A_CODEC[:-1])
+def test_low_rank_means_between_nodes_resume_bitwise(recipe: str, tmp_path: Path) -> None:
+    each = case(thinwire.parse(recipe.format("BetweenNodes(PowerSGD(1, min_ratio=0))")), lambda s: s.start)
+    saved_and_resumed(with_(each, size=4, dtype=torch.float32), tmp_path)

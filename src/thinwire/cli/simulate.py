@@ -79,14 +79,14 @@ class Simulate:
         from thinwire.simulate.running import check_call
         from thinwire.simulate.summary import summarise
         from thinwire.simulate.training import Training
-        from thinwire.strategies.base import Strategy
+        from thinwire.strategies.base import Strategy, check_workers
 
         strategy = parse_recipe(self.strategy)
         if not isinstance(strategy, Strategy):
             raise ConfigError(f"--strategy {self.strategy}: is torch's own method, whose code cannot be simulated")
         # Before anything is simulated, so that a mistake is told as one.
         if self.workers > 0:
-            strategy.check(self.workers)
+            check_workers(strategy, self.workers)
         if self.task is not None:
             tasks.load(self.task)
         training = Training(

@@ -43,6 +43,15 @@ class Codec(ABC):
     inelastic: ClassVar[str] = ""
     """Why workers cannot go on with it when one of them is lost, under `attach(elastic=True)`; empty where they can."""
 
+    def check(self, size: int) -> None:
+        """Refuse a number of workers that the codec does not work with.
+
+        `attach` calls it before the first step.
+
+        Raises:
+            ConfigError: with the value, the rule and the fix.
+        """
+
     @property
     def linear(self) -> bool:
         """Whether the payload of a sum is the sum of the payloads, so that an all-reduce may add payloads."""

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec, State
 from thinwire.codecs.cast import Bf16
+from thinwire.comm.members import check_nodes
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 
@@ -51,6 +52,11 @@ class BetweenNodes(Codec):
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
         if isinstance(self.codec, BetweenNodes):
             raise ConfigError(f"codec={self.codec}: nodes within nodes are not known; use its codec")
+
+    def check(self, size: int) -> None:
+        """Refuse a number of workers that does not fill whole nodes; a worker alone has no other nodes."""
+        if size > 1:
+            check_nodes(self.node_size, size)
 
     @property
     def own_mean(self) -> bool:

@@ -75,16 +75,24 @@ class Members(Comm):
         return self.whole.send_recv(x, [self.ranks[rank] for rank in dst], [self.ranks[rank] for rank in src])
 
 
+def check_nodes(node_size: int, size: int) -> None:
+    """Refuse a number of workers that does not fill whole nodes.
+
+    Raises:
+        ConfigError: with the rule and the fix.
+    """
+    if size % node_size:
+        raise ConfigError(
+            f"node_size={node_size} with {size} workers: ranks do not fill whole nodes; use a divisor of {size}"
+        )
+
+
 def node_and_peers(comm: Comm, node_size: int) -> tuple[Members, Members]:
     """The ranks of this rank's node, of consecutive ranks, and those with the same place in all nodes.
 
     Raises:
         ConfigError: ranks do not fill whole nodes.
     """
-    if comm.size % node_size:
-        raise ConfigError(
-            f"node_size={node_size} with {comm.size} workers: ranks do not fill whole nodes; use a divisor of "
-            f"{comm.size}"
-        )
+    check_nodes(node_size, comm.size)
     first, place = comm.rank - comm.rank % node_size, comm.rank % node_size
     return Members(comm, range(first, first + node_size)), Members(comm, range(place, comm.size, node_size))

@@ -17,7 +17,7 @@ from thinwire.kernels.decisions import assume_least
 from thinwire.plan.ranks import Look, look_at_ranks
 from thinwire.plan.traffic import DryRun, MakeOptimizer, StepTraffic, topologies
 from thinwire.simulate.wires import PAYLOAD_SHARE
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 from thinwire.topology.base import check_size
@@ -165,7 +165,7 @@ def explain(
         raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
     for topology in topologies(strategy):
         check_size(topology, workers)
-    strategy.check(workers)
+    check_workers(strategy, workers)
 
     def dry(recipe: Strategy, rank: int, optimizer: MakeOptimizer | None = None) -> DryRun:
         return DryRun(

@@ -22,7 +22,7 @@ from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_
 from thinwire.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
 from thinwire.plan.traffic import MakeOptimizer
 from thinwire.simulate import Network
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, check_workers
 from thinwire.strategies.recipe import brief, parse
 
 NEARLY = 1.05
@@ -254,7 +254,7 @@ class Planner:
         strategy = parse(recipe)
         accuracy = self.table.of(recipe)
         try:
-            strategy.check(job.workers)
+            check_workers(strategy, job.workers)
             if job.optimizer is not None:
                 strategy.check_optimizer(
                     job.optimizer([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])

@@ -137,6 +137,8 @@ class Place(NamedTuple):
 
 def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, *, key: int, count: int) -> Stages:
     """The mean by a codec, in stages."""
+    if isinstance(codec, BetweenNodes) and comm.size == 1:
+        codec = codec.codec
     if isinstance(codec, BetweenNodes):
         inner = codec.codec
 

@@ -21,6 +21,7 @@ from thinwire.runs.recipes import describe, parse_recipe
 from thinwire.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.runs.switches import check_switches
 from thinwire.runs.tensor import check_tensor_parallel, size_for
+from thinwire.strategies.base import check_workers
 from thinwire.tasks import Task, load
 from thinwire.worker.survivable import check_survives
 
@@ -121,7 +122,10 @@ def check_recipe(text: str, workers: int) -> str:
             "for a model and links: give that"
         )
     recipe = parse_recipe(text)
-    recipe.check(workers)
+    if isinstance(recipe, Baseline):
+        recipe.check(workers)
+    else:
+        check_workers(recipe, workers)
     return describe(recipe)
 
 

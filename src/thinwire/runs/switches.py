@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from thinwire.errors import ConfigError
 from thinwire.runs.recipes import describe, parse_recipe
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, check_workers
 
 _ENTRY = re.compile(r"\s*([0-9]+)\s*:(.*)", re.DOTALL)
 _EXAMPLE = '"200: SlowMo(period=12)", or several separated by semicolons'
@@ -64,7 +64,7 @@ def check_switches(text: str, first: str, workers: int) -> str:
     found = parse_switches(text)
     every = math.lcm(*(each.meets_every for each in (begins, *found.values())))
     for step, strategy in found.items():
-        strategy.check(workers)
+        check_workers(strategy, workers)
         if step % every:
             raise ConfigError(
                 f"switch {text!r}: workers are at the same step only after multiples of {every} steps; use "

@@ -310,6 +310,18 @@ def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:
                 yield from codecs_of(value)
 
 
+def check_workers(strategy: Strategy, size: int) -> None:
+    """Refuse a number of workers that a strategy, its base or one of its codecs does not work with.
+
+    Raises:
+        ConfigError: with the value, the rule and the fix.
+    """
+    strategy.check(size)
+    for part in nested(strategy):
+        for codec in codecs_of(part):
+            codec.check(size)
+
+
 def nested(strategy: Strategy) -> Iterator[Strategy]:
     """A strategy and those that it is made of, outermost first."""
     yield strategy

@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from thinwire.errors import ConfigError
 from thinwire.replica.moments import parts_of
 from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.recipe import parse
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
@@ -47,7 +47,7 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
     Raises:
         ConfigError: with the value, the rule and the fix.
     """
-    strategy.check(size)
+    check_workers(strategy, size)
     strategy.check_optimizer(optimizer)
     check_parameter_moves(strategy, optimizer)
     if size > 1 or strategy.reads_gradient:  # a worker alone exchanges nothing

@@ -31,7 +31,7 @@ from thinwire.membership.unconnected import Unconnected
 from thinwire.membership.view import Progress, View, settled
 from thinwire.quorum.elastic_sampler import Crew
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.arriving import Arrivals, Offered, can_copy
 from thinwire.worker.handover import hand_over
@@ -487,7 +487,7 @@ class Elastic:
         """Let the strategy go on among the workers of the view; where one is lost meanwhile, in the next view."""
         while True:
             strategy, comm = self.worker.strategy, self._comm
-            strategy.check(comm.size)
+            check_workers(strategy, comm.size)
             problem = ""
             try:
                 self._hand_over()

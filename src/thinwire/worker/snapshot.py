@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import residual_sizes
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError
@@ -24,7 +23,7 @@ from thinwire.replica.flat import views
 from thinwire.replica.moments import fresh_optimizer, parts_of
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.strategies.recipe import brief
 from thinwire.worker.handshake import describe_tensor
 from thinwire.worker.parameters import named_buffers, named_parameters
@@ -344,9 +343,8 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
 
 
 def _grows(strategy: Strategy, name: str) -> bool:
-    parts = list(nested(strategy))
-    codecs = [codec for part in parts for codec in vars(part).values() if isinstance(codec, Codec)]
-    return any(f"/{each}" in f"/{name}" for part in [*parts, *codecs] for each in part.growing)
+    parts = [part for method in nested(strategy) for part in (method, *codecs_of(method))]
+    return any(f"/{each}" in f"/{name}" for part in parts for each in part.growing)
 
 
 def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average within each node every few steps, between the averages over all workers."""
 
+from thinwire.comm.members import check_nodes
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
@@ -78,11 +79,7 @@ class NodeAverage(Wrapper):
 
     def check(self, size: int) -> None:
         """As the base; and refuse a number of workers that does not fill whole nodes."""
-        if size % self.node_size:
-            raise ConfigError(
-                f"node_size={self.node_size} with {size} workers: ranks do not fill whole nodes; use a divisor of "
-                f"{size}"
-            )
+        check_nodes(self.node_size, size)
         super().check(size)
 
     def after_step(self, r: Replica) -> None:
