@@ -64,6 +64,9 @@ NEIGHBOURS = {
     ("comm.group", "comm.rendezvous"),
     ("comm.rendezvous", "comm.roll_call"),
     ("comm.group", "comm.liveness"),
+    # What belongs to one process is kept out of its forks.
+    ("comm.group", "comm.forks"),
+    ("comm.mailbox.zeromq", "comm.forks"),
     ("comm.roll_call", "comm.liveness"),
     ("comm.group", "comm.mailbox.zeromq"),
     ("comm.mailbox.zeromq", "comm.mailbox.frame"),

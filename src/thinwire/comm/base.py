@@ -254,6 +254,9 @@ class Comm(ABC):
         """Whether a rank's process is known to have ended; False where nothing is known."""
         return False
 
+    def disconnect(self) -> None:
+        """Close this comm's own connections and mailboxes, and those of its duplicates; later calls raise an error."""
+
     def duplicate(self) -> Comm:
         """A second comm over the same ranks, with connections of its own, for CPU tensors; all ranks call it together.
 

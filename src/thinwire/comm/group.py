@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from thinwire.comm.base import DIRECT_GATHER_BYTES, Comm, places
+from thinwire.comm.forks import keep_forever, protect
 from thinwire.comm.liveness import Processes, State, own_row
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.rendezvous import init_process_group, started_by_torchrun
@@ -91,6 +93,9 @@ class GroupComm(Comm):
         self._tag = 0
         # At most one: connections close with their last reference, so they are held where one call can drop it.
         self._own: list[_Connections] = []
+        self._duplicates: WeakSet[Comm] = WeakSet()
+        self._finalizer = weakref.finalize(self, self._own.clear)
+        protect(self)
         if self._gloo_devices and self.size > 1:
             start = time.monotonic()
             try:
@@ -107,7 +112,6 @@ class GroupComm(Comm):
             # Raised outside the handler: a traceback would keep the half-opened group alive.
             if problem is not None:
                 raise self._failed("connecting", problem, time.monotonic() - start)
-            weakref.finalize(self, self._own.clear)
             self._roll_call.processes = Processes(self._gather_rows(own_row()), self.rank)
 
     def _connected(self, connect: Callable[[], T]) -> T:
@@ -191,7 +195,30 @@ class GroupComm(Comm):
         """A second comm over the group, with Gloo connections of its own."""
         if torch.device("cpu").type not in self._gloo_devices:
             return super().duplicate()
-        return GroupComm(self._group, timeout=self.timeout)
+        second = GroupComm(self._group, timeout=self.timeout)
+        self._duplicates.add(second)
+        return second
+
+    def disconnect(self) -> None:
+        """Close the connections that this comm has opened, and its mailboxes; later calls raise an error."""
+        if self._fault is not None:
+            return
+        self._fault = ConfigError(f"{self.name(self.rank)}: this comm was disconnected; attach the model again")
+        for owner in list(self._mailboxes):
+            self.close_mailbox(owner)
+        self._close_connections()
+        for each in self._duplicates:
+            each.disconnect()
+
+    def after_fork(self) -> None:
+        """Become unusable in a fork of the process that made the connections, which stay open there."""
+        self._finalizer.detach()
+        # Gloo's threads do not exist here, and its destructors would wait for them.
+        keep_forever([*self._own, *(handle for handles in self._inflight.values() for handle in handles)])
+        self._fault = self._fault or ConfigError(
+            f"process {os.getpid()} is a fork of {self.name(self.rank)}: only the process that attached the model can "
+            "communicate. Train, evaluate and save there"
+        )
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         from thinwire.comm.mailbox.zeromq import ZeroMqMailbox  # here, as it needs the optional pyzmq
@@ -318,6 +345,8 @@ class GroupComm(Comm):
 
     @staticmethod
     def _closed(fault: ThinwireError) -> ThinwireError:
+        if isinstance(fault, ConfigError):  # no failure: this comm was disconnected, or this process is a fork
+            return fault
         return type(fault)(f"these ranks' connections are closed since an earlier failure: {fault}")
 
     def _close_connections(self) -> None:
@@ -533,16 +562,16 @@ def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device
                 "or call torch.distributed.init_process_group() before attach"
             )
         init_process_group(device or torch.device("cpu"), timeout)
-        atexit.register(_destroy, _world())
+        atexit.register(_destroy, _world(), os.getpid())
     comm = GroupComm(group, timeout=timeout)
     if device is not None and device.type == comm.check_device.type:
         comm.check_device = device  # the current GPU may be another one, which NCCL would take for this rank's
     return comm
 
 
-def _destroy(made: dist.ProcessGroup) -> None:
-    """Destroy the default group, where it is still the one that was made here."""
-    if dist.group.WORLD is made:
+def _destroy(made: dist.ProcessGroup, process: int) -> None:
+    """Destroy the default group, where it is still the one that this process has made."""
+    if dist.group.WORLD is made and os.getpid() == process:
         dist.destroy_process_group()
 
 

@@ -29,6 +29,7 @@ class AutotuneCache:
 
     def __init__(self) -> None:
         self._known: dict[str, str] | None = None
+        self._process = os.getpid()
         self._new: dict[str, str] = {}
 
     def get(self, case: str) -> str | None:
@@ -41,6 +42,7 @@ class AutotuneCache:
         """Add a measurement."""
         if not self._new:
             atexit.register(self.write)
+            self._process = os.getpid()
         self._new[case] = name
 
     def clear(self) -> None:
@@ -52,7 +54,7 @@ class AutotuneCache:
     def write(self) -> None:
         """Add the new measurements to the file, and drop the oldest beyond the limit."""
         path, new = cache_path(), self._new
-        if not new:
+        if not new or os.getpid() != self._process:  # a fork leaves the writing to its parent
             return
         # Read again: other processes may have written since this one started.
         kept = {case: name for case, name in _read(path).items() if case not in new}

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 import torch
@@ -38,13 +38,15 @@ def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
 
 
 @contextmanager
-def leaves_on_failure(views: Elastic | None) -> Generator[None]:
-    """Within it, an error takes an elastic worker out of its run, so that others do not wait for it."""
+def leaves_on_failure(views: Elastic | None) -> Generator[ExitStack]:
+    """Within it, an error takes an elastic worker out of its run, and runs the callbacks of the stack."""
+    on_failure = ExitStack()
     try:
-        yield
+        yield on_failure
     except BaseException:
         if views is not None:
             views.withdraw()
+        on_failure.close()
         raise
 
 

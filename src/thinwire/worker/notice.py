@@ -11,6 +11,7 @@ from itertools import pairwise
 from types import FrameType
 from typing import Any
 
+from thinwire.comm.forks import protect
 from thinwire.errors import ConfigError
 from thinwire.quorum.elastic_sampler import Crew
 from thinwire.worker.handshake import gather_texts
@@ -84,6 +85,7 @@ class Notice:
         self._asked_at = -1
         self._received_at = 0.0
         self._before: dict[signal.Signals, Any] = {each: signal.signal(each, self._receive) for each in signals}
+        protect(self)
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         if self.received is None:
@@ -161,6 +163,10 @@ class Notice:
         texts = gather_texts(worker.comm, (self.received or "").encode(), device)
         names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.view.members
         return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}
+
+    def after_fork(self) -> None:
+        """Put the handlers back in a fork, such as a DataLoader's worker, which a signal is to end as before."""
+        self.close()
 
     def close(self) -> None:
         """Put the process's own handlers back."""

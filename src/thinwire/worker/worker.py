@@ -473,7 +473,10 @@ class Worker(ElasticState):
             return exporting.export(self, model, place)
 
     def detach(self) -> None:
-        """Remove every hook; the model keeps its parameters and trains alone from then on. Every rank must call.
+        """Remove every hook and close all connections; every rank must call.
+
+        The model keeps its parameters and trains alone from then on. A comm that you passed to `attach` stays open, and
+        so does the default process group.
 
         While an exception is handled, and after a failure of the ranks, nobody is waited for.
 
@@ -580,8 +583,11 @@ def attach(
         check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
         views = enter(elastic, timeout)
         comm = views.comm
-    with leaves_on_failure(views):
-        comm = mesh.data if mesh is not None else comm or comm_for(group, timeout=timeout, device=device)
+    with leaves_on_failure(views) as on_failure:
+        given = mesh.data if mesh is not None else comm
+        comm = given or comm_for(group, timeout=timeout, device=device)
+        if given is None:
+            on_failure.callback(comm.disconnect)
         settings = {
             "the number of workers": comm.size,
             "the strategy": "auto" if automatic else brief(strategy),
@@ -601,6 +607,8 @@ def attach(
         if automatic:
             strategy, reduce_seconds = choose(optimizer, named, comm)
         worker = Worker(model, optimizer, strategy, comm, seed=seed)
+        if given is None:
+            worker.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
         worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
         comm.in_step = comm.in_step and not strategy.timing_dependent
         check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)

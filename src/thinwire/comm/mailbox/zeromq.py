@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
+from thinwire.comm.forks import protect
 from thinwire.comm.mailbox.base import Loss, Mailbox, Message
 from thinwire.comm.mailbox.frame import PART_BYTES, Header, Kind, bytes_of, dtype_number, parse, split
 from thinwire.errors import CommError, ConfigError
@@ -313,11 +314,12 @@ class ZeroMqMailbox(Mailbox):
         self._ended_peers: set[int] = set()
         # Each message may be followed by an acknowledgement.
         self._sockets = Sockets(own_address(), ranks=comm.size, queue=4 * capacity + 16)
-        close = weakref.finalize(self, self._sockets.leave)
+        self._finalizer = weakref.finalize(self, self._sockets.leave)
+        protect(self)
         try:
             directory = _exchange_addresses(comm, self._sockets.port, self._sockets.public_key, like.device)
         except Exception:
-            close()
+            self._finalizer()
             raise
         self._run, self._addresses = directory.run, directory.addresses
         self._sockets.start(weakref.ref(self), directory.keys)
@@ -338,6 +340,12 @@ class ZeroMqMailbox(Mailbox):
             self.changed.notify_all()
         # Outside the lock, which the receiving thread may need to end.
         self._sockets.close()
+
+    def after_fork(self) -> None:
+        """Become closed in a fork of the process that made the sockets, which stay open there."""
+        self._finalizer.detach()
+        self._closed = True
+        self.changed = self._comm.runtime.condition()  # the parent's receiving thread may have held the lock
 
     def tell_failure(self) -> None:
         """Tell all other ranks, also those that wait for others or for nobody."""
