@@ -16,11 +16,12 @@ from torch.nn import functional as F
 
 from tests.oracles.tensor2d import drawn, serial_gradients
 from tests.tensor2d.helpers import gradients, run
-from thinwire import ConfigError
-from thinwire.tensor2d import Mesh2D, parallelize_2d, read_safetensors_, whole_activation, whole_state
-from thinwire.tensor2d.plan import Dense, Site
+from thinwire import CheckpointError, ConfigError
+from thinwire.tensor2d import Mesh2D, cross_entropy_2d, parallelize_2d, read_safetensors_, whole_activation, whole_state
+from thinwire.tensor2d.plan import Dense, Head, Norm, Site, Untouched
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers.utils.logging.disable_progress_bar()  # its bars leave a thread behind
 
 
 def seeded(model: Any) -> Any:
@@ -178,3 +179,159 @@ def test_hidden_dropout_of_a_published_model_is_the_same_on_every_mesh() -> None
 
     losses = [run(rows, columns, work)[0] for rows, columns in ((1, 1), (2, 2), (2, 3))]
     torch.testing.assert_close(losses[1:], losses[:1] * 2, rtol=1e-6, atol=1e-6)
+
+
+def headed(kind: str, labels: int = 4, **settings: Any) -> Any:
+    """A Llama with another head, or a EuroBERT, which is a Llama that sees both sides."""
+    family = "EuroBert" if kind == "ForMaskedLM" else "Llama"
+    sizes = {"vocab_size": 36, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 12, "num_key_value_heads": 12, "max_position_embeddings": 8}
+    ids = {f"{name}_token_id": number for number, name in enumerate(("pad", "bos", "eos", "mask"))}
+    config = getattr(transformers, f"{family}Config")(**sizes, **ids, num_labels=labels, **settings)
+    with torch.random.fork_rng():
+        return seeded(getattr(transformers, family + kind)(config)).eval()
+
+
+def plan_for(model: Any) -> dict[Any, Any]:
+    norms = {type(module): Norm() for module in model.modules() if type(module).__name__ == "EuroBertRMSNorm"}
+    without = {type(module): Untouched() for module in model.modules() if type(module).__name__.startswith("EuroBert")}
+    return {"score": Head(), **without, type(model): Untouched(), **norms} if not norms else {**without, **norms}
+
+
+CLASSES = torch.tensor([0, 3, 2, 1, 1, 0])
+LOSSES: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
+    "masked": (lambda: headed("ForMaskedLM"), lambda: batch()[2]),
+    "one class": (lambda: headed("ForSequenceClassification"), lambda: CLASSES),
+    "one of three classes": (lambda: headed("ForSequenceClassification", 3), lambda: CLASSES % 3),
+    "a number": (lambda: headed("ForSequenceClassification", 1), lambda: drawn(6, seed=3)),
+    "several numbers": (
+        lambda: headed("ForSequenceClassification", 3, problem_type="regression"),
+        lambda: drawn(6, 3, seed=3),
+    ),
+    "several classes": (lambda: headed("ForSequenceClassification"), lambda: (drawn(6, 4, seed=3) > 0).double()),
+    "a class per token": (lambda: headed("ForTokenClassification"), lambda: batch()[0] % 4),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_heads_of_other_tasks_have_the_serial_loss_and_gradients(name: str) -> None:
+    make, labels = LOSSES[name]
+    ids, serial = batch()[0].clamp(4), make()
+    loss = serial(ids, labels=labels()).loss
+    loss.backward()
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, dict[str, Tensor]]:
+        model = make()
+        checked = {"input_ids": ids, "labels": labels()}
+        parallelize_2d(model, mesh, plan_for(model), check=checked)
+        ours = model(mesh.rows_of(ids), labels=mesh.rows_of(labels())).loss
+        ours.backward()
+        return ours.detach(), gradients(model, mesh)
+
+    for ours, found in run(2, 2, work):
+        torch.testing.assert_close(ours.double(), loss.detach().double(), rtol=1e-6, atol=1e-6)
+        for parameter, whole in serial_gradients(serial).items():
+            torch.testing.assert_close(found[parameter], whole, rtol=1e-5, atol=1e-6)
+
+
+def test_tokens_that_are_shifted_already_are_not_shifted_again() -> None:
+    ids, _, labels = batch()
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+
+    def work(mesh: Mesh2D) -> Tensor:
+        model, own = parallelize_2d(gpt2(), mesh), [mesh.rows_of(x) for x in (ids, labels, shifted)]
+        usual = model(own[0], labels=own[1]).loss
+        given = model(own[0], labels=own[1], shift_labels=own[2]).loss
+        return (usual - given).abs()
+
+    assert run(2, 2, work) == [0] * 4
+
+
+def smoothed(logits: Tensor, labels: Tensor, vocab_size: int, **_: Any) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.5)
+
+
+def test_a_loss_that_needs_whole_logits_is_refused_by_name() -> None:
+    ids, _, labels = batch()
+    serial = llama()
+    serial.loss_function = smoothed
+    expected = serial(ids, labels=labels).loss.detach()
+
+    def own(mesh: Mesh2D) -> Any:
+        model = llama()
+        model.loss_function = smoothed
+        return parallelize_2d(model, mesh)
+
+    with pytest.raises(ConfigError, match=r"loss function smoothed, which needs whole logits.*loss_function to None"):
+        run(2, 2, own)
+    torch.testing.assert_close(run(1, 1, lambda mesh: own(mesh)(ids, labels=labels).loss.detach()), [expected])
+    answers = headed("ForQuestionAnswering")
+    with pytest.raises(ConfigError, match=r"LlamaForQuestionAnswering.*ForQuestionAnsweringLoss"):
+        run(2, 2, lambda mesh: parallelize_2d(answers, mesh, {type(answers): Untouched(), "qa_outputs": Head()}))
+
+
+def test_a_model_without_a_loss_gives_logits_and_refuses_labels() -> None:
+    ids, _, labels = batch()
+
+    def work(mesh: Mesh2D) -> None:
+        model = llama()
+        model.loss_function = None
+        parallelize_2d(model, mesh)
+        own = mesh.rows_of(ids)
+        cross_entropy_2d(model(own).logits, own, mesh).backward()
+        model(own, labels=mesh.rows_of(labels))
+
+    with pytest.raises(ConfigError, match="loss_function is None"):
+        run(2, 2, work)
+
+
+def test_a_model_that_computes_its_loss_in_its_forward_refuses_labels() -> None:
+    ids = batch()[0]
+    config = gpt2().config
+    config.num_labels, config.pad_token_id = 4, 0
+    models = [transformers.GPT2ForSequenceClassification(config) for _ in range(4)]
+
+    def work(mesh: Mesh2D) -> None:
+        model = parallelize_2d(models[mesh.whole.rank], mesh, {type(models[0]): Untouched()})
+        assert model(mesh.rows_of(ids)).logits.shape == (3, 2)
+        model(mesh.rows_of(ids), labels=mesh.rows_of(CLASSES))
+
+    with pytest.raises(ConfigError, match="GPT2ForSequenceClassification computes its loss in its own forward"):
+        run(2, 2, work)
+
+
+@pytest.mark.parametrize("make", [gpt2, lambda: llama(2, tied=True)], ids=["gpt2", "llama"])
+def test_save_pretrained_saves_the_whole_model(make: Callable[[], Any], tmp_path: Path) -> None:
+    serial = make()
+    occupied = tmp_path / "file"
+    occupied.write_text("")
+
+    def work(mesh: Mesh2D) -> None:
+        model = parallelize_2d(make(), mesh)
+        model.save_pretrained(tmp_path / "model", max_shard_size="20KB")
+        with pytest.raises(CheckpointError, match="rank 0 of the mesh cannot write it"):
+            model.save_pretrained(occupied / "model")
+        with pytest.raises(ConfigError, match="Leave state_dict out"):
+            model.save_pretrained(tmp_path / "model", state_dict=model.state_dict())
+
+    run(2, 2, work)
+    again = type(serial).from_pretrained(tmp_path / "model", dtype=torch.float64)
+    for name, value in serial.state_dict().items():
+        assert torch.equal(again.state_dict()[name], value)
+
+
+def test_a_model_from_the_meta_device_gets_its_rotary_frequencies(tmp_path: Path) -> None:
+    ids, _, labels = batch()
+    serial = llama().float()
+    serial.save_pretrained(tmp_path)
+    expected = serial(ids, labels=labels).loss.detach()
+
+    def work(mesh: Mesh2D) -> Tensor:
+        with torch.device("meta"):
+            model = type(serial)(serial.config)
+        parallelize_2d(model, mesh)
+        read_safetensors_(model, tmp_path.glob("*.safetensors"), mesh)
+        return model(mesh.rows_of(ids), labels=mesh.rows_of(labels)).loss.detach()
+
+    for loss in run(2, 2, work):
+        torch.testing.assert_close(loss, expected)

@@ -27,6 +27,8 @@ from thinwire.tensor2d import (
     RMSNorm2D,
     cross_entropy_2d,
     linear_2d,
+    parallelize_2d,
+    whole_activation,
     whole_state,
 )
 
@@ -118,6 +120,23 @@ def test_norms_are_the_serial_ones(rows: int, columns: int, kind: str) -> None:
     expected, found = both(serial, make, rows, columns)
     for name in expected:
         torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 1e-3])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_rms_norm_keeps_the_epsilon_of_the_serial_one(dtype: torch.dtype, eps: float | None) -> None:
+    x, weight = drawn(6, H, seed=1).to(dtype), drawn(H, seed=2).to(dtype)
+    # So small that the machine precision of single precision, of double precision and 1e-5 differ in their effect.
+    x = x * 1e-4
+
+    def network() -> nn.Sequential:
+        model = nn.Sequential(nn.Identity(), nn.RMSNorm(H, eps=eps, dtype=dtype))
+        model.get_parameter("1.weight").data.copy_(weight)
+        return model
+
+    expected = network()(x)
+    for y in run(2, 2, lambda mesh: whole_activation(parallelize_2d(network(), mesh)(block_of(x, mesh)), mesh)):
+        torch.testing.assert_close(y, expected)
 
 
 def test_a_variance_far_from_zero_does_not_cancel() -> None:

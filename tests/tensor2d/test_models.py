@@ -76,14 +76,19 @@ def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, co
             torch.testing.assert_close(grads[name], expected[name], rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("clip", ["thinwire's", "torch's"])
 @pytest.mark.parametrize(("rows", "columns"), MESHES)
-def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns: int) -> None:
+def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns: int, clip: str) -> None:
     serial = gpt()
     expected = train(serial, serial_loss, lambda model: clip_grad_norm_(model.parameters(), 0.5))
 
     def work(mesh: Mesh2D) -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
         model = parallelized(mesh)
-        losses = train(model, lambda m, step: mesh_loss(m, mesh, step), lambda m: clip_gradient_norm_(m, 0.5, mesh))
+        clips = {
+            "thinwire's": lambda m: clip_gradient_norm_(m, 0.5, mesh),
+            "torch's": lambda m: clip_grad_norm_(m.parameters(), 0.5),
+        }
+        losses = train(model, lambda m, step: mesh_loss(m, mesh, step), clips[clip])
         vectors = {name: p.detach() for name, p in model.named_parameters() if p.dim() == 1 or "table" in name}
         return losses, whole_state(model, mesh), vectors
 
@@ -95,6 +100,65 @@ def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns
         assert vectors.keys() == found[0][2].keys()
     for rank, (_, _, vectors) in enumerate(found):  # replicated parameters have the same bits in all rows
         assert all(torch.equal(x, found[rank % columns][2][name]) for name, x in vectors.items())
+
+
+@pytest.mark.parametrize("order", [1.0, 2.0, 3.0, torch.inf])
+def test_torch_clips_by_the_norm_of_the_whole_mesh(order: float) -> None:
+    serial = gpt()
+    serial_loss(serial).backward()
+    expected = clip_grad_norm_(serial.parameters(), 0.5, order)
+
+    def work(mesh: Mesh2D) -> tuple[Tensor, dict[str, Tensor]]:
+        model = parallelized(mesh)
+        mesh_loss(model, mesh).backward()
+        # Twice: the second finds a gradient that is short already.
+        norm = clip_grad_norm_(list(model.parameters()), 0.5, order, error_if_nonfinite=True)
+        clip_grad_norm_(model.parameters(), 0.5, order)
+        assert type(norm) is Tensor
+        return norm, gradients(model, mesh)
+
+    for norm, found in run(2, 2, work):
+        torch.testing.assert_close(norm, expected, rtol=1e-10, atol=0)
+        for name, gradient in serial_gradients(serial).items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-5, atol=1e-12)
+
+
+BLOCK_NORMS: dict[str, Any] = {
+    "a number": lambda grads: sum(grad.data.norm(2).item() ** 2 for grad in grads),
+    "a comparison": lambda grads: [grad.mul_(0.1) for grad in grads if grad.detach().norm() > 1],
+    "a sum of squares": lambda grads: torch.stack([torch.linalg.vector_norm(grad) ** 2 for grad in grads]).sum(),
+    "an order below zero": lambda grads: torch.nn.utils.get_total_norm(grads, -torch.inf),
+}
+
+
+@pytest.mark.parametrize("name", BLOCK_NORMS)
+def test_the_norm_of_one_block_of_a_gradient_cannot_be_used(name: str) -> None:
+    def work(mesh: Mesh2D) -> None:
+        model = parallelized(mesh)
+        mesh_loss(model, mesh).backward()
+        BLOCK_NORMS[name]([parameter.grad for parameter in model.parameters()])
+
+    with pytest.raises(ConfigError, match="on a mesh"):
+        run(2, 2, work)
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    def work(mesh: Mesh2D) -> tuple[list[bool], float]:
+        model = parallelized(mesh)
+        optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+        unchanged: list[bool] = []
+        for spoiled in (True, False):
+            before = [parameter.detach().clone() for parameter in model.parameters()]
+            optimizer.zero_grad()
+            scaler.scale(mesh_loss(model, mesh)).backward()
+            if spoiled and mesh.whole.rank == 2:
+                next(model.parameters()).grad.view(-1)[0] = torch.inf  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+            unchanged.append(all(map(torch.equal, before, model.parameters())))
+        return unchanged, scaler.get_scale()
+
+    assert run(2, 2, work) == [([True, False], 2.0)] * 4
 
 
 @pytest.mark.parametrize(("rows", "columns"), MESHES)

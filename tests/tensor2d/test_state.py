@@ -195,3 +195,50 @@ def test_a_buffer_of_another_shape_is_refused_before_anything_is_loaded() -> Non
         return bool(model[0].weight.any())  # type: ignore[index,union-attr]
 
     assert run(2, 2, work) == [True] * 4
+
+
+def test_replicas_that_have_drifted_apart_are_refused_and_named(tmp_path: Path) -> None:
+    def work(mesh: Mesh2D) -> str:
+        model = parallelized(mesh, gpt())
+        with torch.no_grad():
+            # Rounding, as on ranks with different processors, is no drift.
+            model.get_parameter("head.bias").mul_(1 + 1e-10 * mesh.row)
+        whole_state(model, mesh)
+        with torch.no_grad():
+            model.get_parameter("head.bias").mul_(1 + 0.1 * mesh.row * mesh.column)
+        for save in (lambda: whole_state(model, mesh), lambda: write_whole(model, tmp_path / "whole", mesh)):
+            with pytest.raises(CheckpointError, match=r"head.bias by up to 0.09") as caught:
+                save()
+        write_blocks(model, tmp_path, mesh)
+        return str(caught.value)
+
+    assert len(set(run(2, 2, work))) == 1
+    assert not (tmp_path / "whole").exists()
+
+
+def test_buffers_on_the_meta_device_are_read_or_named(tmp_path: Path) -> None:
+    def network(kept: bool) -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(4, 4))
+        model.register_buffer("mask", torch.ones(3), persistent=kept)
+        return model
+
+    state = network(True).state_dict()
+    save_file(state, tmp_path / "model.safetensors")
+    save_file({name: x for name, x in state.items() if name != "mask"}, tmp_path / "parameters.safetensors")
+
+    def work(mesh: Mesh2D) -> Tensor:
+        with torch.device("meta"):
+            made = [network(True), network(False)]
+        model, without = (parallelized(mesh, each) for each in made)
+        for load in (lambda: load_whole_(model, state, mesh), lambda: whole_state(model, mesh)):
+            with pytest.raises(CheckpointError, match=r"3 tensors are on the meta device, such as 0.weight"):
+                load()
+        with pytest.raises(CheckpointError, match="buffers on the meta device: mask"):
+            read_safetensors_(without, tmp_path / "parameters.safetensors", mesh)
+        assert without.get_parameter("0.weight").is_meta
+        read_safetensors_(model, tmp_path / "model.safetensors", mesh)
+        without.mask = torch.ones(3)  # type: ignore[assignment]
+        read_safetensors_(without, tmp_path / "parameters.safetensors", mesh)
+        return model.get_buffer("mask")
+
+    assert all(torch.equal(mask, torch.ones(3)) for mask in run(2, 2, work))

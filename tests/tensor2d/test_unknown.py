@@ -202,6 +202,31 @@ def test_the_check_finds_a_forward_that_crosses_features_or_samples(name: str) -
         assert "in the serial model" in message or "cannot compute" in message
 
 
+class Leaky(nn.Module):
+    """Adds a mean of a replicated parameter, whose gradient the layer does not see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(H)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.norm.weight.mean()
+
+
+def test_the_check_finds_a_wrong_gradient_where_all_outputs_are_right() -> None:
+    models = [network(Leaky) for _ in range(4)]
+
+    def work(mesh: Mesh2D) -> str:
+        with pytest.raises(ConfigError) as caught:
+            parallelize_2d(models[mesh.whole.rank], mesh, {Leaky: Untouched()}, check=batch()[0])
+        assert all(parameter.grad is None for parameter in models[mesh.whole.rank].parameters())
+        return str(caught.value)
+
+    for message in run(4, 1, work):  # one column holds all of the weight
+        assert message.startswith("check: the gradient of 1.norm.weight at ")
+        assert "though all outputs are equal" in message
+
+
 def test_an_embedding_with_a_forward_of_its_own_is_refused_and_found() -> None:
     models = [network(nn.Identity, Scaled) for _ in range(4)]
     assert all("0 is a Scaled with parameters" in message for message in failures(models, {}))

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a split model: one batch gives what it gave the serial model."""
+"""The check of a split model: one batch gives the outputs, the loss and the gradients of the serial model."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,17 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.tensor2d.collectives import whole_activation
 from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.tensor2d.module import placed
+from thinwire.tensor2d.state import gather_blocks
 
+T = TypeVar("T")
 Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 class Check:
-    """The outputs of a serial model, to be compared with those of the same model after it was split.
+    """The outputs and gradients of a serial model, to be compared with those of the same model after it was split.
+
+    Gradients are those of the loss, if an output is a scalar, and otherwise of a weighted sum of the first output.
 
     Args:
         model: the serial model; it is run once.
@@ -39,8 +44,11 @@ class Check:
         if first is None:
             raise ConfigError(f"check={batch!r}: pass the tensors that the model is called with, with all samples")
         self._mesh, self._kept = mesh, kept
-        self._share = {key: _share(x, mesh, len(first)) for key, x in whole.items()}
-        self._expected, self._stages = _run(model, whole, kept)
+        self._share = {key: _share(key, x, mesh, len(first)) for key, x in whole.items()}
+        outputs, self._stages = _run(model, whole, kept)
+        self._expected = {name: x.detach() for name, x in outputs.items()}
+        parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._gradients = _gradients(_objective(outputs, self._expected), parameters)
         if not any(
             bool(x.numel()) and bool((x != x.flatten()[0]).any() or not x.dim()) for x in self._expected.values()
         ):
@@ -53,29 +61,47 @@ class Check:
         """Run the split model and compare; a collective call.
 
         Raises:
-            ConfigError: an output differs, on all ranks, with both figures and the first module to differ.
+            ConfigError: an output or a gradient differs, on all ranks, with both figures.
         """
-        try:
-            found, stages = _run(model, self._share, self._kept)
-        except ThinwireError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"check: the split model cannot compute what the serial model can: {error}") from error
+        outputs, stages = _in_words(lambda: _run(model, self._share, self._kept))
+        found = {name: x.detach() for name, x in outputs.items()}
         wrong = [words for name, x in self._expected.items() if (words := self._difference(name, found.get(name), x))]
+        if here := self._on_any_rank(wrong):
+            culprit = self._first_stage(stages)
+            kind = f"{culprit} ({type(model.get_submodule(culprit)).__name__})" if culprit else type(model).__name__
+            raise ConfigError(
+                f"check: {here}; the first module to differ is {kind}. If its forward combines features or samples, "
+                "build it from layers that can be split; if it counts heads, name it in the plan with DividedCounts"
+            )
+        if here := self._on_any_rank(_in_words(lambda: self._wrong_gradients(model, outputs))):
+            raise ConfigError(
+                f"check: {here}, though all outputs are equal. A forward of {type(model).__name__} that combines "
+                "samples, or uses a parameter of one of its layers directly, must be built from layers that can be "
+                "split"
+            )
+
+    def _on_any_rank(self, wrong: list[str]) -> str:
+        """This rank's first difference; empty if no rank has one."""
         # The serial models, or the batches, may differ from rank to rank, so each rank may have its own opinion.
         counts = self._mesh.whole.all_gather(torch.tensor([len(wrong)], dtype=torch.int64, device=self._device)).wait()
         differing = [rank for rank, count in enumerate(counts) if int(count)]
-        if not differing:
-            return
-        culprit = self._first_stage(stages)
-        here = (
-            wrong[0] if wrong else f"ranks {differing} find a difference, this rank does not; start all with one model"
-        )
-        kind = f"{culprit} ({type(model.get_submodule(culprit)).__name__})" if culprit else type(model).__name__
-        raise ConfigError(
-            f"check: {here}; the first module to differ is {kind}. If its forward combines features or samples, build "
-            "it from layers that can be split; if it counts heads, name it in the plan with DividedCounts"
-        )
+        if not differing or wrong:
+            return wrong[0] if wrong else ""
+        return f"ranks {differing} find a difference, this rank does not; start all with one model"
+
+    def _wrong_gradients(self, model: nn.Module, outputs: Mapping[str, Tensor]) -> list[str]:
+        """What is wrong with the gradients, in words."""
+        layers = {name: each for name, each in placed(model).items() if each[0].requires_grad}
+        objective = _objective(outputs, self._expected, self._mesh)
+        found = _gradients(objective, {name: parameter for name, (parameter, _) in layers.items()})
+        largest = max((float(x.abs().max()) for x in self._gradients.values() if x.numel()), default=0.0)
+        wrong: list[str] = []
+        for name, gradient in found.items():
+            whole, expected = layers[name][1].join(gather_blocks(gradient, self._mesh)), self._gradients[name]
+            # Gradients that are zero but for rounding are not compared with each other.
+            if words := _apart(f"the gradient of {name}", whole, expected, at_least=0.1 * largest):
+                wrong.append(words)
+        return wrong
 
     @property
     def _device(self) -> torch.device:
@@ -88,19 +114,7 @@ class Check:
         whole = _whole(found, expected, self._mesh)
         if whole.shape != expected.shape:
             return f"{name} has the shape {tuple(whole.shape)}, in the serial model {tuple(expected.shape)}"
-        apart = torch.where(whole == expected, 0, (whole - expected).abs()).double().flatten()
-        tolerance = max(torch.finfo(expected.dtype).eps ** 0.5, 1e-6)
-        at, limit = int(apart.nan_to_num(torch.inf).argmax()), tolerance * float(expected.abs().max())
-        if float(apart[at]) <= limit:
-            return ""
-        place = ""
-        if expected.dim():
-            index = torch.unravel_index(torch.tensor(at, dtype=torch.int64, device="cpu"), expected.shape)
-            place = f" at {tuple(map(int, index))}"
-        return (
-            f"{name}{place} is {float(whole.flatten()[at]):.6g}, and {float(expected.flatten()[at]):.6g} in the serial "
-            f"model, a difference above {limit:.2g}"
-        )
+        return _apart(name, whole, expected)
 
     def _first_stage(self, stages: Mapping[tuple[str, int], Tensor]) -> str:
         """The first kept module whose output differs; every rank gathers all of them, as some may find none."""
@@ -136,6 +150,72 @@ def _run(
             handle.remove()
 
 
+def _in_words(work: Callable[[], T]) -> T:
+    """The result of a split model's work.
+
+    Raises:
+        ConfigError: it raised another error than ours.
+    """
+    try:
+        return work()
+    except ThinwireError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"check: the split model cannot compute what the serial model can: {error}") from error
+
+
+def _objective(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], mesh: Mesh2D | None = None) -> Tensor:
+    """The sum of all scalar outputs; without any, a weighted sum of the first output, or of this rank's block of it."""
+    trained = {name: x for name, x in outputs.items() if x.requires_grad}
+    scalars = [x for x in trained.values() if not x.dim()]
+    if scalars or not trained:
+        return torch.stack(scalars).sum() if scalars else torch.zeros((), dtype=torch.float32, device="cpu")
+    name, x = next(iter(trained.items()))
+    # Different weights, so that errors in different places do not cancel.
+    weights = (
+        torch.arange(expected[name].numel(), dtype=torch.float32, device=x.device).cos().view(expected[name].shape)
+    )
+    if mesh is not None:
+        weights = mesh.rows_of(weights)
+    if mesh is not None and x.dim() > 1:
+        # The last columns may hold padding, which has no weight.
+        weights = weights[..., mesh.column * x.shape[-1] :][..., : x.shape[-1]]
+        x = x[..., : weights.shape[-1]]
+    return (x * weights.to(x.dtype)).sum()
+
+
+def _gradients(objective: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The gradients by name, zeros for parameters that are not used; `grad` attributes are unchanged."""
+    if not objective.requires_grad:
+        return {}
+    found = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True, materialize_grads=True)
+    return {name: gradient.detach() for name, gradient in zip(parameters, found, strict=True)}
+
+
+def _apart(name: str, whole: Tensor, expected: Tensor, *, at_least: float = 0.0) -> str:
+    """How a tensor differs from the serial one, in words; empty if it does not, to the root of its precision.
+
+    Args:
+        name: of the tensor.
+        whole: of the split model.
+        expected: of the serial model.
+        at_least: the size of values to which the precision is relative; the largest value if that is larger.
+    """
+    apart = torch.where(whole == expected, 0, (whole - expected).abs()).double().flatten().nan_to_num(torch.inf)
+    tolerance = max(torch.finfo(expected.dtype).eps ** 0.5, 1e-6)
+    at, limit = int(apart.argmax()), tolerance * max(float(expected.abs().max()), at_least)
+    if float(apart[at]) <= limit:
+        return ""
+    place = ""
+    if expected.dim():
+        index = torch.unravel_index(torch.tensor(at, dtype=torch.int64, device="cpu"), expected.shape)
+        place = f" at {tuple(map(int, index))}"
+    return (
+        f"{name}{place} is {float(whole.flatten()[at]):.6g}, and {float(expected.flatten()[at]):.6g} in the serial "
+        f"model, a difference above {limit:.2g}"
+    )
+
+
 @contextmanager
 def _evaluating(model: nn.Module) -> Generator[None, None, None]:
     modes = [(module, module.training) for module in model.modules()]
@@ -153,19 +233,19 @@ def _arguments(batch: Batch) -> dict[str | int, Any]:
     return {**dict(enumerate((batch,) if isinstance(batch, Tensor) else batch))}
 
 
-def _share(x: Any, mesh: Mesh2D, samples: int) -> Any:
-    """This rank's part of an argument: rows of samples, and columns of features."""
+def _share(key: str | int, x: Any, mesh: Mesh2D, samples: int) -> Any:
+    """This rank's part of an argument: rows of samples, and columns of features; labels have no features."""
     if not isinstance(x, Tensor) or not x.dim() or len(x) != samples:
         return x
     own = mesh.rows_of(x)
-    return mesh.columns_of(own) if x.is_floating_point() and x.dim() > 1 else own
+    return mesh.columns_of(own) if x.is_floating_point() and x.dim() > 1 and key != "labels" else own
 
 
 def _tensors(name: str, output: Any) -> Generator[tuple[str, Tensor], None, None]:
     """The floating-point tensors of an output, with names."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
-            yield name, output.detach()
+            yield name, output
     elif isinstance(output, Mapping):
         for key, value in cast("Mapping[Any, Any]", output).items():
             yield from _tensors(f"the output {key!r}", value)

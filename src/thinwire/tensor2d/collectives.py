@@ -35,7 +35,12 @@ def sum_gradients_over_rows(parameters: list[Tensor], mesh: Mesh2D) -> list[Tens
 
 def sum_over_rows(x: Tensor, mesh: Mesh2D) -> Tensor:
     """The sum of `x` over the rows; the gradient flows to this row's `x` unchanged, without communication."""
-    return cast(Tensor, _SumOverRows.apply(x, mesh))
+    return cast(Tensor, _Sum.apply(x, mesh.along_column))
+
+
+def sum_over_columns(x: Tensor, mesh: Mesh2D) -> Tensor:
+    """The sum of `x` over the columns; the gradient flows to this column's `x` unchanged, without communication."""
+    return cast(Tensor, _Sum.apply(x, mesh.along_row))
 
 
 def gather_over_columns(x: Tensor, mesh: Mesh2D) -> Tensor:
@@ -85,10 +90,10 @@ class _SumGradientsOverRows(Function):
         return None, *sums
 
 
-class _SumOverRows(Function):
+class _Sum(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh2D) -> Tensor:
-        return recorded(lambda: mesh.along_column.all_reduce_(x.clone()).wait())  # all_reduce_ overwrites its input
+    def forward(ctx: Any, x: Tensor, comm: Comm) -> Tensor:
+        return recorded(lambda: comm.all_reduce_(x.clone()).wait())  # all_reduce_ overwrites its input
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

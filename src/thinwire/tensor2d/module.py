@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.tensor2d.collectives import sum_gradients_over_rows
+from thinwire.tensor2d.gradient import mark_gradients_
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.placement import Placement
 
@@ -34,8 +35,10 @@ class Module2D(nn.Module):
         """Register this rank's block of `whole` as the parameter `name`."""
         with torch.no_grad():
             block = placement.cut(whole.detach(), self.mesh.place)
-        self.register_parameter(name, nn.Parameter(block, requires_grad=whole.requires_grad))
+        parameter = nn.Parameter(block, requires_grad=whole.requires_grad)
+        self.register_parameter(name, parameter)
         self.placements[name] = placement
+        mark_gradients_(parameter, placement, self.mesh)
 
     def shared(self, name: str) -> Tensor | None:
         """A parameter replicated over the rows, with its gradient summed over them; None if the layer has none."""

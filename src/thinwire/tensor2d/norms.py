@@ -65,13 +65,14 @@ class RMSNorm2D(Module2D):
         weight: the whole gain, [h], or None.
         mesh: the ranks.
         size: number of features, h.
-        epsilon: added to the mean square.
+        epsilon: added to the mean square; None is the machine precision of the dtype that it is computed in, as in
+            `torch.nn.RMSNorm`.
 
     Raises:
         ConfigError: the columns do not divide the features.
     """
 
-    def __init__(self, weight: Tensor | None, mesh: Mesh2D, *, size: int, epsilon: float = 1e-6) -> None:
+    def __init__(self, weight: Tensor | None, mesh: Mesh2D, *, size: int, epsilon: float | None = 1e-6) -> None:
         super().__init__(mesh)
         check_divides(size, mesh.columns, f"RMSNorm2D of {size} features", f"the mesh has {mesh.columns} columns")
         self.size, self.epsilon = size, epsilon
@@ -114,8 +115,9 @@ class _Standardised(Function):
 
 class _Scaled(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float | None) -> Tensor:
         exact = x.to(accumulation_dtype(x.dtype))
+        epsilon = torch.finfo(exact.dtype).eps if epsilon is None else epsilon
         size = x.shape[-1] * mesh.columns
         scale = recorded(
             lambda: (mesh.along_row.all_reduce_(exact.square().sum(-1)).wait() / size + epsilon).rsqrt()

@@ -7,15 +7,12 @@ from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import nn
 
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.check import Batch, Check
-from thinwire.tensor2d.embedding import Embedding2D
 from thinwire.tensor2d.known import is_known, is_linear, is_norm
 from thinwire.tensor2d.linear import TiedHead2D
-from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.module import SharedGradients
 from thinwire.tensor2d.plan import (
@@ -32,6 +29,7 @@ from thinwire.tensor2d.plan import (
     Style,
     Untouched,
 )
+from thinwire.tensor2d.pretrained import labels_guards, split_losses, whole_savers
 
 _HEADS = ("head", "lm_head")
 _POSITIONS = ("wpe", "position_embedding", "position_embeddings", "token_type_embeddings", "embed_positions")
@@ -55,7 +53,7 @@ def parallelize_2d(
     All ranks must call this with equal parameters. Afterwards each rank calls the model with the
     samples of its row of the mesh (`mesh.rows_of`). For b samples and v classes on r rows and c columns of ranks, the
     model returns a block of the logits, [b / r, ..., v / c], from which `cross_entropy_2d` computes the loss. A model
-    of `transformers` that is given labels computes this loss itself.
+    of `transformers` that is given labels computes its loss itself, and its `save_pretrained` saves the whole model.
 
     If any module cannot be split, or the check fails, nothing is changed. Dropout masks do not depend on the mesh.
 
@@ -68,13 +66,16 @@ def parallelize_2d(
             split. It overrides the built-in styles; of several entries that fit, the first one counts.
         seed: the seed of dropout.
         check: a batch of all samples, the same on all ranks: the model's argument, a tuple of them, or a dict by name.
-            Before and after splitting, the model computes its outputs in evaluation mode, and they are compared, to
-            the square root of their dtype's precision. Tensors with as many rows as the first one are split over the
-            rows of the mesh, and floating-point ones of these over the columns too.
+            Before and after splitting, the model computes its outputs and gradients in evaluation mode, and they are
+            compared, to the square root of their dtype's precision. Gradients are those of the loss if the model
+            returns one (pass labels), and otherwise of a weighted sum of its first output. Tensors with as many rows as
+            the first one are split over the rows of the mesh, and floating-point ones of these, but not `labels`, over
+            the columns too.
 
     Raises:
-        ConfigError: a module that cannot be split, with its name and the divisor; a forward that is not known; a name
-            in the plan that matches no module; or outputs that differ, with both figures, on all ranks.
+        ConfigError: a module that cannot be split, with its name and the divisor; a forward that is not known; a loss
+            that needs whole logits; a name in the plan that matches no module; or outputs or gradients that differ,
+            with both figures, on all ranks.
 
     Example:
         Four threads split a network of two layers over a 2x2 mesh and compute the same loss as the whole network:
@@ -155,7 +156,9 @@ def _lay_out(
         raise ConfigError(
             f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in a Sequential"
         )
-    return replacements, site.attributes
+    changes = [(module, "loss_function", loss) for module, loss in split_losses(model, mesh)]
+    changes += [(module, "save_pretrained", save) for module, save in whole_savers(model, mesh)]
+    return replacements, [*site.attributes, *changes]
 
 
 def _apply(
@@ -165,11 +168,21 @@ def _apply(
     attributes: list[tuple[nn.Module, str, Any]],
 ) -> Callable[[], None]:
     """Change the model; the result changes it back."""
-    before: list[tuple[nn.Module, str, Any]] = []
+    undoing: list[Callable[[], None]] = []
 
     def change(module: nn.Module, attribute: str, value: Any) -> None:
-        before.append((module, attribute, getattr(module, attribute)))
+        earlier, held = getattr(module, attribute), set(vars(module))
         setattr(module, attribute, value)
+        # An attribute that hides one of the class, such as a method, is taken away again.
+        added = vars(module).keys() - held
+
+        def undo_one() -> None:
+            for name in added:
+                delattr(module, name)
+            if not added:
+                setattr(module, attribute, earlier)
+
+        undoing.append(undo_one)
 
     for module, attribute, value in attributes:
         change(module, attribute, value)
@@ -180,15 +193,14 @@ def _apply(
             parent, _, last = name.rpartition(".")
             # New modules are in training mode; the model may be in evaluation.
             change(model.get_submodule(parent), last, made[id(module)].train(module.training))
-    shared = SharedGradients(model, mesh)
-    loss = _split_loss(model, mesh)
-    if loss is not None:
-        change(model, "loss_function", loss)
+    shared, guards = SharedGradients(model, mesh), labels_guards(model, mesh)
 
     def undo() -> None:
         shared.remove()
-        for module, attribute, value in reversed(before):
-            setattr(module, attribute, value)
+        for guard in guards:
+            guard.remove()
+        for undo_one in reversed(undoing):
+            undo_one()
 
     return undo
 
@@ -311,27 +323,3 @@ def _refuse_dropout(name: str, probability: float, setting: str) -> None:
         raise ConfigError(
             f"{name}: {setting}={probability} would drop the same elements on every rank; set {setting}=0 in its config"
         )
-
-
-def _split_loss(model: nn.Module, mesh: Mesh2D) -> Callable[..., Tensor] | None:
-    """The loss of a causal model of `transformers`, from split logits; None for other models."""
-    if not hasattr(type(model), "loss_function") or not any(isinstance(x, Embedding2D) for x in model.modules()):
-        return None
-
-    def loss(
-        logits: Tensor,
-        labels: Tensor,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        **_: Any,
-    ) -> Tensor:
-        # Position t predicts token t + 1, so the last position has no target.
-        following = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-        how = "mean" if num_items_in_batch is None else "sum"
-        total = cross_entropy_2d(
-            logits, following, mesh, vocabulary=vocab_size, ignore_index=ignore_index, reduction=how
-        )
-        return total if num_items_in_batch is None else total / num_items_in_batch
-
-    return loss

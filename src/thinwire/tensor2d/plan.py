@@ -139,10 +139,9 @@ class Norm(Style):
         check_divides(size, site.mesh.columns, site.name, f"the mesh has {site.mesh.columns} columns")
         if isinstance(module, nn.LayerNorm):
             return LayerNorm2D(weight, module.bias, site.mesh, size=size, epsilon=module.eps)
-        epsilon = getattr(module, "variance_epsilon", None) or getattr(module, "eps", None)
-        if epsilon is None:
-            epsilon = 1.1920928955078125e-07  # torch.nn.RMSNorm with eps=None takes torch.finfo(torch.float32).eps
-        return RMSNorm2D(weight, site.mesh, size=size, epsilon=float(epsilon))
+        # Models of `transformers` call it `variance_epsilon`. None, as in `torch.nn.RMSNorm`, depends on the input.
+        epsilon = cast("float | None", getattr(module, "variance_epsilon", getattr(module, "eps", None)))
+        return RMSNorm2D(weight, site.mesh, size=size, epsilon=epsilon)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from thinwire._version import __version__
 from thinwire.errors import CheckpointError
 from thinwire.storage.files import write_atomically
 from thinwire.tensor2d.dropout import Dropout2D
+from thinwire.tensor2d.gradient import mark_gradients_
 from thinwire.tensor2d.mesh import Mesh2D, Place
 from thinwire.tensor2d.module import placed
 
@@ -27,18 +28,29 @@ def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> d
         model: a model on the mesh.
         mesh: the ranks.
         everywhere: False returns it on rank 0 only, and an empty dict on the other ranks.
+
+    Raises:
+        CheckpointError: rows differ in a parameter of which each holds a replica; on all ranks.
     """
+    _refuse_meta(model)
     keep = everywhere or mesh.whole.rank == 0
     wholes: dict[int, Tensor] = {}
-    for parameter, placement in placed(model).values():
-        across = torch.stack(mesh.along_row.all_gather(parameter.detach().contiguous()).wait())
-        down = mesh.along_column.all_gather(across).wait()
+    drifted: dict[str, float] = {}
+    for name, (parameter, placement) in placed(model).items():
+        blocks = gather_blocks(parameter, mesh)
+        if placement.replicated and (apart := _spread(blocks)):
+            drifted[name] = apart
         if keep:
-            places = [(i, j) for i in range(mesh.rows) for j in range(mesh.columns)]
-            wholes[id(parameter)] = placement.join(
-                {Place(i, j, mesh.rows, mesh.columns): down[i][j] for i, j in places}
-            )
+            wholes[id(parameter)] = placement.join(blocks)
     # Not earlier: every rank must take part in the gathers.
+    if drifted:
+        name, apart = max(drifted.items(), key=lambda item: item[1])
+        raise CheckpointError(
+            f"{len(drifted)} parameters that all rows hold differ between the rows of the mesh: {name} by up to "
+            f"{apart:.3g} of its largest value. All rows must make the same steps. Clip gradients with "
+            "thinwire.tensor2d.clip_gradient_norm_, draw noise from generators with the same seed, and use one "
+            "learning rate on all ranks; write_blocks saves the blocks unchanged"
+        )
     if not keep:
         return {}
     names = {name: wholes[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
@@ -47,6 +59,26 @@ def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> d
         for name, value in model.state_dict().items()
         if name not in _dropout_counters(model)
     }
+
+
+def gather_blocks(x: Tensor, mesh: Mesh2D) -> dict[Place, Tensor]:
+    """Gather the blocks of all ranks; a collective call."""
+    across = torch.stack(mesh.along_row.all_gather(x.detach().contiguous()).wait())
+    down = mesh.along_column.all_gather(across).wait()
+    places = [(i, j) for i in range(mesh.rows) for j in range(mesh.columns)]
+    return {Place(i, j, mesh.rows, mesh.columns): down[i][j] for i, j in places}
+
+
+def _spread(blocks: Mapping[Place, Tensor]) -> float:
+    """The largest difference between rows relative to the largest value; 0 where only rounding explains it."""
+    largest = 0.0
+    for place, x in blocks.items():
+        first = blocks[place._replace(row=0)]
+        apart = torch.where((x == first) | (x.isnan() & first.isnan()), 0, (x - first).abs()).nan_to_num(torch.inf)
+        if apart.any():
+            largest = max(largest, float((apart / torch.maximum(x.abs().max(), first.abs().max())).nan_to_num(1).max()))
+    precision = torch.finfo(next(iter(blocks.values())).dtype).eps
+    return largest if largest > precision**0.5 else 0.0
 
 
 @torch.no_grad()
@@ -59,9 +91,11 @@ def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> 
         mesh: the ranks.
 
     Raises:
-        CheckpointError: a name is missing, or a tensor has another shape; nothing is loaded then.
+        CheckpointError: a name is missing, a tensor has another shape, or the model is on the meta device; nothing is
+            loaded then.
     """
     # All checks come before the first copy, so that an error leaves the model as it was.
+    _refuse_meta(model)
     found = placed(model)
     for name, (_, placement) in found.items():
         _check_shape(name, placement.shape, state[name].shape if name in state else None)
@@ -86,7 +120,8 @@ def read_safetensors_(
 ) -> int:
     """Read only this rank's blocks from a serial model's files; returns the number of bytes read.
 
-    Parameters on the meta device are created on `device`. Buffers are not read.
+    Parameters on the meta device are created on `device`. So are buffers on the meta device: they are read from the
+    files, or computed again if they are those of a rotary embedding of `transformers`. Other buffers are not read.
 
     Args:
         model: a model on the mesh.
@@ -96,13 +131,13 @@ def read_safetensors_(
         rename: maps a parameter's name to its name in the files; None where they are equal.
 
     Raises:
-        CheckpointError: a name is missing, or a tensor has another shape.
+        CheckpointError: a name is missing, a tensor has another shape, or a buffer on the meta device has no values.
     """
     from safetensors import safe_open
 
     files = [safe_open(str(path), framework="pt") for path in ([paths] if isinstance(paths, Path) else paths)]
     where: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
-    nbytes = 0
+    nbytes = _fill_meta_buffers_(model, where, device, rename or str)
     for name, (parameter, placement) in placed(model).items():
         source = rename(name) if rename else name
         part = where[source].get_slice(source) if source in where else None
@@ -120,8 +155,58 @@ def read_safetensors_(
             home = torch.empty_like(parameter, device=device)
         home.copy_(placement.read(read, mesh.place, like=home))
         if parameter.is_meta:
-            _replace(model, parameter, nn.Parameter(home, requires_grad=parameter.requires_grad))
+            made = nn.Parameter(home, requires_grad=parameter.requires_grad)
+            mark_gradients_(made, placement, mesh)
+            _replace(model, parameter, made)
     return nbytes
+
+
+def _fill_meta_buffers_(model: nn.Module, where: Mapping[str, Any], device: str, rename: Callable[[str], str]) -> int:
+    """Give every buffer on the meta device its values; returns the number of bytes read.
+
+    Raises:
+        CheckpointError: one is neither in the files nor can be computed again; nothing is changed then.
+    """
+    found: dict[str, Tensor] = {}
+    nbytes, unknown = 0, list[str]()
+    for path, module in model.named_modules():
+        absent = {name: x for name, x in module.named_buffers(recurse=False) if x.is_meta}
+        made: dict[str, Tensor] = {}
+        if absent and type(module).__name__.endswith("RotaryEmbedding") and hasattr(module, "config"):
+            with torch.device(device):
+                made = dict(type(module)(module.config).named_buffers(recurse=False))
+        for name, buffer in absent.items():
+            full = f"{path}.{name}".lstrip(".")
+            if rename(full) in where:
+                with torch.device("cpu"):
+                    value: Tensor = where[rename(full)].get_tensor(rename(full))
+                _check_shape(full, tuple(buffer.shape), tuple(value.shape))
+                nbytes += value.nbytes
+            elif name in made:
+                value = made[name]
+            else:
+                unknown.append(full)
+                continue
+            found[full] = value.to(device=device, dtype=buffer.dtype)
+    if unknown:
+        raise CheckpointError(
+            f"buffers on the meta device: {', '.join(unknown)}. They are not in the files, so their values are not "
+            "known. Compute them and assign them to their modules before read_safetensors_, or build the model outside "
+            'torch.device("meta")'
+        )
+    for full, value in found.items():
+        path, _, name = full.rpartition(".")
+        setattr(model.get_submodule(path), name, value)
+    return nbytes
+
+
+def _refuse_meta(model: nn.Module) -> None:
+    absent = [name for name, x in (*model.named_parameters(), *model.named_buffers()) if x.is_meta]
+    if absent:
+        raise CheckpointError(
+            f"{len(absent)} tensors are on the meta device, such as {absent[0]}. They have no values. Use "
+            'read_safetensors_, which creates them, or call model.to_empty(device="cpu") first'
+        )
 
 
 def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
@@ -133,18 +218,31 @@ def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
         CheckpointError: rank 0 cannot write it; on all ranks, and a file that was there is unchanged.
     """
     state = whole_state(model, mesh, everywhere=False)
-    failure: OSError | None = None
-    if mesh.whole.rank == 0:
+
+    def write() -> None:
         from safetensors.torch import save
 
         # The format refuses tensors that share memory.
         first = {value.data_ptr(): name for name, value in reversed(state.items())}
         kept = {name: value.contiguous() for name, value in state.items() if first[value.data_ptr()] == name}
+        write_atomically(path, save(kept, metadata={"format": "pt"}))
+
+    on_rank_0(write, path, mesh)
+
+
+def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
+    """Let rank 0 write a file or a folder; a collective call, after which every rank may read it.
+
+    Raises:
+        CheckpointError: rank 0 cannot write it; on all ranks.
+    """
+    failure: Exception | None = None
+    if mesh.whole.rank == 0:
         try:
-            write_atomically(path, save(kept, metadata={"format": "pt"}))
-        except OSError as error:
+            write()
+        except Exception as error:
             failure = error
-    # Also a barrier: after it every rank may read the file. Groups of NCCL alone take nothing from a CPU.
+    # Groups of NCCL alone take nothing from a CPU.
     failed = torch.tensor([float(failure is not None)], dtype=torch.float32, device=mesh.whole.check_device)
     if mesh.whole.all_reduce_(failed).wait().item():
         why = f"({failure})" if failure else "there; its error says why"
@@ -172,6 +270,7 @@ def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
     """
     from safetensors import safe_open
 
+    _refuse_meta(model)
     path = folder / _file_name(mesh.place)
     if not path.exists():
         raise CheckpointError(f"{path} is not there: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")

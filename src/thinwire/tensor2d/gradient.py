@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Gradients of blocks: torch's own functions of all gradients see the whole mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.errors import ConfigError
+from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.tensor2d.placement import Placement
+from thinwire.tensor2d.products import accumulation_dtype
+
+
+def mark_gradients_(parameter: nn.Parameter, placement: Placement, mesh: Mesh2D) -> None:
+    """Make every gradient of a parameter a `BlockGradient`."""
+    # Of parameters that all rows hold, the first row's are counted.
+    counted = not (placement.replicated and mesh.row > 0)
+    if mesh.whole.size > 1:
+        trained = parameter.requires_grad
+        parameter.requires_grad_(True)  # a frozen parameter takes no hooks, and may be trained later
+        parameter.register_post_accumulate_grad_hook(partial(_mark, mesh, counted))
+        parameter.requires_grad_(trained)
+
+
+def _mark(mesh: Mesh2D, counted: bool, parameter: Tensor) -> None:
+    if type(parameter.grad) is Tensor:
+        parameter.grad = parameter.grad.as_subclass(BlockGradient).of(mesh, counted)
+
+
+class BlockGradient(Tensor):
+    """This rank's block of a parameter's gradient: a plain tensor, but for norms and the overflows of a GradScaler.
+
+    `torch.nn.utils.clip_grad_norm_` computes the norm of each gradient, and then the norm of these norms. That one is
+    formed over the mesh, by one all-reduce. A norm of one block that is used in any other way raises an error: it would
+    differ from rank to rank, and so would parameters of which every row has a replica. In the same way, an overflow on
+    any rank lets `torch.amp.GradScaler` skip the step on all ranks.
+    """
+
+    mesh: Mesh2D
+    counted: bool
+
+    def of(self, mesh: Mesh2D, counted: bool) -> BlockGradient:
+        """Set the mesh, and whether norms count this block; returns itself."""
+        self.mesh, self.counted = mesh, counted
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Compute as with plain tensors."""
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            found = func(*args, **(kwargs or {}))
+            if func is _UNSCALE and isinstance(args[0][0], BlockGradient):
+                args[0][0].mesh.whole.all_reduce_(args[1]).wait()
+            if func in _NORMS and isinstance(args[0], BlockGradient) and not found.dim():
+                return _marked_norm(found, args[0])
+            if func is _FOREACH_NORM:
+                return [
+                    _marked_norm(norm, block) if isinstance(block, BlockGradient) else norm
+                    for norm, block in zip(found, args[0], strict=True)
+                ]
+            if func in _SAME and isinstance(args[0], BlockGradient):
+                return found.as_subclass(BlockGradient).of(args[0].mesh, args[0].counted)
+        return found
+
+
+class BlockNorm(Tensor):
+    """Norms of blocks, of which only the norm over the whole mesh may be used."""
+
+    mesh: Mesh2D
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Collect norms, and form the norm of all of them.
+
+        Raises:
+            ConfigError: any other use.
+        """
+        named = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+            if func is Tensor.to or func is torch.stack:
+                norms = [args[0]] if func is Tensor.to else args[0]
+                found = func(*args, **named).as_subclass(BlockNorm)
+                found.mesh = next(norm.mesh for norm in norms if isinstance(norm, BlockNorm))
+                return found
+            if func in _NORMS and args[0].dim():
+                return _over_mesh(args[0], float(args[1] if len(args) > 1 else named.get("ord", named.get("p", 2.0))))
+            if func in _HARMLESS:
+                return func(*args, **named)
+        raise ConfigError(
+            f"{getattr(func, '__name__', func)} of the norm of a gradient: on a mesh this rank has the norm of its own "
+            "block only, and ranks would differ. Use thinwire.tensor2d.gradient_norm(model, mesh), or clip with "
+            "clip_gradient_norm_(model, max_norm, mesh) or torch.nn.utils.clip_grad_norm_ over all parameters"
+        )
+
+
+def _marked_norm(norm: Tensor, block: BlockGradient) -> BlockNorm:
+    found = (norm if block.counted else torch.zeros_like(norm)).as_subclass(BlockNorm)
+    found.mesh = block.mesh
+    return found
+
+
+def _over_mesh(norms: BlockNorm, order: float) -> Tensor:
+    """The norm of the norms of all blocks of the mesh, the same bits on all ranks."""
+    own, mesh = norms.as_subclass(Tensor), norms.mesh
+    exact = own.to(accumulation_dtype(own.dtype))
+    if order <= 0:
+        raise ConfigError(f"a gradient norm of order {order} on a mesh. The order must be positive. Use 2.0 or inf")
+    if order == torch.inf:
+        return torch.stack(mesh.whole.all_gather(exact.amax().unsqueeze(0)).wait()).amax().to(own.dtype)
+    total = exact.pow(order).sum()
+    # Rows first, then columns, as in `gradient_norm`.
+    mesh.along_row.all_reduce_(total).wait()
+    mesh.along_column.all_reduce_(total).wait()
+    return total.pow(1 / order).to(own.dtype)
+
+
+# By getattr, as some versions of torch may not have the private ones.
+_UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
+_FOREACH_NORM: Any = getattr(torch, "_foreach_norm", None)
+_TENSOR: Any = Tensor
+_NORMS: tuple[Any, ...] = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, _TENSOR.norm)
+_SAME: tuple[Any, ...] = (_TENSOR.data.__get__, _TENSOR.detach, _TENSOR.to, _TENSOR.float, _TENSOR.double)
+_HARMLESS: tuple[Any, ...] = (
+    *(_TENSOR.device.__get__, _TENSOR.dtype.__get__, _TENSOR.shape.__get__),
+    *(_TENSOR.dim, _TENSOR.__repr__),
+)
