@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, fields
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
 from importlib import import_module, metadata
 from pkgutil import walk_packages
+from threading import RLock
 from typing import Any, TypeVar, dataclass_transform
 
 from thinwire.errors import ConfigError
@@ -20,6 +23,8 @@ ENTRY_POINTS = "thinwire.recipes"
 """The group of entry points in which other distributions offer classes, each as `Name = "module:Class"`."""
 REGISTERED: dict[str, type] = {}
 """Every class registered so far: thinwire's own by their names, all others by `module:Class`."""
+
+_PARSING, _TRIES = RLock(), 4
 
 
 @dataclass_transform(frozen_default=True)
@@ -117,3 +122,21 @@ def _repr(self: Any) -> str:
     """The recipe, with the module of the class where another process needs it."""
     arguments = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.repr)
     return f"{name_in_recipes(type(self))}({', '.join(arguments)})"
+
+
+@lru_cache(maxsize=1024)
+def parsed(text: str) -> ast.expr:
+    """Parse an expression; safe to call on several threads.
+
+    CPython 3.11 counts the depth of a syntax tree in one place for all threads, and raises a `SystemError` where two of
+    them parse at once: a garbage collection while one parses may let another run.
+
+    Raises:
+        SyntaxError: the text is no expression.
+    """
+    with _PARSING:
+        for _ in range(_TRIES):
+            # Other packages may parse on their threads, which the lock does not stop.
+            with suppress(SystemError):
+                return ast.parse(text, mode="eval").body
+        return ast.parse(text, mode="eval").body

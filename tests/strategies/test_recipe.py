@@ -4,13 +4,16 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
+import time
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
+import thinwire
 from thinwire import (
     AllReduce,
     Bf16,
@@ -217,3 +220,29 @@ def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
 def test_errors_name_the_fault_and_the_fix(text: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse(text)
+
+
+class _Cycle:
+    """Collected as garbage, when it lets another thread run."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        time.sleep(0)
+
+
+def test_several_threads_may_parse_at_once() -> None:
+    def body(comm: thinwire.Comm) -> None:
+        for period in range(4, 12):
+            _ = [_Cycle() for _ in range(5)]
+            text = f"SlowMo(LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4))), period={2 * period + comm.rank})"
+            assert brief(parse(text)).startswith("SlowMo(")
+
+    before = gc.get_threshold()
+    gc.set_threshold(20)
+    try:
+        for _ in range(3):
+            thinwire.run_threads(4, body, timeout=20)
+    finally:
+        gc.set_threshold(*before)

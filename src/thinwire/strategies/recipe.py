@@ -12,7 +12,7 @@ from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.registry import REGISTERED, entry_points, name_in_recipes, recipe_classes
+from thinwire.registry import REGISTERED, entry_points, name_in_recipes, parsed, recipe_classes
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.strategies.user_classes import user_class, user_module
@@ -105,7 +105,7 @@ def read(
     try:
         try:
             # Every sign keeps its place, so that names and literals can be read from the text itself.
-            tree = ast.parse(_LONG_NAME.sub(lambda name: re.sub(r"\W", "_", name[0]), text), mode="eval").body
+            tree = parsed(_LONG_NAME.sub(lambda name: re.sub(r"\W", "_", name[0]), text))
         except (SyntaxError, ValueError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else error
             raise ConfigError(f"{where}: {reason}; write it like {example}") from None
@@ -137,7 +137,7 @@ class _Reader:
             return self.call(self.source(node.func), node)
         source = self.source(node)
         try:
-            return ast.literal_eval(f"({source})")
+            return ast.literal_eval(parsed(f"({source})"))
         except (SyntaxError, ValueError, TypeError):
             wrong = _shortened(repr(source))
             raise ConfigError(

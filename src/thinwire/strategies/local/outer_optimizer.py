@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
-from thinwire.registry import registered
+from thinwire.registry import parsed, registered
 
 _PREFIX = "outer."
 _TORCH = "torch.optim"
@@ -162,7 +162,7 @@ def _is_literal(value: object) -> bool:
     """Whether a recipe can hold a value, which must also be hashable."""
     try:
         hash(value)
-        return ast.literal_eval(repr(value)) == value
+        return ast.literal_eval(parsed(repr(value))) == value
     except (TypeError, ValueError, SyntaxError):
         return False
 
