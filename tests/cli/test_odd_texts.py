@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import io
 import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -196,3 +198,17 @@ def test_what_once_ended_in_a_traceback_or_never_is_refused(
     assert main(arguments) == 2
     printed = capsys.readouterr().err
     assert printed.count("thinwire:") == 1 and "would start" not in printed
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])
+def test_an_output_that_is_not_utf_8_gets_plain_characters(errors: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, mistakes = (io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=errors) for _ in range(2))
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", mistakes)
+    assert main(["topology", "Ring(", "--workers", "4"]) == 2
+    sys.stdout.write("0.50 ms × 4 → 3 µs…\n")
+    sys.stderr.write("größer\n")
+    output.flush()
+    mistakes.flush()
+    assert output.buffer.getvalue().decode() == "0.50 ms x 4 -> 3 us...\n"  # pyright: ignore[reportAttributeAccessIssue]
+    assert b"gr??er" in mistakes.buffer.getvalue()  # pyright: ignore[reportAttributeAccessIssue]

@@ -5,15 +5,18 @@ Each command is a frozen dataclass: its fields are the options, its docstring is
 and returns the exit code: 0 done, 1 failed, 2 a mistake in the call, 130 interrupted, 141 where nobody reads on.
 """
 
+import codecs
 import os
 import sys
 from collections.abc import Sequence
 
 _NOBODY_READS = 141  # as of a program that SIGPIPE ends
+_PLAIN = str.maketrans({"µ": "u", "×": "x", "→": "->", "…": "...", "·": ".", "–": "-", "—": "-", "−": "-", "█": "#"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; an expected error is printed as one message, without a traceback."""
+    _write_plainly()
     try:
         try:
             return _run(sys.argv[1:] if arguments is None else arguments)
@@ -29,6 +32,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _nobody_reads():
             raise
         return _NOBODY_READS
+
+
+def _write_plainly() -> None:
+    """Write a plain character for one that the output cannot encode, such as "x" for "×" in a log file in ASCII."""
+    codecs.register_error("thinwire", _plain)
+    for stream in (sys.stdout, sys.stderr):
+        # None where closed; a program that calls `main` may have its own kind of stream.
+        if getattr(stream, "errors", None) in ("strict", "surrogateescape") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="thinwire")  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _plain(error: UnicodeError) -> tuple[str, int]:
+    assert isinstance(error, UnicodeEncodeError)
+    text = error.object[error.start : error.end].translate(_PLAIN)
+    return "".join(each if each.isascii() else "?" for each in text), error.end
 
 
 def _nobody_reads() -> bool:

@@ -8,6 +8,7 @@ from thinwire.errors import ConfigError
 
 _BITS = {"kbit": 3, "mbit": 6, "gbit": 9}
 _SECONDS = {"us": -6, "ms": -3, "s": 0}
+_RANK_DIGITS = 9  # Python refuses to read integers of thousands of digits
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)([a-z]+)")
 
 RATE_RULE = "a rate is a number and kbit, mbit or gbit"
@@ -53,7 +54,7 @@ def parse_rank(text: str, workers: int, *, argument: str) -> int:
     Raises:
         ConfigError: there is no such worker.
     """
-    if text.isdecimal() and int(text) < workers:
+    if text.isdecimal() and len(text) <= _RANK_DIGITS and int(text) < workers:
         return int(text)
     raise ConfigError(f"{argument}: there is no worker {text!r}; with {workers} they are 0 to {workers - 1}")
 
@@ -74,4 +75,7 @@ def _parse(text: str, exponents: dict[str, int], *, argument: str, rule: str, ex
     match = _QUANTITY.fullmatch(text.strip().lower())
     if match is None or match[2] not in exponents or float(match[1]) <= 0:
         raise ConfigError(f"{argument}: {text!r} cannot be read; {rule}, such as {example}")
-    return float(f"{match[1]}e{exponents[match[2]]}")
+    value = float(f"{match[1]}e{exponents[match[2]]}")
+    if value == float("inf"):
+        raise ConfigError(f"{argument}: {text[:20]!r}... is too large; {rule}, such as {example}")
+    return value

@@ -18,6 +18,9 @@ from thinwire.emulate.units import parse_rate
 from thinwire.errors import ConfigError
 from thinwire.simulate.durations import Duration, parse_distribution, seconds
 
+_LIMIT = 2**31
+_RANK_DIGITS = 6  # a longer range of ranks would fill the memory
+
 
 @dataclass(frozen=True)
 class Racks:
@@ -229,7 +232,7 @@ def load_network(path: str | Path, *, name: str | None = None) -> Network:
         raise ConfigError(f"{name}: cannot be read ({reason}); give a network file in TOML") from error
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:  # also an integer of more digits than Python reads
         raise ConfigError(f"{name}: is not TOML: {error}") from error
     return read_network(table, name=name)
 
@@ -343,15 +346,27 @@ def _duration(value: Any, where: str) -> Duration:
     return parse_distribution(_text(value, where), argument=where)
 
 
+def _brief(value: Any) -> str:
+    """A value for an error; an integer of any length."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
 def _whole(value: Any, where: str) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{where} = {value!r}: must be a whole number, not negative")
+        raise ConfigError(f"{where} = {_brief(value)}: must be a whole number, not negative")
+    if value >= _LIMIT:
+        raise ConfigError(f"{where} = {_brief(value)}: must be less than {_LIMIT}")
     return value
 
 
 def _number(value: Any, where: str) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"{where} = {value!r}: must be a number")
+    if not abs(value) < _LIMIT:
+        raise ConfigError(f"{where} = {_brief(value)}: must be less than {_LIMIT}")
     return float(value)
 
 
@@ -374,6 +389,9 @@ def _ranks(value: Any, where: str) -> tuple[int, ...]:
         first, dash, last = part.strip().partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
             raise ConfigError(f'{where} = {value!r}: must name ranks, such as 3, [3, 7] or "0-15, 20"')
+        # Lengths first: Python refuses to read integers of thousands of digits.
+        if max(len(first), len(last)) > _RANK_DIGITS:
+            raise ConfigError(f"{where} = {_brief(value)}: must name ranks of at most {_RANK_DIGITS} digits")
         if dash and int(last) < int(first):
             raise ConfigError(f"{where} = {value!r}: of a range the lowest rank comes first, such as {last}-{first}")
         found += range(int(first), int(last or first) + 1)
