@@ -36,6 +36,7 @@ OTHER_NAMES = {
     "strategies.recipe": "parse",
     "tensor2d.parallelize": "parallelize_2d",
     "topology.base": "Topology",
+    "worker.stats": "Stats",
     "worker.worker": "Worker attach",
 }
 

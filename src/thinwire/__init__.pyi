@@ -109,6 +109,7 @@ from thinwire.topology.graphs import Star as Star
 from thinwire.topology.graphs import Torus as Torus
 from thinwire.topology.matching import RandomMatching as RandomMatching
 from thinwire.topology.periodic import Periodic as Periodic
+from thinwire.worker.stats import Stats as Stats
 from thinwire.worker.worker import Worker as Worker
 from thinwire.worker.worker import attach as attach
 

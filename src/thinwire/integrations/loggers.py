@@ -101,7 +101,7 @@ def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
         >>> for _ in range(2):
         ...     model(torch.ones(2)).sum().backward()
         ...     optimizer.step()
-        2 ['thinwire/bytes', 'thinwire/bytes_per_step', 'thinwire/wait_seconds_per_step']
+        2 ['thinwire/bytes', 'thinwire/bytes_per_step', 'thinwire/evaluation_bytes', 'thinwire/wait_seconds_per_step']
     """
     check_every(every)
     read = figures_of(worker)

@@ -77,18 +77,19 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 def figures_of(worker: Worker) -> Callable[[], dict[str, float]]:
     """A function that says what a worker has sent and waited for since its last call, by names for logs."""
-    sent, waited, since = worker.comm.meter.payload_bytes, worker.comm.meter.exposed_seconds, worker.step
+    before, since = worker.stats(), worker.step
 
     def read() -> dict[str, float]:
-        nonlocal sent, waited, since
-        meter, steps = worker.comm.meter, max(1, worker.step - since)
+        nonlocal before, since
+        now, steps = worker.stats(), max(1, worker.step - since)
         found = {
-            "thinwire/bytes": meter.payload_bytes,
-            "thinwire/bytes_per_step": (meter.payload_bytes - sent) / steps,
-            "thinwire/wait_seconds_per_step": (meter.exposed_seconds - waited) / steps,
+            "thinwire/bytes": now.payload_bytes,
+            "thinwire/bytes_per_step": (now.payload_bytes - before.payload_bytes) / steps,
+            "thinwire/wait_seconds_per_step": (now.wait_seconds - before.wait_seconds) / steps,
+            "thinwire/evaluation_bytes": now.evaluation_bytes,
             **{f"thinwire/{name}": value for name, value in worker.metrics().items()},
         }
-        sent, waited, since = meter.payload_bytes, meter.exposed_seconds, worker.step
+        before, since = now, worker.step
         return found
 
     return read

@@ -274,7 +274,9 @@ class Training:
         if self._evaluated_step == step:
             return
         figures = torch.zeros(3, dtype=torch.float64, device="cpu")
+        sent = self.engine.payload_bytes
         with self.engine.consensus() as model:
+            sent = self.engine.payload_bytes - sent
             if context.data_rank == 0:
                 whole = model if context.tensor_parallel is None else context.tensor_parallel.whole(model)
                 found = context.task.evaluate(whole, limit=context.settings.eval_limit)
@@ -286,8 +288,9 @@ class Training:
             self.seconds_to_target = self.seconds
         if context.writer is not None:
             line = {"step": step, "seconds": self.seconds, "payload_bytes": self._mean_payload}
-            context.writer.add_evaluation({**line, "eval_loss": loss, "eval_metric": metric})
-            context.emit({"event": "evaluation", **line, "eval_loss": loss, "eval_metric": metric})
+            line |= {"eval_loss": loss, "eval_metric": metric, "eval_payload_bytes": sent}
+            context.writer.add_evaluation(line)
+            context.emit({"event": "evaluation", **line})
 
     def _save(self) -> None:
         wire, coreset = self.wire_bytes, self.context.coreset

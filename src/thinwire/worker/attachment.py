@@ -235,7 +235,8 @@ def _hide_hooks(worker: WorkerState, module: nn.Module) -> None:
     this = ref(module)
 
     def state() -> Any:
-        assert (attached := this()) is not None
+        attached = this()
+        assert attached is not None
         found: Any = type(attached).__getstate__(attached)
         if not isinstance(found, dict):
             return found

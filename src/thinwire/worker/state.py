@@ -20,6 +20,7 @@ from thinwire.replica.shards import Shards, shard_folder
 from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
+from thinwire.worker.stats import Account
 
 Policy = Literal["raise", "skip", "ignore"]
 
@@ -52,6 +53,7 @@ class WorkerState:
         lent: how many `consensus()` blocks are open.
         automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.
         just_switched: whether no step was taken since the last switch.
+        account: counts steps and bytes, for `Worker.stats`.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
     """
 
@@ -80,6 +82,7 @@ class WorkerState:
         self.automatic = False
         self.just_switched = False
         self.told_rounding = False
+        self.account = Account(comm)
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property

@@ -47,6 +47,7 @@ from thinwire.worker.parameters import trained
 from thinwire.worker.rounding import settle
 from thinwire.worker.starting import check_named, choose, make_replicas, start, watch
 from thinwire.worker.state import Policy
+from thinwire.worker.stats import Stats
 from thinwire.worker.survivable import check_elastic
 from thinwire.worker.switching import Switched
 
@@ -149,13 +150,15 @@ class Worker(ElasticState):
 
     def _strategy_before(self) -> None:
         self._begin_round()
-        for replica in self.replicas:
-            self.strategy.before_step(replica)
+        with self.account.exchange():
+            for replica in self.replicas:
+                self.strategy.before_step(replica)
 
     def _strategy_after(self) -> None:
         self._begin_round()
-        for replica in self.replicas:
-            self.strategy.after_step(replica)
+        with self.account.exchange():
+            for replica in self.replicas:
+                self.strategy.after_step(replica)
 
     def _after_step(self, *_: Any) -> None:
         if self.attachment is not None:
@@ -171,6 +174,8 @@ class Worker(ElasticState):
         if self.backward is not None:
             self.backward.exchanged = False
         self._dropped, self._begun_step = False, -1
+        self.account.exchanged |= self.strategy.sends_gradients and self.comm.size > 1
+        self.account.end_step()
         self.shards.write()
         self.comm.step = self.step
         if self.strategy.equal_replicas and self.step % _COMPARED_STEPS == 0:
@@ -243,6 +248,28 @@ class Worker(ElasticState):
                 found[name] = max(found.get(name, float("-inf")), float(value))
             replica.metrics.clear()
         return found
+
+    def stats(self) -> Stats:
+        """What this worker has done since `attach`: steps, averages, bytes sent and seconds waited.
+
+        It sends nothing, clears nothing and may be called at any time, by any rank, under every strategy.
+
+        Example:
+            >>> import torch, thinwire
+            >>> def train(comm):
+            ...     model = torch.nn.Linear(10, 10, bias=False)
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ...     worker = thinwire.attach(model, optimizer, "LocalSGD(period=8)", comm=comm)
+            ...     for _ in range(20):
+            ...         model(torch.ones(10)).sum().backward()
+            ...         optimizer.step()
+            ...     with worker.consensus():
+            ...         return worker.stats()
+            >>> found = thinwire.run_threads(2, train)[0]
+            >>> found.steps, found.averages, found.payload_bytes, found.evaluation_bytes
+            (20, 2, 800.0, 400.0)
+        """
+        return self.account.stats()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -336,8 +363,12 @@ class Worker(ElasticState):
             averaged = self._together(lambda: self._wait_in_step("consensus()", compares=averages))
             if any(True for _ in self.model.buffers()):
                 check_all_there(self, "consensus() of a model with buffers, such as BatchNorm's")
-            with lends(self, self._together, averaged=averaged):
+            with lends(self, self._evaluates, averaged=averaged):
                 yield self.model
+
+    def _evaluates(self, call: Callable[[], None]) -> None:
+        with self.account.apart():
+            self._together(call)
 
     # -- saving --------------------------------------------------------------------------------------------------
 
@@ -406,8 +437,9 @@ class Worker(ElasticState):
             refuse_while_lent(self, "save()")
             self._wait_in_step("save()")
             check_all_there(self, "save()")
-            place = self.own_folder(checkpoint.on_disk(self, folder))
-            return checkpoint.save(self, place, dict(extra or {}), keep=keep)
+            with self.account.apart():
+                place = self.own_folder(checkpoint.on_disk(self, folder))
+                return checkpoint.save(self, place, dict(extra or {}), keep=keep)
 
         return self._together(write)
 
@@ -434,9 +466,10 @@ class Worker(ElasticState):
             check_all_there(self, "load()")
             refuse_while_lent(self, "load()")
             self.comm.check_in_step("load()").wait()
-            place = self.own_folder(checkpoint.on_disk(self, folder))
             self._begun_step = -1
-            return resizing.load(self, place, missing_ok=missing_ok)
+            with self.account.apart():
+                place = self.own_folder(checkpoint.on_disk(self, folder))
+                return resizing.load(self, place, missing_ok=missing_ok)
 
         return self._together(read)
 
@@ -468,8 +501,9 @@ class Worker(ElasticState):
             (<All keys matched successfully>, ['bias', 'weight'])
         """
         check_all_there(self, "export()")
-        place = self._together(lambda: checkpoint.on_disk(self, path))
-        with self.consensus() as model:
+        with self.account.apart():
+            place = self._together(lambda: checkpoint.on_disk(self, path))
+        with self.consensus() as model, self.account.apart():
             return exporting.export(self, model, place)
 
     def detach(self) -> None:
@@ -635,4 +669,5 @@ def attach(
         worker.attachment = Attachment(worker, inside_ddp)
         share_skips(worker)
         watch(worker, reduce_seconds, automatic=automatic)
+        worker.account.begin()
         return worker
