@@ -5,23 +5,45 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from io import StringIO
+from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from thinwire.cli import main
+from thinwire.cli.console import Console
 from thinwire.cli.network_words import differences, rates_differ
-from thinwire.doctor import host
+from thinwire.cli.plan import as_json, why
+from thinwire.cli.progress import Parts
+from thinwire.doctor import host, speeds
 from thinwire.doctor.findings import Examination
 from thinwire.doctor.links import Pair
 from thinwire.doctor.speeds import StepTime
 from thinwire.emulate import parse_links
+from thinwire.plan import timings
+from thinwire.plan.candidates import Accuracy, AccuracyTable
 from thinwire.plan.networks import network_of_links
+from thinwire.plan.predict import ModelTime, Prediction
+from thinwire.plan.search import Job, Option, Planner
 from thinwire.simulate import Network, Racks, Special
 from thinwire.simulate import Pair as Between
+from thinwire.strategies.recipe import parse
 
-QUICK = ["--task", "digits", "--strategies", "AllReduce(); LocalSGD(period=8)"]
+QUICK = ["--task", "digits", "--strategies", "AllReduce(); PushSum(staleness=1)"]
+
+
+@pytest.fixture(autouse=True)
+def own_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Plans of a test keep their timings in a folder of the test, and find the machine idle."""
+    monkeypatch.setattr(host, "load_average", lambda: 0.0)
+    path = tmp_path / "cache" / "timings.json"
+    monkeypatch.setattr(timings, "timings_path", lambda: path)
+    return path
 
 
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
@@ -37,14 +59,14 @@ def test_a_busy_machine_is_told(
     monkeypatch.setattr(host, "usable_cores", lambda: 4)
     assert main(["plan", *QUICK, "--link", "300kbit", "--step-seconds", "0.05", "--json"]) == 0
     printed = capsys.readouterr()
-    assert json.loads(printed.out)["recommended"] == "LocalSGD(period=8)"
+    assert json.loads(printed.out)["recommended"] == "PushSum(staleness=1)"
     assert ("a load of 2.1 on 4 cores" in " ".join(printed.err.split())) is told
 
 
 def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *QUICK, "--link", "300kbit", "--step-seconds", "0.05"]) == 0
     printed = capsys.readouterr().out
-    assert "\nLocalSGD(period=8)\nAllReduce() would wait" in printed
+    assert "\nPushSum(staleness=1)\nAllReduce() would wait" in printed
     assert "What would change that: above " in printed and "python -m benchmarks.accuracy" in printed
 
 
@@ -114,13 +136,152 @@ def test_the_links_and_the_step_that_the_doctor_measured_are_taken(
     path.write_text(json.dumps({**asdict(seen), "findings": [], "strategies": []}))
     found = planned(capsys, "--doctor", str(path), *QUICK[2:])
     assert found["workers"] == 3 and found["latency"] == pytest.approx(1e-3)
-    assert found["step"]["name"] == "mine" and found["recommended"] == "LocalSGD(period=8)"  # type: ignore
+    assert found["step"]["name"] == "mine" and found["recommended"] == "PushSum(staleness=1)"  # type: ignore
     # Of another number of workers it is not known which are slow, and that is said.
     slow = [replace(pair, **dict.fromkeys(("there", "back", "both", "several"), 1e6)) for pair in pairs[1:]]
     path.write_text(json.dumps({**asdict(replace(seen, pairs=[pairs[0], *slow])), "findings": [], "strategies": []}))
     assert main(["plan", "--doctor", str(path), "--workers", "4", *QUICK[2:]]) == 0
     words = " ".join(capsys.readouterr().err.split())
     assert "--workers 4: the doctor examined 3, of which rank 2: 1" in words and "are taken to be alike" in words
+
+
+def test_the_same_plan_gives_the_same_answer_and_says_where_its_timings_come_from(
+    capsys: pytest.CaptureFixture[str], own_timings: Path
+) -> None:
+    options = [*QUICK, "--link", "10mbit", "--workers", "2"]
+    first, second = planned(capsys, *options), planned(capsys, *options)
+    assert [each["timings"]["measured"] for each in (first, second)] == [3, 0]  # type: ignore
+    assert second["timings"]["kept"] == 3 and second["timings"]["file"] == str(own_timings)  # type: ignore
+    assert {**first, "timings": None} == {**second, "timings": None}
+    assert main(["plan", *options]) == 0
+    assert "3 timings of this machine were kept from earlier plans, the oldest from 2" in capsys.readouterr().out
+    assert planned(capsys, *options, "--measure-again")["timings"]["measured"] == 3  # type: ignore
+
+
+def test_off_a_terminal_one_line_says_that_it_is_planning(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", *QUICK, "--link", "10mbit", "--step-seconds", "0.1", "--json"]) == 0
+    assert capsys.readouterr().err == "planning: 2 recipes are simulated, which may take minutes\n"
+
+
+def test_on_a_terminal_the_part_under_way_is_shown_and_removed_at_the_end() -> None:
+    shown = StringIO()
+    console = Console(file=shown, force_terminal=True, width=80)
+    with Parts("planning", console=console) as parts:
+        parts.expect(2)
+        parts("PushSum()")
+        parts("AllReduce()")
+        assert parts._live is not None
+        (task,) = parts._live.tasks
+        assert (task.description, task.completed, task.total) == ("AllReduce()", 1, 2)
+    assert "AllReduce()" in shown.getvalue()
+
+
+def option(recipe: str, step: float, accuracy: Accuracy | None) -> Option:
+    return Option(recipe, Prediction(parse(recipe), step, 0.01, 0.0, 1e6, 1e6, 1e6), accuracy)
+
+
+EXACT = Accuracy(1.0, 1.0, 1.0, 5, 0)
+DENSE_ONLY = [option("AllReduce()", 1.0, EXACT)]
+
+
+@pytest.mark.parametrize(
+    ("others", "words", "silent"),
+    [
+        # Its three runs that reached the loss were sooner, and two never reached it.
+        (
+            [option("DiLoCo(period=32)", 0.1, Accuracy(inf, 1.2, 1.5, 5, 2))],
+            "DiLoCo(period=32) may be sooner still, but it never reached the loss in 2 of 5 measured runs",
+            "times as soon",
+        ),
+        ([option("DiLoCo(period=32)", 0.1, Accuracy(inf, inf, inf, 5, 5))], "A step takes 1.00 s", "DiLoCo"),
+        ([option("LocalSGD(period=8)", 0.98, EXACT)], "LocalSGD(period=8) is within noise of it (5 %", "may be"),
+    ],
+)
+def test_the_reason_says_what_missed_the_loss_and_what_is_within_noise(
+    others: list[Option], words: str, silent: str
+) -> None:
+    reason = why([*others, *DENSE_ONLY], DENSE_ONLY[0])
+    assert words in reason and silent not in reason
+
+
+def test_never_is_null_in_json() -> None:
+    found = [*DENSE_ONLY, option("DiLoCo(period=32)", 0.1, Accuracy(inf, 1.2, 1.5, 5, 2))]
+    job = Job([(1000, 1000)], 4, Network(bits_per_second=1e8), ModelTime(0.005, 0.005))
+    planner = Planner(job, [each.recipe for each in found], table=AccuracyTable("", "", {}))
+    step = StepTime("mine", [[1000, 1000]], "float32", 4_000_000, 0.005, 0.005, 0.0, [])
+    content = json.loads(json.dumps(as_json(planner, step, found, found[0], []), allow_nan=False))
+    assert content["recommended"] == "AllReduce()" and content["within_noise"] == []
+    never = content["options"][1]
+    assert never["relative_seconds_to_loss"] is None
+    assert never["relative_steps"] == {"factor": None, "least": 1.2, "most": 1.5, "runs": 5, "missed": 2, "rates": {}}
+
+
+MINE = """
+import torch
+
+
+class Counted(torch.optim.SGD):
+    steps = 0
+
+    def step(self, closure=None):
+        Counted.steps += 1
+        return super().step(closure)
+
+
+def parts():
+    model = torch.nn.Linear(4, 4)
+    return model, lambda: model(torch.ones(1, 4)).sum()
+
+
+def with_optimizer():
+    model, loss = parts()
+    return model, loss, Counted(model.parameters(), lr=0.1, momentum=0.5)
+
+
+def with_another():
+    return *parts(), "adamw"
+"""
+
+
+def test_the_step_is_timed_with_the_optimizer_of_the_run(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_optimizer.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    options = ["--strategies", "AllReduce(); AllReduce(codec=ErrorFeedback(OneBit()))", "--link", "1gbit"]
+    used: list[str] = []
+    real = speeds.time_steps
+
+    def time_steps(
+        name: str,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: Callable[[], torch.Tensor],
+        **_: Any,
+    ) -> StepTime:
+        used.append(type(optimizer).__name__)
+        return real(name, model, optimizer, loss, budget=0.01)
+
+    monkeypatch.setattr(speeds, "time_steps", time_steps)
+    own, with_optimizer = ["--model", "own_optimizer:parts"], ["--model", "own_optimizer:with_optimizer"]
+    refused = [
+        planned(capsys, *options, *each)["options"][-1]["refused"]  # type: ignore
+        for each in (
+            own,
+            [*own, "--optimizer", "sgd"],
+            with_optimizer,
+            ["--task", "digits"],
+        )
+    ]
+    assert used == ["AdamW", "SGD", "Counted", "SGD"]
+    # Signs of a gradient cannot serve AdamW.
+    assert ["AdamW" in each for each in refused] == [True, False, False, False]
+    for words, given in (
+        ("with_optimizer returns an optimizer of its own (Counted)", ["with_optimizer", "--optimizer", "sgd"]),
+        ("returned (Linear, function, str); must return a model", ["with_another"]),
+    ):
+        assert main(["plan", *options, "--model", f"own_optimizer:{given[0]}", *given[1:]]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.slow

@@ -5,21 +5,28 @@ from __future__ import annotations
 
 import json as json_text
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import err, out
 from thinwire.cli.network_words import differences, rates_differ
+from thinwire.cli.progress import Parts
 from thinwire.errors import ConfigError
 from thinwire.report.units import digits, nbytes, rate, seconds
 from thinwire.storage.files import check_writable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from thinwire.cli.step_time import TimedModel
     from thinwire.doctor.findings import Examination
     from thinwire.doctor.speeds import StepTime
+    from thinwire.plan.candidates import Accuracy
     from thinwire.plan.meshes import LanguageModel
     from thinwire.plan.search import Crossing, Job, Option, Planner
+    from thinwire.plan.timings import Timings
     from thinwire.plan.traffic import MakeOptimizer
     from thinwire.simulate import Network, Pair, Racks, Special
 
@@ -42,13 +49,14 @@ class Plan:
 
     The model's training step is timed here, unless --step-seconds says what it takes on your machines. Then candidates
     are simulated with their own code, and ranked by the time to the loss that AllReduce() reaches: the predicted time
-    of a step, times how many more steps a recipe needed where that was measured (python -m benchmarks.accuracy).
+    of a step, times how many more steps a recipe needed where that was measured (python -m benchmarks.accuracy). A
+    recipe that missed that loss in a measured run is not recommended. What is timed here is kept for later plans.
 
     Args:
         task: whose model is planned for.
         model_size: a named size of the task's model.
-        model: instead of a task, module:function of yours; it returns a model and a function without arguments that
-            computes the loss of a batch.
+        model: instead of a task, module:function of yours; it returns a model, a function without arguments that
+            computes the loss of a batch, and, if you like, your optimizer.
         batch_size: examples per worker and step of the task's model; the task's own unless given.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
@@ -59,10 +67,12 @@ class Plan:
             unless a task or a model is given.
         step_seconds: what a training step takes without communication, instead of timing it here; a third is taken as
             the forward pass.
-        optimizer: sgd or adamw, which some strategies do not serve; the task's own unless given, and adamw for --model.
+        optimizer: sgd or adamw, which is timed with the step, and which some strategies do not serve; unless given,
+            the task's own, or for --model the one that your function returns, or adamw.
         strategies: recipes separated by semicolons, instead of the candidates that the package has.
         plot: a picture of step times by link rate, latency and number of workers, as .png, .svg or .pdf.
         plot_workers: the most workers in the picture, up to 4096.
+        measure_again: time the step and the recipes again, instead of taking figures that earlier plans kept.
         json: print everything as JSON.
     """
 
@@ -81,6 +91,7 @@ class Plan:
     strategies: str | None = None
     plot: Path | None = None
     plot_workers: int = 64
+    measure_again: bool = False
     json: bool = False
 
     def __call__(self) -> int:
@@ -90,8 +101,10 @@ class Plan:
             ConfigError: options that exclude each other, or a value that cannot be.
         """
         self._check()
+        from thinwire.doctor.host import load_average, usable_cores
         from thinwire.plan.candidates import CANDIDATES
         from thinwire.plan.search import Planner, choose
+        from thinwire.plan.timings import Timings, timings_path
 
         seen = self._examination()
         if seen is not None and all(pair.problem for pair in seen.pairs):
@@ -106,19 +119,31 @@ class Plan:
         network = self._network(seen, workers)
         network.check(workers)
         recipes = CANDIDATES if self.strategies is None else _recipes(self.strategies)
-        _tell_if_busy()
-        step = self._step(seen)
-        model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
-        job = _job(step, workers, network, self._optimizer(), sharing=1.0 if seen is None else seen.sharing)
-        planner = Planner(job, recipes, tell=_tell, model=model)
-        options = planner.options()
-        chosen = choose(options)
-        _tell("what would change the choice")
-        crossings = planner.crossings()
-        if self.plot is not None:
-            _draw(self.plot, planner, options, chosen, self.plot_workers)
+        load, cores = load_average(), usable_cores()
+        busy = load > _BUSY * cores
+        timings = Timings(timings_path(), again=self.measure_again, busy=busy)
+        with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
+            step, optimizer = self._step(seen, timings, tell)
+            model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
+            job = _job(step, workers, network, optimizer, sharing=1.0 if seen is None else seen.sharing)
+            planner = Planner(job, recipes, tell=tell, model=model, timings=timings)
+            tell.expect(len(recipes) + len(planner.meshes()))
+            options = planner.options()
+            chosen = choose(options)
+            tell.expect(None)
+            tell("what would change the choice")
+            crossings = planner.crossings(options)
+            if self.plot is not None:
+                tell("the picture")
+                _draw(self.plot, planner, options, chosen, self.plot_workers)
+        if busy and timings.measured:
+            err.print(
+                f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs "
+                "still run, what was measured now seems to take longer than in training: stop them and plan again",
+                markup=False,
+            )
         if self.json:
-            out.print(json_text.dumps(_as_json(planner, step, options, chosen, crossings)), markup=False)
+            out.print(json_text.dumps(as_json(planner, step, options, chosen, crossings)), markup=False)
         else:
             _print(planner, step, options, chosen, crossings, counted=self.link is None)
         return 0
@@ -152,6 +177,8 @@ class Plan:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
         if self.batch_size is not None and self.batch_size < 1:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        if self.optimizer not in (None, "sgd", "adamw"):
+            raise ConfigError(f"--optimizer {self.optimizer}: must be sgd or adamw")
         if not _FEWEST <= self.plot_workers <= _MOST:
             raise ConfigError(f"--plot-workers {self.plot_workers}: must be {_FEWEST} to {_MOST}")
         if self.plot is not None:
@@ -190,17 +217,6 @@ class Plan:
         )
         return network_of_links(parse_links(self.link or "none", workers), latency=latency)
 
-    def _optimizer(self) -> MakeOptimizer:
-        from thinwire import tasks
-        from thinwire.runs.optimizer import maker_of
-
-        if self.optimizer not in (None, "sgd", "adamw"):
-            raise ConfigError(f"--optimizer {self.optimizer}: must be sgd or adamw")
-        if self.optimizer is not None or self.model is not None:
-            return maker_of(self.optimizer or "adamw", 0.9)
-        defaults = tasks.load(self.task or "text", data=self.data).defaults
-        return maker_of(defaults.optimizer, defaults.momentum)
-
     def _language_model(self, seen: Examination | None) -> LanguageModel | None:
         """What could be split over a mesh; None where the doctor has timed a model that is not known here."""
         from thinwire.cli.step_time import language_model
@@ -209,29 +225,44 @@ class Plan:
             return None
         return language_model(self.task or "text", self.model_size, batch_size=self.batch_size, data=self.data)
 
-    def _step(self, seen: Examination | None) -> StepTime:
-        """Of the model: from the doctor's file, from --step-seconds, or timed here."""
-        from thinwire.cli.step_time import shapes_of, step_of
+    def _step(
+        self, seen: Examination | None, timings: Timings, tell: Callable[[str], None]
+    ) -> tuple[StepTime, MakeOptimizer]:
+        """Of the model: from the doctor's file, from --step-seconds, or timed here; and the run's optimizer."""
+        from thinwire.cli.step_time import model_of
 
-        own: dict[str, Any] = {
-            "task": self.task or "text",
-            "model_size": self.model_size,
-            "model": self.model,
-            "batch_size": self.batch_size,
-            "data": self.data,
-        }
-        if seen is not None and seen.steps and self.task is None and self.model is None:
+        examined = seen is not None and bool(seen.steps) and self.task is None and self.model is None
+        found = model_of(
+            task=self.task or "text",
+            model_size=self.model_size,
+            model=self.model,
+            batch_size=self.batch_size,
+            data=self.data,
+            optimizer=self.optimizer,
+            meta=examined or self.step_seconds is not None,
+        )
+        if seen is not None and examined:
             step = max(seen.steps.values(), key=lambda each: each.seconds)
         elif self.step_seconds is not None:
-            step = shapes_of(**own)
+            step = found.shapes()
         else:
-            timed = step_of(**own)
-            _tell("the model's training step, here")
-            step = timed(_STEP_BUDGET)
-        if self.step_seconds is None:
-            return step
-        forward = _FORWARD * self.step_seconds
-        return replace(step, forward=forward, backward=self.step_seconds - forward, update=0.0, ready=[])
+            tell("the model's training step, here")
+            step = self._timed(found, timings)
+        if self.step_seconds is not None:
+            forward = _FORWARD * self.step_seconds
+            step = replace(step, forward=forward, backward=self.step_seconds - forward, update=0.0, ready=[])
+        return step, found.optimizer
+
+    def _timed(self, model: TimedModel, timings: Timings) -> StepTime:
+        """The step, timed here; of a task's model once, as only the user knows when their own model changes."""
+        from thinwire.doctor.speeds import StepTime
+        from thinwire.plan.timings import digest
+
+        if self.model is not None:
+            return model.timed(_STEP_BUDGET)
+        shapes, data = model.shapes().shapes, self.data and self.data.absolute()
+        name = f"a step of {model.name} {digest(shapes, self.optimizer, data)}"
+        return StepTime(**timings.get(name, lambda: asdict(model.timed(_STEP_BUDGET))))
 
 
 def _recipes(text: str) -> list[str]:
@@ -283,24 +314,6 @@ def _check_plot(path: Path) -> None:
         ) from None
 
 
-def _tell(what: str) -> None:
-    if err.is_terminal:
-        err.print(f"[dim]{what} ...[/]")
-
-
-def _tell_if_busy() -> None:
-    """Times that are measured here are longer while other programs run."""
-    from thinwire.doctor.host import load_average, usable_cores
-
-    load, cores = load_average(), usable_cores()
-    if load > _BUSY * cores:
-        err.print(
-            f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs still "
-            "run, what recipes compute seems to take longer than it will in training: stop them and plan again",
-            markup=False,
-        )
-
-
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
@@ -310,7 +323,6 @@ def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, m
 
     job = planner.job
     recipes = recipes_to_draw(options, chosen.recipe)
-    _tell("the picture")
     counts, rows = by_workers(planner, recipes, most)
     sweeps = [
         Sweep("link", "rate", RATES, by_rate(planner, recipes), job.network.bits_per_second),
@@ -323,9 +335,12 @@ def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, m
     err.print(str(path), markup=False)
 
 
-def _as_json(
+def as_json(
     planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]
 ) -> dict[str, Any]:
+    """Return everything that a plan found, as JSON can have it: None stands for infinity and for what is not known."""
+    from thinwire.plan.search import within_noise
+
     network = planner.job.network
     return {
         "workers": planner.job.workers,
@@ -338,15 +353,27 @@ def _as_json(
         "step": asdict(step),
         "recommended": chosen.recipe,
         "tensor_parallel": chosen.mesh and str(chosen.mesh),
-        "why": _why(planner, options, chosen),
+        "why": why(options, chosen),
+        "within_noise": [each.name for each in within_noise(options) if each is not chosen],
         "crossings": [asdict(each) for each in crossings],
+        "timings": _timings_as_json(planner.timings),
         "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
         "options": [_fields(each) for each in options],
     }
 
 
-def _finite(part: Racks | Special | Pair) -> dict[str, Any]:
-    """A part of a network for JSON, in which no number is infinite: None is no limit of its own."""
+def _timings_as_json(timings: Timings) -> dict[str, Any]:
+    oldest = None if timings.oldest is None else datetime.fromtimestamp(timings.oldest).astimezone()
+    return {
+        "file": timings.path and str(timings.path),
+        "kept": timings.kept,
+        "measured": timings.measured,
+        "oldest": oldest and oldest.isoformat(timespec="seconds"),
+    }
+
+
+def _finite(part: Racks | Special | Pair | Accuracy) -> dict[str, Any]:
+    """A part of a plan for JSON, in which no number is infinite: None is no limit, or never."""
     return {name: None if value == inf else value for name, value in asdict(part).items()}
 
 
@@ -363,7 +390,7 @@ def _fields(option: Option) -> dict[str, Any]:
         "payload_bytes_per_step": found and found.payload_bytes,
         "busiest_payload_bytes_per_step": found and found.busiest_bytes,
         "memory_bytes": found and found.memory_bytes,
-        "relative_steps": accuracy and asdict(accuracy),
+        "relative_steps": accuracy and _finite(accuracy),
         "relative_seconds_to_loss": option.to_loss if isfinite(option.to_loss) else None,
     }
 
@@ -403,7 +430,7 @@ def _print(
             nbytes(found.payload_bytes),
             nbytes(found.memory_bytes),
             digits(each.to_loss / chosen.to_loss) if isfinite(each.to_loss) else "-",
-            "not measured" if each.accuracy is None else _steps(each),
+            "not measured" if each.accuracy is None else each.accuracy.words(),
         )
         out.print(_row(each.name, width, figures), style="bold" if each is chosen else None, markup=False)
     for each in options:
@@ -414,7 +441,7 @@ def _print(
         samples = planner.model.samples * chosen.mesh.rows * chosen.mesh.columns
         split = f" with --tensor-parallel {chosen.mesh} --batch-size {samples}"
     out.print(f"\n{chosen.recipe}{split}", style="bold", markup=False)
-    out.print(_why(planner, options, chosen), markup=False)
+    out.print(why(options, chosen), markup=False)
     if chosen.accuracy is not None and any(each != 1 for each in chosen.accuracy.rates.values()):
         rates = " and ".join(f"{each:g} on {task}" for task, each in chosen.accuracy.rates.items())
         out.print(f"It did best with other learning rates than AllReduce(), times as high: {rates}.", markup=False)
@@ -424,6 +451,8 @@ def _print(
         "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1.",
         markup=False,
     )
+    if planner.timings.oldest is not None:
+        out.print(_timings_in_words(planner.timings), markup=False)
     if not counted:
         out.print(
             "What messages take from the processors that compute is not counted: thinwire doctor measures it on your "
@@ -432,49 +461,78 @@ def _print(
         )
 
 
+def _timings_in_words(timings: Timings) -> str:
+    assert timings.oldest is not None, "only called where something was timed"
+    if not timings.kept:
+        return f"All {timings.measured} timings were measured now, and are kept in {timings.path}."
+    oldest = datetime.fromtimestamp(timings.oldest).strftime("%Y-%m-%d %H:%M")
+    return (
+        f"{timings.kept} timings of this machine were kept from earlier plans, the oldest from {oldest} "
+        f"({timings.path}), and {timings.measured} were measured now; --measure-again measures all of them."
+    )
+
+
 def _row(name: str, width: int, figures: tuple[str, ...]) -> str:
     *columns, last = figures
     return f"{name:<{width}}" + "".join(f"{each:>10}" for each in columns) + f"  {last}"
 
 
-def _steps(option: Option) -> str:
-    accuracy = option.accuracy
-    assert accuracy is not None, "only called where it was measured"
-    missed = f", {accuracy.missed} of {accuracy.runs} never" * bool(accuracy.missed)
-    return f"{accuracy.factor:.2f} ({accuracy.least:.2f} to {accuracy.most:.2f}{missed})"
-
-
-def _why(planner: Planner, options: list[Option], chosen: Option) -> str:
-    """In one or two sentences."""
+def why(options: list[Option], chosen: Option) -> str:
+    """Say in a few sentences why an option was chosen."""
     from thinwire.plan.candidates import DENSE
 
     dense = next((each for each in options if each.recipe == DENSE and each.mesh is None and each.prediction), None)
     found = chosen.prediction
     assert found is not None, "what is chosen can serve"
     if dense is None or dense.prediction is None:
-        return f"It needs the least time to the loss: {seconds(found.seconds)} a step."
-    plain = dense.prediction
-    if chosen is dense:
-        return (
-            f"A step takes {seconds(plain.seconds)}, of which {seconds(plain.exposed)} are waits for the network; "
-            "nothing else would reach the loss clearly sooner, and nothing changes training less."
+        reason = f"It needs the least time to the loss: {seconds(found.seconds)} a step."
+    elif chosen is dense:
+        reason = (
+            f"A step takes {seconds(found.seconds)}, of which {seconds(found.exposed)} are waits for the network. "
+            "Nothing else would reach the loss clearly sooner, and nothing changes training less."
         )
-    sooner = dense.to_loss / chosen.to_loss
-    first = min((each for each in options if each.prediction and each.accuracy), key=lambda each: each.to_loss)
-    nearly = ""
-    if first is not chosen and chosen.to_loss > first.to_loss:
-        less = digits(100 * (chosen.to_loss / first.to_loss - 1))
-        nearly = f" {first.name} would reach it {less} % sooner still; so little counts as equal, and it changes more."
+    else:
+        plain = dense.prediction
+        reason = (
+            f"AllReduce() would wait {seconds(plain.exposed)} in each step of {seconds(plain.seconds)}; this waits "
+            f"{seconds(found.exposed)} of {seconds(found.seconds)}, sending {nbytes(found.payload_bytes)} instead of "
+            f"{nbytes(plain.payload_bytes)}. With the steps that it needed where that was measured it reaches the loss "
+            f"{digits(dense.to_loss / chosen.to_loss)} times as soon."
+        )
+    return reason + _noise(options, chosen) + _missed(options, chosen)
+
+
+def _noise(options: list[Option], chosen: Option) -> str:
+    """Name what is within noise of the best, and the rule by which one of them was chosen; "" if nothing else is."""
+    from thinwire.plan.search import NEARLY, within_noise
+
+    others = [each.name for each in within_noise(options) if each is not chosen]
+    if not others:
+        return ""
+    which = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} within noise of it"
+    return f" {which} ({100 * (NEARLY - 1):.0f} % of the best); of these the one that changes training least is chosen."
+
+
+def _missed(options: list[Option], chosen: Option) -> str:
+    """Name the recipe that would be sooner where it reached the loss, and how often it did not; "" if there is none."""
+    from thinwire.plan.search import NEARLY
+
+    sooner = [
+        (each.seconds * max(1.0, each.accuracy.most), each, each.accuracy)
+        for each in options
+        if each.accuracy is not None and 0 < each.accuracy.missed < each.accuracy.runs
+    ]
+    took, option, accuracy = min(sooner, key=lambda each: each[0], default=(inf, chosen, None))
+    if accuracy is None or took * NEARLY > chosen.to_loss:
+        return ""
     return (
-        f"AllReduce() would wait {seconds(plain.exposed)} in each step of {seconds(plain.seconds)}; this waits "
-        f"{seconds(found.exposed)} of {seconds(found.seconds)}, sending {nbytes(found.payload_bytes)} instead of "
-        f"{nbytes(plain.payload_bytes)}. With the steps that it needed where that was measured it reaches the loss "
-        f"{digits(sooner)} times as soon.{nearly}"
+        f" {option.name} may be sooner still, but it never reached the loss in {accuracy.missed} of {accuracy.runs} "
+        "measured runs; thinwire compare shows whether it does on your task."
     )
 
 
 def _changes(crossings: list[Crossing], network: Network) -> str:
-    from thinwire.plan.search import FASTEST, SLOWEST
+    from thinwire.plan.search import FASTEST, SLOWEST, words_of_rate
 
     # Where links differ, one rate is not that of all.
     differ, usual = rates_differ(network), network.bits_per_second
@@ -487,7 +545,7 @@ def _changes(crossings: list[Crossing], network: Network) -> str:
     each = [
         f"if all links were {digits(x.factor)} times as fast, {x.recipe}"
         if differ
-        else f"{words[x.side]} {rate(float(digits(x.bits_per_second / 1e6)) * 1e6)} {x.recipe}"
+        else f"{words[x.side]} {words_of_rate(x.bits_per_second)} {x.recipe}"
         for x in crossings
     ]
     return f"What would change that: {'; '.join(each)}."

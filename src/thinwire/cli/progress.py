@@ -118,6 +118,53 @@ class Watch:
         return ", ".join(words)
 
 
+class Parts:
+    """A context that shows which part of a command is under way: a bar on a terminal, one line elsewhere.
+
+    Args:
+        line: the line, printed at the start where the console is no terminal.
+        console: where to write.
+    """
+
+    def __init__(self, line: str, *, console: Console = err) -> None:
+        self._line = line
+        self._console = console
+        self._live: Progress | None = None
+        self._done = -1  # the first part is not done when it is shown
+
+    def __enter__(self) -> Self:
+        """Start the bar, or print the line."""
+        if not self._console.is_terminal:
+            self._console.print(self._line, markup=False)
+            return self
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (BarColumn(24), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+        self._live = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+        self._live.start()
+        self._bar = self._live.add_task(self._line, total=None)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the bar."""
+        if self._live is not None:
+            self._live.stop()
+
+    def expect(self, total: int | None) -> None:
+        """Count parts from here, of which there are so many; None if that is not known."""
+        self._done = -1
+        if self._live is not None:
+            self._live.update(self._bar, total=total, completed=0)
+
+    def __call__(self, what: str) -> None:
+        """Show the part that begins."""
+        self._done += 1
+        if self._live is not None:
+            self._live.update(self._bar, completed=self._done, description=what)
+
+
 def budget_in_words(metrics: Fields) -> list[str]:
     """What a budget of bytes has chosen, such as `["bits 3", "97 % of the budget"]`; empty without one."""
     used = metrics.get("budget_used")

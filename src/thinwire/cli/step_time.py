@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
@@ -12,15 +13,78 @@ from typing import TYPE_CHECKING, Any
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
     from thinwire.doctor.examination import TimeStep
     from thinwire.doctor.speeds import StepTime
     from thinwire.plan.meshes import LanguageModel
+    from thinwire.plan.traffic import MakeOptimizer
+
+_MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model whose training step can be timed.
+
+    Attributes:
+        name: in words.
+        module: the model.
+        loss: computes the loss of one batch.
+        optimizer: makes the optimizer of the run from parameters.
+        own: the optimizer that the user's function returned; None if it returned none.
+    """
+
+    name: str
+    module: nn.Module
+    loss: Callable[[], Tensor]
+    optimizer: MakeOptimizer
+    own: Optimizer | None = None
+
+    def timed(self, budget: float) -> StepTime:
+        """Time the step within a budget of seconds."""
+        from thinwire.doctor.speeds import time_steps
+
+        optimizer = self.own or self.optimizer([p for p in self.module.parameters() if p.requires_grad])
+        return time_steps(self.name, self.module, optimizer, self.loss, budget=budget)
+
+    def shapes(self) -> StepTime:
+        """Return the shapes of the trained parameters, with a step that takes no time.
+
+        Raises:
+            ConfigError: the model has no parameters that are trained.
+        """
+        from thinwire.doctor.speeds import StepTime
+
+        trained = [p for p in self.module.parameters() if p.requires_grad]
+        if not trained:
+            raise ConfigError(f"{self.name}: the model has no parameters that are trained; set requires_grad")
+        dtype = str(trained[0].dtype).removeprefix("torch.")
+        nbytes = sum(p.numel() * p.element_size() for p in trained)
+        return StepTime(self.name, [list(p.shape) for p in trained], dtype, nbytes, 0.0, 0.0, 0.0, [])
 
 
 def step_of(
     *, task: str, model_size: str | None, model: str | None, batch_size: int | None, data: Path | None
 ) -> TimeStep:
-    """A function that times a step; the model is made now, so that a mistake is named before anyone waits.
+    """A function that times a step; arguments as of `model_of`."""
+    return model_of(task=task, model_size=model_size, model=model, batch_size=batch_size, data=data).timed
+
+
+def model_of(
+    *,
+    task: str,
+    model_size: str | None,
+    model: str | None,
+    batch_size: int | None,
+    data: Path | None,
+    optimizer: str | None = None,
+    meta: bool = False,
+) -> TimedModel:
+    """The model of a task, or the user's; it is made now, so that a mistake is named before anyone waits.
 
     Args:
         task: whose model is timed.
@@ -28,6 +92,9 @@ def step_of(
         model: instead of a task, module:function of the user's.
         batch_size: of the task's model; the task's own unless given.
         data: the folder of data files.
+        optimizer: sgd or adamw; unless given, the optimizer that the user's function returns, or that of the task, or
+            AdamW.
+        meta: whether the task's model has shapes only.
 
     Raises:
         ConfigError: one of them cannot be.
@@ -38,55 +105,58 @@ def step_of(
     import torch
 
     from thinwire import tasks
-    from thinwire.doctor.speeds import time_steps
+    from thinwire.runs.optimizer import maker_of
 
     if model is not None:
-        module, loss = _own_model(model)
-        name = model
-    else:
-        loaded = tasks.load(task, data=data)
-        module = loaded.model(model_size, seed=0)
-        size = batch_size or loaded.defaults.batch_size
-        batch = loaded.batch(loaded.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
-        name = f"the model of {task}, batches of {size}"
-
-        def loss() -> torch.Tensor:
-            return loaded.loss(module, batch)
-
-    def timed(budget: float) -> StepTime:
-        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
-        return time_steps(name, module, optimizer, loss, budget=budget)
-
-    return timed
-
-
-def shapes_of(
-    *, task: str, model_size: str | None, model: str | None, batch_size: int | None, data: Path | None
-) -> StepTime:
-    """The shapes of a model's trained parameters, with a step that takes no time; arguments as of `step_of`.
-
-    Raises:
-        ConfigError: one of them cannot be, or nothing in the model is trained.
-    """
-    _check_alone(model, model_size, batch_size, data)
-    import torch
-
-    from thinwire import tasks
-    from thinwire.doctor.speeds import StepTime
-
-    if model is not None:
-        module, name = _own_model(model)[0], model
-    else:
-        loaded = tasks.load(task, data=data)
+        module, own_loss, own = _own_model(model)
+        if own is not None and optimizer is not None:
+            raise ConfigError(
+                f"--optimizer {optimizer}: {model} returns an optimizer of its own ({type(own).__name__}). Leave "
+                "--optimizer out, or return only the model and the loss"
+            )
+        maker = maker_of(optimizer or "adamw", _MOMENTUM) if own is None else _again(own, f"--model {model}")
+        return TimedModel(model, module, own_loss, maker, own)
+    loaded = tasks.load(task, data=data)
+    defaults = loaded.defaults
+    size = batch_size or defaults.batch_size
+    name = f"the model of {task}, batches of {size}"
+    maker = maker_of(optimizer, _MOMENTUM) if optimizer else maker_of(defaults.optimizer, defaults.momentum)
+    if meta:
         with torch.device("meta"):
             module = loaded.model(model_size, seed=0)
-        name = f"the model of {task}, batches of {batch_size or loaded.defaults.batch_size}"
-    trained = [p for p in module.parameters() if p.requires_grad]
-    if not trained:
-        raise ConfigError(f"{name}: the model has no parameters that are trained; set requires_grad")
-    dtype = str(trained[0].dtype).removeprefix("torch.")
-    nbytes = sum(p.numel() * p.element_size() for p in trained)
-    return StepTime(name, [list(p.shape) for p in trained], dtype, nbytes, 0.0, 0.0, 0.0, [])
+        return TimedModel(name, module, _no_loss, maker)
+    module = loaded.model(model_size, seed=0)
+    batch = loaded.batch(loaded.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
+    return TimedModel(name, module, lambda: loaded.loss(module, batch), maker)
+
+
+def _no_loss() -> Tensor:
+    raise AssertionError("a model of shapes is not timed")
+
+
+def _again(own: Optimizer, name: str) -> MakeOptimizer:
+    """What makes an optimizer like the user's, which plans look at and simulate with.
+
+    Raises:
+        ConfigError: it cannot be made from parameters and its defaults.
+    """
+    import torch
+
+    kind = type(own)
+    known = signature(kind).parameters
+    settings = {key: value for key, value in own.defaults.items() if key in known}
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return kind(parameters, **settings)  # pyright: ignore[reportCallIssue]
+
+    try:
+        make([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
+    except Exception as error:
+        raise ConfigError(
+            f"{name}: {kind.__name__} cannot be made from parameters and its defaults ({error}). Return only the model "
+            "and the loss, and give --optimizer"
+        ) from None
+    return make
 
 
 def language_model(
@@ -126,8 +196,8 @@ def _check_alone(model: str | None, model_size: str | None, batch_size: int | No
             raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}; leave it out")
 
 
-def _own_model(place: str) -> Any:
-    """A user's model and loss, from module:function."""
+def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer | None]:
+    """A user's model, loss and optimizer, from module:function."""
     module, _, name = place.partition(":")
     sys.path.insert(0, str(Path.cwd()))
     try:
@@ -143,13 +213,20 @@ def _own_model(place: str) -> Any:
             f"--model {place}: must be a function that can be called without arguments ({error})"
         ) from None
     from torch import nn
+    from torch.optim import Optimizer
 
-    made = make()
-    if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1])):
-        kind = type(made).__name__
-        found = f"({', '.join(type(each).__name__ for each in made)})" if isinstance(made, tuple) else kind
-        raise ConfigError(
-            f"--model {place}: returned {found}; must return a model, as of torch.nn.Module, and a function without "
-            "arguments that computes the loss of a batch"
-        )
-    return made
+    made: Any = make()
+    parts: tuple[Any, ...] = made if isinstance(made, tuple) else (made,)
+    match parts:
+        case (nn.Module() as module, loss) if callable(loss):
+            return module, parts[1], None
+        case (nn.Module() as module, loss, Optimizer() as optimizer) if callable(loss):
+            return module, parts[1], optimizer
+        case _:
+            pass
+    names = ", ".join(type(each).__name__ for each in parts)
+    raise ConfigError(
+        f"--model {place}: returned {f'({names})' if isinstance(made, tuple) else names}; must return a model, as of "
+        "torch.nn.Module, a function without arguments that computes the loss of a batch, and, if you like, your "
+        "optimizer"
+    )

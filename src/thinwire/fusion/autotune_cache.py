@@ -4,17 +4,11 @@
 from __future__ import annotations
 
 import atexit
-import hashlib
 import json
-import os
-import platform
 from contextlib import suppress
 from pathlib import Path
 
-import torch
-
-from thinwire._version import __version__
-from thinwire.kernels.native import cache_folder
+from thinwire.kernels.native import machine_path
 from thinwire.storage.files import write_atomically
 
 _MAX_ENTRIES = 4096
@@ -67,8 +61,7 @@ class AutotuneCache:
 
 def cache_path() -> Path:
     """Return the path of the file for this machine and these versions."""
-    facts = [platform.node(), platform.machine(), str(os.cpu_count()), torch.__version__, __version__]
-    return cache_folder() / "fusion" / f"autotune-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:20]}.json"
+    return machine_path("fusion", "autotune")
 
 
 def _read(path: Path) -> dict[str, str]:

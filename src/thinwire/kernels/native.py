@@ -25,6 +25,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from thinwire._version import __version__
+
 _COMPILE_SECONDS = 60.0
 
 
@@ -173,6 +177,12 @@ def cache_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "thinwire"
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+
+
+def machine_path(folder: str, name: str) -> Path:
+    """Return the path of a JSON file in the folder for caches, for this machine and these versions."""
+    facts = [platform.node(), platform.machine(), str(os.cpu_count()), torch.__version__, __version__]
+    return cache_folder() / folder / f"{name}-{hashlib.sha256('|'.join(facts).encode()).hexdigest()[:20]}.json"
 
 
 def _processor() -> str:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from math import inf
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,6 +23,7 @@ CANDIDATES: tuple[str, ...] = (
     DENSE,
     "AllReduce(codec=Bf16())",
     "AllReduce(codec=Quantize(8))",
+    "AllReduce(codec=PowerSGD(rank=4))",
     "AllReduce(codec=ErrorFeedback(OneBit()))",
     "PushSum()",
     "PushSum(staleness=1)",
@@ -48,12 +50,14 @@ TABLE = Path(__file__).with_name("accuracy.json")
 class Accuracy:
     """How many steps a recipe needed for the loss that AllReduce() reached, as a multiple of AllReduce()'s.
 
+    A run that did not reach the loss in the steps that it had counts as one that never does.
+
     Attributes:
-        factor: mean over tasks and seeds; runs that did not reach the loss count with the most that they had.
-        least: of all runs.
-        most: of all runs.
+        factor: mean over tasks and seeds; infinite if a run did not reach the loss.
+        least: of the runs that reached the loss; infinite if none did.
+        most: of the runs that reached the loss; infinite if none did.
         runs: how many.
-        missed: how many of them did not reach the loss in the steps that they had.
+        missed: how many of them did not reach the loss.
         rates: by task, the learning rate that it did best with, as a multiple of the one that AllReduce() did.
     """
 
@@ -65,10 +69,19 @@ class Accuracy:
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
 
     def words(self) -> str:
-        """In a few words, for a table."""
-        spread = f"{self.least:.2f} to {self.most:.2f}"
-        missed = f", {self.missed} of {self.runs} did not reach it" * bool(self.missed)
-        return f"{self.factor:.2f} times the steps ({spread}{missed})"
+        """Describe the factor in a few words, for a table.
+
+        Example:
+            >>> print(Accuracy(1.2, 1.1, 1.3, 5, 0).words())
+            1.20 (1.10 to 1.30)
+            >>> print(Accuracy(inf, 1.1, 1.3, 5, 2).words())
+            never in 2 of 5 runs (others 1.10 to 1.30)
+            >>> print(Accuracy(inf, inf, inf, 5, 5).words())
+            never in 5 of 5 runs
+        """
+        spread = f" ({'others ' * bool(self.missed)}{self.least:.2f} to {self.most:.2f})"
+        factor = f"never in {self.missed} of {self.runs} runs" if self.missed else f"{self.factor:.2f}"
+        return factor + spread * (self.missed < self.runs)
 
 
 @dataclass(frozen=True)
@@ -116,7 +129,8 @@ def read_table(content: Mapping[str, Any], *, tuned: bool = True) -> AccuracyTab
 
 
 def _row(runs: Sequence[Mapping[str, Any]], dense: Mapping[str, float]) -> Accuracy:
-    factors = [(run["most_steps"] if run["steps"] is None else run["steps"]) / run["dense_steps"] for run in runs]
-    missed = sum(run["steps"] is None for run in runs)
+    factors = [inf if run["steps"] is None else run["steps"] / run["dense_steps"] for run in runs]
+    reached = [each for each in factors if each < inf]
     rates = {run["task"]: run["rate"] / dense[run["task"]] for run in runs if run["task"] in dense}
-    return Accuracy(fmean(factors), min(factors), max(factors), len(runs), missed, rates)
+    least, most = min(reached, default=inf), max(reached, default=inf)
+    return Accuracy(fmean(factors), least, most, len(runs), len(runs) - len(reached), rates)

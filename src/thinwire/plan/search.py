@@ -3,12 +3,13 @@
 
 A recipe is better the less time it needs to the loss that AllReduce() reaches: the predicted time of a step, times how
 many more steps it needed where that was measured (`candidates.measured`). One that needed fewer steps is counted as if
-it needed as many: that it learns faster on small tasks promises nothing on a larger one.
+it needed as many: that it learns faster on small tasks promises nothing on a larger one. One that missed the loss in a
+measured run has no such number, and is never recommended.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import inf, log, prod
@@ -20,13 +21,15 @@ from thinwire.errors import ConfigError
 from thinwire.plan.candidates import CANDIDATES, DENSE, Accuracy, AccuracyTable, measured
 from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
 from thinwire.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
+from thinwire.plan.timings import Timings, digest
 from thinwire.plan.traffic import MakeOptimizer
+from thinwire.report.units import digits, rate
 from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy, check_workers
 from thinwire.strategies.recipe import brief, parse
 
 NEARLY = 1.05
-"""Of recipes that take up to so many times as long as the best, the one that changes training least is recommended."""
+"""Recipes that take up to this many times as long as the best are within noise of it; see `choose`."""
 SLOWEST, FASTEST = 1e7, 1e11
 """Bits per second between which another choice is looked for."""
 _MOST_TIMED_ELEMENTS = 1 << 21
@@ -108,7 +111,10 @@ class Option:
 
     @property
     def steps(self) -> float:
-        """Steps to AllReduce()'s loss, as a multiple of AllReduce()'s and at least 1; infinite where not measured."""
+        """Steps to AllReduce()'s loss, as a multiple of AllReduce()'s and at least 1.
+
+        Infinite if nothing was measured, or if a measured run did not reach the loss.
+        """
         return inf if self.accuracy is None else max(1.0, self.accuracy.factor)
 
     @property
@@ -125,7 +131,7 @@ class Crossing:
         bits_per_second: of the usual link, at which the choice changes; those that differ keep their ratio to it.
         factor: the same rate over the usual link's own: how many times as fast all links would be.
         side: whether links that are faster, or slower, choose it.
-        recipe: the one that would be chosen.
+        recipe: the name of the one that would be chosen; never that of the recommended one.
     """
 
     bits_per_second: float
@@ -143,6 +149,7 @@ class Planner:
         recipes: those that are looked at, from the one that changes training least.
         table: of accuracy.
         own: seconds that a strategy computes itself in each step of a period; timed here unless given.
+        timings: keeps these seconds; in memory unless given.
         tell: called with each recipe before it is simulated.
         model: what could be split over meshes of few workers; they are predicted on the job's own network only.
         most_workers: of more, one stands for all where all do the same, which takes much less time; see `predict`.
@@ -155,7 +162,7 @@ class Planner:
     tell: Callable[[str], None] = lambda _: None
     model: LanguageModel | None = None
     most_workers: int = MOST_WORKERS
-    _own: dict[str, Sequence[float]] = field(default_factory=dict[str, Sequence[float]])
+    timings: Timings = field(default_factory=Timings)
     _coarse: dict[tuple[str, Network, int], Option] = field(default_factory=dict[tuple[str, Network, int], Option])
 
     def __post_init__(self) -> None:
@@ -173,6 +180,12 @@ class Planner:
         """Every recipe and mesh; those that cannot serve at the end, others from the least time to the loss."""
         return ranked([*self._options(self.job), *self._meshes()])
 
+    def meshes(self) -> list[MeshShape]:
+        """Return the meshes that are predicted besides the recipes."""
+        if self.model is None or self.job.workers > _MOST_SPLIT_WORKERS:
+            return []
+        return list(mesh_shapes(self.model, self.job.workers))
+
     def choice_at(self, network: Network, workers: int | None = None) -> Option:
         """What would be chosen on another network, or with another number of workers; tensors are taken as a few."""
         job = replace(self.job, network=network, workers=workers or self.job.workers)
@@ -183,10 +196,35 @@ class Planner:
         job = replace(self.job, network=network, workers=workers or self.job.workers).coarse()
         return self._remembered(recipe, job)
 
-    def crossings(self) -> list[Crossing]:
-        """The nearest rates, slower and faster, at which another recipe is chosen; up to two."""
-        rate = self.job.network.bits_per_second
-        chosen = self.choice_at(self.job.network).recipe
+    def crossings(self, options: Sequence[Option]) -> list[Crossing]:
+        """Find the nearest rates, slower and faster, at which another recipe than the recommended one is chosen.
+
+        Tensors are taken as a few, which is faster and not quite exact. Predictions are scaled by what that changes at
+        the job's own rate, so that the choice there is the recommended one.
+
+        Args:
+            options: what `options` has returned.
+
+        Returns:
+            Up to one for each side.
+        """
+        chosen = choose(options)
+        exact = {each.recipe: each.seconds for each in options if each.mesh is None and each.to_loss < inf}
+        rate, coarse = self.job.network.bits_per_second, self.job.coarse()
+        scale = {
+            recipe: seconds / self._remembered(recipe, coarse).seconds
+            for recipe, seconds in exact.items()
+            if coarse is not self.job
+        }
+
+        def choice(bits_per_second: float) -> str:
+            network = slower(self.job.network, rate / bits_per_second)
+            self.tell(f"at {words_of_rate(bits_per_second)}")
+            found = list(self._options(replace(coarse, network=network), scale))
+            if chosen.mesh is not None:
+                found.append(self._mesh(chosen.mesh, network))
+            return choose(found).name
+
         found: list[Crossing] = []
         sides: tuple[tuple[Literal["faster", "slower"], float, float], ...] = (
             ("slower", 1 / _STRIDE, SLOWEST),
@@ -197,25 +235,24 @@ class Planner:
             while (limit - here) * (stride - 1) > 0:
                 # The last stride ends at the limit.
                 there = min(limit, here * stride) if stride > 1 else max(limit, here * stride)
-                if self._choice(there) != chosen:
-                    found.append(self._bisect(here, there, chosen, side))
+                if choice(there) != chosen.name:
+                    found.append(self._bisect(here, there, choice, chosen.name, side))
                     break
                 here = there
         return found
 
-    def _bisect(self, here: float, there: float, chosen: str, side: Literal["faster", "slower"]) -> Crossing:
+    def _bisect(
+        self, here: float, there: float, choice: Callable[[float], str], chosen: str, side: Literal["faster", "slower"]
+    ) -> Crossing:
         """Between a rate with the choice and one with another."""
         while abs(log(there / here)) > log(_PRECISE):
             middle = (here * there) ** 0.5
-            here, there = (middle, there) if self._choice(middle) == chosen else (here, middle)
-        rate = (here * there) ** 0.5
-        return Crossing(rate, rate / self.job.network.bits_per_second, side, self._choice(there))
+            here, there = (middle, there) if choice(middle) == chosen else (here, middle)
+        # The choice has changed here for certain.
+        return Crossing(there, there / self.job.network.bits_per_second, side, choice(there))
 
-    def _choice(self, bits_per_second: float) -> str:
-        network = self.job.network
-        return self.choice_at(slower(network, network.bits_per_second / bits_per_second)).recipe
-
-    def _options(self, job: Job) -> Iterator[Option]:
+    def _options(self, job: Job, scale: Mapping[str, float] | None = None) -> Iterator[Option]:
+        """Each recipe; on another network without those that cannot win there."""
         least = inf
         for recipe in self.recipes:
             if job is self.job:
@@ -223,26 +260,28 @@ class Planner:
                 yield self._predict(recipe, job)
                 continue
             accuracy = self.table.of(recipe)
-            bound = job.model_time.seconds * (max(1.0, accuracy.factor) if accuracy else 1.0)
+            bound = inf if accuracy is None else job.model_time.seconds * max(1.0, accuracy.factor)
             # It cannot win even if it never waits. AllReduce() is always there to be compared with.
-            if bound > least * NEARLY and recipe != DENSE:
+            if (bound == inf or bound > least * NEARLY) and recipe != DENSE:
                 continue
             option = self._remembered(recipe, job)
+            if scale and option.prediction is not None and recipe in scale:
+                seconds = option.prediction.seconds * scale[recipe]
+                option = replace(option, prediction=replace(option.prediction, seconds=seconds))
             least = min(least, option.to_loss)
             yield option
 
     def _meshes(self) -> Iterator[Option]:
-        job = self.job
-        if self.model is None or job.workers > _MOST_SPLIT_WORKERS:
-            return
-        # What is computed is the same as with AllReduce(), and so is how many steps it takes.
-        accuracy = self.table.of(DENSE)
-        for shape in mesh_shapes(self.model, job.workers):
+        for shape in self.meshes():
             self.tell(f"a mesh of {shape}")
-            found = predict_mesh(
-                self.model, shape, network=job.network, model_time=job.model_time, optimizer=job.optimizer
-            )
-            yield Option(DENSE, found, accuracy, mesh=shape)
+            yield self._mesh(shape, self.job.network)
+
+    def _mesh(self, shape: MeshShape, network: Network) -> Option:
+        assert self.model is not None, "only called where a model can be split"
+        job = self.job
+        found = predict_mesh(self.model, shape, network=network, model_time=job.model_time, optimizer=job.optimizer)
+        # What is computed is the same as with AllReduce(), and so is how many steps it takes.
+        return Option(DENSE, found, self.table.of(DENSE), mesh=shape)
 
     def _remembered(self, recipe: str, job: Job) -> Option:
         key = recipe, job.network, job.workers
@@ -277,48 +316,85 @@ class Planner:
 
     def _own_seconds(self, recipe: str, strategy: Strategy) -> Sequence[float]:
         """Timed once, on a part of a large model: codes and averages take time by the element."""
-        if recipe not in self._own:
-            job = self.job
-            share = min(1.0, _MOST_TIMED_ELEMENTS / job.elements)
+        job = self.job
+        share = min(1.0, _MOST_TIMED_ELEMENTS / job.elements)
+        shapes = job.shapes if share == 1 else [(_MOST_TIMED_ELEMENTS,)]
+
+        def measure() -> list[float]:
             if self.own is not None:
-                self._own[recipe] = self.own(strategy)
-            else:
-                shapes = job.shapes if share == 1 else [(_MOST_TIMED_ELEMENTS,)]
-                timed = own_work(
-                    strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=2, dtype=job.dtype
-                )
-                self._own[recipe] = [each / share * job.sharing for each in timed]
-        return self._own[recipe]
+                return list(self.own(strategy))
+            timed = own_work(
+                strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=2, dtype=job.dtype
+            )
+            return [each / share for each in timed]
+
+        key = f"{recipe} {digest(shapes, job.elements, job.workers, str(job.dtype))}"
+        seconds = self.timings.get(key, measure)
+        return seconds if self.own is not None else [each * job.sharing for each in seconds]
 
 
-def ranked(options: Iterator[Option] | Sequence[Option]) -> list[Option]:
-    """From the least time to the loss; then those of which nothing was measured, by time; then what cannot serve."""
-    return sorted(options, key=lambda each: (bool(each.refused), each.to_loss, each.seconds))
+def words_of_rate(bits_per_second: float) -> str:
+    """Three digits of a rate, with its unit."""
+    return rate(float(digits(bits_per_second / 1e6)) * 1e6)
+
+
+def ranked(options: Iterable[Option]) -> list[Option]:
+    """From the least time to the loss; then those that missed it in a measured run; then those not measured.
+
+    Those that missed it come by the share of their runs, and all by the time of a step. What cannot serve is last.
+    """
+
+    def order(each: Option) -> tuple[bool, float, bool, float, float]:
+        missed = each.accuracy.missed / each.accuracy.runs if each.accuracy else 1.0
+        return bool(each.refused), each.to_loss, each.accuracy is None, missed, each.seconds
+
+    return sorted(options, key=order)
+
+
+def within_noise(options: Iterable[Option]) -> list[Option]:
+    """The options whose time to the loss is within 5 % of the least, simplest first.
+
+    The simplest stands first in `CANDIDATES`, the list of recipes from those that change training least. Recipes that
+    are not in the list come after those that are. A mesh comes after the recipe without one: it changes nothing in
+    training either, but needs a model that can be split.
+    """
+    serving = [each for each in options if each.to_loss < inf]
+    limit = NEARLY * min((each.to_loss for each in serving), default=inf)
+    places = {brief(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
+
+    def order(each: Option) -> tuple[int, bool]:
+        return places.get(brief(parse(each.recipe)), len(places)), each.mesh is not None
+
+    return sorted((each for each in serving if each.to_loss <= limit), key=order)
 
 
 def choose(options: Sequence[Option]) -> Option:
-    """The recommended one: nearly the least time to the loss, and of these the one that changes training least.
+    """The recommended one: of those within noise of the least time to the loss, the simplest (see `within_noise`).
 
-    Only recipes whose accuracy was measured are recommended, and none that would be slower than AllReduce().
+    Only recipes that reached the loss in every measured run are recommended, and none that would be slower than
+    AllReduce().
 
     Args:
         options: of which some can serve; any order.
 
     Raises:
-        ConfigError: none can serve, with the first refusal; or of none accuracy was measured.
+        ConfigError: none can serve, with the first refusal; or none of them reached the loss in every measured run.
     """
+    near = within_noise(options)
+    if near:
+        return near[0]
     serving = [each for each in options if not each.refused]
     if not serving:
         first = next(iter(options))
         raise ConfigError(f"none of the {len(options)} recipes can serve here; {first.recipe}: {first.refused}")
     known = [each for each in serving if each.accuracy is not None]
-    if not known:
+    if known:
+        missed = "; ".join(f"{each.recipe}: {each.accuracy.words()}" for each in known if each.accuracy)
         raise ConfigError(
-            f"of {serving[0].recipe} and the others accuracy was not measured, so that none is recommended; include "
-            f"{DENSE}, or run python -m benchmarks.accuracy with them"
+            f"no recipe is recommended, because none reached the loss in every measured run: {missed}. Include "
+            f"{DENSE}, or measure them on your task with thinwire compare"
         )
-    limit = NEARLY * min(each.to_loss for each in known)
-    order = {brief(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
-    near = [each for each in known if each.to_loss <= limit]
-    # A mesh changes nothing in training either, but needs a model that can be split.
-    return min(near, key=lambda each: (order.get(brief(parse(each.recipe)), len(order)), each.mesh is not None))
+    raise ConfigError(
+        f"of {serving[0].recipe} and the others accuracy was not measured, so that none is recommended; include "
+        f"{DENSE}, or run python -m benchmarks.accuracy with them"
+    )
