@@ -66,7 +66,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
             third is taken as the forward pass.
         network: with --simulate, a network file (see thinwire simulate) instead of --link.
         rounds: how many times each strategy is run; round i has the seed --seed plus i. With more than one, the table
-            shows the round with the median time per step, and the spread is printed.
+            has the mean and the standard deviation of losses, and the median of other figures, over all rounds.
         out: the comparison's folder; runs/TASK-compare-TIME unless given.
         markdown: print the table as Markdown.
         json: print the summaries as JSON.
@@ -232,7 +232,7 @@ def title(settings: Settings, count: int, *, simulated: bool = False, network: P
 
 
 def show(done: Comparison, *, markdown: bool = False) -> None:
-    """Print the table, which runs diverged, and the spread of the time per step over rounds."""
+    """Print the table, which runs diverged, and what is known of the spread over rounds."""
     from thinwire.report import markdown as as_markdown
 
     if markdown:
@@ -243,6 +243,8 @@ def show(done: Comparison, *, markdown: bool = False) -> None:
         which = f"{recipe}, round {number + 1}" if len(done.rounds[0]) > 1 else recipe
         err.print(f"{which} diverged: {words}", markup=False)
     if len(done.rounds[0]) > 1:
+        seeds = ", ".join(str(each["seed"]) for each in done.rounds[0] if "seed" in each)
+        out.print(f"losses: mean ± standard deviation over seeds {seeds}; other figures: medians", markup=False)
         paces = done.spread("seconds_per_step")
         for recipe, summaries, (least, most) in zip(done.strategies, done.rounds, paces, strict=True):
             if math.isfinite(least):

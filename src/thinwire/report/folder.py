@@ -9,6 +9,7 @@ from pathlib import Path
 from thinwire.errors import ConfigError
 from thinwire.report.files import Facts, json_lines, json_list, json_object, number, text
 from thinwire.report.labels import labels
+from thinwire.report.rounds import of_same_seeds
 from thinwire.report.runs import Collection, Evaluation, Link, Run, Span, Step
 
 _FIX = "give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
@@ -59,6 +60,13 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
             continue
         rounds = _rounds(folder, comparison, subfolder)
         runs.append(dataclasses.replace(_read_run(folder / subfolder), rounds=rounds))
+    same = of_same_seeds([run.rounds for run in runs])
+    runs = [dataclasses.replace(run, rounds=rounds) for run, rounds in zip(runs, same, strict=True)]
+    seeds = [seed for run in runs if isinstance(seed := run.summary.get("seed"), int)]
+    if len(set(seeds)) > 1:
+        notes.append(
+            f"The runs have different seeds ({', '.join(map(str, seeds))}), so that losses differ by chance too."
+        )
     if not runs:
         raise ConfigError(
             f"{folder}: none of the runs in comparison.json is there ({', '.join(map(str, names))}); {_FIX}"

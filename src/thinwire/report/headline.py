@@ -86,7 +86,9 @@ def summary_table(collection: Collection, styles: Sequence[Look]) -> str:
     )
     against = f" Small figures compare with {collection.runs[base].label}." if base is not None else ""
     dot = " Dots mark the best of a column, and what differs from it by noise alone." if base is not None else ""
-    words = f"Means over the run; bytes are per worker and step.{against}{dot}"
+    several = next((len(run.rounds) for run in collection.runs if len(run.rounds) > 1), 0)
+    over = f"Losses are means ± one standard deviation over {several} seeds, other figures medians." * bool(several)
+    words = f"{over or 'Means over the run.'} Bytes are per worker and step.{against}{dot}"
     return (
         f'<p class="intro">{escape(words)}</p>'
         '<p class="hint">The table is wider than the page: scroll it sideways.</p>'

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from thinwire.report.files import Facts, text
+from thinwire.report.rounds import over_rounds
 
 
 @dataclass(frozen=True)
@@ -103,5 +104,5 @@ class Collection:
 
     @property
     def summaries(self) -> list[Facts]:
-        """The runs' summaries, in order."""
-        return [run.summary for run in self.runs]
+        """The figures of each run, in order; of several rounds those of all, see `over_rounds`."""
+        return [over_rounds(run.rounds or (run.summary,), run.summary) for run in self.runs]

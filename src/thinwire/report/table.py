@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from thinwire.report import units
 from thinwire.report.files import Facts, diverged, number, text
 from thinwire.report.labels import labels
+from thinwire.report.rounds import deviation
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -154,17 +155,18 @@ def speeds(summaries: Sequence[Facts]) -> list[str] | None:
 
 
 def written(summary: Facts, column: Column) -> str:
-    """One figure with its unit; `-` if not measured, `not reached` for a target, `not finite` for NaN and infinity.
+    """One figure with its unit, and its standard deviation over rounds.
 
-    The losses of a run that ended since it diverged are `diverged`.
+    `-` stands for what was not measured, `not reached` for a target, `not finite` for NaN and infinity. The losses of a
+    run that ended since it diverged are `diverged`.
     """
     if column.key in ("train_loss", "eval_loss") and text(summary, "diverged"):
         return "diverged"
     if diverged(summary, column.key):
         return "not finite"
-    value = number(summary, column.key)
+    value, spread = number(summary, column.key), deviation(summary, column.key)
     if value is not None:
-        return column.unit(value)
+        return column.unit(value) if spread is None else f"{column.unit(value)} ± {units.digits(spread)}"
     unreached = column.key == "seconds_to_target" and number(summary, "target_loss") is not None
     return "not reached" if unreached else MISSING
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thinwire.errors import ConfigError, NonFiniteError
+from thinwire.report.rounds import median_round, over_rounds
 from thinwire.runs.defaults import check_nonfinite, check_recipe, check_recipe_survives
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.launcher import Listener, ignore_event, launch
@@ -44,8 +45,9 @@ class Comparison:
 
     @property
     def summaries(self) -> list[Fields]:
-        """For each strategy, the summary of the round with the median step time, of those that did not diverge."""
-        return [_median_round(summaries) for summaries in self.rounds]
+        """For each strategy its figures over all rounds, which have the same seeds for all strategies."""
+        shown = median_round(self.rounds)
+        return [over_rounds(summaries, summaries[shown]) for summaries in self.rounds]
 
     @property
     def diverged(self) -> list[tuple[str, int, str]]:
@@ -133,6 +135,7 @@ def _write_diverged(home: RunFolder, settings: Settings, error: NonFiniteError) 
     last = totals.records[-1] if totals.records else None
     summary: Fields = {
         "strategy": settings.strategy,
+        "seed": settings.seed,
         "task": settings.task,
         "model": settings.model,
         "workers": settings.workers,
@@ -153,22 +156,14 @@ def _write_diverged(home: RunFolder, settings: Settings, error: NonFiniteError) 
 
 
 def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence[Sequence[Fields]], title: str) -> None:
-    """List the runs so far; a report shows one for each strategy."""
-    chosen = [
-        _round_name(name, each.index(_median_round(each))) for name, each in zip(names, summaries, strict=True) if each
-    ]
+    """List the runs so far; a report shows the curves of one for each strategy, all with the same seed."""
+    shown = median_round(summaries)
+    chosen = [_round_name(name, shown) for name, each in zip(names, summaries, strict=True) if each]
     rounds = {
         name: [_round_name(name, number) for number in range(len(each))]
         for name, each in zip(names, summaries, strict=True)
     }
     home.write("comparison.json", {"runs": chosen, "title": title, "rounds": rounds})
-
-
-def _median_round(summaries: Sequence[Fields]) -> Fields:
-    ended = [summary for summary in summaries if "diverged" not in summary] or summaries
-    ordered = sorted(ended, key=lambda summary: summary["seconds_per_step"] or 0.0)
-    # The lower one of an even number: a report shows a run that took place, not a mean of two.
-    return ordered[(len(ordered) - 1) // 2]
 
 
 def _round_name(name: str, number: int) -> str:

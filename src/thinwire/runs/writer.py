@@ -121,6 +121,7 @@ class Writer:
         steps = records[-1].step if records else 0
         summary: Fields = {
             "strategy": settings.strategy,
+            "seed": settings.seed,
             "task": settings.task,
             "model": settings.model,
             "workers": settings.workers,
