@@ -476,3 +476,33 @@ def wider_pages(site: Path, profile: Path, *, width: int) -> list[str]:
     found = json.loads(re.findall(r'<pre id="found">(\{.*?\})</pre>', done.stdout, re.DOTALL)[0])
     assert found["looked"] == len(pages)
     return found["wide"]
+
+
+ON_GPUS = (
+    "Distributed training was tested and measured on CPUs over Gloo; on one GPU (an NVIDIA H200) the kernels, arrays "
+    "of models and one rank over NCCL were tested, and NCCL between GPUs has not been run."
+)
+
+
+def test_what_was_run_on_gpus_is_said_in_one_sentence_everywhere() -> None:
+    told = {str(page) for page in PAGES if ON_GPUS in " ".join(text(page).split())}
+    assert {"README.md", "docs/index.md", "docs/how-to/clusters.md", "docs/explanation/peers.md"} <= told
+    other = re.compile(r"NCCL[^.]{0,80}(takes? the same calls|not (yet )?been (run|tested)|been run with)")
+    for page in PAGES:
+        if page.name not in ("CHANGELOG.md", "changelog.md"):
+            found = other.search(" ".join(text(page).split()).replace(ON_GPUS, ""))
+            assert found is None, f"{page}: {found}"
+
+
+def test_the_limits_name_everything_that_elastic_runs_refuse() -> None:
+    limits = " ".join(text(Path("README.md")).split()).partition("## Limits")[2].partition("## ")[0]
+    refused: list[str] = []
+    for name, kind in recipe_classes().items():
+        try:
+            made: Any = kind()
+        except TypeError:  # it needs arguments
+            made = kind
+        if isinstance(getattr(made, "inelastic", ""), str) and getattr(made, "inelastic", ""):
+            refused.append(name)
+    assert {"Paced", "ADPSGD", "BetweenNodes", "NodeAverage"} <= set(refused)
+    assert [name for name in refused if f"`{name}`" not in limits] == []

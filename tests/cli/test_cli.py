@@ -232,7 +232,7 @@ def test_resume_keeps_what_decides_the_numbers(tmp_path, capsys):
 
 
 def test_resume_of_no_run_is_one_message(tmp_path, capsys):
-    assert main(["train", "--resume", str(tmp_path)]) == 1
+    assert main(["train", "--resume", str(tmp_path)]) == 2
     assert "holds no run" in capsys.readouterr().err
 
 

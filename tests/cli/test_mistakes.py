@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,7 @@ def test_help_is_shown_beside_a_mistake(call: str, capsys: pytest.CaptureFixture
     [
         ("train --resume nope", "--resume nope: no such folder; give that of a run that was trained with --save-every"),
         ("train --resume file", "--resume file: is a file, and no folder; give that of a run"),
+        ("train --resume .", "--resume .: holds no run, because it has no settings.json; give that of a run"),
         ("export nope m.safetensors", "nope: no such folder; give that of a run that was trained with --save-every"),
         ("sweep --resume nope", "--resume nope: no such folder; a sweep is resumed from the folder that it began in"),
         ("plan --network nope.toml", "--network nope.toml: cannot be read (No such file or directory); give a network"),
@@ -160,3 +163,10 @@ def test_meshes_are_compared_over_the_slowest_of_the_links(capsys: pytest.Captur
     pace = json.loads(capsys.readouterr().out)["pace"]
     assert (pace["bits_per_second"], pace["seconds_per_message"]) == (5e6, 0.02)
     assert "there is no worker '2'" in refused(capsys, *["explain", "--tensor-parallel", "2", "--link", "2:5mbit"])
+
+
+def test_the_package_is_run_as_the_command() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire", "train", "--workers", "x"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (2, "thinwire: --workers x: must be a whole number, such as 4\n")

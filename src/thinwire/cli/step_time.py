@@ -150,7 +150,7 @@ def _again(own: Optimizer, name: str) -> MakeOptimizer:
         return kind(parameters, **settings)  # pyright: ignore[reportCallIssue]
 
     try:
-        make([torch.nn.Parameter(torch.zeros(1, device="cpu"))])
+        make([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
     except Exception as error:
         raise ConfigError(
             f"{name}: {kind.__name__} cannot be made from parameters and its defaults ({error}). Return only the model "

@@ -140,7 +140,10 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
-        check_folder(folder, f"--resume {folder}", "give that of a run that was trained with --save-every")
+        fix = "give that of a run that was trained with --save-every"
+        check_folder(folder, f"--resume {folder}", fix)
+        if not (folder / "settings.json").exists():
+            raise ConfigError(f"--resume {folder}: holds no run, because it has no settings.json; {fix}")
         before = RunFolder(folder).settings()
         if given["strategy"] is not None:
             parse_recipe(given["strategy"])
