@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
