@@ -4,13 +4,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 import thinwire
-from tests.engine import attach, batch, flat
+from tests.engine import attach, batch, batches, flat, steps
 from tests.oracles.paced import unequal_rounds
 from tests.pool import run_processes
 from tests.problems import Regression
@@ -21,12 +22,14 @@ from thinwire import (
     DiLoCo,
     ErrorFeedback,
     LocalSGD,
+    MismatchError,
     NodeAverage,
     OneBit,
     OuterOptimizer,
     Paced,
     SlowMo,
     Strategy,
+    ThinwireError,
 )
 
 STEPS, SAMPLES, PERIOD, ROUNDS = (4, 1, 3), (2.0, 5.0, 1.0), 4, 3
@@ -195,5 +198,36 @@ def test_join_is_refused() -> None:
     def work(comm: Comm) -> None:
         list(attach(comm, Paced(LocalSGD(4))).join([batch(0, 0)]))
 
-    with pytest.raises(ConfigError, match="no step of all"):
+    with pytest.raises(ConfigError, match="workers take different numbers of steps"):
         thinwire.run_threads(2, work, timeout=20)
+
+
+RULE = r"under Paced workers take different numbers of steps\. .* while worker.step .* multiple of 4"
+
+
+@pytest.mark.parametrize("call", ["consensus", "save", "switch", "nothing"])
+def test_an_ordinary_loop_is_told_the_rule_on_all_ranks(call: str, tmp_path: Path) -> None:
+    found: dict[int, ThinwireError] = {}
+
+    def work(comm: Comm) -> None:
+        worker = attach(comm, Paced(LocalSGD(4), steps=(4, 1)))
+        try:
+            steps(worker, batches(comm.rank, 6))
+            if call == "consensus":
+                with worker.consensus():
+                    pass
+            if call == "save":
+                worker.save(tmp_path)
+            if call == "switch":
+                worker.switch("AllReduce()")
+        except ThinwireError as error:
+            found[comm.rank] = error
+            raise
+
+    with pytest.raises(ThinwireError, match=RULE):
+        thinwire.run_threads(2, work, timeout=20)
+    for error in found.values():
+        assert "take different numbers of steps" in str(error)
+    if call != "nothing":
+        assert {type(error) for error in found.values()} == {MismatchError}
+        assert len(found) == 2

@@ -25,6 +25,7 @@ from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLo
 T = TypeVar("T")
 _NAME_BYTES = 24
 _WORDS = struct.Struct("!3q")  # the name of a call, as integers
+RULE = "all ranks must make the same calls after the same steps"
 CHECK_BYTES = 8 * 5
 """What each rank sends to every other one in `Comm.check_in_step`: five integers."""
 DIRECT_GATHER_BYTES = 4096
@@ -44,6 +45,7 @@ class Comm(ABC):
         meter: bytes sent and seconds waited so far.
         in_step: whether all ranks make the same calls at the same step, so that messages of different steps are errors;
             False for strategies whose workers go at their own pace.
+        rule: what ranks that are out of step should do, for errors.
         round: what the next collective call belongs to; it is launched with a check that all ranks are there. Empty
             for no check.
         calling: the check that is being launched, for errors.
@@ -71,6 +73,7 @@ class Comm(ABC):
         self.timeout = timeout
         self.meter = Meter()
         self.in_step = True
+        self.rule = RULE
         self.round = ""
         self.calling = ""
         self.silent: frozenset[int] = frozenset()
@@ -188,7 +191,7 @@ class Comm(ABC):
         entries = [tuple(row) for row in together.tolist()]
         if len({entry[:-1] for entry in entries}) > 1:
             found = "ranks are out of step: " + places([_place(entry) for entry in entries], self.names)
-            self.raise_on_all(MismatchError(f"{found}; all ranks must make the same calls after the same steps"))
+            self.raise_on_all(MismatchError(f"{found}; {self.rule}"))
         kinds = sorted({entry[-1] for entry in entries}, key=lambda kind: [entry[-1] for entry in entries].count(kind))
         return [rank for rank, entry in enumerate(entries) if entry[-1] != kinds[-1]]
 

@@ -300,6 +300,15 @@ class Strategy(ABC):  # noqa: B024
         """
 
 
+def pace_rule(strategy: Strategy) -> str:
+    """How to write the loop of workers that meet only after multiples of some steps, for errors."""
+    return (
+        f"under {type(strategy).__name__} workers take different numbers of steps. Let every rank loop while "
+        "worker.step is below one number, and evaluate, save or switch where it is a multiple of "
+        f"{strategy.meets_every}"
+    )
+
+
 def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:
     """The codecs of a strategy, but for those of its base, and those inside them; or those inside a codec."""
     if is_dataclass(part):

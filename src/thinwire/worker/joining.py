@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 
 from thinwire.errors import ConfigError
+from thinwire.strategies.base import pace_rule
 from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.state import WorkerState
 
@@ -36,8 +37,7 @@ def join(
         )
     if worker.strategy.meets_every > 1:
         raise ConfigError(
-            f"join() with {worker.strategy}: workers take different numbers of steps, so that there is no step of all "
-            "to take part in; let every rank's data go round, and loop while worker.step is below a number"
+            f"join() with {worker.strategy}: {pace_rule(worker.strategy)}. Let the data of every rank go round"
         )
     worker.comm.check_in_step("join()").wait()
     device = worker.replicas[0].x.device

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import ErrorFeedback, residual_sizes
+from thinwire.comm.base import RULE
 from thinwire.comm.pending import PendingMeans
 from thinwire.errors import ConfigError
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, nested, pace_rule
 from thinwire.strategies.recipe import brief
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
@@ -79,13 +80,14 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     worker.comm.check_in_step("switch()").wait()
 
     own = [replica.x.clone() for replica in worker.replicas]
-    in_step = worker.comm.in_step
+    in_step, rule = worker.comm.in_step, worker.comm.rule
     try:
         worker.comm.in_step = worker.may_be_in_step and not new.timing_dependent
+        worker.comm.rule = pace_rule(new) if new.meets_every > 1 else RULE
         means = PendingMeans()  # what all replicas share, and with none of those before
         begun = [_begun(worker, i, new, point, means) for i, point in enumerate(points)]
     except BaseException:
-        worker.comm.in_step = in_step
+        worker.comm.in_step, worker.comm.rule = in_step, rule
         with torch.no_grad():
             for replica, x in zip(worker.replicas, own, strict=True):
                 replica.x.copy_(x)

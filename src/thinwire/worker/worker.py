@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from thinwire.comm.base import Comm
+from thinwire.comm.base import RULE, Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.errors import ConfigError
 from thinwire.membership.fleet import Fleet
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.flat import views
 from thinwire.replica.replica import as_number
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, pace_rule
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
@@ -197,7 +197,13 @@ class Worker(ElasticState):
         """
         equal_replicas = self.strategy.equal_replicas
         number = fingerprint(self.replicas) if compares or equal_replicas else 0
-        odd = self.comm.check_in_step(call, fingerprint=number).wait()
+        in_step = self.comm.in_step
+        # Workers that go at their own pace may call this only where all are at one step.
+        self.comm.in_step = in_step or (self.strategy.meets_every > 1 and call != "detach()")
+        try:
+            odd = self.comm.check_in_step(call, fingerprint=number).wait()
+        finally:
+            self.comm.in_step = in_step
         if odd and equal_replicas:
             settle(self, odd)
         return compares and not odd
@@ -645,6 +651,7 @@ def attach(
             worker.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
         worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
         comm.in_step = comm.in_step and not strategy.timing_dependent
+        comm.rule = pace_rule(strategy) if strategy.meets_every > 1 else RULE
         check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
         check_wrappers(model, inside_ddp)
         check_new(named, optimizer)

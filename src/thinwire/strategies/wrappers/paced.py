@@ -10,10 +10,10 @@ from torch import Tensor
 
 from thinwire.codecs.base import Codec
 from thinwire.comm.pending import PendingMeans
-from thinwire.errors import ConfigError
+from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested, trait
+from thinwire.strategies.base import Strategy, nested, pace_rule, trait
 from thinwire.strategies.local.local_sgd import LocalSGD
 from thinwire.strategies.wrapper import Wrapper, period_of
 
@@ -197,8 +197,13 @@ class Paced(Wrapper):
         rate: Any = r.lr
         own = float(rate.double().mean()) if isinstance(rate, Tensor) else rate
         mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64, device="cpu")
-        # Of the parameters' device, as NCCL sends no other.
-        found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
+        try:
+            # Ranks that have ended an ordinary loop are in another call by now.
+            r.comm.check_in_step("the end of a round").wait()
+            # Of the parameters' device, as NCCL sends no other.
+            found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
+        except (PeerLostError, CommTimeoutError) as error:
+            raise type(error)(f"{error}; {pace_rule(self)}") from error
         if found.is_meta:
             return 1.0
         rows: list[list[float]] = found.tolist()
