@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +22,11 @@ from thinwire import Comm, ConfigError
 from thinwire.cli import main
 from thinwire.cli import select as command
 from thinwire.coreset import Coreset, EuclideanDistances, select
+from thinwire.coreset.baselines import k_center
 from thinwire.coreset.matrices import read_matrix
 from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import quality, random_subset
+from thinwire.coreset.subset import stratify
 from thinwire.report.coreset import coreset_picture
 
 # -- files -------------------------------------------------------------------------------------------------------------
@@ -112,6 +117,76 @@ def test_features_that_cannot_be_used_are_refused_in_words(features: Tensor, wor
         select(features, budget=1)
 
 
+SPARSE: dict[str, Callable[[Tensor], Any]] = {
+    **{
+        f"SciPy's {kind}": partial(lambda kind, x: scipy_matrix(kind, x.numpy()), kind)
+        for kind in ("csr", "csc", "coo")
+    },
+    "SciPy's array": lambda x: scipy_matrix("csr_array", x.numpy()),
+    "SciPy's numbers of 16 bits": lambda x: scipy_matrix("csr", x.to(torch.int16).numpy()),
+    "torch's CSR": lambda x: x.to_sparse_csr(),
+    "torch's COO": lambda x: x.to_sparse_coo(),
+}
+
+
+def scipy_matrix(kind: str, array: Any) -> Any:
+    sparse = pytest.importorskip("scipy.sparse", reason="SciPy is not installed")
+    return getattr(sparse, kind if kind.endswith("_array") else f"{kind}_matrix")(array)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("name", SPARSE)
+def test_sparse_features_give_what_dense_ones_give(name: str) -> None:
+    x = torch.where(X > 0, (4 * X).round(), 0.0)
+    given = SPARSE[name](x)
+    expected, found = select(x, budget=4), select(given, budget=4)
+    assert found.indices.equal(expected.indices) and found.weights.equal(expected.weights)
+    assert found.gains.equal(expected.gains)
+    assert EuclideanDistances(given).rows.equal(EuclideanDistances(x).rows)
+    assert quality(given, found.indices, found.weights) == quality(x, found.indices, found.weights)
+    bad = x.clone()
+    bad[3, 1] = torch.inf
+    if "16 bits" not in name:
+        with pytest.raises(ConfigError, match="the first is row 3"):
+            select(SPARSE[name](bad), budget=4)
+
+
+class Spoiled:
+    """Distances between points on a line, of which one is wrong."""
+
+    n = 12
+
+    def __init__(self, value: float | None) -> None:
+        self.value = value
+
+    def between(self, candidates: Tensor) -> Tensor:
+        place = torch.arange(self.n)
+        found = (place[:, None] - candidates).abs().float()
+        if self.value is None:
+            return found[:-1]
+        return torch.where((place[:, None] == 7) & (candidates == 5), self.value, found)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (torch.nan, r"distance of point 7 to point 5 is nan\. Distances must be finite and at least 0"),
+        (-0.5, r"distance of point 7 to point 5 is -0\.5\."),
+        (torch.inf, r"distance of point 7 to point 5 is inf"),
+        (None, r"returned the shape \[11, \d+\] for"),
+    ],
+)
+def test_distances_that_are_none_are_refused(value: float | None, words: str) -> None:
+    distances = Spoiled(value)
+    for method in ("lazy", "naive", "stochastic", "greedi"):
+        with pytest.raises(ConfigError, match=words.replace("point 7 to point 5", r"point \d+ to point \d+")):
+            select(distances, budget=4, method=method)
+    with pytest.raises(ConfigError, match=words):
+        k_center(distances, 12)
+    with pytest.raises(ConfigError, match=words):
+        stratify(distances, torch.arange(6), 6)
+
+
 @pytest.mark.parametrize("method", ["sparse", "streaming"])
 def test_methods_that_need_coordinates_say_so(method: str) -> None:
     with pytest.raises(ConfigError, match="needs features"):
@@ -150,6 +225,15 @@ def test_constant_columns_and_single_points_have_no_gradient_error() -> None:
     own = [quality(each, torch.tensor([0, 5]), torch.full((2,), 6.0).double()) for each in (X, X.repeat(1, 2))]
     assert np.isfinite(quality(torch.cat([X, column], 1), torch.tensor([0]), torch.ones(1).double()).gradient_error)
     assert all(np.isfinite(each.gradient_error) for each in own)
+
+
+def test_the_quality_s_distances_are_a_mean_a_95th_percentile_and_a_maximum() -> None:
+    # Distances 0, 1, 4, ..., 99^2 to the first point.
+    x = torch.arange(100.0)[:, None] ** 2
+    found = quality(x, torch.tensor([0]), torch.tensor([100.0], dtype=torch.float64))
+    assert found.mean_distance == pytest.approx(sum(k * k for k in range(100)) / 100, rel=1e-5)
+    assert found.far_distance == pytest.approx(94**2, rel=1e-5)
+    assert found.largest_distance == pytest.approx(99**2, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", [np.float64, np.float32, np.float16, np.int64, np.uint8, bool])

@@ -436,6 +436,41 @@ def kept(state: dict[str, Any]) -> dict[str, Any]:
     return unpack(tree, {name: x.clone() for name, x in tensors.items()})
 
 
+def test_weights_that_nobody_reads_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.tensor([3.0, 1.0], dtype=torch.float64)
+    sampler = CraigSampler(Subset(torch.tensor([1, 2]), weights, 4))
+    even_sampler = CraigSampler(even(torch.tensor([1, 2]), 4))
+
+    def epochs(loader: DataLoader[Any]) -> int:
+        for _ in range(600):
+            list(loader)
+        return Point.lost
+
+    monkeypatch.setattr(Point, "lost", 0)
+    with pytest.warns(UserWarning, match=r"Wrap the data set, Weighted\(dataset\)"):
+        epochs(DataLoader(data(), batch_size=1, sampler=sampler))
+    for dataset, own in ((Weighted(data()), sampler), (data(), even_sampler)):
+        monkeypatch.setattr(Point, "lost", 0)
+        assert epochs(DataLoader(dataset, batch_size=1, sampler=own)) <= 0
+    monkeypatch.setattr(Point, "lost", 0)
+    sampler.weight_of(torch.tensor([1]))
+    assert epochs(DataLoader(data(), batch_size=1, sampler=sampler)) < 0
+    # A point that was sent to a worker process may be read there.
+    monkeypatch.setattr(Point, "lost", 0)
+    point = Point(1, 3.0)
+    sent = pickle.loads(pickle.dumps(point))
+    del point
+    assert Point.lost == 0 and sent._needed
+    sent._needed = False
+
+
+def test_a_sampler_is_no_data_set_of_a_distributed_sampler() -> None:
+    sampler = CraigSampler(even(torch.arange(8), 16))
+    assert len(sampler) == 8
+    with pytest.raises(ConfigError, match=r"CraigSampler\(source, rank=rank, size=world_size\)"):
+        DistributedSampler(sampler, num_replicas=2, rank=0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
 @pytest.mark.parametrize("epoch", [0, 3, 4])
 def test_a_resumed_sampler_goes_on_where_the_other_stopped(policy: Policy, epoch: int) -> None:

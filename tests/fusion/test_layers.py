@@ -134,6 +134,33 @@ class Twice(nn.Module):
         return self.layer(x, x.flip(0))
 
 
+class Enlarged(nn.Module):
+    """Sizes of outputs as lists, tuples and sizes of tensors, which torch turns into lists of paddings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.line = nn.ConvTranspose2d(3, 4, 3, stride=2), nn.ConvTranspose1d(4, 2, 3, stride=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = self.image(x, output_size=[11, 12]) + self.image(x, output_size=(2, 4, 11, 12))
+        return self.line(wide.flatten(2), output_size=torch.empty(265).shape)
+
+
+class Listed(nn.Module):
+    """Settings of functions as lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filters, self.back = nn.Conv2d(4, 4, 1), nn.ConvTranspose2d(4, 2, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.filters.weight, self.filters.bias
+        y = F.conv2d(x, weight, bias, [1, 1], [0, 0], [1, 1]) + F.conv2d(x, weight, bias, [1, 1], padding="same")
+        y = F.conv2d(y, weight.expand(4, 4, 2, 2), bias, stride=[2, 1], padding=[1, 0], dilation=[1, 2])
+        y = F.max_pool2d(F.pad(y, [1, 1, 0, 0]), [2, 2], stride=[1, 1]) + F.adaptive_avg_pool2d(y, [3, 5])
+        return F.conv_transpose2d(y, self.back.weight, self.back.bias, stride=[2, 2], output_padding=[1, 0])
+
+
 class Points(nn.Module):
     """Concatenates a shared input, each point's features and their maxima; half of the features are zero."""
 
@@ -191,6 +218,8 @@ CASES: list[tuple[str, Callable[[], nn.Module], tuple[Tensor, ...]]] = [
     ),
     ("transposed 2d of wide images", lambda: nn.ConvTranspose2d(3, 4, 4, 2, 1), image(2, 3, 5, 18)),
     ("conv2d of wide images", lambda: nn.Conv2d(3, 4, 3, 2, 1, bias=False), image(2, 3, 7, 20)),
+    ("transposed to a size", Enlarged, image(2, 3, 5, 5)),
+    ("settings in lists", Listed, image(2, 4, 6, 6)),
     ("transposed 3d", lambda: nn.ConvTranspose3d(2, 3, 2, dilation=2), image(2, 2, 3, 3, 3)),
     ("batch norm 1d", lambda: nn.BatchNorm1d(5), image(6, 5)),
     ("batch norm 2d", lambda: nn.BatchNorm2d(3), image(4, 3, 5, 5)),

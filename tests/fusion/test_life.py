@@ -154,6 +154,41 @@ def test_a_run_by_itself_goes_on_in_a_slot(name: str) -> None:
     assert all(close(ours[key], tensor) for key, tensor in model.state_dict().items())
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, both: bool = True) -> Tensor:
+        return self.first(x) + self.second(x) if both else self.first(x)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adam", "Adagrad"])
+def test_a_run_that_stepped_only_some_parameters_goes_on_in_a_slot(name: str) -> None:
+    settings = {"lr": 0.05, **({"momentum": 0.9} if name == "SGD" else {})}
+    x, models = values(5, 4).double(), [model.double() for model in make(Pair, 3, seed=4)]
+    alone = models.pop()
+    theirs = getattr(torch.optim, name)(alone.parameters(), **settings)
+    alone(x, both=False).square().sum().backward()
+    theirs.step()
+    array = fuse(models)
+    optimizer = getattr(fusion, name)(array.parameters(), **settings)
+
+    def step(model: Any, own: Any) -> None:
+        own.zero_grad()
+        model(x).square().sum().backward()
+        own.step()
+
+    for _ in range(5):
+        step(array, optimizer)
+    array.insert(0, copy.deepcopy(alone))
+    optimizer.insert(0, theirs.state_dict())
+    for _ in range(2):
+        step(array, optimizer)
+        step(alone, theirs)
+    assert all(map(close, array.extract(0).parameters(), alone.parameters()))
+
+
 def test_the_generator_of_another_type_of_device_is_refused_and_changes_nothing() -> None:
     array = fuse(make(Net), seeds=range(3))
     member = members.member_of(array, 0)

@@ -35,7 +35,7 @@ def comparison(tmp_path: Path) -> Path:
 
 
 def test_no_point_beats_one_on_the_front() -> None:
-    points = [(4.0, 1.0), (1.0, 4.0), (2.0, 4.0), (2.0, 2.0), (3.0, 3.0), (1.0, 5.0)]
+    points = [(4.0, 1.0), (1.0, 4.0), (2.0, 4.0), (2.0, 2.0), (3.0, 3.0), (1.0, 5.0), (5.0, 1.0)]
     found = front(points)
     assert found == [1, 3, 0]
     for index in found:

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
 from thinwire.coreset.selection import proportional_budgets, select
-from thinwire.coreset.similarity import Distances, EuclideanDistances
+from thinwire.coreset.similarity import Distances, EuclideanDistances, distances_to
 from thinwire.coreset.subset import Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
 from thinwire.validation import check_field_types
@@ -171,11 +171,11 @@ def k_center(distances: Distances, budget: int) -> Subset:
         budget: points to choose; fewer are chosen where there are fewer distinct ones.
     """
     chosen = [0]
-    nearest = distances.between(torch.tensor([0], dtype=torch.int64, device="cpu"))[:, 0].clone()
+    nearest = distances_to(distances, torch.tensor([0], dtype=torch.int64, device="cpu"))[:, 0].clone()
     while len(chosen) < budget and float(nearest.max()) > 0:
         chosen.append(int(nearest.argmax()))
         nearest = torch.minimum(
-            nearest, distances.between(torch.tensor([chosen[-1]], dtype=torch.int64, device="cpu"))[:, 0]
+            nearest, distances_to(distances, torch.tensor([chosen[-1]], dtype=torch.int64, device="cpu"))[:, 0]
         )
     medoids = torch.tensor(chosen, dtype=torch.int64, device="cpu")
     members = stratify(distances, medoids, len(chosen)).members

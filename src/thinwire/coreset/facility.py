@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.coreset.similarity import Distances, power_above, to_rows
+from thinwire.coreset.similarity import Distances, distances_to, power_above, to_rows
 from thinwire.errors import ConfigError
 from thinwire.kernels import nearest
 from thinwire.kernels.base import as_fp32
@@ -167,7 +167,7 @@ class DistanceFacility(Facility):
     """
 
     def __init__(self, distances: Distances) -> None:
-        first = distances.between(torch.tensor([0], dtype=torch.int64, device="cpu"))
+        first = distances_to(distances, torch.tensor([0], dtype=torch.int64, device="cpu"))
         self.n = self.points = distances.n
         # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
         self.unit = power_above(2 * float(first.max()))
@@ -195,7 +195,7 @@ class DistanceFacility(Facility):
         return torch.bincount(self._positions, minlength=count).cpu()
 
     def _distances_to(self, candidates: Tensor) -> Tensor:
-        return (self._distances.between(candidates) / self.unit).float()
+        return (distances_to(self._distances, candidates) / self.unit).float()
 
 
 def rounded(distances: Tensor) -> Tensor:

@@ -3,38 +3,60 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler
+from torch.utils.data import Dataset, DistributedSampler, Sampler
 
 from thinwire.coreset.schedule import Selector
 from thinwire.coreset.subset import Subset, keyed
 from thinwire.errors import CheckpointError, ConfigError
 
+_LOST = 1000  # more than the points of a batch, whose weights `weight_of` may give later
+
 
 class Point(int):
     """The number of a point, with the point's weight as an attribute.
 
-    It is an ordinary index, and carries the weight into the worker processes of a DataLoader, persistent ones too.
-
-    Attributes:
-        weight: of the point; the mean over an epoch is 1.
+    It is an ordinary index, and carries the weight into the worker processes of a DataLoader, persistent ones too. A
+    process that never reads a weight is warned.
     """
 
-    weight: float
+    _weight: float
+    _needed: bool
+    lost: ClassVar[int] = 0
+    """Points of this process whose weight, other than 1, nobody has read."""
 
     def __new__(cls, number: int, weight: float) -> Point:
         """A number with a weight."""
         point = super().__new__(cls, number)
-        point.weight = weight
+        point._weight, point._needed = weight, weight != 1
         return point
+
+    @property
+    def weight(self) -> float:
+        """Weight of the point; the mean over an epoch is 1."""
+        Point.lost = -(1 << 62)  # this process knows of weights
+        return self._weight
 
     # An int's own pickling would lose the weight on the way to a worker process.
     def __reduce__(self) -> tuple[type[Point], tuple[int, float]]:
-        return Point, (int(self), self.weight)
+        self._needed = False  # there is another one now, which may be read
+        return Point, (int(self), self._weight)
+
+    def __del__(self) -> None:
+        if self._needed:
+            Point.lost += 1
+            if Point.lost == _LOST:
+                warnings.warn(
+                    f"the weights of {_LOST} points of a CraigSampler were not used, so the loss is not that of all "
+                    "points. Wrap the data set, Weighted(dataset), and multiply each loss by its weight",
+                    stacklevel=2,
+                )
 
 
 class Mapped(Protocol):
@@ -130,13 +152,23 @@ class CraigSampler(Sampler[int]):
 
         A point that was chosen twice (by `Crest`) has a weight for each time; use those of the `Point` objects then.
         """
+        Point.lost = -(1 << 62)
         subset = self.subset
         table = torch.zeros(subset.n, dtype=torch.float64, device="cpu")
         table[subset.indices] = subset.scaled
         return table[indices.cpu()].float().to(indices.device)
 
     def __len__(self) -> int:
-        """Points of this rank in a whole epoch."""
+        """Points of this rank in a whole epoch.
+
+        Raises:
+            ConfigError: a `DistributedSampler` asks, which would take the sampler for a data set.
+        """
+        if isinstance(sys._getframe(1).f_locals.get("self"), DistributedSampler):  # pyright: ignore[reportPrivateUsage]
+            raise ConfigError(
+                "DistributedSampler(CraigSampler) would yield positions in the subset, not points. A CraigSampler "
+                "divides its points among ranks itself. Use CraigSampler(source, rank=rank, size=world_size)"
+            )
         k = len(self.subset)
         return -(-k // self.size) if self.pad else k // self.size
 

@@ -98,7 +98,8 @@ def select(
         ([2, 3], [3.0, 2.0])
 
     Args:
-        features: [n, d], whose Euclidean distances count; or any `Distances`. With `comm`, this rank's rows.
+        features: [n, d], whose Euclidean distances count; or any `Distances`. With `comm`, this rank's rows. A sparse
+            matrix of SciPy or torch is expanded, and needs the memory of a dense one.
         budget: number of points.
         fraction: of all points, in (0, 1], instead of a budget.
         cover: as few points as reach $L(S)\le$ cover, instead of a budget.
@@ -119,7 +120,7 @@ def select(
         The coreset, in greedy order, on the CPU.
 
     Raises:
-        ConfigError: an argument or the features are invalid.
+        ConfigError: an argument or the features are invalid, or a distance is NaN, infinite or negative.
     """
     settings = MethodSettings(
         method, seed, (0.1 if method == "streaming" else 0.01) if eps is None else eps, neighbours, parts

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, TypeAlias, cast, runtime_checkable
 
 import numpy as np
 import torch
@@ -13,7 +13,16 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 
-Features: TypeAlias = Tensor | NDArray[np.floating] | NDArray[np.integer]
+
+class SparseMatrix(Protocol):
+    """A matrix of `scipy.sparse`."""
+
+    def toarray(self) -> NDArray[Any]:
+        """The matrix with its zeros."""
+        ...
+
+
+Features: TypeAlias = Tensor | NDArray[np.floating] | NDArray[np.integer] | SparseMatrix
 _CHUNK_ELEMENTS = 1 << 22
 # Distances are computed from fp32 numbers.
 _LARGEST = 1e37
@@ -88,14 +97,41 @@ def among(distances: Distances, members: Tensor) -> Distances:
     return Among(distances, members) if own is None else own(members)
 
 
+def distances_to(distances: Distances, candidates: Tensor) -> Tensor:
+    """The distance of every point to each candidate, float [n, m].
+
+    Raises:
+        ConfigError: a distance is NaN, infinite or negative, or the shape is another.
+    """
+    found = distances.between(candidates)
+    if isinstance(distances, EuclideanDistances):
+        return found  # of features that were checked
+    if tuple(found.shape) != (distances.n, len(candidates)):
+        raise ConfigError(
+            f"distances.between returned the shape {list(found.shape)} for {len(candidates)} candidates of "
+            f"{distances.n} points. It must return [n, m] = {[distances.n, len(candidates)]}"
+        )
+    least, largest = torch.aminmax(found)
+    # Negated, so that NaN is refused too.
+    if not (least >= 0 and largest < torch.inf):
+        bad = ~((found >= 0) & (found < torch.inf))
+        point, column = (int(k) for k in bad.nonzero()[0])
+        raise ConfigError(
+            f"the distance of point {point} to point {int(candidates[column])} is {float(found[point, column])}. "
+            "Distances must be finite and at least 0. Drop points without finite values, and clamp rounding errors to 0"
+        )
+    return found
+
+
 def checked(features: Features) -> Tensor:
-    """Features as a matrix of floats, [n, d].
+    """Features as a matrix of floats, [n, d]; sparse ones with their zeros.
 
     Raises:
         ConfigError: not a matrix of numbers with at least one row and column, or a value is NaN, infinite, or so large
             that distances would overflow.
     """
     matrix = features if isinstance(features, Tensor) else _tensor_of(features)
+    matrix = matrix if matrix.layout is torch.strided else matrix.to_dense()
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ConfigError(
             f"features {list(matrix.shape)}: need a matrix [n, d] with a row for each point; reshape it, x.flatten(1)"
@@ -124,6 +160,8 @@ def _tensor_of(features: object) -> Tensor:
     Raises:
         ConfigError: it is no array of numbers.
     """
+    if type(features).__module__.startswith("scipy.sparse"):
+        features = cast(SparseMatrix, features).toarray()
     if not isinstance(features, np.ndarray):
         raise ConfigError(
             f"features are a {type(features).__name__}: need a matrix [n, d] as a tensor or an array; convert them, "

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.coreset.similarity import Distances
+from thinwire.coreset.similarity import Distances, distances_to
 from thinwire.errors import ConfigError
 from thinwire.storage.files import local_path, write_atomically
 
@@ -288,7 +288,7 @@ def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tup
     members = torch.zeros(distances.n, dtype=torch.int64, device="cpu")
     for first in range(0, len(medoids), _BLOCK):
         block = medoids[first : first + _BLOCK].cpu()
-        apart = distances.between(block).float().cpu()
+        apart = distances_to(distances, block).float().cpu()
         if labels is not None:
             apart = apart.masked_fill(labels.cpu()[:, None] != labels.cpu()[block], torch.inf)
         least, place = apart.min(1)

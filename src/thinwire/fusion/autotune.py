@@ -120,7 +120,8 @@ def run_fastest(
         return next(iter(candidates.values()))(*values)
     device = next((_tensor_of(value).device for value in values if value is not None), torch.device("cpu"))
     autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
-    key = (name, *settings, *map(_signature, values), torch.get_num_threads(), autocast)
+    hashable = (tuple(each) if isinstance(each, list) else each for each in settings)
+    key = (name, *hashable, *map(_signature, values), torch.get_num_threads(), autocast)
     choice = _chosen.get(key) or _choose(key, candidates, values, uses, gpu=device if device.type == "cuda" else None)
     return candidates[choice](*values)
 
