@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Workers find each other by the variables that torchrun sets, without a process group of the caller's."""
 
+import json
 import multiprocessing
 import os
+import time
 import warnings
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import HashStore
 
 import thinwire
+from thinwire import ThreadComm, run_threads
+from thinwire.comm.rendezvous import start_of_ranks
 from thinwire.emulate.rendezvous import free_port
 
 _context = multiprocessing.get_context("forkserver")
@@ -64,3 +70,39 @@ def test_a_rank_that_never_comes_is_an_error_within_the_timeout() -> None:
     assert told.startswith("CommTimeoutError: rank 0: not all 2 workers connected to 127.0.0.1:")
     assert "in 2 s" in told
     assert status == 0
+
+
+def starts(store: HashStore, late: float = 0.0) -> list[str]:
+    """The names that three ranks agree on, of which the last comes later."""
+
+    def work(comm: ThreadComm) -> str:
+        time.sleep(late if comm.rank == 2 else 0.0)
+        return start_of_ranks(store, comm.rank, 3, 20.0)
+
+    return run_threads(3, work)
+
+
+def test_each_start_of_the_ranks_gets_a_name_of_its_own() -> None:
+    store = HashStore()
+    names = [starts(store, late) for late in (0.0, 0.1, 0.0)]
+    assert [len(set(each)) for each in names] == [1, 1, 1]
+    assert len({each[0] for each in names}) == 3
+
+
+def test_what_an_earlier_start_has_left_halfway_is_not_taken_for_a_rank() -> None:
+    store = HashStore()
+    store.set("present/1", "gone")  # of a rank that ended before the others came
+    store.set("present/2", "gone")
+    store.set("proposal", json.dumps(["old", "gone", "gone", "gone"]))
+    store.set("old/agreed", "")
+    (name,) = set(starts(store, 0.2))
+    assert name != "old"
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    store = HashStore()
+    store.set("present/1", "gone")
+    with pytest.raises(TimeoutError, match="rank 1 has not come"):
+        start_of_ranks(store, 0, 2, 0.1)
+    with pytest.raises(TimeoutError, match="rank 0, or one that it awaits, has not come"):
+        start_of_ranks(HashStore(), 1, 2, 0.1)

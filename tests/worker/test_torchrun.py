@@ -63,3 +63,39 @@ def test_survivors_name_the_killed_rank_before_torchrun_ends_them(recipe: str, t
     for line in said:
         assert any(words in line for words in named), line
         assert not line.startswith("rank 1")
+
+
+_RESTARTED = """
+import os, sys
+from pathlib import Path
+import torch
+import thinwire
+
+attempt, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+worker = thinwire.attach(model, optimizer, "AllReduce()", timeout=30)
+if any(Path(sys.argv[1]).rglob("rank-*.json")):
+    worker.load(sys.argv[1])
+while worker.step < 6:
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if worker.step == 1:
+        worker.save(sys.argv[1])
+    if attempt < 2 and worker.step == 2 and rank == 1:
+        os._exit(3)
+print(f"attempt {attempt} rank {rank} is at step {worker.step}", flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_workers_that_torchrun_has_restarted_find_each_other_at_the_first_try(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(_RESTARTED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "2", str(script), str(tmp_path / "checkpoints")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "attempt 2 rank" in done.stdout

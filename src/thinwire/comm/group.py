@@ -26,7 +26,12 @@ from thinwire.comm.base import DIRECT_GATHER_BYTES, Comm, places
 from thinwire.comm.forks import keep_forever, protect
 from thinwire.comm.liveness import Processes, State, own_row
 from thinwire.comm.mailbox.base import Mailbox
-from thinwire.comm.rendezvous import init_process_group, started_by_torchrun
+from thinwire.comm.rendezvous import (
+    init_process_group,
+    start_of_ranks,
+    started_by_torchrun,
+    store_outlives_workers,
+)
 from thinwire.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
@@ -39,6 +44,7 @@ _TAGS = 1 << 13
 _SIZES = 131_071  # a prime; times `_TAGS` it is less than 2**30
 _LOGGER = logging.getLogger("thinwire")
 _WAITED = 0.05  # of the timeout; a rank that has waited less was late
+_LATE_SECONDS = 1.0  # after a timeout, so that a rank that waits for others says for whom
 _ENDED_SECONDS = 0.05  # within which the kernel says that a process has ended whose connections are closed
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 # Failures of the network in torch's RuntimeErrors; all others are mistakes in the call.
@@ -480,9 +486,17 @@ def _not_in_group() -> ConfigError:
     )
 
 
+_starts: dict[str, str] = {}  # of this process with others, by the name of the group
+
+
 def _own_store(members: Sequence[int], timeout: float) -> Store:
     """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
     name = f"thinwire/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
+    if store_outlives_workers():
+        if name not in _starts:
+            store, rank = PrefixStore(f"{name}/starts", _store()), list(members).index(dist.get_rank())
+            _starts[name] = _ask_store(lambda: start_of_ranks(store, rank, len(members), timeout), timeout)
+        name = f"{name}/{_starts[name]}"
     # A store keeps its keys, so a second comm over the same ranks needs keys of its own.
     return PrefixStore(f"{name}/{count_in_store(f'{name}/calls/{dist.get_rank()}', timeout)}", _store())
 
@@ -496,11 +510,17 @@ def count_in_store(key: str, timeout: float) -> int:
         CommTimeoutError: the store did not answer within so many seconds.
         PeerLostError: the process that hosts it has ended.
     """
-    host = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+    return _ask_store(lambda: _store().add(key, 1), timeout)
+
+
+def _ask_store(ask: Callable[[], T], timeout: float) -> T:
+    host = "the launcher" if store_outlives_workers() else "rank 0"
     where = f"rank {dist.get_rank()}, before step 0"
     try:
-        return within(timeout, lambda: _store().add(key, 1))
-    except TimeoutError:
+        return within(timeout + _LATE_SECONDS, ask)
+    except TimeoutError as error:
+        if str(error):
+            raise CommTimeoutError(f"{where}: no answer within {timeout:g} s; {error}") from None
         problem = f"no answer within {timeout:g} s from the rendezvous store; {host}, which hosts it, is not answering"
         raise CommTimeoutError(f"{where}: {problem}") from None
     except RuntimeError as error:

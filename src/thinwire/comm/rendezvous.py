@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import os
+import secrets
 import socket
+import time
 from datetime import timedelta
 from typing import cast
 
@@ -19,6 +22,7 @@ from thinwire.errors import CommTimeoutError, ConfigError
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # PyTorch's own limit comes first, since its error names the address; a store whose host has stopped has no limit.
 _LINGER_SECONDS = 5.0
+_POLL_SECONDS = 0.02
 
 
 def started_by_torchrun() -> bool:
@@ -58,11 +62,68 @@ def init_process_group(device: torch.device, timeout: float) -> None:
 
 
 def _connect(backend: str, timeout: timedelta) -> None:
-    if not _is_local(os.environ["MASTER_ADDR"]):
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if store_outlives_workers():
+        store = open_store(timeout)
+        store = PrefixStore(start_of_ranks(PrefixStore("thinwire", store), rank, size, timeout.total_seconds()), store)
+    elif _is_local(os.environ["MASTER_ADDR"]):
+        store = open_store(timeout)
+    else:
         dist.init_process_group(backend, timeout=timeout)
         return
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, store=open_store(timeout), rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def store_outlives_workers() -> bool:
+    """Whether torchrun's agent hosts the rendezvous store, which then holds the keys of workers that were restarted."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def start_of_ranks(store: Store, rank: int, size: int, timeout: float) -> str:
+    """Agree on a random name for this start of all ranks, so that keys of an earlier start are never read.
+
+    torchrun's count of restarts is no such name: each node counts its own, and none counts the nodes that join.
+
+    Args:
+        store: may hold keys of earlier starts.
+        rank: of this process.
+        size: the number of ranks.
+        timeout: how long to wait for the others, in seconds.
+
+    Returns:
+        The name, equal on all ranks of this start.
+
+    Raises:
+        TimeoutError: not all ranks came in time; says which did not, as far as this rank knows.
+    """
+    end, own, proposed, name = time.monotonic() + timeout, secrets.token_hex(8), [""], ""
+    if size == 1:
+        return own
+    store.set(f"present/{rank}", own)
+    others = [f"present/{each}" for each in range(1, size)]
+    while True:
+        if rank == 0:
+            # A rank that was restarted replaces what its predecessor has left. Who was proposed must confirm, so that
+            # a start with a predecessor in it is never agreed on.
+            if store.check(others) and (present := [own, *(store.get(each).decode() for each in others)]) != proposed:
+                proposed, name = present, secrets.token_hex(8)
+                store.set("proposal", json.dumps([name, *present]))
+            if name and store.check([f"{name}/{each}" for each in others]):
+                store.set(f"{name}/agreed", "")
+                return name
+        elif store.check(["proposal"]):
+            found, *present = json.loads(store.get("proposal"))
+            if len(present) == size and present[rank] == own:
+                if found != name:
+                    store.set(f"{found}/present/{rank}", "")
+                    name = found
+                if store.check([f"{name}/agreed"]):
+                    return name
+        if time.monotonic() > end:
+            missing = [each for each in others if not store.check([f"{name}/{each}" if name else each])]
+            ranks = ", ".join(each.rpartition("/")[2] for each in missing) if rank == 0 else "0, or one that it awaits,"
+            raise TimeoutError(f"rank {ranks} has not come")
+        time.sleep(_POLL_SECONDS)
 
 
 def open_store(timeout: timedelta) -> Store:
@@ -81,13 +142,13 @@ def open_store(timeout: timedelta) -> Store:
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if _is_local(address):
         return _loopback_store(address, port, rank, size, timeout)
-    hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    hosts = rank == 0 and not store_outlives_workers()
     return TCPStore(address, port, size, hosts, timeout, wait_for_workers=False)
 
 
 def _is_local(address: str) -> bool:
     """Whether rank 0 hosts the store for this machine only."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if store_outlives_workers():
         return False
     try:
         return ipaddress.ip_address(address).is_loopback
@@ -126,7 +187,7 @@ def view_store(prefix: str, store: Store | None, *, several: bool, timeout: floa
     if store is not None:
         return PrefixStore(prefix, store)
     address = os.environ.get("THINWIRE_STORE")
-    if address is None and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+    if address is None and store_outlives_workers():
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if address is None:
         if not several:
