@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -203,3 +204,59 @@ def test_a_dtype_that_gloo_does_not_support_closes_nothing() -> None:
 def test_one_process_alone_needs_no_group() -> None:
     comm = comm_for()
     assert (comm.rank, comm.size) == (0, 1)
+
+
+_DIFFERENT: dict[str, tuple[Callable[[GroupComm], Any], Callable[[GroupComm], Any]]] = {
+    "all_reduce of 10 x float32": (
+        lambda comm: comm.all_reduce_(torch.ones(10)),
+        lambda comm: comm.all_reduce_(torch.ones(12)),
+    ),
+    "all_gather of 10 x float32": (
+        lambda comm: comm.all_gather(torch.ones(10)),
+        lambda comm: comm.all_gather(torch.ones(10, dtype=torch.float64)),
+    ),
+    "broadcast of 10 x float32": (
+        lambda comm: comm.broadcast_(torch.ones(10), 0),
+        lambda comm: comm.broadcast_(torch.ones(12), 0),
+    ),
+    "all_reduce": (lambda comm: comm.all_reduce_(torch.ones(10)), lambda comm: comm.all_gather(torch.ones(10))),
+}
+
+
+def call_differently() -> list[tuple[str, str]]:
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    found: list[tuple[str, str]] = []
+    for usual, odd in _DIFFERENT.values():
+        comm = GroupComm(timeout=20)
+        try:
+            (odd if comm.rank == 1 else usual)(comm).wait()
+            found.append(("", ""))
+        except ThinwireError as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def test_a_rank_that_calls_another_collective_is_named_on_all_ranks_in_debug_mode() -> None:
+    for found in run_processes(3, call_differently):
+        for (kind, text), usual in zip(found, _DIFFERENT, strict=True):
+            assert kind == "MismatchError"
+            if usual == "all_reduce":
+                assert "ranks 0, 2 are in all_reduce at step 0, rank 1 is in all_gather at step 0" in text
+            else:
+                assert "ranks make different calls at step 0: rank 1 makes another collective" in text
+                assert usual in text or "12 x float32" in text or "10 x float64" in text
+
+
+def gather_another_size_in_a_round() -> str:
+    comm = GroupComm(timeout=20)
+    comm.round = "an average in training"
+    try:
+        comm.all_gather(torch.ones(12 if comm.rank == 1 else 10)).wait()
+    except ThinwireError as error:
+        return str(error)
+    return ""
+
+
+def test_the_check_of_a_round_names_the_rank_that_sends_another_size() -> None:
+    for text in run_processes(3, gather_another_size_in_a_round):
+        assert "ranks make different calls at step 0: rank 1 makes another collective" in text

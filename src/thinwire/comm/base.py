@@ -11,6 +11,7 @@ from __future__ import annotations
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from typing import Literal, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.runtime import REAL, Runtime
-from thinwire.comm.work import Meter, Work, completed, nbytes_of
+from thinwire.comm.work import Meter, Work, completed, describe, nbytes_of
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
 T = TypeVar("T")
@@ -48,6 +49,8 @@ class Comm(ABC):
         rule: what ranks that are out of step should do, for errors.
         round: what the next collective call belongs to; it is launched with a check that all ranks are there. Empty
             for no check.
+        checks_calls: whether every collective call waits for a check that all ranks make the same one, with tensors of
+            one size and dtype; for debugging.
         calling: the check that is being launched, for errors.
         silent: ranks that have just joined, and add nothing to means of parameters yet.
         check_device: where the checks' few bytes lie.
@@ -75,6 +78,7 @@ class Comm(ABC):
         self.in_step = True
         self.rule = RULE
         self.round = ""
+        self.checks_calls = False
         self.calling = ""
         self.silent: frozenset[int] = frozenset()
         self.check_device = torch.device("cpu")
@@ -93,22 +97,22 @@ class Comm(ABC):
         if self.size == 1:
             return completed(x)
         if op == "min":
-            return self._track("all_reduce_min", nbytes_of(x), lambda: self._all_reduce_min_(x))
+            return self._track("all_reduce_min", nbytes_of(x), lambda: self._all_reduce_min_(x), x)
         sent = 2 * (self.size - 1) * nbytes_of(x) / self.size
-        return self._track("all_reduce", sent, lambda: self._all_reduce_(x))
+        return self._track("all_reduce", sent, lambda: self._all_reduce_(x), x)
 
     def broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         """Replace `x` on every rank by that of rank `src`."""
         if self.size == 1:
             return completed(x)
         sent = (self.size - 1) * nbytes_of(x) / self.size
-        return self._track("broadcast", sent, lambda: self._broadcast_(x, src))
+        return self._track("broadcast", sent, lambda: self._broadcast_(x, src), x)
 
     def all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         """Gather every rank's `x`, in the order of ranks; all have the same shape and dtype."""
         if self.size == 1:
             return completed([x])
-        return self._track("all_gather", (self.size - 1) * nbytes_of(x), lambda: self._all_gather(x))
+        return self._track("all_gather", (self.size - 1) * nbytes_of(x), lambda: self._all_gather(x), x)
 
     def all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         """Send `xs[j]` to rank j and receive one vector from each rank.
@@ -311,12 +315,34 @@ class Comm(ABC):
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         raise ConfigError(f"{type(self).__name__} has no mailboxes; use a process group, threads or a counter")
 
-    def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]]) -> Work[T]:
-        """Count the call, launch it, and time the wait for it."""
+    def _check_call(self, operation: str, like: Tensor | None) -> Work[list[int]]:
+        """Check that all ranks make this call, with tensors alike: Gloo would end a process, or give wrong sums."""
+        call = operation if like is None else f"{operation} of {describe(like)}"
+        number = int.from_bytes(blake2b(call.encode(), digest_size=8).digest(), "big") >> 1
+
+        def refuse(odd: list[int]) -> list[int]:
+            if odd:
+                which = f"{self.names(odd)} {'makes' if len(odd) == 1 else 'make'}"
+                self.raise_on_all(
+                    MismatchError(
+                        f"ranks make different calls at step {self.step}: {which} another collective, or one of "
+                        f"another size or dtype, than the others; {self.name(self.rank)} makes {call}. All ranks "
+                        "must make the same calls with tensors of one size and dtype"
+                    )
+                )
+            return odd
+
+        check = self.check_in_step(self.round or operation, fingerprint=number).then(refuse)
+        if self.checks_calls:
+            check.wait()
+        return check
+
+    def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]], like: Tensor | None = None) -> Work[T]:
+        """Count the call, launch it, and time the wait for it; `like` is what all ranks have of one size and dtype."""
         self.meter.sent(operation, sent)
         check = None
-        if self.round and operation != "send_recv":
-            check = self.check_in_step(self.round)
+        if (self.round or self.checks_calls) and operation != "send_recv":
+            check = self._check_call(operation, like)
         # The step of the launch: the wait may belong to a later step.
         clock, step = self.runtime.clock, self.step
         launched = clock()

@@ -58,6 +58,9 @@ class GroupComm(Comm):
     rank fails too instead of waiting for its timeout. Then the surviving ranks set a key each in the rendezvous store,
     and the error names the ranks that did not. (A rank that is busy elsewhere for several seconds counts as missing.)
 
+    Ranks that call different collectives, or with other sizes, may get wrong sums, or end in Gloo's abort. Set
+    TORCH_DISTRIBUTED_DEBUG=DETAIL to let every call check this first, and name the rank.
+
     Args:
         group: a process group; None is the default one.
         timeout: how long one wait may last, in seconds; on NCCL the group's own timeout holds.
@@ -97,6 +100,7 @@ class GroupComm(Comm):
         self._fault: ThinwireError | None = None
         self._gloo_devices = gloo_devices
         self._tag = 0
+        self.checks_calls = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"  # as torch's own groups
         # At most one: connections close with their last reference, so they are held where one call can drop it.
         self._own: list[_Connections] = []
         self._duplicates: WeakSet[Comm] = WeakSet()

@@ -55,9 +55,12 @@ def init_process_group(device: torch.device, timeout: float) -> None:
     except (RuntimeError, OSError) as error:
         rank, size, host, port = (os.environ[name] for name in _NAMES)
         first = (str(error) or "timed out").splitlines()[0][:200]
+        # The agents of some versions of torch then name different stores.
+        hint = ". If nodes have joined (--nnodes MIN:MAX), start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        hint = hint if store_outlives_workers() else ""
         raise CommTimeoutError(
             f"rank {rank}: not all {size} workers connected to {host}:{port} in {timeout:g} s ({first}); see what "
-            "the other ranks print, and whether this one can reach that address"
+            f"the other ranks print, and whether this one can reach that address{hint}"
         ) from error
 
 
