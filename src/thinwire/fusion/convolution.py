@@ -20,7 +20,7 @@ from thinwire.fusion.autotune import Implementation, run_fastest
 from thinwire.fusion.batch import Batch, Value, along, contiguous, fold, loop
 from thinwire.fusion.routing import Context, Gradients, differentiable_gradients, rule
 
-Sizes = int | Sequence[int]
+Sizes = int | tuple[int, ...]  # or a list, as functions of torch take it
 Settings = tuple[Any, ...]
 # All models' inputs together: from about here they no longer fit the caches.
 _LARGE_BYTES = 8 << 20
@@ -236,7 +236,7 @@ def _is_pointwise(weight: Value, stride: Sizes, padding: Sizes | str, groups: in
 
 
 def _all_equal(values: Sizes | str, wanted: int) -> bool:
-    return all(value == wanted for value in (values if isinstance(values, tuple | list) else (values,)))
+    return all(value == wanted for value in ((values,) if isinstance(values, int) else values))
 
 
 def _per_axis(values: Sizes, axes: int) -> tuple[int, ...]:
