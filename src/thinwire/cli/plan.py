@@ -122,10 +122,12 @@ class Plan:
         load, cores = load_average(), usable_cores()
         busy = load > _BUSY * cores
         timings = Timings(timings_path(), again=self.measure_again, busy=busy)
+        examined = seen is not None and bool(seen.steps) and self.task is None and self.model is None
+        made = self._made(meta=examined or self.step_seconds is not None)
         with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
-            step, optimizer = self._step(seen, timings, tell)
+            step = self._step(made, seen if examined else None, timings, tell)
             model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
-            job = _job(step, workers, network, optimizer, sharing=1.0 if seen is None else seen.sharing)
+            job = _job(step, workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
             planner = Planner(job, recipes, tell=tell, model=model, timings=timings)
             tell.expect(len(recipes) + len(planner.meshes()))
             options = planner.options()
@@ -225,33 +227,35 @@ class Plan:
             return None
         return language_model(self.task or "text", self.model_size, batch_size=self.batch_size, data=self.data)
 
-    def _step(
-        self, seen: Examination | None, timings: Timings, tell: Callable[[str], None]
-    ) -> tuple[StepTime, MakeOptimizer]:
-        """Of the model: from the doctor's file, from --step-seconds, or timed here; and the run's optimizer."""
+    def _made(self, *, meta: bool) -> TimedModel:
+        """The model, with the optimizer of the run; a mistake is named before anything is simulated."""
         from thinwire.cli.step_time import model_of
 
-        examined = seen is not None and bool(seen.steps) and self.task is None and self.model is None
-        found = model_of(
+        return model_of(
             task=self.task or "text",
             model_size=self.model_size,
             model=self.model,
             batch_size=self.batch_size,
             data=self.data,
             optimizer=self.optimizer,
-            meta=examined or self.step_seconds is not None,
+            meta=meta,
         )
-        if seen is not None and examined:
+
+    def _step(
+        self, made: TimedModel, seen: Examination | None, timings: Timings, tell: Callable[[str], None]
+    ) -> StepTime:
+        """Of the model: as the doctor has timed it, from --step-seconds, or timed here."""
+        if seen is not None:
             step = max(seen.steps.values(), key=lambda each: each.seconds)
         elif self.step_seconds is not None:
-            step = found.shapes()
+            step = made.shapes()
         else:
             tell("the model's training step, here")
-            step = self._timed(found, timings)
+            step = self._timed(made, timings)
         if self.step_seconds is not None:
             forward = _FORWARD * self.step_seconds
             step = replace(step, forward=forward, backward=self.step_seconds - forward, update=0.0, ready=[])
-        return step, found.optimizer
+        return step
 
     def _timed(self, model: TimedModel, timings: Timings) -> StepTime:
         """The step, timed here; of a task's model once, as only the user knows when their own model changes."""
