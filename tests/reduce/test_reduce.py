@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.problems import Irregular
-from thinwire import Bf16, Comm, Complete, CountingComm, OnePeerExponential, Ring, Topology, run_threads
+from thinwire import Bf16, Comm, Complete, CountingComm, Fp16, OnePeerExponential, Ring, Topology, run_threads
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, gossip_, mean_, mix_
 from thinwire.topology import Peers
 
@@ -90,3 +90,14 @@ def test_on_the_counting_comm_every_rank_holds_the_same() -> None:
     assert torch.allclose(mean_(comm, x.clone()).wait(), x, rtol=0, atol=1e-15)
     assert torch.allclose(gossip_(comm, x.clone(), Ring().peers(1, 4, 0)).wait(), x, rtol=0, atol=1e-15)
     assert comm.meter.by_operation == {"all_reduce": 2 * 3 * 48 / 4, "send_recv": 2 * 48}
+
+
+@pytest.mark.parametrize("codec", [None, Fp16()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_means_in_fp16_are_finite_where_the_sum_is_not(codec: Fp16 | None, dtype: torch.dtype) -> None:
+    def work(comm: Comm) -> list[float]:
+        x = torch.tensor([40000.0, 30000.0, 1.0, -0.25], dtype=dtype)
+        work = mean_(comm, x) if codec is None else compressed_mean_(comm, x, codec, {})
+        return work.wait().tolist()
+
+    assert run_threads(4, work) == [[40000.0, 30000.0, 1.0, -0.25]] * 4

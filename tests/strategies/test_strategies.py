@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import thinwire
 from tests.oracles import common as oracles
@@ -154,3 +154,32 @@ def compare(rows: list[list[list[float]]], n: int, dtype: torch.dtype) -> None:
     for i, (strategy, oracle, settings) in enumerate(spoken(n, dtype)):
         wanted = expected(problem, oracle, n, WARMING[:ON_PROCESSES], settings)
         assert distance(real[:, i], wanted) < TOLERANCE[dtype], strategy
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "AllReduce()",
+        "AllReduce(codec=Fp16())",
+        'BackupWorkers(reduction="messages")',
+        'BackupWorkers(reduction="all_reduce")',
+        "NodeAverage(LocalSGD(4), period=1, node_size=3)",
+    ],
+)
+def test_sums_in_fp16_do_not_overflow_where_the_mean_is_finite(recipe: str) -> None:
+    def train(comm: Comm) -> list[float]:
+        model = nn.Linear(1, 3, bias=False).half()
+        nn.init.constant_(model.weight, 30000.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        worker = thinwire.attach(model, optimizer, recipe, comm=comm)
+        scale = torch.tensor([40000.0, -30000.0, 1.0], dtype=torch.float16)
+        while worker.step < 1:
+            optimizer.zero_grad()
+            (model(torch.ones(1, 1, dtype=torch.float16)) * scale).backward(torch.ones(1, 3, dtype=torch.float16))
+            optimizer.step()
+        worker.detach()
+        return model.weight.flatten().tolist()
+
+    wanted = torch.tensor([10000.0, 45000.0, 30000.0], dtype=torch.float16).tolist()
+    for found in thinwire.run_threads(3, train, timeout=20):
+        assert found == pytest.approx(wanted, rel=2e-3)

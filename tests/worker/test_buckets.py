@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, drawn, flat, momentum
-from thinwire import AllReduce, Comm, ConfigError, CountingComm, Quantize, run_threads
+from thinwire import AllReduce, Comm, CountingComm, Quantize, run_threads
 from thinwire.comm.work import Work, completed
 from thinwire.replica.flat import lay_out, views
 from thinwire.replica.replica import Replica
@@ -87,7 +87,7 @@ def test_a_bucket_is_sent_as_soon_as_it_and_those_before_it_are_final_and_the_la
     for parameter in parameters[1:]:
         total = torch.tanh(total + parameter.sum())
     total.backward()
-    assert seen == [1, 3]
+    assert seen == [0, 3]  # hooks of the tensor run before
     assert len(recorder.parts) == 4
     assert all(bucket.work is None for bucket in backward.buckets)
 
@@ -156,7 +156,7 @@ def test_ranks_whose_layers_run_in_opposite_orders_exchange_the_same_buckets() -
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_reentrant_checkpoints_code_gradients_once_or_are_refused(outside: bool) -> None:
+def test_reentrant_checkpoints_code_gradients_once(outside: bool) -> None:
     from torch.utils.checkpoint import checkpoint
 
     class Again(nn.Module):
@@ -182,9 +182,5 @@ def test_reentrant_checkpoints_code_gradients_once_or_are_refused(outside: bool)
         return comm.meter.payload_bytes - before, flat(model)
 
     plain = run_threads(2, lambda comm: train(comm, False))
-    if not outside:
-        with pytest.raises(ConfigError, match=r"within checkpoint.*pass use_reentrant=False"):
-            run_threads(2, lambda comm: train(comm, True))
-        return
     for (sent, x), (least, y) in zip(run_threads(2, lambda comm: train(comm, True)), plain, strict=True):
         assert sent == least and torch.equal(x, y)

@@ -253,6 +253,16 @@ class Comm(ABC):
             return CommTimeoutError(f"{self.name(self.rank)} waited {self.timeout:g} s for {call} at step {self.step}")
         return PeerLostError(f"{self.name(self.rank)}, step {self.step}, {call}: {problem}")
 
+    @property
+    def ranks_key(self) -> object:
+        """Identifies the ranks: the same object for comms of one rank that have the same ranks."""
+        return self
+
+    @property
+    def wires_key(self) -> object:
+        """Identifies the connections: calls on comms that share them need one order on all ranks."""
+        return self
+
     def has_failed(self) -> bool:
         """Whether an earlier failure has closed this comm, as far as is known."""
         return False

@@ -292,6 +292,16 @@ class GroupComm(Comm):
         """A rank of the group, also by its number in the whole job where that is another one."""
         return self._roll_call.name(rank)
 
+    @property
+    def ranks_key(self) -> object:
+        """The process group."""
+        return self._group
+
+    @property
+    def wires_key(self) -> object:
+        """The process group, on NCCL; this comm where it has connections of its own."""
+        return self if self._gloo_devices else self._group
+
     def has_failed(self) -> bool:
         """Whether the connections are closed."""
         return self._fault is not None

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from weakref import ref
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
@@ -84,7 +85,10 @@ class AllReduceThread:
             while (start := self._next(wait)) is not None:
                 comm.step, before = start.step, comm.meter.payload_bytes
                 try:
-                    mean = comm.all_reduce_(contribute(start)).wait().div_(len(start.members))
+                    own, size = contribute(start), len(start.members)
+                    # In fp16 a sum overflows where the mean is finite.
+                    half = own.dtype == torch.float16
+                    mean = comm.all_reduce_(own.div_(size) if half else own).wait().div_(1 if half else size)
                 except (CommError, RuntimeError):
                     break
                 with self.changed:

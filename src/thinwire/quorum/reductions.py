@@ -120,7 +120,10 @@ class MessageReduction:
                     content = gradient[slices[part]].cpu()
                     outbox.append((self.members[part], GradientChunk(self.step, self.attempt, part, 0, content)))
         if self.can_average:
-            mean = reduce(torch.add, [self.received[rank] for rank in self.members]) / size
+            parts = [self.received[rank] for rank in self.members]
+            # In fp16 a sum overflows where the mean is finite.
+            half = parts[0].dtype == torch.float16
+            mean = reduce(torch.add, [part / size for part in parts]) if half else reduce(torch.add, parts) / size
             self.means[own] = mean
             chunk = GradientChunk(self.step, self.attempt, own, 1, mean)
             outbox += [(rank, chunk) for rank in self.members if rank != self.rank]

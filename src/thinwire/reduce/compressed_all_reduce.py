@@ -47,6 +47,9 @@ def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
         count: divide the sum by this instead of the number of ranks, where some ranks contribute zeros.
     """
     divisor = count or _count_speaking(comm, x)
+    if x.dtype == torch.float16 and divisor != 1:
+        # In fp16 a sum overflows where the mean is finite.
+        return comm.all_reduce_(x.div_(divisor))
     work = comm.all_reduce_(x)
     return work if divisor == 1 else work.then(lambda total: total.div_(divisor))
 

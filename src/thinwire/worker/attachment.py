@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn, cast
@@ -35,7 +36,7 @@ class _Owner:
 
     def __init__(self, worker: WorkerState) -> None:
         # Weak, because the table of owners outlives every worker.
-        self._worker = ref(worker)
+        self.worker = ref(worker)
         self.optimizer = ref(worker.optimizer)
         self.name = type(worker.optimizer).__name__
         self.skips_steps = worker.strategy.skips_steps
@@ -44,11 +45,12 @@ class _Owner:
 
     def refuse(self, text: str) -> None:
         """Raise an error on all ranks."""
-        if (worker := self._worker()) is not None:
+        if (worker := self.worker()) is not None:
             refuse(worker, text)
 
 
 _owners: Any = WeakIdKeyDictionary()
+_owners_lock = threading.Lock()  # ranks may be threads
 _hooks: list[RemovableHandle] = []
 _look_eagerly: list[Callable[[nn.Module, InsideDDP], None]] = []
 
@@ -76,8 +78,9 @@ class Attachment:
         self._owner = _Owner(worker)
         self._inside_ddp: InsideDDP = inside_ddp
         self._looked = False
-        for parameter in trained:
-            _owners[parameter] = self._owner
+        with _owners_lock:
+            for parameter in trained:
+                _owners[parameter] = self._owner
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         if not _look_eagerly:
@@ -154,9 +157,10 @@ class Attachment:
     def _release(self, trained: Sequence[Tensor]) -> None:
         for wrapper in self._owner.muted:
             wrapper.require_backward_grad_sync = True
-        for parameter in trained:
-            if _owners.get(parameter) is self._owner:
-                del _owners[parameter]
+        with _owners_lock:
+            for parameter in trained:
+                if _owners.get(parameter) is self._owner:
+                    del _owners[parameter]
 
 
 def check_new(trained: Mapping[str, Tensor], optimizer: Optimizer) -> None:
@@ -192,6 +196,19 @@ def check_beside(model: nn.Module, strategy: Strategy) -> None:
             "of one optimizer and not of the other, so that the parts belong to different steps; use one optimizer, "
             "with parameter groups"
         )
+
+
+def workers_beside(worker: WorkerState) -> list[WorkerState]:
+    """The other workers that train parts of the same model with the same ranks."""
+    own = {id(p) for p in worker.model.parameters()}
+    with _owners_lock:
+        owners = {id(owner): owner for owner in _owners.values()}
+    found = [other for owner in owners.values() if (other := owner.worker()) is not None and other is not worker]
+    return [
+        other
+        for other in found
+        if other.comm.ranks_key is worker.comm.ranks_key and any(id(p) in own for p in other.model.parameters())
+    ]
 
 
 def check_wrappers(model: nn.Module, inside_ddp: InsideDDP) -> None:

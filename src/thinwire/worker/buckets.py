@@ -8,14 +8,14 @@ which its gradients become final; otherwise messages of different buckets would 
 
 from __future__ import annotations
 
-import inspect
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from weakref import ref
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.base import Comm
@@ -25,9 +25,11 @@ from thinwire.kernels import all_finite, all_finite_each
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded, local, whole_like
+from thinwire.worker.passes import PassEnd, Passes
 from thinwire.worker.scaled_residuals import ScaledResiduals
 
 _FIRST_BYTES = 1 << 20
+_LOGGER = logging.getLogger("thinwire")
 Exchange = Callable[[Replica, slice], Work[Tensor] | None]
 
 
@@ -40,7 +42,8 @@ class Bucket:
         parameters: in the order of the vector.
         gradients: views of `replica.g`, one for each parameter.
         part: where the bucket lies in `replica.g`.
-        missing: parameters whose gradient is not final yet in this pass.
+        expected: how often its parameters accumulate gradient in a pass, all together; the most that a pass has had.
+        missing: how many of these are still to come in this pass; negative where there were more.
         work: the exchange, while it is in flight.
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
         keeps: whether what the exchange writes over must be there to be sent again.
@@ -51,14 +54,23 @@ class Bucket:
     parameters: list[Tensor]
     gradients: list[Tensor]
     part: slice
+    expected: int = 0
     missing: int = 0
     work: Work[Tensor] | None = None
     culprit: int = -1
     keeps: bool = False
     kept: Tensor | None = None
 
-    def gather(self) -> None:
-        """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero."""
+    def __post_init__(self) -> None:
+        """Expect one gradient for each parameter, until a pass has had more."""
+        self.expected = len(self.parameters)
+
+    def gather(self, *, keep: bool = False) -> None:
+        """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero.
+
+        Args:
+            keep: whether gradients that lie in that memory must be there to be sent again, as with `keeps`.
+        """
         self.culprit = -1
         with torch.no_grad():
             found: list[tuple[Tensor, Tensor]] = []
@@ -74,7 +86,7 @@ class Bucket:
             if len(moved) < len(found) and not all_finite(self.replica.g[self.part]):
                 # The exchange will write over these gradients.
                 self.culprit = self._first_nonfinite(in_place=True)
-            if self.keeps:
+            if keep or self.keeps:
                 self.kept = self.replica.g[self.part].clone() if len(moved) < len(found) else None
 
     def gather_again(self) -> None:
@@ -164,22 +176,9 @@ class NonFinite(NamedTuple):
         )
 
 
-class _PassEnd:
-    """The callback at the end of a backward pass.
-
-    The autograd engine holds the only reference, so that a pass that has ended without it, by an exception, is known by
-    its being gone. Passes within passes, as of checkpointed activations, do not end the outer one.
-    """
-
-    def __init__(self, flush: Callable[[], None]) -> None:
-        self._flush = flush
-
-    def __call__(self) -> None:
-        self._flush()
-
-
-# What a rank reports of its backward pass where the mean of the gradients is not finite.
-_ENDED, _FAILED, _FAILED_IN_USE, _FAILED_AND_STEPPED = range(4)
+# What a rank reports of its backward pass where the mean of the gradients is not finite. `_ENDED_LATE`: a parameter
+# accumulated gradient again after its bucket had been sent.
+_ENDED, _ENDED_LATE, _FAILED, _FAILED_IN_USE, _FAILED_AND_STEPPED = range(5)
 
 
 @dataclass
@@ -198,8 +197,9 @@ class Backward:
         skips_steps: a rank may leave out a pass, and no others wait for it.
         raises_own: with `skips_steps`, a gradient of this rank that is not finite is an error before it is sent, as
             ranks that are not in step cannot ask each other whose it was.
-        coded: gradients are compressed, so that a pass in several parts would not give what one pass gives.
         syncing: False while gradients accumulate locally.
+        model: whose attribute `require_backward_grad_sync`, if it is False, does the same; None to ignore that.
+        passes: ends the pass, with those of other workers of the same ranks.
         unused: parameters that had no gradient on this rank in the last pass.
         exchanged: gradients were exchanged since the last step, in the last pass.
         ended: a pass has ended since the hooks were registered.
@@ -214,8 +214,9 @@ class Backward:
     find_unused: bool = False
     skips_steps: bool = False
     raises_own: bool = False
-    coded: bool = False
     syncing: bool = True
+    model: nn.Module | None = None
+    passes: Passes = field(default_factory=Passes)
     unused: list[Tensor] = field(default_factory=list[Tensor])
     exchanged: bool = False
     ended: bool = False
@@ -223,49 +224,108 @@ class Backward:
     survives: Callable[[Callable[[], None]], None] | None = None
     residuals: ScaledResiduals = field(default_factory=ScaledResiduals)
     _launched: int = 0
-    _end: ref[_PassEnd] | None = None
+    _early: int = 0
+    _late: bool = False
+    _users: Tensor | None = None
+    _end: ref[PassEnd] | None = None
     _interrupted: bool = False
     _lost: tuple[type[CommError], str] | None = None
+    _hinted: bool = False
+    _nodes: list[torch.autograd.graph.Node] = field(default_factory=list[torch.autograd.graph.Node])
 
     def watch(self) -> Iterator[RemovableHandle]:
         """Register a hook on every parameter; yields the handles that remove them."""
-        for bucket in self.buckets:
+        self.passes.add(self)
+        for index, bucket in enumerate(self.buckets):
             for parameter in bucket.parameters:
-                yield parameter.register_post_accumulate_grad_hook(self._hook(bucket))
+                # A hook of the node that accumulates runs after all hooks of the tensor, also those registered later.
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                self._nodes.append(node)  # a parameter does not keep its node alive
+                yield node.register_hook(self._hook(index, bucket))
+        # Usually the first gradient: a pass that fails in a hook of its tensor has begun, and the others learn of it.
+        yield self._nodes[len(self.buckets[0].parameters) - 1].register_prehook(self._before_first)
 
-    def _hook(self, bucket: Bucket) -> Callable[[Tensor], None]:
-        # The last bucket is sent at the end of the pass, as a pass that fails must have something left to send.
-        early = len(self.buckets) - 1
+    def _before_first(self, _: object) -> None:
+        if self.syncing:
+            end = None if self._end is None else self._end()
+            self._enter(end)
 
-        def ready(_: Tensor) -> None:
+    def _hook(self, index: int, bucket: Bucket) -> Callable[[object, object], None]:
+        buckets = self.buckets
+
+        def ready(_inputs: object, _outputs: object) -> None:
             if not self.syncing:
                 return
-            if self._end is None or self._end() is None:
-                self._begin()
+            end = None if self._end is None else self._end()
+            if (end is None or end.node_frame is not None) and not self._enter(end):
+                return
             bucket.missing -= 1
             if bucket.missing == 0:
                 # A complete bucket still waits for the ones before it: the order is the same on every rank.
-                while self._launched < early and self.buckets[self._launched].missing <= 0:
-                    self._launch(self.buckets[self._launched])
+                while self._launched < self._early and buckets[self._launched].missing <= 0:
+                    self._launch(buckets[self._launched])
+            elif bucket.missing < 0:
+                bucket.expected += 1
+                if index < self._launched:
+                    # It is on its way, without this. `kept` is what was sent; the parameters' own gradients continue,
+                    # unless they lie in the memory that is sent.
+                    self._late, bucket.kept = True, None
 
         return ready
 
+    def _enter(self, end: PassEnd | None) -> bool:
+        """Begin a pass, unless one is running or gradients accumulate locally; returns whether one is running."""
+        if end is not None and not end.is_abandoned():
+            return True
+        # Loops written for DistributedDataParallel set this attribute of the model.
+        if self.model is not None and not getattr(self.model, "require_backward_grad_sync", True):
+            return False
+        self._begin()
+        return True
+
     def _begin(self) -> None:
         self.end_failed()
-        # A mean of means is the same mean; a code of a code is not.
-        if self.coded and _in_reentrant_checkpoint():
-            raise ConfigError(
-                f"{self._here}: the first gradient of the backward pass is from within checkpoint(use_reentrant=True), "
-                "which runs a pass of its own, so that gradients would be coded and sent once for each such part; pass "
-                "use_reentrant=False"
+        if torch.is_grad_enabled():
+            self.comm.raise_on_all(
+                ConfigError(
+                    f"{self._here}: backward(create_graph=True): averaged gradients have no graph, so second "
+                    "derivatives would leave out what depends on them. Use torch.autograd.grad(loss, ..., "
+                    "create_graph=True) for those, and call backward() on the final loss only"
+                )
             )
-        self._launched = 0
+        if self.exchanged and not self._hinted:
+            self._hint_at_no_sync()
+        self._launched, self._late = 0, False
+        # The last bucket is sent at the end of the pass, as a pass that fails must have something left to send.
+        # Ranks that skip steps contribute all buckets together, and could not send them again.
+        self._early = len(self.buckets) - 1 if self.passes.sends_early(self) and not self.skips_steps else 0
         for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
-        end = _PassEnd(self.flush)
-        self._end = ref(end)
-        # DDP and FSDP use the autograd engine's end-of-backward callback too; there is no public one.
-        torch.autograd.Variable._execution_engine.queue_callback(end)  # pyright: ignore
+            bucket.missing = bucket.expected
+        self._end = self.passes.enter()
+
+    def _hint_at_no_sync(self) -> None:
+        """Warn of a second pass that adds to gradients which are averaged already."""
+        parameter, view = self.buckets[-1].parameters[0], self.buckets[-1].gradients[0]
+        if parameter.grad is None or not _lies_in(parameter.grad, view) or not view.any():
+            return
+        self._hinted = True
+        _LOGGER.warning(
+            "%s: a second backward pass since the last optimizer.step() adds to averaged gradients. Each pass sends "
+            "all gradients. To accumulate locally, run all passes of a step but the last inside worker.no_sync()",
+            self._here,
+        )
+
+    def _late_refusal(self) -> ConfigError:
+        return ConfigError(
+            f"{self._here}: a parameter accumulated gradient more often in this backward pass than in any before, "
+            "after its gradient had been sent. Call optimizer.zero_grad(set_to_none=True), so that the gradient can be "
+            "sent again, or run the part of the model that is used several times equally often in each pass"
+        )
+
+    def launch_early(self) -> None:
+        """Send all buckets but the last, also without a pass."""
+        while self._launched < len(self.buckets) - 1:
+            self._launch(self.buckets[self._launched])
 
     def _launch(self, bucket: Bucket) -> None:
         self._launched += 1
@@ -298,7 +358,7 @@ class Backward:
             if p.grad is not None and not is_sharded(p) and not _lies_in(p.grad, view)
         ]
         if own:
-            self._comm.raise_on_all(
+            self.comm.raise_on_all(
                 ConfigError(
                     f"{self._here}: optimizer.step() with a gradient of {own[0]} that no backward pass has exchanged, "
                     "so that workers would train apart: it was computed before attach or in no_sync(), or set by hand; "
@@ -318,9 +378,10 @@ class Backward:
         Raises:
             MismatchError: on all ranks, if the pass has failed on some.
         """
-        self.end_failed()
-        if self._end is None:
-            self._launched = 0
+        self.passes.flush()
+
+    def flush_own(self) -> None:
+        """`flush`, for the parameters of this worker."""
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         self.unused = [p for p in parameters if p.grad is None]
         self._finish(_ENDED)
@@ -333,7 +394,7 @@ class Backward:
 
         Raises:
             MismatchError: on all ranks, if the pass has failed on some and not on others.
-            ConfigError: on all ranks, if the failed pass's gradients would be used.
+            ConfigError: on all ranks, if the failed pass's gradients would be used, or if the pass has not ended.
             CommError: the last pass was interrupted while it waited for other ranks.
         """
         if self._interrupted and not self.skips_steps:
@@ -343,20 +404,39 @@ class Backward:
             raise CommError(
                 f"{self._here}: a backward pass was interrupted while it waited for other ranks; start anew"
             )
-        if self._end is None or self._end() is not None:
+        if self._end is None:
             return
-        state = _FAILED
+        end = self._end()
+        if end is None or end.is_abandoned():
+            self.passes.end_failed(self, stepped=stepped)
+        elif stepped:
+            self.comm.raise_on_all(
+                ConfigError(
+                    f"{self._here}: optimizer.step() inside a backward pass, before gradients are averaged. Call it "
+                    "after backward() has returned, and not from a hook"
+                )
+            )
+
+    @property
+    def in_pass(self) -> bool:
+        """Whether a pass has used the worker's parameters, and has not been flushed yet."""
+        return self._end is not None
+
+    def failed_state(self, *, stepped: bool) -> int:
+        """What this rank reports of a failed pass."""
         if stepped:
-            state = _FAILED_AND_STEPPED
-        elif any(bucket.in_use() for bucket in self.buckets):
-            state = _FAILED_IN_USE
+            return _FAILED_AND_STEPPED
+        return _FAILED_IN_USE if any(bucket.in_use() for bucket in self.buckets) else _FAILED
+
+    def finish_failed(self, state: int) -> None:
+        """`end_failed`, for the parameters of this worker."""
         if self.skips_steps:
             self._end = None
         else:
             self._finish(state)
-        if state != _FAILED:
+        if state > _FAILED:
             # Where gradients are exchanged in the step, the others are waiting there, and do not know of it yet.
-            self._comm.raise_on_all(self._refusal({self._comm.rank: state}))
+            self.comm.raise_on_all(self._refusal({self.comm.rank: state}))
 
     def _finish(self, state: int) -> None:
         """Send the remaining buckets and wait for all; where their mean is not finite, all ranks find out why."""
@@ -364,23 +444,25 @@ class Backward:
         self._end, self._interrupted, self.nonfinite = None, True, None
         for bucket in self.buckets[self._launched :]:
             if state == _ENDED:
-                bucket.gather()
-            else:
+                bucket.gather(keep=self._late)
+            if state != _ENDED or self._late:
                 bucket.replica.g[bucket.part].fill_(torch.nan)
             self._send(bucket)
-        self._launched = len(self.buckets)
+        self._launched = 0
         try:
             if self.survives is None:
                 self._collect(state)
-                return
-            self.survives(self._repeatedly(state))
+            else:
+                self.survives(self._repeatedly(state))
         finally:
             self.residuals.end()
-        # Not before: a worker that is lost makes all repeat the exchange from these gradients.
+        # Not before: the exchange may have to be repeated from these gradients.
         for bucket in self.buckets:
             if state == _ENDED:
                 bucket.expose()
             bucket.work = bucket.kept = None
+        if self._users is not None:
+            self._drop_unused(self._users, state)
 
     def _repeatedly(self, state: int) -> Callable[[], None]:
         """`_collect`, which sends the same gradients again from its second call on."""
@@ -389,12 +471,7 @@ class Backward:
         def collect() -> None:
             nonlocal sent
             if not sent:
-                for bucket in self.buckets:
-                    if state == _ENDED:
-                        bucket.gather_again()
-                    else:
-                        bucket.replica.g[bucket.part].fill_(torch.nan)
-                    self._send(bucket)
+                self._send_again(state)
             sent = False  # also where this call has the result, as others may not have it, and all repeat it
             try:
                 if self._lost is not None:
@@ -408,13 +485,45 @@ class Backward:
 
         return collect
 
+    def _send_again(self, state: int) -> None:
+        """Send all buckets once more, with all that the pass has accumulated."""
+        self._late = False
+        for bucket in self.buckets:
+            if state == _ENDED:
+                bucket.gather_again()
+            else:
+                bucket.replica.g[bucket.part].fill_(torch.nan)
+            self._send(bucket)
+
     def _collect(self, state: int) -> None:
         """Wait for all buckets; where their mean is not finite, all ranks find out why."""
-        used = self._count_users() if self.find_unused else None
+        users = self._count_users() if self.find_unused else None
         if self.raises_own and self.skips_steps:
             self._refuse_own()
-        place, culprit, mean, finite = 0, -1, -1, self._all_finite_on_gpu()
         self.exchanged = state == _ENDED and any(bucket.work is not None for bucket in self.buckets)
+        culprit, mean = self._wait()
+        self._users = None if users is None else users.wait()
+        self._interrupted, self.ended = False, True
+        if mean >= 0 and not self.skips_steps and self._explain(state, culprit, mean):
+            self._interrupted = True
+            self._send_again(state)
+            culprit, mean = self._wait()
+            self._interrupted = False
+            if mean >= 0:
+                self._explain(state, culprit, mean)
+        if mean >= 0 and self.skips_steps:
+            self.nonfinite = NonFinite(
+                self.comm.rank if culprit >= 0 else -1, self.names[culprit if culprit >= 0 else mean]
+            )
+
+    def _wait(self) -> tuple[int, int]:
+        """Wait for all buckets.
+
+        Returns:
+            The place of a parameter whose gradient on this rank was not finite, and that of one whose mean is not; -1
+            where there is none.
+        """
+        place, culprit, mean, finite = 0, -1, -1, self._all_finite_on_gpu()
         for bucket in self.buckets:
             if bucket.work is not None:
                 bucket.work.wait()
@@ -424,18 +533,8 @@ class Backward:
                     mean = place + [all_finite(gradient) for gradient in bucket.gradients].index(False)
             if self.survives is None:
                 bucket.work = None
-                if state == _ENDED:
-                    bucket.expose()
             place += len(bucket.parameters)
-        if used is not None:
-            self._drop_unused(used.wait(), state)
-        self._interrupted, self.ended = False, True
-        if mean >= 0 and self.skips_steps:
-            self.nonfinite = NonFinite(
-                self._comm.rank if culprit >= 0 else -1, self.names[culprit if culprit >= 0 else mean]
-            )
-        elif mean >= 0:
-            self._explain(state, culprit, mean)
+        return culprit, mean
 
     def _all_finite_on_gpu(self) -> bool:
         """Whether all that was exchanged is known to be finite; always False on the CPU.
@@ -455,31 +554,43 @@ class Backward:
         names = iter(self.names)
         own = [next(names) for bucket in self.buckets for view in bucket.gradients if not all_finite(view)]
         if own:
-            self._comm.raise_on_all(NonFinite(self._comm.rank, own[0]).error(self.buckets[0].replica.step, self._comm))
+            self.comm.raise_on_all(NonFinite(self.comm.rank, own[0]).error(self.buckets[0].replica.step, self.comm))
 
-    def _explain(self, state: int, culprit: int, mean: int) -> None:
-        """Tell all ranks whether the pass has failed here, and which gradient was not finite before it was sent."""
-        comm = self._comm
-        mine = torch.tensor([state, culprit], dtype=torch.int64, device=self.buckets[0].replica.g.device)
-        reports = [(int(theirs[0]), int(theirs[1])) for theirs in comm.all_gather(mine).wait()]
-        failed = {rank: state for rank, (state, _) in enumerate(reports) if state != _ENDED}
+    def _explain(self, state: int, culprit: int, mean: int) -> bool:
+        """Tell all ranks how the pass has ended here, and which gradient was not finite before it was sent.
+
+        Returns:
+            Whether all ranks must send again, as a parameter of one of them accumulated gradient after it was sent.
+        """
+        comm, lost = self.comm, any(bucket.in_use() and bucket.kept is None for bucket in self.buckets)
+        if state == _ENDED and self._late:
+            state = _ENDED_LATE
+        row = [state, culprit, int(lost)]
+        mine = torch.tensor(row, dtype=torch.int64, device=self.buckets[0].replica.g.device)
+        reports = [(int(theirs[0]), int(theirs[1]), bool(theirs[2])) for theirs in comm.all_gather(mine).wait()]
+        failed = {rank: state for rank, (state, _, _) in enumerate(reports) if state > _ENDED_LATE}
         if 0 < len(failed) < comm.size or any(state != _FAILED for state in failed.values()):
             raise self._refusal(failed)
+        if any(state == _ENDED_LATE for state, _, _ in reports):
+            if any(lost for _, _, lost in reports):
+                raise self._late_refusal()
+            return True
         if not failed:
-            guilty = ((rank, place) for rank, (_, place) in enumerate(reports) if place >= 0)
+            guilty = ((rank, place) for rank, (_, place, _) in enumerate(reports) if place >= 0)
             rank, place = next(guilty, (-1, mean))
             self.nonfinite = NonFinite(rank, self.names[place])
+        return False
 
     def _refusal(self, failed: dict[int, int]) -> MismatchError | ConfigError:
         """The error of a backward pass that did not end on these ranks."""
-        ranks = self._comm.names(list(failed))
+        ranks = self.comm.names(list(failed))
         if _FAILED_AND_STEPPED in failed.values():
             rank = next(rank for rank, state in failed.items() if state == _FAILED_AND_STEPPED)
             return ConfigError(
-                f"{self._here}: {self._comm.name(rank)} called optimizer.step() after a backward pass that an "
+                f"{self._here}: {self.comm.name(rank)} called optimizer.step() after a backward pass that an "
                 "exception had stopped, so that gradients were missing; leave out the step too, on all ranks"
             )
-        if len(failed) < self._comm.size:
+        if len(failed) < self.comm.size:
             return MismatchError(
                 f"{self._here}: the backward pass of {ranks} was stopped by an exception that was caught, while other "
                 "ranks went on; leave out a batch on all ranks or on none, or let the exception end the run"
@@ -490,12 +601,13 @@ class Backward:
         )
 
     @property
-    def _comm(self) -> Comm:
+    def comm(self) -> Comm:
+        """The ranks that the gradients travel between."""
         return self.buckets[0].replica.comm
 
     @property
     def _here(self) -> str:
-        return f"{self._comm.name(self._comm.rank)}, step {self.buckets[0].replica.step}"
+        return f"{self.comm.name(self.comm.rank)}, step {self.buckets[0].replica.step}"
 
     def _count_users(self) -> Work[Tensor]:
         """On how many ranks each parameter has a gradient."""
@@ -506,7 +618,7 @@ class Backward:
             dtype=torch.float32,
             device=self.buckets[0].replica.g.device,
         )
-        return self._comm.all_reduce_(mine)
+        return self.comm.all_reduce_(mine)
 
     def _drop_unused(self, counts: Tensor, state: int) -> None:
         """Leave parameters without a gradient that have none on any rank."""
@@ -518,14 +630,3 @@ class Backward:
 
 def _lies_in(grad: Tensor, view: Tensor) -> bool:
     return grad.layout == torch.strided and grad.data_ptr() == view.data_ptr()
-
-
-def _in_reentrant_checkpoint() -> bool:
-    """Whether a part of the model that is computed anew runs a backward pass within the backward pass."""
-    # The end of that inner pass is all that a callback could be queued for.
-    frame = inspect.currentframe()
-    while frame is not None:
-        if frame.f_code.co_qualname == "CheckpointFunction.backward":
-            return True
-        frame = frame.f_back
-    return False

@@ -8,7 +8,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch.nn.parallel import DistributedDataParallel
+
 from thinwire.strategies.base import nested
+from thinwire.worker.attachment import workers_beside
 from thinwire.worker.buckets import Backward, cut
 from thinwire.worker.scaled_residuals import ScaledResiduals
 from thinwire.worker.state import WorkerState
@@ -19,6 +22,8 @@ def watch_gradients(worker: WorkerState) -> None:
     strategy = worker.strategy
     while worker.watching:
         worker.watching.pop().remove()
+    if worker.backward is not None:
+        worker.backward.passes.leave(worker.backward)
     worker.backward = None
     if not strategy.sends_gradients or (worker.comm.size == 1 and worker.survives is None):
         return
@@ -40,10 +45,14 @@ def watch_gradients(worker: WorkerState) -> None:
         [names[id(p)] for bucket in buckets for p in bucket.parameters],
         find_unused=worker.find_unused,
         skips_steps=strategy.skips_steps,
-        coded=coded,
         raises_own=worker.nonfinite == "raise",
     )
     worker.backward.survives = worker.survives
+    if not isinstance(worker.model, DistributedDataParallel):  # where the attribute is set to turn DDP's exchange off
+        worker.backward.model = worker.model
+    if not strategy.skips_steps and worker.survives is None:
+        others = [other.backward for other in workers_beside(worker) if other.survives is None]
+        worker.backward.passes = next((other.passes for other in others if other is not None), worker.backward.passes)
     if coded and scaled:
         worker.backward.residuals = ScaledResiduals(worker.replicas, worker.scaler)
     for bucket in buckets:
@@ -54,10 +63,17 @@ def watch_gradients(worker: WorkerState) -> None:
 def register_hooks(worker: WorkerState, before: Callable[..., Any], after: Callable[..., Any]) -> None:
     """Hook the exchange to the backward pass, and the worker's hooks to the optimizer's step; `undo` removes them."""
     watch_gradients(worker)
-    worker.undo.callback(lambda: [handle.remove() for handle in worker.watching])
+    worker.undo.callback(_stop_watching, worker)
     steps = _Steps(before, after)
     worker.undo.callback(worker.optimizer.register_step_pre_hook(steps.before).remove)
     worker.undo.callback(worker.optimizer.register_step_post_hook(steps.after).remove)
+
+
+def _stop_watching(worker: WorkerState) -> None:
+    for handle in worker.watching:
+        handle.remove()
+    if worker.backward is not None:
+        worker.backward.passes.leave(worker.backward)
 
 
 class _Steps:

@@ -18,6 +18,7 @@ from torch import Tensor
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import decide
+from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.replica import Replica, as_number
 
 _LOW_BITS = 0x7FFFFFFF
@@ -252,5 +253,5 @@ def leader_or_mean(r: Replica, score: Tensor | None) -> Tensor:
     """A new vector, equal on all ranks: the best worker's parameters, or the mean of all where no score is finite."""
     least = key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())
     if least >> 32 >= _NOT_FINITE:
-        return r.comm.all_reduce_(r.x.clone()).wait().div_(r.comm.size)
+        return mean_(r.comm, r.x.clone()).wait()
     return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average within each node every few steps, between the averages over all workers."""
 
+import torch
+
 from thinwire.comm.members import check_nodes
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
@@ -91,7 +93,10 @@ class NodeAverage(Wrapper):
         node = range(first, first + self.node_size)
         # The base is not restarted: its anchor is common to all workers, and must not become a node's.
         weight = self.base.weight(self.inner(r))
-        if weight is None:
+        if weight is None and r.x.dtype == torch.float16:
+            # In fp16 a sum overflows where the mean is finite.
+            ring_all_reduce_(r.comm, r.x.div_(self.node_size), node)
+        elif weight is None:
             ring_all_reduce_(r.comm, r.x, node).div_(self.node_size)
         else:
             weighted_mean_(r.x, weight, lambda vector: ring_all_reduce_(r.comm, vector, node))
