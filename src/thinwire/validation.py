@@ -57,3 +57,13 @@ def _describe(hint: Any) -> str:
     if get_origin(hint) is Literal:
         return " or ".join(repr(option) for option in get_args(hint))
     return _DESCRIPTIONS.get(hint) or f"a {hint.__name__}"
+
+
+def printable(text: str, limit: int | None = None) -> str:
+    r"""Return text from elsewhere without the characters that could control a terminal, and no longer than the limit.
+
+    Example:
+        >>> printable("\x1b[31mred\n", 6)
+        '?[31mr'
+    """
+    return "".join(each if each.isprintable() else "?" for each in text[:limit])

@@ -19,7 +19,7 @@ from tests.engine import batch, momentum, net
 from thinwire import Strategy, Worker
 from thinwire.membership.membership import RunEndedError
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
-from thinwire.quorum.elastic_sampler import ElasticSampler
+from thinwire.quorum.elastic_sampler import Crew, ElasticSampler
 
 
 class KilledError(BaseException):
@@ -39,6 +39,8 @@ class End:
         trace: its parameters after each step, by the step.
         batches: the step and the number of each batch that it was dealt.
         error: what ended it.
+        lost: the batches that its sampler lists as lost.
+        crews: that its sampler has assigned batches by.
     """
 
     x: Tensor | None = None
@@ -49,6 +51,8 @@ class End:
     trace: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     batches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     error: BaseException | None = None
+    lost: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
+    crews: list[Crew] = field(default_factory=list[Crew])
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,9 @@ def run_fleet(
     optimizer: Callable[..., torch.optim.Optimizer] = momentum,
     epoch: int = 0,
     fails: int | None = None,
+    before: Callable[[Worker], None] = lambda _: None,
+    after: Callable[[Worker], None] = lambda _: None,
+    network: ThreadNetwork | None = None,
     **settings: Any,
 ) -> list[End]:
     """Train on threads until every worker has taken its steps; returns how each ended.
@@ -117,9 +124,12 @@ def run_fleet(
         optimizer: of the model.
         epoch: batches in one, which an `ElasticSampler` deals; 0 deals none.
         fails: the step whose first backward pass fails on all workers, which then evaluate and take another batch.
+        before: called at the start of each turn of the loop.
+        after: called after each step.
+        network: of the threads; a new one unless given.
         settings: of `attach`.
     """
-    network = ThreadNetwork()
+    network = network or ThreadNetwork()
     started = {at: threading.Event() for at in joins}
 
     def run(number: int) -> End:
@@ -141,6 +151,7 @@ def run_fleet(
             sampler, has_failed = ElasticSampler(epoch) if epoch else None, False
             end.trace[worker.step] = worker.replicas[0].x.clone()
             while worker.step < steps:
+                before(worker)
                 due = [at for at in joins if worker.step >= at]
                 for at in due:
                     started[at].set()
@@ -164,7 +175,10 @@ def run_fleet(
                 worker.record_batch(len(x), loss=loss)
                 worker.optimizer.step()
                 end.steps += 1
+                after(worker)
                 end.trace[worker.step] = worker.replicas[0].x.clone()
+            if sampler is not None:
+                end.lost, end.crews = sampler.lost(worker), worker.crews
             with worker.consensus():
                 end.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
             end.x = worker.replicas[0].x.clone()

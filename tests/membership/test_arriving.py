@@ -5,30 +5,36 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.membership.fleets import End, run_fleet, survivors
+from tests.membership.fleets import End, KilledError, run_fleet, survivors
 from thinwire import (
     QSGD,
     AllReduce,
     Comm,
+    ConfigError,
     DiLoCo,
     ErrorFeedback,
     LocalSGD,
     OneBit,
     PeerLostError,
+    PushSum,
     SlowMo,
     Strategy,
+    Worker,
 )
 from thinwire.comm.rendezvous import memory_store
 from thinwire.membership import patience
 from thinwire.membership.membership import Membership, RunEndedError
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
 from thinwire.membership.view import Progress, View
-from thinwire.worker import arriving, handover
+from thinwire.storage.rank_file import RankFile
+from thinwire.worker import arriving, checkpoint, handover
+from thinwire.worker.elastic import Elastic
 
 ROUNDS: list[Strategy] = [
     LocalSGD(period=3),
@@ -165,6 +171,91 @@ def test_a_joiner_that_cannot_connect_since_another_is_lost_comes_in_with_the_ne
         failed[0] = False
         ends = survivors(run_fleet(2, strategy, joins=(3,), steps=STEPS))
         assert joined(ends) < STEPS and failed[0]
+
+
+BETWEEN: list[Strategy] = [AllReduce(), LocalSGD(period=3), SlowMo(period=3, exact=False), DiLoCo(period=3), PushSum()]
+
+
+@pytest.mark.parametrize("first", [False, True], ids=["after the step", "before the step"])
+@pytest.mark.parametrize("strategy", BETWEEN, ids=str)
+def test_a_worker_joins_while_the_others_evaluate_and_save(strategy: Strategy, first: bool, tmp_path: Path) -> None:
+    """It makes none of the calls after the step at whose end it joins, or all of them on its own."""
+    alone: list[int] = []
+
+    def calls(worker: Worker) -> None:
+        with worker.consensus():
+            pass
+        if worker.step % 3 == 0:
+            if worker.has_just_joined:
+                alone.append(worker.step)
+            worker.save(tmp_path, keep=None)
+
+    hook: dict[str, Any] = {"before" if first else "after": calls}
+    ends = survivors(run_fleet(2, strategy, joins=(3,), steps=48, **hook))
+    assert [len(end.epochs[-1][1]) for end in ends] == [3] * len(ends)
+    agreed = [end.agreed for end in ends]
+    assert all(x is not None and torch.equal(x, agreed[0]) for x in agreed)  # type: ignore[arg-type]
+    if len(ends) == 3:
+        start = min(ends[2].trace)
+        # The checkpoint of the step at whose end it joined is that of the workers before it.
+        sizes = {step: size_of(tmp_path, step) for step in range(3, 48, 3) if (tmp_path / f"step-{step:08d}").exists()}
+        assert {size for step, size in sizes.items() if step <= start} == {2}
+        assert {size for step, size in sizes.items() if step > start} <= {3}
+
+
+def size_of(folder: Path, step: int) -> int:
+    """How many workers wrote a checkpoint, all of whose parts are of one save."""
+    home = folder / f"step-{step:08d}"
+    size = int(checkpoint.facts_of(RankFile(home, 0).outline())["size"])
+    checkpoint.read_parts(home, range(size), step, size)
+    return size
+
+
+@pytest.mark.parametrize("strategy", [AllReduce(), LocalSGD(period=3), PushSum()], ids=str)
+def test_a_worker_is_lost_while_others_evaluate_and_one_waits_to_begin(
+    strategy: Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others evaluate again without it. The one that waits asks to join again."""
+    held: list[str] = []
+    hold = Elastic._hold
+
+    def first_of_them(self: Elastic, members: tuple[str, ...]) -> None:
+        hold(self, members)
+        held.append(self.worker_id)
+        if self.worker_id == "w1" and held.count("w1") == 1:
+            self._connector.end()  # type: ignore[attr-defined]
+            raise KilledError
+
+    monkeypatch.setattr(Elastic, "_hold", first_of_them)
+
+    def evaluate(worker: Worker) -> None:
+        with worker.consensus():
+            pass
+
+    ends = run_fleet(3, strategy, joins=(3,), steps=60, after=evaluate)
+    assert isinstance(ends[1].error, KilledError)
+    alive = survivors(ends)
+    assert [end.steps for end in alive[:2]] == [60, 60]
+    assert all(torch.equal(end.agreed, alive[0].agreed) for end in alive)  # type: ignore[arg-type]
+
+
+def test_load_on_a_worker_that_has_just_joined_keeps_the_state_of_the_run(tmp_path: Path) -> None:
+    found: list[dict[str, Any]] = []
+    steps: list[int] = []
+
+    def resume(worker: Worker) -> None:
+        if worker.step == 2 and not (tmp_path / "step-00000002").exists():
+            worker.save(tmp_path, extra={"epoch": 7})
+        if worker.has_just_joined:
+            steps.append(worker.step)
+            found.append(worker.load(tmp_path))
+            assert worker.step == steps[-1]
+            with pytest.raises(ConfigError, match="has just joined an elastic run"):
+                worker.load_state_dict({})
+
+    ends = survivors(run_fleet(1, LocalSGD(period=3), joins=(3,), steps=48, before=resume))
+    if len(ends) == 2:
+        assert found == [{"epoch": 7}] and steps[0] > 2
 
 
 def test_a_worker_without_a_state_makes_no_view() -> None:

@@ -16,10 +16,12 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from tests.membership.fleets import End, run_fleet, survivors
 from thinwire import AllReduce, Comm, CommTimeoutError, LocalSGD, PeerLostError, PushSum, Strategy
+from thinwire.comm import view_group
 from thinwire.comm.group import GroupComm
 from thinwire.comm.rendezvous import memory_store
 from thinwire.comm.view_group import GlooConnector
 from thinwire.membership.membership import Membership
+from thinwire.membership.records import Records
 from thinwire.membership.threads import ThreadConnector
 from thinwire.membership.view import Progress, View
 from thinwire.worker.elastic import Elastic
@@ -34,9 +36,9 @@ class Cut:
         self.store: Any = None
         connect = ThreadConnector.connect
 
-        def fails(one: ThreadConnector, epoch: int, rank: int, size: int, timeout: float, lost: Any) -> Comm:
-            self.store = one._network.store
-            here = self.pair <= set(self.view(epoch).members)
+        def fails(one: ThreadConnector, epoch: Any, rank: int, size: int, timeout: float, lost: Any) -> Comm:
+            self.store = Records(one._network.store, one._network.token)
+            here = isinstance(epoch, int) and self.pair <= set(self.view(epoch).members)
             if not (self.on and here and one.worker in self.pair and len(self.failed | {epoch}) <= self.views):
                 return connect(one, epoch, rank, size, timeout, lost)
             begin = time.monotonic()
@@ -51,7 +53,7 @@ class Cut:
         monkeypatch.setattr(ThreadConnector, "connect", fails)
 
     def view(self, epoch: int) -> View:
-        return View.read(self.store.get(f"view/{epoch}"))
+        return View.read(self.store.read(f"view/{epoch}"))
 
     def falls(self, monkeypatch: pytest.MonkeyPatch, worker: str, step: int) -> None:
         """Cut the two apart as this worker has taken so many steps; an open connection breaks then."""
@@ -132,7 +134,7 @@ def test_of_two_that_do_not_reach_each_other_one_stops_and_the_others_go_on(
     agree(survivors([ends[0], *ends[2:]]), ("w0", "w2")[: size - 1])
     assert len(cut.failed) == 3
     last = max(cut.failed) + 1  # that it stopped in
-    assert cut.store.get(f"next/{last + 1}/w1") == b"null", "gone at once, though its process may run on"
+    assert cut.store.read(f"next/{last + 1}/w1") == "withdrawn", "gone at once, though its process may run on"
     assert cut.view(last + 1).lost == ("w1",)
 
 
@@ -169,3 +171,34 @@ def test_who_reaches_all_others_is_not_one_that_does_not_connect(
     del waits, other, found
     for thread in {*threading.enumerate()} - before:
         thread.join(20)
+
+
+@pytest.mark.parametrize(
+    ("problem", "told", "error"),
+    [
+        ("No route to host", False, CommTimeoutError),
+        ("No route to host", True, PeerLostError),
+        ("Connection closed by peer", False, CommTimeoutError),
+    ],
+)
+def test_a_refused_connection_says_that_this_worker_does_not_reach_another(
+    problem: str, told: bool, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It counts among the views in a row that do not connect, unless another worker has given the view up."""
+
+    def refuses(*_: Any) -> None:
+        raise RuntimeError(problem)
+
+    monkeypatch.setattr(view_group.dist, "ProcessGroupGloo", refuses)
+    monkeypatch.setattr(view_group, "_PAUSE_SECONDS", 0.05)
+    monkeypatch.setattr(view_group, "_TELL_SECONDS", 0.05)
+    asked: list[int] = []
+
+    def lost() -> bool:
+        asked.append(1)
+        return told and len(asked) > 1
+
+    store: Any = memory_store()
+    with pytest.raises(error, match=f"did not reach all others .{problem}") as found:
+        view_group.ViewComm(store, 0, 2, timeout=5, lost=lost)
+    assert type(found.value) is error

@@ -31,7 +31,7 @@ def test_a_round_is_kept_only_where_all_survivors_have_its_result(workers: list[
 
 def test_a_view_that_cannot_be_read_is_an_error_in_words() -> None:
     with pytest.raises(CommError, match="cannot be read"):
-        View.read(b"[1]")
+        View.read({"members": [1]})
 
 
 def entered(network: ThreadNetwork, names: str, timeout: float = 5.0) -> list[Membership]:

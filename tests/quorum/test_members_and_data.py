@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 
 from thinwire import ConfigError, Replica
 from thinwire.comm.counting import CountingComm
-from thinwire.quorum.elastic_sampler import ElasticSampler
+from thinwire.quorum import elastic_sampler
+from thinwire.quorum.elastic_sampler import Crew, ElasticSampler
 from thinwire.quorum.log import begin_log, memberships, write_log
 from thinwire.quorum.messages import HEADER_BYTES, decode_gradient_chunk, encode_chunk
 from thinwire.quorum.reductions import MessageReduction, Partition
@@ -173,3 +175,72 @@ def test_a_worker_that_was_behind_is_assigned_the_same_batches() -> None:
 def test_an_epoch_without_batches_is_refused() -> None:
     with pytest.raises(ConfigError, match="batches=0: must be at least 1"):
         ElasticSampler(0)
+
+
+# -- data of elastic workers -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class Elastic:
+    """What the sampler asks of an elastic worker."""
+
+    worker_id: str
+    step: int
+    crews: list[Crew]
+
+
+def assigned(worker_id: str, crews: list[Crew], steps: range, batches: int = 24) -> list[tuple[int, int]]:
+    """The batches of one worker that takes these steps, each as (epoch, number)."""
+    sampler = ElasticSampler(batches)
+    return [sampler.assignment(Elastic(worker_id, step, crews)) for step in steps]
+
+
+@pytest.mark.parametrize(("unused_from", "computed"), [(0, 0), (4, 4), (None, 0)])
+def test_batches_of_a_lost_worker_since_the_last_average_are_assigned_again(
+    unused_from: int | None, computed: int
+) -> None:
+    """b is killed in a round of local steps, and the others notice at its end."""
+    crews = [Crew(0, ("a", "b")), Crew(8, ("a",), unused_from=unused_from)]
+    b = assigned("b", crews[:1], range(8))
+    a = assigned("a", crews, range(24 - computed))
+    assert a[8 : 16 - computed] == b[computed:], "first of all, in the order in which they were assigned"
+    assert sorted({*a, *b[:computed]}) == [(0, number) for number in range(24)]
+    sampler = ElasticSampler(24)
+    for step in range(8, 18):
+        left = b[computed + step - 8 :]
+        assert sampler.lost(Elastic("a", step, crews)) == ({0: [number for _, number in left]} if left else {})
+
+
+def test_lost_batches_are_listed_by_epoch() -> None:
+    crews = [Crew(0, ("a", "b")), Crew(6, ("a",), unused_from=0)]
+    b = assigned("b", crews[:1], range(6), batches=8)
+    lost = ElasticSampler(8).lost(Elastic("a", 6, crews))
+    assert lost == {epoch: [number for e, number in b if e == epoch] for epoch in (0, 1)}
+
+
+def test_a_worker_that_learns_of_a_loss_late_assigns_as_one_that_knew_it() -> None:
+    crews = [
+        Crew(0, ("a", "b", "c")),
+        Crew(5, ("a", "c"), unused_from=3),
+        Crew(5, ("a", "c", "d")),
+        Crew(9, ("c", "d"), ("a",)),
+    ]
+    sampler, found = ElasticSampler(10), list[tuple[int, int]]()
+    for step in range(20):
+        known = [crew for crew in crews if crew.begins <= max(step, 0)]
+        found.append(sampler.assignment(Elastic("c", step, known)))
+    assert found == assigned("c", crews, range(20), batches=10)
+    everyone = [*assigned("a", crews, range(9), 10), *found, *assigned("b", crews, range(3), 10)]
+    everyone += assigned("d", crews, range(5, 20), 10)
+    assert len(everyone) == len({*everyone}), "nobody computes what another one has used"
+    for epoch in range(4):
+        assert sorted(number for e, number in everyone if e == epoch) == list(range(10))
+
+
+def test_a_long_run_is_replayed_where_a_loss_reaches_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(elastic_sampler, "_RECORDED_STEPS", 4)
+    crews = [Crew(0, ("a", "b")), Crew(40, ("a",), unused_from=2)]
+    sampler = ElasticSampler(30)
+    found = [sampler.assignment(Elastic("a", step, crews[: 1 + (step >= 40)])) for step in range(60)]
+    assert found[40:60] == assigned("b", crews[:1], range(2, 22), 30)
+    assert len(sampler._record) < 60

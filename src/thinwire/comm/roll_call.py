@@ -10,14 +10,16 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from thinwire.comm.liveness import Processes, State
+from thinwire.validation import printable
 
 T = TypeVar("T")
 _STORE_SECONDS = 2.0
 _ROLL_CALL_SECONDS = 2.5  # longer than `_STORE_SECONDS`, which another rank may spend before it sets its key
 _LINGER_SECONDS = 1.0
+_MOST_CALL, _MOST_TEXT = 200, 10_000  # characters
 _NAMED_SECONDS = 10.0  # for ranks that are known to be alive, but may compute for a while before they call
 
 
@@ -74,9 +76,21 @@ class Failure:
             ValueError: it is not of this form.
         """
         try:
-            return cls(**json.loads(stored))
-        except TypeError as error:
-            raise ValueError(f"{stored!r}: not a rank's failure ({error})") from error
+            found = cls(**json.loads(stored))
+        except (TypeError, RecursionError) as error:
+            raise ValueError(f"{stored[:100]!r}: not a rank's failure ({error})") from error
+        fields: list[Any] = [found.rank, found.step, found.seconds, *found.gone]
+        texts: list[Any] = [found.call, found.error, found.text]
+        known = found.cause in ("lost", "late", "error") and all(isinstance(each, str) for each in texts)
+        if not known or not all(isinstance(each, int | float) for each in fields):
+            raise ValueError(f"{stored[:100]!r}: not a rank's failure")
+        # What another process has written may come to a terminal.
+        return replace(
+            found,
+            call=printable(found.call, _MOST_CALL),
+            error=printable(found.error, _MOST_CALL),
+            text="\n".join(printable(line) for line in found.text[:_MOST_TEXT].split("\n")),
+        )
 
 
 @dataclass(frozen=True)

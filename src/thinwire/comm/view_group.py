@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,8 @@ _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 0.5
 _TELL_SECONDS = 2.0  # by which one that did not connect has said so
+_PAUSE_SECONDS = 1.0  # after a refused connection, so that views do not follow each other at once
+_CLOSED = re.compile("closed by peer|reset by peer|broken pipe", re.IGNORECASE)
 _GONE = "a worker of this view is gone, or has given it up"
 _COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch has no names for them in Python
 
@@ -85,13 +88,17 @@ class ViewComm(GroupComm):
         except CommTimeoutError as error:
             problem = str(error)
         # Outside the handler: a traceback would keep the connections open.
-        end = time.monotonic() + _TELL_SECONDS
-        while not self._lost():
-            if time.monotonic() > end:
-                raise CommTimeoutError(problem)
-            time.sleep(_POLL_SECONDS)
+        if not self._told_within(_TELL_SECONDS):
+            raise CommTimeoutError(problem)
         self._fault = PeerLostError(problem)
         raise self._fault
+
+    def _told_within(self, seconds: float) -> bool:
+        """Whether another worker gives this view up within so many seconds."""
+        end = time.monotonic() + seconds
+        while not (told := self._lost()) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        return told
 
     # What is received goes into memory of its own, and from there into the caller's once the wait has succeeded: a
     # call that was given up goes on, and may end when a worker wakes up that was frozen. It would write into parameters
@@ -167,6 +174,12 @@ class ViewComm(GroupComm):
             self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s ({problem})")
         elif problem == _GONE:
             self._fault = PeerLostError(f"{where}: {problem}")
+        elif operation == "connecting" and not self._own:
+            # A connection that another worker has closed says that it gives this view up; one that is refused says that
+            # this worker does not reach another, whose process runs.
+            told = self._told_within(_TELL_SECONDS if _CLOSED.search(problem) else _PAUSE_SECONDS)
+            kind = PeerLostError if told else CommTimeoutError
+            self._fault = kind(f"{where}: this worker did not reach all others ({problem})")
         else:
             self._fault = PeerLostError(f"{where}: a connection was closed ({problem})")
         # An error that another rank tells all is in the store before its connections are closed.
@@ -222,18 +235,20 @@ class GlooConnector:
 
     Args:
         store: of the views.
+        named: makes the name of a group one that strangers cannot tell, as they could write to its keys.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, named: Callable[[str], str] = str) -> None:
         self._store = store
+        self._named = named
 
-    def connect(self, epoch: int, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """The comm of this worker in one view."""
-        return ViewComm(PrefixStore(f"group/{epoch}", self._store), rank, size, timeout=timeout, lost=lost)
+    def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """The comm of this worker in one view, or with some of its members."""
+        return ViewComm(PrefixStore(self._named(f"group/{name}"), self._store), rank, size, timeout=timeout, lost=lost)
 
     def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
         """A comm of two workers, beside those of views."""
-        return ViewComm(PrefixStore(f"pair/{name}", self._store), rank, 2, timeout=timeout, lost=lost)
+        return ViewComm(PrefixStore(self._named(f"pair/{name}"), self._store), rank, 2, timeout=timeout, lost=lost)
 
     def disconnect(self, comm: Comm) -> None:
         """Close a comm's connections."""

@@ -7,9 +7,9 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterable
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
@@ -19,6 +19,7 @@ from thinwire.comm.group import GroupComm
 from thinwire.comm.rendezvous import open_store, started_by_torchrun
 from thinwire.comm.roll_call import within
 from thinwire.errors import CommError, CommTimeoutError
+from thinwire.validation import printable
 
 _POLL_SECONDS = 0.02
 _STORE_SECONDS = 10.0
@@ -91,7 +92,20 @@ class Rendezvous:
         store = self._store
         if store is None or not within(_STORE_SECONDS, lambda: store.check([key])):
             return None
-        return json.loads(within(_STORE_SECONDS, lambda: store.get(key)))
+        with suppress(ValueError, RecursionError):  # what another program has written is no rank's note
+            return _without_controls(json.loads(within(_STORE_SECONDS, lambda: store.get(key))))
+        return None
+
+
+def _without_controls(value: Any) -> Any:
+    """Return a JSON value whose texts cannot control a terminal."""
+    if isinstance(value, str):
+        return "\n".join(printable(line) for line in value.split("\n"))
+    if isinstance(value, list):
+        return [_without_controls(each) for each in cast(list[Any], value)]
+    if isinstance(value, dict):
+        return {_without_controls(name): _without_controls(each) for name, each in cast(dict[str, Any], value).items()}
+    return value
 
 
 def join(*, seconds: float) -> Rendezvous:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from thinwire.comm.rendezvous import host_store
 from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
 from thinwire.integrations.ray_actors import Group
 from thinwire.integrations.session import needs
+from thinwire.membership.records import TOKEN
 
 with needs("ray[train]"):
     import ray
@@ -65,7 +67,11 @@ def run(
         ray.init()
     address = ray.util.get_node_ip_address()
     store = host_store(address, 0)  # lives as long as this call
-    environment = {"THINWIRE_STORE": f"{address}:{store.port}", "THINWIRE_WORKERS": str(workers)}
+    environment = {
+        "THINWIRE_STORE": f"{address}:{store.port}",
+        "THINWIRE_WORKERS": str(workers),
+        TOKEN: secrets.token_hex(16),
+    }
     group = Group(loop, config, environment, {"num_cpus": 1, **(resources or {})})
     results: dict[int, Any] = {}
     try:

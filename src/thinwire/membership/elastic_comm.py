@@ -16,13 +16,13 @@ from thinwire.errors import ConfigError, ThinwireError
 class Connector(Protocol):
     """Opens the connections of a view."""
 
-    def connect(self, epoch: int, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """The comm of this worker among the members of a view.
+    def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """The comm of this worker among the members of a view, or some of them.
 
         Args:
-            epoch: of the view.
+            name: the number of the view; or a text, for some of its members.
             rank: this worker's.
-            size: of the view.
+            size: the number of workers that connect.
             timeout: for all to connect, and of later waits, in seconds.
             lost: whether a member is known to be gone or to have given up, so that there is nothing to wait for.
 

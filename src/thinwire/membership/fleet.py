@@ -7,13 +7,15 @@ import os
 import secrets
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from thinwire.comm.rendezvous import view_store
+from thinwire.comm.roll_call import within
 from thinwire.comm.view_group import GlooConnector
-from thinwire.errors import ConfigError
+from thinwire.errors import CommTimeoutError, ConfigError
 from thinwire.membership.elastic_comm import Connector
 from thinwire.membership.membership import Membership
+from thinwire.membership.records import ViewStore, hidden, run_token
 
 _entered: Counter[str] = Counter()
 
@@ -50,7 +52,9 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
 
     The variables: `THINWIRE_STORE`, the address of the store, unless torchrun's agent hosts one; `THINWIRE_RUN`, the
     name of the run in it; `THINWIRE_WORKERS`, how many workers the run begins with (`WORLD_SIZE` unless given), and
-    `THINWIRE_RANK`, which of them this is (`RANK` unless given).
+    `THINWIRE_RANK`, which of them this is (`RANK` unless given). `THINWIRE_TOKEN` is a secret of the run, the same on
+    all workers, by which they tell their records in the store from those of others; without it the first worker draws
+    one and publishes it in the store.
 
     Args:
         store: a `torch.distributed.Store` that outlives every worker; None takes the one that the variables name.
@@ -71,9 +75,15 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
     # A process may attach several models, one after the other; each is a run of its own.
     before = _entered[run]
     views = view_store(f"thinwire/elastic/{run}/{before}", store, several=size > 1, timeout=timeout)
+    try:
+        token = within(timeout, lambda: run_token(cast(ViewStore, views)))
+    except (RuntimeError, OSError) as error:  # TimeoutError too
+        first = (str(error) or "no answer").splitlines()[0][:200]
+        raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
     _entered[run] += 1  # not before, as one that failed is tried again
-    membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout)
-    return Fleet(membership, GlooConnector(views), rank, size, (run, before))
+    membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout, token=token)
+    connector = GlooConnector(views, lambda name: hidden(token, name))
+    return Fleet(membership, connector, rank, size, (run, before))
 
 
 def _number(name: str, otherwise: int) -> int:

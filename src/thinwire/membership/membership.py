@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol by which workers agree on views, over keys of one store.
 
-    first/EPOCH/RANK    the id and the process of a worker of a run that is to begin as view EPOCH; empty if it gave up
+    first/EPOCH/RANK    the id and the process of a worker of a run that is to begin as view EPOCH, or that it gave up
     view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
     steps/EPOCH         of the run that began as view EPOCH: whether a step was taken, or never will be
     facts/EPOCH         what it was started with
+    step/EPOCH          the number of the last round before the first step of a view that new workers have joined
     next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
-                        or null, of one that could not start: it is gone, though its process may run
-    join/NUMBER         the id and the process of a worker that asks to join, null if it gave up; `joins` counts them
+                        or that it could not start: it is gone, though its process may run
+    join/NUMBER         the id and the process of a worker that asks to join, or that it gave up; from 1, without gaps
     offer/NUMBER/K      the K-th part of a state that a member has for that worker, while the others train on
     beat/ID             counts up while the worker's process runs
     epoch               about how many views there were; a worker that joins looks from there
+
+All but `beat` are signed, as `Records` says, and what is not is taken for absent.
 
 When a peer is lost, each survivor closes its connections, so that its neighbours notice, and registers for the next
 view. Whoever finds that every other member has registered or is gone proposes the view; the first proposal is the view.
@@ -23,18 +26,18 @@ one, unless a step was taken before: of the two that which is written first hold
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from thinwire.comm.liveness import Processes, State, own_row
 from thinwire.comm.roll_call import within
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError
-from thinwire.membership.view import Progress, View
+from thinwire.membership.records import Records, ViewStore
+from thinwire.membership.view import Progress, View, is_worker
 
 T = TypeVar("T")
 _STORE_SECONDS = 10.0
@@ -43,31 +46,7 @@ _SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long 
 _GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
 _TRIES = 4  # of a worker that joins, to connect with the others
 _TAKEN, _NONE = "taken", "none"  # a step of a run; never any
-_WITHDRAWN = "null"  # in the place of a progress, or of a request
-
-
-class ViewStore(Protocol):
-    """The calls of a `torch.distributed.Store` that are used."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that has one."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have a value."""
-        ...
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to a number, and return it."""
-        ...
-
-    def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Store a value if the key has the expected one ("" for none), and return the value that it has then."""
-        ...
+_WITHDRAWN = "withdrawn"  # in the place of a progress, of a request, or of a first worker
 
 
 class Membership:
@@ -79,6 +58,7 @@ class Membership:
         timeout: how long to wait for workers of which nothing is known, in seconds.
         state: whether another worker runs, where the caller knows better than the process tables.
         beat_seconds: how often this worker shows that it runs, and looks whether others want to join.
+        token: the secret of the run, which signs what workers write.
 
     Attributes:
         view: the current one; None before `enter`.
@@ -94,19 +74,23 @@ class Membership:
         timeout: float,
         state: Callable[[str], State] | None = None,
         beat_seconds: float = 0.5,
+        token: bytes = b"",
     ) -> None:
         self.worker = worker
         self.view: View | None = None
         self.timeout = timeout
         self.on_offer: Callable[[str], None] | None = None
         self._store = store
+        self._records = Records(store, token)
         self.row = own_row().hex()
         self._given_state = state
         self._beat_seconds = beat_seconds
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._first_beats: dict[str, bytes] = {}
-        self._place: tuple[str, str] | None = None
+        self._place: tuple[str, list[str]] | None = None
         self._request_key = ""  # of a request that was not served yet
+        self._last_request = 0
+        self._known_views: dict[int, View] = {}
         self._stepped = False
         self._tries = 0
         self._requests = 0
@@ -148,40 +132,39 @@ class Membership:
 
     def _begin(self, epoch: int, rank: int, size: int) -> View:
         """Wait until all workers are there that the run begins with; returns its first view, whoever is in it."""
-        keys, own = [f"first/{epoch}/{each}" for each in range(size)], json.dumps([self.worker, self.row])
+        keys, own = [f"first/{epoch}/{each}" for each in range(size)], [self.worker, self.row]
         self._place, end, absent = (keys[rank], own), time.monotonic() + self.timeout, list(range(size))
-        while not self._ask(lambda store: store.check([f"view/{epoch}"])):
+        while self._view(epoch) is None:
             self._take_place(keys[rank], own)
-            if self._ask(lambda store: store.check(keys)):
-                places = [self._value(key) for key in keys]
+            places = [self._read(key) for key in keys]
+            if all(place is not None for place in places):
                 absent = [each for each, place in enumerate(places) if not self._runs(place)]
                 if not absent:
-                    rows: dict[str, str] = dict(json.loads(place) for place in places)
+                    rows: dict[str, str] = dict(places)
                     # Counted after the workers: one may have asked to join before it found that nobody was left.
-                    asked = self._ask(lambda store: store.add("joins", 0))
+                    asked = self.requests(now=True)
                     self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
-                    self._ask(lambda store: store.set("epoch", str(epoch)))
                     break
             if time.monotonic() > end:
-                missing = [each for each, key in enumerate(keys) if not self._value(key)] or absent
+                missing = [each for each, key in enumerate(keys) if not is_worker(self._read(key))] or absent
                 raise CommTimeoutError(
                     f"rank {rank}: of {size} workers that the run begins with, rank {', '.join(map(str, missing))} did "
                     f"not come in {self.timeout:g} s"
                 )
             time.sleep(_POLL_SECONDS)
-        return self._read(epoch)
+        return self._view_of(epoch)
 
-    def _take_place(self, key: str, own: str) -> None:
+    def _take_place(self, key: str, own: list[str]) -> None:
         """Be the worker of a rank, unless another one that runs is."""
-        found = self._ask(lambda store: store.compare_set(key, "", own)).decode()
-        if found != own and self.state_of(*json.loads(found)) is State.ENDED:
-            self._ask(lambda store: store.compare_set(key, found, own))
+        found = self._do(lambda: self._records.propose(key, own))
+        if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
+            self._do(lambda: self._records.propose(key, own, instead_of=found))
 
-    def _runs(self, place: str) -> bool:
+    def _runs(self, place: Any) -> bool:
         """Whether the worker of a rank is known to run."""
-        if not place:
+        if not is_worker(place):
             return False  # it has given up
-        worker, row = json.loads(place)
+        worker, row = place
         found = self.state_of(worker, row)
         if found is State.UNKNOWN:
             # One elsewhere must be seen to beat, since a worker that was killed leaves its place and its last beat.
@@ -192,15 +175,15 @@ class Membership:
     def _begins_anew(self, last: View) -> bool:
         """Whether the run begins again, as the view after its last one: all are gone, and none has taken a step."""
         key = f"steps/{last.begins}"
-        found = self._value(key)
-        if not found and all(self._is_gone(each, last) for each in last.members):
-            found = self._ask(lambda store: store.compare_set(key, "", _NONE)).decode()
+        found = self._read(key)
+        if found is None and all(self._is_gone(each, last) for each in last.members):
+            found = self._do(lambda: self._records.propose(key, _NONE))
         return found == _NONE
 
     def _is_gone(self, worker: str, view: View) -> bool:
         if self.state_of(worker, view.rows[worker], _GIVEN_UP_SECONDS) is State.ENDED:
             return True
-        return self._value(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
+        return self._read(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
 
     def take_step(self) -> None:
         """Call before a step counts: from the first one of any worker on, the run cannot begin anew.
@@ -210,7 +193,7 @@ class Membership:
         """
         assert self.view is not None, "enter() comes first"
         key = f"steps/{self.view.begins}"
-        if not self._stepped and self._ask(lambda store: store.compare_set(key, "", _TAKEN)).decode() != _TAKEN:
+        if not self._stepped and self._do(lambda: self._records.propose(key, _TAKEN)) != _TAKEN:
             raise PeerLostError(
                 f"worker {self.worker}: it was taken for lost before the first step, and the others have begun the run "
                 "anew; start it again to let it join"
@@ -224,16 +207,16 @@ class Membership:
         with suppress(StoreLostError):
             if self._place is not None:
                 key, own = self._place
-                self._ask(lambda store: store.compare_set(key, own, ""))
+                self._do(lambda: self._records.propose(key, _WITHDRAWN, instead_of=own))
             if self._request_key:
-                self._ask(lambda store: store.set(self._request_key, _WITHDRAWN))
+                self._write(self._request_key, _WITHDRAWN)
             last = self._newest()
             newest = -1 if last is None else last.epoch
             first = newest if self.view is None else self.view.epoch
             # Done with the next views too: others, that have just seen its place or its request, may be about to agree
             # on one with this worker. In a view without it nobody looks for that.
             for epoch in range(first + 1, newest + 4):
-                self._ask(lambda store, key=f"next/{epoch}/{self.worker}": store.set(key, _WITHDRAWN))
+                self._write(f"next/{epoch}/{self.worker}", _WITHDRAWN)
         self.close()
 
     def _join(self, epoch: int = 0) -> View:
@@ -246,16 +229,19 @@ class Membership:
         epoch, end = max(epoch, self._hint()), time.monotonic() + self.timeout
         last: View | None = None
         while True:
-            while self._ask(lambda store, key=f"view/{epoch}": store.check([key])):
-                view, epoch = self._read(epoch), epoch + 1
+            while (view := self._view(epoch)) is not None:
+                epoch += 1
                 if view.rank(self.worker) is not None:
                     return self._accept(view)
                 if view.requests >= number:
                     # The others were faster than this worker could give its name.
                     number, part = self._request(), 0
                 last = view
-            if self.on_offer and self._ask(lambda store, key=f"offer/{number}/{part}": store.check([key])):
-                self.on_offer(self._ask(lambda store, key=f"offer/{number}/{part}": store.get(key)).decode())
+            if self._view(epoch + 1) is not None and self._view(epoch) is None:
+                epoch += 1  # another program has written over a view in between
+                continue
+            if self.on_offer and (offered := self._read(f"offer/{number}/{part}")) is not None:
+                self.on_offer(offered)
                 part, end = part + 1, time.monotonic() + self.timeout
             if last is not None and all(self._is_gone(each, last) for each in last.members):
                 raise RunEndedError(
@@ -269,11 +255,42 @@ class Membership:
                 )
             time.sleep(_POLL_SECONDS)
 
+    def wait_for_step(self) -> int:
+        """Wait until a member that was in the run before begins its next step; returns the number of its last round.
+
+        Raises:
+            PeerLostError: this view has ended before.
+        """
+        assert self.view is not None, "enter() comes first"
+        key = f"step/{self.view.epoch}"
+        while not isinstance(number := self._read(key), int):
+            if self.given_up():
+                raise PeerLostError(f"worker {self.worker}: view {self.view.epoch} ended before its first step")
+            time.sleep(_POLL_SECONDS)
+        return number
+
+    def announce_step(self, last_round: int) -> None:
+        """Let the workers that have joined in this view begin with the step that this one begins.
+
+        Args:
+            last_round: the number of the last round, the same on all members that were in the run before.
+        """
+        assert self.view is not None, "enter() comes first"
+        self._write(f"step/{self.view.epoch}", last_round)
+
+    def give_up_view(self) -> None:
+        """Tell the others that this worker takes no further step."""
+        assert self.view is not None, "enter() comes first"
+        key = f"next/{self.view.epoch + 1}/{self.worker}"
+        with suppress(StoreLostError):
+            self._do(lambda: self._records.propose(key, _WITHDRAWN))
+
     def _request(self) -> int:
         """Ask to join; returns the number of the request."""
-        number = self._ask(lambda store: store.add("joins", 1))
-        self._request_key = f"join/{number}"
-        self._ask(lambda store: store.set(self._request_key, json.dumps([self.worker, self.row])))
+        number, own = max(self._requests, self._last_request) + 1, [self.worker, self.row]
+        while self._do(lambda key=f"join/{number}": self._records.propose(key, own)) != own:
+            number += 1
+        self._request_key, self._last_request = f"join/{number}", number
         return number
 
     def asked(self, upto: int) -> dict[int, tuple[str, str]]:
@@ -281,19 +298,17 @@ class Membership:
         assert self.view is not None, "enter() comes first"
         found: dict[int, tuple[str, str]] = {}
         for number in range(self.view.requests + 1, upto + 1):
-            text = self._value(f"join/{number}")
-            if text and text != _WITHDRAWN:
-                worker, row = json.loads(text)
-                if self.state_of(worker, row) is not State.ENDED:
-                    found[number] = worker, row
+            asks = self._read(f"join/{number}")
+            if is_worker(asks) and self.state_of(asks[0], asks[1]) is not State.ENDED:
+                found[number] = asks[0], asks[1]
         return found
 
-    def offer(self, number: int, what: str) -> None:
+    def offer(self, number: int, what: dict[str, str]) -> None:
         """Offer a part of a state to the worker of a request."""
         part = 0
-        while self._ask(lambda store, key=f"offer/{number}/{part}": store.check([key])):
+        while self._read(f"offer/{number}/{part}") is not None:
             part += 1  # by one that was lost since
-        self._ask(lambda store: store.set(f"offer/{number}/{part}", what))
+        self._write(f"offer/{number}/{part}", what)
 
     # -- a change of view ------------------------------------------------------------------------------------------
 
@@ -326,9 +341,9 @@ class Membership:
         before = self.view
         assert before is not None, "enter() comes first"
         epoch = before.epoch + 1
-        self._ask(lambda store: store.set(f"next/{epoch}/{self.worker}", json.dumps(asdict(progress))))
+        self._write(f"next/{epoch}/{self.worker}", asdict(progress))
         end = time.monotonic() + (self.timeout if timeout is None else timeout)
-        while not self._ask(lambda store: store.check([f"view/{epoch}"])):
+        while self._view(epoch) is None:
             here = [each for each in before.members if self._has_registered(each, epoch)]
             away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
             if not away or time.monotonic() > end:
@@ -341,10 +356,9 @@ class Membership:
                         f"{self.timeout:g} s; start it again"
                     )
                 self._propose(proposal)
-                self._ask(lambda store: store.set("epoch", str(epoch)))
                 break
             time.sleep(_POLL_SECONDS)
-        view = self._read(epoch)
+        view = self._view_of(epoch)
         if view.rank(self.worker) is None:
             if not progress.ready:
                 self._count_try(before, view, problem)
@@ -381,12 +395,11 @@ class Membership:
             PeerLostError: the store cannot be reached.
         """
         assert self.view is not None, "enter() comes first"
-        key = f"next/{self.view.epoch + 1}/{self.worker}"
-        self._ask(lambda store: store.set(key, json.dumps(asdict(progress))))
+        self._write(f"next/{self.view.epoch + 1}/{self.worker}", asdict(progress))
 
     def _proposal(self, before: View, here: list[str], requests: int | None, donor: str) -> View:
-        texts = {each: self._value(f"next/{before.epoch + 1}/{each}") for each in here}
-        progress = {each: Progress(**json.loads(text)) for each, text in texts.items() if text != _WITHDRAWN}
+        told = {each: self._read(f"next/{before.epoch + 1}/{each}") for each in here}
+        progress = {each: Progress.read(found) for each, found in told.items() if isinstance(found, dict)}
         joined = dict(self.asked(requests or 0).values())
         left = {each: found.left for each, found in progress.items() if found.left}
         progress = {each: found for each, found in progress.items() if found.ready and not found.left}
@@ -405,26 +418,33 @@ class Membership:
         )
 
     def _has_registered(self, worker: str, epoch: int) -> bool:
-        return self._ask(lambda store: store.check([f"next/{epoch}/{worker}"]))
+        return self._read(f"next/{epoch}/{worker}") is not None
 
     def history(self) -> list[View]:
         """All views of the run so far, from that which it began as to this worker's."""
         assert self.view is not None, "enter() comes first"
         while (epoch := self.view.begins + len(self._history)) <= self.view.epoch:
-            self._history.append(self._read(epoch))
+            self._history.append(self._view_of(epoch))
         return self._history
 
     def requests(self, *, now: bool = False) -> int:
         """How many workers have asked to join so far, as the store said half a second ago, or says now."""
         if now:
-            self._requests = self._ask(lambda store: store.add("joins", 0))
+            self._do(self._count_requests)
         return self._requests
+
+    def _count_requests(self) -> None:
+        # There is no counter, which a stray write could set to any number.
+        number = self._requests
+        while self._records.read(f"join/{number + 1}") is not None:
+            number += 1
+        self._requests = max(number, self._requests)
 
     def facts(self, own: str) -> str:
         """What the run was started with, as its first worker says; this worker's own if it is the first."""
         assert self.view is not None, "enter() comes first"
         key = f"facts/{self.view.begins}"
-        return self._ask(lambda store: store.compare_set(key, "", own)).decode()
+        return str(self._do(lambda: self._records.propose(key, own)))
 
     # -- who runs --------------------------------------------------------------------------------------------------
 
@@ -463,10 +483,7 @@ class Membership:
 
     def _state_by_beats(self, worker: str, silent: float) -> State:
         key, now = f"beat/{worker}", time.monotonic()
-        if not self._ask(lambda store: store.check([key])):
-            beat = b""
-        else:
-            beat = self._ask(lambda store: store.get(key))
+        beat = self._do(lambda: self._store.get(key) if self._store.check([key]) else b"")
         known = self._beats.get(worker)
         if known is None or known[0] != beat:
             self._beats[worker] = known = (beat, now)
@@ -480,7 +497,7 @@ class Membership:
             # The store may be gone; the thread that trains finds it out, and stops.
             with suppress(RuntimeError, OSError):
                 self._store.set(f"beat/{self.worker}", str(beat))
-                self._requests = self._store.add("joins", 0)
+                self._count_requests()
 
     @property
     def has_left(self) -> bool:
@@ -498,38 +515,64 @@ class Membership:
             self._history = []
         self.view, self._request_key = view, ""
         self._beats.clear()
-        return view
+        self._known_views[view.epoch] = view
+        return self.view
 
     def _propose(self, view: View) -> View:
         """Store a view if there is none of its number yet; returns the one that there is then."""
-        key, text = f"view/{view.epoch}", view.text()
-        return View.read(self._ask(lambda store: store.compare_set(key, "", text)))
+        found = View.read(self._do(lambda: self._records.propose(f"view/{view.epoch}", view.content())))
+        self._write("epoch", view.epoch)
+        return found
 
-    def _read(self, epoch: int) -> View:
-        return View.read(self._ask(lambda store: store.get(f"view/{epoch}")))
+    def _view(self, epoch: int) -> View | None:
+        """The view of a number; None if there is none yet."""
+        found = self._read(f"view/{epoch}")
+        return None if found is None else View.read(found)
+
+    def _view_of(self, epoch: int) -> View:
+        """A view that has been agreed on.
+
+        Raises:
+            CommError: another program has written over it.
+        """
+        view = self._view(epoch)
+        if view is None and (view := self._known_views.get(epoch)) is not None:
+            self._write(f"view/{epoch}", view.content())
+        if view is None:
+            raise CommError(
+                f"view {epoch} of this run cannot be read any more: another program has written over it. Use a store "
+                "of its own"
+            )
+        return view
 
     def _newest(self) -> View | None:
         """The last view that there is."""
-        last, epoch = None, self._hint()
-        while text := self._value(f"view/{epoch}"):
-            last, epoch = View.read(text), epoch + 1
+        epoch = self._hint()
+        while epoch and self._view(epoch) is None:
+            epoch -= 1
+        last = None
+        while (view := self._view(epoch)) is not None:
+            last, epoch = view, epoch + 1
         return last
 
     def _hint(self) -> int:
-        return int(self._value("epoch") or 0)
+        found = self._read("epoch")
+        return found if isinstance(found, int) else 0
 
-    def _value(self, key: str) -> str:
-        """The value of a key; empty where it has none."""
-        return self._ask(lambda store: store.get(key) if store.check([key]) else b"").decode()
+    def _read(self, key: str) -> Any:
+        return self._do(lambda: self._records.read(key))
 
-    def _ask(self, call: Callable[[Any], T]) -> T:
+    def _write(self, key: str, value: object) -> None:
+        self._do(lambda: self._records.write(key, value))
+
+    def _do(self, call: Callable[[], T]) -> T:
         """The store's answer.
 
         Raises:
             PeerLostError: it is gone, or silent.
         """
         try:
-            return within(_STORE_SECONDS, lambda: call(self._store))
+            return within(_STORE_SECONDS, call)
         except TimeoutError:
             problem = f"no answer within {_STORE_SECONDS:g} s"
         except (RuntimeError, OSError) as error:

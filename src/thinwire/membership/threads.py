@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 from collections.abc import Callable
 
@@ -20,11 +21,13 @@ class ThreadNetwork:
 
     Attributes:
         store: of the views.
+        token: the secret of the run.
         ended: the ids of workers whose thread has ended.
     """
 
     def __init__(self) -> None:
         self.store = memory_store()
+        self.token = secrets.token_bytes(16)
         self.ended: set[str] = set()
         self._lock = threading.Lock()
         self._hubs: dict[int | str, Hub] = {}
@@ -42,7 +45,9 @@ class ThreadNetwork:
             size: the number of threads that it begins with.
             timeout: for others to come, in seconds.
         """
-        membership = Membership(self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02)
+        membership = Membership(
+            self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02, token=self.token
+        )
         return Fleet(membership, ThreadConnector(self, worker), rank, size)
 
     def hub(self, name: int | str, size: int) -> Hub:
@@ -62,23 +67,19 @@ class ThreadConnector:
     def __init__(self, network: ThreadNetwork, worker: str) -> None:
         self.worker = worker
         self._network = network
-        self._comm: ThreadComm | None = None
-        self._pairs: list[ThreadComm] = []
+        self._comms: list[ThreadComm] = []
 
-    def connect(self, epoch: int, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """This worker's comm in the hub of the view."""
-        self._comm = ThreadComm(self._network.hub(epoch, size), rank, timeout=timeout)
-        if lost():
-            self.disconnect(self._comm)
-        return self._comm
-
-    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """This worker's comm in the hub of two."""
-        comm = ThreadComm(self._network.hub(name, 2), rank, timeout=timeout)
-        self._pairs.append(comm)
+    def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """This worker's comm in the hub of the view, or of some of its members."""
+        comm = ThreadComm(self._network.hub(name, size), rank, timeout=timeout)
+        self._comms.append(comm)
         if lost() or self.worker in self._network.ended:
             self.disconnect(comm)
         return comm
+
+    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """This worker's comm in the hub of two."""
+        return self.connect(f"pair/{name}", rank, 2, timeout, lost)
 
     def disconnect(self, comm: Comm) -> None:
         """Let the waits of all others in this view fail."""
@@ -88,5 +89,5 @@ class ThreadConnector:
     def end(self) -> None:
         """This worker's thread has ended, in whatever way."""
         self._network.ended.add(self.worker)
-        for comm in [*self._pairs, *([self._comm] if self._comm else [])]:
+        for comm in self._comms:
             self.disconnect(comm)

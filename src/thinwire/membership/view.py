@@ -4,11 +4,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
+from thinwire.comm.liveness import ROW_BYTES
 from thinwire.errors import CommError
+from thinwire.validation import printable
+
+_ID = re.compile(r"[!-~]{1,64}")
+_ROW = re.compile(f"([0-9a-f]{{{2 * ROW_BYTES}}})?")
+_REASON_LENGTH = 200
+
+
+def is_worker(found: object) -> TypeGuard[Sequence[str]]:
+    """Whether something is the id and the process of a worker, as they are stored."""
+    return (
+        isinstance(found, list | tuple)
+        and len(found) == 2
+        and all(isinstance(each, str) for each in found)
+        and _ID.fullmatch(found[0]) is not None
+        and _ROW.fullmatch(found[1]) is not None
+    )
 
 
 @dataclass(frozen=True)
@@ -26,6 +44,9 @@ class Progress:
         ready: False for one that has joined, and has not got the others' state yet.
         left: why it leaves with notice, such as a signal's name; empty for one that goes on.
         unconnected: whether it could not open its connections in the view that ends, before anybody gave that view up.
+        averages: of the last averages whose result it has, the number of the round, and how many steps of all workers
+            are in the result.
+        in_step: whether it has begun the step after `step`.
 
     Example:
         >>> from thinwire.membership.view import Progress, settled
@@ -43,6 +64,16 @@ class Progress:
     ready: bool = True
     left: str = ""
     unconnected: bool = False
+    averages: tuple[tuple[int, int], ...] = ()
+    in_step: bool = False
+
+    @classmethod
+    def read(cls, found: Mapping[str, Any]) -> Progress:
+        """Return what was stored as a dictionary."""
+        averages = tuple((int(a), int(b)) for a, b in found.get("averages", ()))
+        left = printable(str(found.get("left", "")), _REASON_LENGTH)
+        content: dict[str, Any] = {**found, "averages": averages, "left": left}
+        return cls(**content)
 
 
 def settled(workers: Collection[Progress]) -> int:
@@ -70,7 +101,7 @@ class View:
 
     Example:
         >>> view = View(1, ("a", "c"), lost=("b",), progress={"a": Progress(7, True, 3)})
-        >>> View.read(view.text()) == view, view.rank("c"), view.rank("b")
+        >>> View.read(view.content()) == view, view.rank("c"), view.rank("b")
         (True, 1, None)
     """
 
@@ -101,22 +132,27 @@ class View:
             each: self.progress[each] for each in self.members if each in self.progress and self.progress[each].ready
         }
 
-    def text(self) -> str:
+    def content(self) -> dict[str, Any]:
         """As it is stored."""
-        return json.dumps(asdict(self), sort_keys=True)
+        return json.loads(json.dumps(asdict(self)))
 
     @classmethod
-    def read(cls, stored: bytes | str) -> View:
-        """What `text` returned.
+    def read(cls, stored: Mapping[str, Any]) -> View:
+        """What `content` returned.
 
         Raises:
             CommError: it is something else.
         """
         try:
-            found: dict[str, Any] = json.loads(stored)
-            progress = {name: Progress(**each) for name, each in found.pop("progress").items()}
+            found = dict(stored)
+            progress = {name: Progress.read(each) for name, each in found.pop("progress").items()}
             for name in ("members", "joined", "lost"):
                 found[name] = tuple(found[name])
-            return cls(**found, progress=progress)
-        except (TypeError, KeyError, ValueError) as error:
+            found["left"] = {name: printable(str(why), _REASON_LENGTH) for name, why in found["left"].items()}
+            view = cls(**found, progress=progress)
+            ids = [*view.members, *view.joined, *view.lost, *view.left, *progress]
+            if not all(is_worker((each, view.rows.get(each, ""))) for each in ids):
+                raise ValueError("an id or a process is not of the right form")
+            return view
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
             raise CommError(f"the store holds a view that cannot be read ({error}); use a store of its own") from None

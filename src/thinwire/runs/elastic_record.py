@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from thinwire.comm.rendezvous import host_store
+from thinwire.membership.records import TOKEN
 from thinwire.runs.folder import Fields, RunFolder
 from thinwire.runs.measure import Record
 from thinwire.runs.own_functions import load_task
@@ -23,7 +25,7 @@ from thinwire.tasks import Evaluation
 def hosted_store(workers: int) -> Generator[dict[str, str]]:
     """Host the store of an elastic run in this process, which outlives every worker; yields the workers' variables."""
     store = host_store("127.0.0.1", 0)
-    yield {"THINWIRE_STORE": f"127.0.0.1:{store.port}", "THINWIRE_WORKERS": str(workers)}
+    yield {"THINWIRE_STORE": f"127.0.0.1:{store.port}", "THINWIRE_WORKERS": str(workers), TOKEN: secrets.token_hex(16)}
     del store
 
 

@@ -80,9 +80,9 @@ class ElasticTraining:
         self._emit({"event": "start", "parameters": self._parameters, "step": worker.step})
         self._tell_view(worker.view)
         notice = Notice(worker, every=_NOTICE_STEPS) if settings.on_notice is not None else None
-        steps, evaluated = settings.steps or 0, -1
+        # The others have evaluated after the step at whose end this worker joined.
+        steps, evaluated = settings.steps or 0, worker.step if worker.has_just_joined else -1
         while True:
-            # Here, so that one who has joined after a step evaluates after it with the others.
             if worker.step != evaluated and self._evaluation_is_due(steps):
                 evaluated = worker.step
                 self._evaluate()

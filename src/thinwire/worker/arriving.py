@@ -11,7 +11,6 @@ sent at all, since they are that result.
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 from math import lcm
@@ -26,7 +25,7 @@ from thinwire.comm.liveness import State
 from thinwire.errors import CommTimeoutError, PeerLostError
 from thinwire.membership.elastic_comm import Connector, ElasticComm
 from thinwire.membership.membership import Membership
-from thinwire.membership.view import View
+from thinwire.membership.view import View, is_worker
 from thinwire.quorum.state_transfer import pack
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import codecs_of, nested
@@ -175,7 +174,7 @@ class _Sender:
     def _send(self, number: int, worker: str, row: str, kind: str, content: Tensor) -> None:
         own = self._membership
         name = f"{self._epoch}/{own.worker}/{number}/{kind}"
-        own.offer(number, json.dumps({"name": name, "kind": kind, "donor": own.worker, "row": own.row}))
+        own.offer(number, {"name": name, "kind": kind, "donor": own.worker, "row": own.row})
         comm = self._connector.pair(name, 0, own.timeout, lambda: own.state_of(worker, row) is State.ENDED)
         self._open.append(comm)
         try:
@@ -209,9 +208,11 @@ class Offered:
         self._parts: dict[str, Tensor] = {}
         self._donor = ""
 
-    def take(self, what: str) -> None:
+    def take(self, told: Any) -> None:
         """Receive a part that is offered; one whose sender is lost meanwhile is none."""
-        told: dict[str, Any] = json.loads(what)
+        fields = ("name", "kind", "donor", "row")
+        if not isinstance(told, dict) or not is_worker([told.get(name) for name in fields[2:]]):
+            return
         if told["kind"] == "early":
             self._parts.clear()
         self._donor = told["donor"]

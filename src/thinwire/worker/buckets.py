@@ -205,6 +205,7 @@ class Backward:
         ended: a pass has ended since the hooks were registered.
         nonfinite: why their mean is not finite; None if it is. The same on all ranks, unless late ones skip steps.
         survives: runs an exchange, again where a worker was lost in it; None where that ends the run.
+        on_begin: called before the first message of a pass.
         residuals: of error feedback, in the units of the gradients while these are exchanged.
     """
 
@@ -222,6 +223,7 @@ class Backward:
     ended: bool = False
     nonfinite: NonFinite | None = None
     survives: Callable[[Callable[[], None]], None] | None = None
+    on_begin: Callable[[], None] = lambda: None
     residuals: ScaledResiduals = field(default_factory=ScaledResiduals)
     _launched: int = 0
     _early: int = 0
@@ -285,6 +287,7 @@ class Backward:
 
     def _begin(self) -> None:
         self.end_failed()
+        self.on_begin()
         if torch.is_grad_enabled():
             self.comm.raise_on_all(
                 ConfigError(

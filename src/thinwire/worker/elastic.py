@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
 from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
 from thinwire.membership.elastic_comm import ElasticComm
@@ -80,6 +81,13 @@ class Elastic:
         self._done = True
         self._requests = 0
         self._size = 0 if self.view.progress else self.view.size  # of the last view that was opened; 0 of none yet
+        self._peers = self.view.members
+        self._stepping = False
+        self._whole: Comm | None = None  # of the whole view, while calls between two steps go to a part of it
+        self._part: Comm | None = None
+        self._has_just_joined = False
+        self._entered_round = 0
+        self._averages: tuple[tuple[int, int], ...] = ()  # the last two, as `Progress` has them
         self._opens_at: int | None = None
         self._arrivals: Arrivals | None = None
         self._newcomers: set[str] = set()
@@ -138,8 +146,9 @@ class Elastic:
 
     def gradients(self, exchange: Callable[[], None]) -> None:
         """Run the exchange of a backward pass, again where a worker was lost in it."""
+        self.start_step()
         # Its messages were sent during the pass, before the round began.
-        self.round(exchange, keeps_x=False, sends=True)
+        self.round(exchange, keeps_x=False, sends=True, uses=self.worker.step + 1)
 
     def begin(self, worker: WorkerState, after_step: Callable[[], None]) -> None:
         """Watch over this worker, whose replicas are there; one that joins takes part in the round that the others end.
@@ -163,19 +172,42 @@ class Elastic:
         if self.view.progress:
             # Of a run that has begun: its state comes from one of its workers.
             self._round = settled(self.view.ready.values())
+            self._enter(after_step)
+
+    def _enter(self, after_step: Callable[[], None]) -> None:
+        """Get the state of the run, and wait until the other workers begin their next step."""
+        while True:
             self._open_again()
-            if self._newcomers:
-                self._be_silent(after_step)
+            try:
+                if self._newcomers:
+                    self._be_silent(after_step)
+                self.worker.wait_pending()
+                self._entered_round = self._membership.wait_for_step()
+                self._hold((self.worker_id,))
+                self._has_just_joined = True
+                return
+            except _LOST as error:
+                if isinstance(error, StoreLostError):
+                    raise
+                problem = str(error)
+            # Without a part in the run it is not a member of the next view, and asks to join again.
+            self._size = 0
+            self._next_view(problem, None)
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
     def before_step(self, hook: Callable[[], None]) -> None:
         """Run the strategies' hook before the optimizer's step."""
+        self.start_step()
         if self._opens_at is not None:
             return  # alone until then
         if self._reads_before:
             self.round(
-                hook, keeps_gradient=self.worker.strategy.reads_gradient, ends=not self._neighbours, sends=self._uneven
+                hook,
+                keeps_gradient=self.worker.strategy.reads_gradient,
+                ends=not self._neighbours,
+                sends=self._uneven,
+                uses=self.worker.step + 1 if self.worker.strategy.reads_gradient else None,
             )
         else:
             hook()
@@ -183,6 +215,7 @@ class Elastic:
     def after_step(self, hook: Callable[[], None]) -> None:
         """Run the strategies' hook after the optimizer's step; then take in who wants to join."""
         self._membership.take_step()
+        self._stepping = False
         step, ended = self.worker.step, False
         if self._opens_at is not None:
             if step >= self._opens_at:
@@ -200,13 +233,15 @@ class Elastic:
                 # What is in flight may be waited for in this hook, and fail on some workers only.
                 sends=lambda: ends and (self._waits() or self._uneven),
                 needed=lambda: self._waits() or self._may_send(step),
+                uses=self._steps_in_average(step),
             )
             ended = True
             if self._newcomers:
                 self._end_arrival()
         else:
             hook()
-        if not self._neighbours and self._requests > self.view.requests:
+        # Workers that have just joined do not know of further requests yet.
+        if not self._neighbours and self._requests > self.view.requests and self._whole is None:
             self._take_in(round_ended=ended)
 
     def _take_in(self, *, round_ended: bool) -> None:
@@ -241,16 +276,93 @@ class Elastic:
                 r.samples = 0.0
                 if (weight := self.worker.strategy.weight(r)) is not None:
                     weight.zero_()
-            self.round(after_step)
-            for r in self.worker.replicas:
-                r.samples = 1.0
-        self._end_arrival()
-        self._comm.round = ""
-
-    def _end_arrival(self) -> None:
-        """From here on the new workers are as all others."""
+            try:
+                self._round, self._done = self._round + 1, False
+                after_step()
+                self._done = True
+                self.confirm()
+            finally:
+                for r in self.worker.replicas:
+                    r.samples = 1.0
+                self._comm.round = ""
         self._newcomers.clear()
         self._comm.silent = frozenset()
+
+    def _end_arrival(self) -> None:
+        """After the round in which new workers were silent: they take part from the next step on."""
+        self._newcomers.clear()
+        self._comm.silent = frozenset()
+        try:
+            self.worker.wait_pending()
+            self._hold(self._settled_members)
+            return
+        except _LOST as error:
+            if isinstance(error, StoreLostError):
+                raise
+            problem = str(error)
+        self._change(problem, [], repeats=False)
+
+    # -- between two steps -----------------------------------------------------------------------------------------
+
+    @property
+    def _settled_members(self) -> tuple[str, ...]:
+        """The members of the view that were in the run before."""
+        return tuple(each for each in self.view.members if each in self.view.ready)
+
+    def _hold(self, members: tuple[str, ...]) -> None:
+        """Let these members call each other alone until the next step begins.
+
+        The loop may evaluate or save after the step at whose end others join. Those begin with the next step and make
+        none of these calls, or all of them on their own.
+
+        Raises:
+            CommError: not all of them connected.
+        """
+        part = self._connector.connect(
+            f"{self.view.epoch}/{members[0]}",
+            members.index(self.worker_id),
+            len(members),
+            self._membership.timeout,
+            self._membership.given_up,
+        )
+        self._release_part()
+        self._whole, self._part, self._peers = self._comm.comm, part, members
+        self._comm.use(part)
+
+    def start_step(self) -> None:
+        """Call before the first message of a step: from here on all members of the view take part."""
+        self._stepping = True
+        if self._whole is None:
+            return
+        self._comm.use(self._whole)
+        self._whole, self._peers = None, self.view.members
+        self._requests = 0  # of which only a part of the view knows
+        if self._has_just_joined:
+            self._has_just_joined, self._round = False, self._entered_round
+            self._averages = ((self._round, self.worker.step),)
+        else:
+            self._membership.announce_step(self._round)
+
+    def _release_part(self) -> None:
+        """Close the connections of calls between two steps, which nobody waits for any more."""
+        if self._part is not None:
+            self._connector.disconnect(self._part)
+            self._part = None
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The ids of the workers that take part in the calls that this one makes now, in the order of ranks."""
+        return self._peers
+
+    @property
+    def has_just_joined(self) -> bool:
+        """Whether this worker has joined a run and taken no step in it yet; its calls reach nobody else."""
+        return self._has_just_joined
+
+    def drop_newcomers(self) -> None:
+        """Let workers that have not begun yet ask to join again; the members that were here before call it together."""
+        if self._whole is not None and not self._has_just_joined:
+            self._change("the state has changed", [], repeats=False)
 
     def together(self, body: Callable[[], T], *, sends: bool = True) -> T:
         """Run what all workers do at the same step, such as evaluate, again where one is lost in it.
@@ -261,6 +373,12 @@ class Elastic:
         """
         results: list[T] = []
         self.round(lambda: results.append(body()), sends=sends)
+        if not results:
+            raise PeerLostError(
+                f"worker {self.worker_id}, step {self.worker.step}: a worker was lost in a call that all make "
+                f"together, and others have gone on to step {self._opens_at} without it. Let all "
+                "make the same calls after the same steps, and start this worker again to let it join"
+            )
         return results[-1]
 
     def round(
@@ -273,6 +391,7 @@ class Elastic:
         drops: bool = False,
         sends: bool | Callable[[], bool] = False,
         needed: Callable[[], bool] = lambda: True,
+        uses: int | None = None,
     ) -> T | None:
         """Run what communicates; where a worker is lost in it, all survivors keep its result, or none does.
 
@@ -285,6 +404,7 @@ class Elastic:
             sends: whether it is known to communicate; else the meter says whether it has.
             needed: whether it is a round at all, asked in a new view: others, which had kept the round before, may be a
                 step behind, and come here with nothing in flight.
+            uses: how many steps of all workers its result contains; None where it is no average.
         """
         while True:
             told = sends() if callable(sends) else sends
@@ -304,7 +424,7 @@ class Elastic:
                     self._round, self._done = self._round + 1, False
                 result = body()
                 if ends:
-                    self._end_round(told or self._comm.meter.messages > sent)
+                    self._end_round(told or self._comm.meter.messages > sent, uses)
                 return result
             except _LOST as error:
                 if isinstance(error, StoreLostError):
@@ -320,12 +440,15 @@ class Elastic:
             if not needed():
                 return body()
 
-    def _end_round(self, sent: bool) -> None:
+    def _end_round(self, sent: bool, uses: int | None) -> None:
         self._done = True
+        if self._comm.size > 1 and not sent:
+            self._round -= 1  # so it was on all ranks
+            return
+        if uses is not None:
+            self._averages = (*self._averages[-1:], (self._round, uses))
         if self._comm.size == 1:
             self._requests = self._membership.requests()
-        elif not sent:
-            self._round -= 1  # so it was on all ranks
         else:
             self.confirm()
 
@@ -335,10 +458,21 @@ class Elastic:
             [self._round, self._membership.requests()], dtype=torch.int64, device=self._comm.check_device
         )
         rows = self._comm.confirm(mine).wait()
+        if self._whole is None:
+            self._release_part()  # all have begun a step since
         now = time.monotonic()
         self._patience.record(now - self._round_ended)
         self._round_ended, self._comm.timeout = now, self._patience.seconds
         self._requests = max(int(row[1]) for row in rows)
+
+    def _steps_in_average(self, step: int) -> int | None:
+        """How many steps of all workers the round after so many steps contains; None where it is no average."""
+        strategy = self.worker.strategy
+        if strategy.averages_at(step):
+            return step
+        if fragments := [each for each in nested(strategy) if getattr(each, "fragments", 1) > 1]:
+            return max(0, step - max(int(getattr(each, "period", 1)) for each in fragments))
+        return None if strategy.local_rounds else step
 
     def _waits(self) -> bool:
         """Whether messages are in flight."""
@@ -364,7 +498,7 @@ class Elastic:
         Args:
             leaving: why each of them leaves, by their ids.
         """
-        if all(each in leaving for each in self.view.members):
+        if all(each in leaving for each in self.peers):
             return True
         self.round(lambda: self._let_go(leaving), sends=True)
         if self.worker_id in leaving:
@@ -380,8 +514,8 @@ class Elastic:
         return False
 
     def _let_go(self, leaving: Mapping[str, str]) -> None:
-        ranks = [rank for rank, each in enumerate(self.view.members) if each in leaving]
-        if ranks and len(ranks) < self.view.size:
+        ranks = [rank for rank, each in enumerate(self.peers) if each in leaving]
+        if ranks and len(ranks) < len(self.peers):
             with torch.no_grad():
                 for r in self.worker.replicas:
                     self.worker.strategy.before_leave(r, ranks)
@@ -406,6 +540,7 @@ class Elastic:
         if not keep:
             if repeats:
                 self._round, self._done = self._round - 1, True
+                self._averages = tuple(each for each in self._averages if each[0] <= self._round)
             for r, before in zip(self.worker.replicas, kept, strict=bool(kept)):
                 _put_back(r, before)
         self._opens_at = max(each.step for each in others)
@@ -423,13 +558,19 @@ class Elastic:
         while True:
             # What is known of those that ask to join may differ between the survivors.
             self._requests = 0
-            self._connector.disconnect(self._comm.comm)
+            self._disconnect()
             self._comm.round = ""
             if self._neighbours:
                 # Whoever proposes takes in those that anybody has heard of, so that nobody has to ask for a view again.
                 requests = self._membership.requests(now=True)
             progress = Progress(
-                self._round, self._done, self.worker.step, ready=self._size > 0, unconnected=unconnected
+                self._round,
+                self._done,
+                self.worker.step,
+                ready=self._size > 0,
+                unconnected=unconnected,
+                averages=self._averages,
+                in_step=self._stepping,
             )
             view = self._membership.change(progress, requests=requests, donor=donor, problem=problem)
             if self._arrivals is not None and not (view.joined and view.donor):
@@ -475,7 +616,7 @@ class Elastic:
             self._membership.given_up,
         )
         self._comm.use(comm)
-        self.view = view
+        self.view, self._peers = view, view.members
         # Who joins has to be made ready first, which no round before has taken.
         self._comm.timeout = self._membership.timeout
         if view.joined:
@@ -497,7 +638,13 @@ class Elastic:
                         r.active = comm.size
                         for name, cost in strategy.change_view(r, self._size).items():
                             self.costs[name] = self.costs.get(name, 0.0) + cost
-                self._size, self._opens_at = comm.size, None
+                joins, self._size, self._opens_at = self.joins, comm.size, None
+                # Where one has begun the next step already, none of them calls anything before it.
+                if self._has_newcomers() and not (joins or self._newcomers):
+                    if any(each.in_step and each.step == self.worker.step for each in self.view.ready.values()):
+                        self._membership.announce_step(self._round)
+                    else:
+                        self._hold(self._settled_members)
                 for call in self.on_view:
                     call(self.view)
                 return
@@ -509,10 +656,10 @@ class Elastic:
 
     def _hand_over(self) -> None:
         """Give those that are new in the view the state of the worker that is furthest."""
+        if not self._has_newcomers():
+            return
         there = self.view.ready
         new = [rank for rank, each in enumerate(self.view.members) if each not in there]
-        if not new or self.view.epoch == self.view.begins:
-            return
         step = max(each.step for each in there.values())
         source = next(each for each in there if there[each].step == step)
         self._comm.step = step
@@ -525,6 +672,10 @@ class Elastic:
             self._arrivals.finish(self.worker, [self.view.members.index(each) for each in self._newcomers])
         self._arrivals = None
 
+    def _has_newcomers(self) -> bool:
+        """Whether members of the view need the state of the others."""
+        return self.view.epoch > self.view.begins and len(self.view.ready) < self.view.size
+
     @property
     def worker_id(self) -> str:
         """Of this worker, among the members of views."""
@@ -536,9 +687,22 @@ class Elastic:
         for view in self._membership.history()[1:]:
             step = max((each.step for each in view.ready.values()), default=crews[-1].begins)
             # Where a worker was lost, the others may be in the middle of this step, with batches that they had before.
-            between = view.joined or view.left
-            crews.append(Crew(step if between else step + 1, view.members, tuple(view.left)))
+            between = view.left or (view.joined and not self._neighbours)
+            begins = step if between else step + 1
+            crews.append(Crew(begins, view.members, tuple(view.left), self._unused_from(view)))
         return crews
+
+    def _unused_from(self, view: View) -> int | None:
+        """The first step of the workers lost before a view that the others' parameters do not contain."""
+        if self._neighbours:
+            # One of the others has waited for the message of a lost worker's next step, and is not ahead of it.
+            # A message is sent after the step, and may be used some steps later.
+            late = sum(int(getattr(each, name, 0)) for each in self._parts for name in ("delay", "staleness"))
+            return max(0, min((each.step for each in view.ready.values()), default=0) - 1 - late)
+        last = settled(view.ready.values()) if view.ready else 0
+        return max(
+            (steps for each in view.ready.values() for number, steps in each.averages if number <= last), default=None
+        )
 
     @property
     def worker(self) -> WorkerState:
@@ -548,10 +712,21 @@ class Elastic:
 
     def close(self) -> None:
         """Leave: the others' next call finds this worker gone."""
+        if self._whole is not None and not self._has_just_joined and not self._membership.has_left:
+            self._membership.give_up_view()  # new workers wait for a step that does not come
         self._membership.close()
         if self._arrivals is not None:
             self._arrivals.close()
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Close all connections, so that the waits of all others in this view fail."""
         self._connector.disconnect(self._comm.comm)
+        self._release_part()
+        if self._whole is not None:
+            self._connector.disconnect(self._whole)
+            self._whole = None
+        self._has_just_joined = False
 
     def withdraw(self) -> None:
         """Leave a run in which this worker could not start, and take it off the model and the optimizer."""

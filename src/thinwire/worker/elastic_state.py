@@ -49,12 +49,18 @@ class ElasticState(WorkerState):
     @property
     def rank(self) -> int:
         """This worker's number among those that train together, from 0; under `elastic=True` it changes with views."""
-        return self.comm.rank
+        rank = None if self.elastic is None else self.elastic.view.rank(self.elastic.worker_id)
+        return self.comm.rank if rank is None else rank
 
     @property
     def size(self) -> int:
         """How many workers train together; under `elastic=True` it changes with views."""
-        return self.comm.size
+        return self.comm.size if self.elastic is None else self.elastic.view.size
+
+    @property
+    def has_just_joined(self) -> bool:
+        """Whether this worker has joined an elastic run and taken no step in it yet."""
+        return self.elastic is not None and self.elastic.has_just_joined
 
     @property
     def crews(self) -> list[Crew]:

@@ -47,7 +47,7 @@ def watch_gradients(worker: WorkerState) -> None:
         skips_steps=strategy.skips_steps,
         raises_own=worker.nonfinite == "raise",
     )
-    worker.backward.survives = worker.survives
+    worker.backward.survives, worker.backward.on_begin = worker.survives, worker.start_step
     if not isinstance(worker.model, DistributedDataParallel):  # where the attribute is set to turn DDP's exchange off
         worker.backward.model = worker.model
     if not strategy.skips_steps and worker.survives is None:

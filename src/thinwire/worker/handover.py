@@ -75,7 +75,9 @@ def unpack(worker: WorkerState, content: Tensor, *, anew: bool) -> None:
     with torch.no_grad():
         for r, state in zip(worker.replicas, states, strict=True):
             if anew:
-                r.state.clear()  # of an earlier view, which has ended before it was in step with the others
+                # Of an earlier view, which has ended before it was in step with the others.
+                r.state.clear()
+                r.inflight.clear()
             unpack_(r, state)
             r.step = step
             if in_flight:

@@ -7,13 +7,11 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from itertools import pairwise
 from types import FrameType
 from typing import Any
 
 from thinwire.comm.forks import protect
 from thinwire.errors import ConfigError
-from thinwire.quorum.elastic_sampler import Crew
 from thinwire.worker.handshake import gather_texts
 from thinwire.worker.worker import Worker
 
@@ -155,13 +153,11 @@ class Notice:
 
     def _ask(self) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device
-        # Who has joined just now has not taken the step after which the others would ask. It may have joined since this
-        # worker began to ask: where workers wait for their neighbours alone, others are a step behind.
-        if worker.elastic is not None and _somebody_joined(worker.crews, worker.step):
-            return {}
+        if worker.has_just_joined:
+            return {}  # the others have asked after the step before
         worker.wait_pending()
         texts = gather_texts(worker.comm, (self.received or "").encode(), device)
-        names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.view.members
+        names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.elastic.peers
         return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}
 
     def after_fork(self) -> None:
@@ -172,7 +168,3 @@ class Notice:
         """Put the process's own handlers back."""
         while self._before:
             signal.signal(*self._before.popitem())
-
-
-def _somebody_joined(crews: Sequence[Crew], step: int) -> bool:
-    return any(new.begins == step and {*new.members} - {*old.members} for old, new in pairwise(crews))

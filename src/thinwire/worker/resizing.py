@@ -43,6 +43,25 @@ def saved_size(folder: Path) -> int | None:
     return int(checkpoint.facts_of(RankFile(folder / f"step-{steps[-1]:08d}", 0).outline())["size"])
 
 
+def saved_extra(folder: Path, *, missing_ok: bool) -> dict[str, Any]:
+    """Return rank 0's `extra` of the newest checkpoint visible in a folder.
+
+    Args:
+        folder: of the checkpoints.
+        missing_ok: return {} where there is none.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    step = saved_step(folder)
+    if step is None:
+        if missing_ok:
+            return {}
+        raise CheckpointError(f"{folder} holds no whole checkpoint; look for step-* folders, or pass missing_ok=True")
+    content = snapshot.mapping_of(RankFile(folder / f"step-{step:08d}", 0).read(), "a part")
+    return dict(snapshot.mapping_of(content.get("extra"), "extra"))
+
+
 def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict[str, Any]:
     """Resume from the newest complete checkpoint, whatever number of workers wrote it; returns its `extra`.
 

@@ -54,6 +54,7 @@ class WorkerState:
         automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.
         just_switched: whether no step was taken since the last switch.
         account: counts steps and bytes, for `Worker.stats`.
+        start_step: called before the first message of a step.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
     """
 
@@ -83,6 +84,7 @@ class WorkerState:
         self.just_switched = False
         self.told_rounding = False
         self.account = Account(comm)
+        self.start_step: Callable[[], None] = lambda: None
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property

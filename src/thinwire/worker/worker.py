@@ -403,6 +403,12 @@ class Worker(ElasticState):
                 first difference, and nothing has changed.
         """
         refuse_while_lent(self, "load_state_dict()")
+        if self.has_just_joined:
+            raise ConfigError(
+                f"load_state_dict() on worker {self.worker_id}, which has just joined an elastic run at step "
+                f"{self.step}. A worker that joins has the state of the run already. Skip the call where "
+                "worker.has_just_joined is true"
+            )
         resizing.load_parts(self, state)
         self._begun_step = -1
 
@@ -447,6 +453,10 @@ class Worker(ElasticState):
                 place = self.own_folder(checkpoint.on_disk(self, folder))
                 return checkpoint.save(self, place, dict(extra or {}), keep=keep)
 
+        if self.has_just_joined:
+            # The others have saved after this step, or not at all; a part of this worker alone would replace one of
+            # theirs.
+            return self.own_folder(checkpoint.on_disk(self, folder)) / f"step-{self.step:08d}"
         return self._together(write)
 
     def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
@@ -456,6 +466,7 @@ class Worker(ElasticState):
         the workers agreed on (`Strategy.resume_point`), optimizers' moments and buffers are means, and the strategy's
         state is redistributed (`Strategy.resized`). Torch's random generators stay as they are, and data are to be
         divided anew. A rank that was not there before gets rank 0's `extra`. After "auto" that of the save goes on.
+        A worker that has just joined an elastic run keeps the state of the run and only gets rank 0's `extra`.
 
         Args:
             folder: that `save` wrote to.
@@ -477,6 +488,10 @@ class Worker(ElasticState):
                 place = self.own_folder(checkpoint.on_disk(self, folder))
                 return resizing.load(self, place, missing_ok=missing_ok)
 
+        if self.has_just_joined:
+            return resizing.saved_extra(self.own_folder(checkpoint.on_disk(self, folder)), missing_ok=missing_ok)
+        if self.elastic is not None:
+            self.elastic.drop_newcomers()
         return self._together(read)
 
     def export(self, path: str | Path) -> Path:
@@ -507,6 +522,8 @@ class Worker(ElasticState):
             (<All keys matched successfully>, ['bias', 'weight'])
         """
         check_all_there(self, "export()")
+        if self.has_just_joined:
+            return Path(path)  # the others have written it, or write it at a later step
         with self.account.apart():
             place = self._together(lambda: checkpoint.on_disk(self, path))
         with self.consensus() as model, self.account.apart():
@@ -668,7 +685,7 @@ def attach(
             start(worker, init)
         worker.nonfinite = nonfinite
         if views is not None:
-            worker.elastic, worker.survives = views, views.gradients
+            worker.elastic, worker.survives, worker.start_step = views, views.gradients, views.start_step
         register_hooks(worker, worker._before_step, worker._after_step)  # pyright: ignore[reportPrivateUsage]
         if views is not None:
             views.begin(worker, worker._strategy_after)  # pyright: ignore[reportPrivateUsage]
