@@ -15,8 +15,6 @@ import thinwire
 from tests.engine import drawn, momentum, net
 from tests.pool import run_processes
 from thinwire import AllReduce, Comm, Complete, Gossip, LocalSGD, MismatchError, run_threads
-from thinwire.comm.threads import single_worker
-from thinwire.replica.replica import Replica
 from thinwire.worker.handshake import agree, fingerprint, first_difference, gather_texts
 
 Setup = dict[str, Any]
@@ -225,7 +223,7 @@ def test_texts_of_one_worker_come_back() -> None:
 def test_a_fingerprint_sees_any_two_values_that_have_changed_places_and_changes_that_cancel(n: int) -> None:
     def number(bits: list[int]) -> int:
         x = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
-        return fingerprint([Replica(x, torch.empty(0), single_worker(), lr=lambda: 0.1)])
+        return fingerprint([x])
 
     bits = [1000 + 7 * i for i in range(n)]
     for i in range(n):

@@ -117,7 +117,7 @@ def test_a_rank_that_detaches_alone_is_named() -> None:
             worker.detach()
         steps(worker, batches(comm.rank, 2))
 
-    where = "ranks 0, 2 are in an average in training at step 3, rank 1 is in detach() at step 2"
+    where = "ranks 0, 2 are in a check of the data at step 2, rank 1 is in detach() at step 2"
     assert endings(3, train) == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 3
 
 
@@ -139,6 +139,7 @@ def test_a_rank_that_detaches_because_of_an_error_waits_for_nobody() -> None:
 def test_states_of_different_steps_are_found_at_the_next_average() -> None:
     def train(comm: Comm) -> None:
         worker = attach(comm, LocalSGD(period=2))
+        steps(worker, batches(comm.rank, 2))
         kept = worker.state_dict()
         steps(worker, batches(comm.rank, 2))
         if comm.rank == 0:
@@ -146,7 +147,7 @@ def test_states_of_different_steps_are_found_at_the_next_average() -> None:
         steps(worker, batches(comm.rank, 4))
 
     found = endings(2, train)
-    where = "rank 0 is in an average in training at step 1, rank 1 is in an average in training at step 3"
+    where = "rank 0 is in an average in training at step 3, rank 1 is in an average in training at step 5"
     assert found == [("MismatchError", f"ranks are out of step: {where}; {RULE}")] * 2
 
 
@@ -220,7 +221,7 @@ def test_in_sixteen_bits_one_digit_of_each_parameter_may_differ(digits: int, err
 
 def test_a_check_is_counted_apart_alike_on_threads_and_on_the_counter() -> None:
     def train(comm: Comm) -> tuple[float, float]:
-        worker = attach(comm, LocalSGD(period=2))
+        worker = steps(attach(comm, LocalSGD(period=2)), batches(comm.rank, 4))
         before, checks = comm.meter.payload_bytes, comm.meter.check_bytes
         steps(worker, batches(comm.rank, 4))
         return comm.meter.payload_bytes - before, comm.meter.check_bytes - checks

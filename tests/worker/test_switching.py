@@ -215,11 +215,11 @@ def test_another_strategy_on_another_rank_is_named_on_both() -> None:
 
 def test_another_step_on_another_rank_is_named() -> None:
     def work(comm: Comm) -> None:
-        worker = steps(attach(comm, LocalSGD(period=100)), batches(comm.rank, 2 + comm.rank))
+        worker = steps(attach(comm, LocalSGD(period=100)), batches(comm.rank, 3 + comm.rank))
         worker.optimizer.zero_grad()
         worker.switch(AllReduce())
 
-    with pytest.raises(MismatchError, match=r"rank 0 is in switch\(\) at step 2, rank 1 is in switch\(\) at step 3"):
+    with pytest.raises(MismatchError, match=r"rank 0 is in switch\(\) at step 3, rank 1 is in switch\(\) at step 4"):
         thinwire.run_threads(2, work, timeout=20)
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import struct
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import Literal, NoReturn, TypeVar
+from typing import ClassVar, Literal, NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -55,6 +56,8 @@ class Comm(ABC):
         silent: ranks that have just joined, and add nothing to means of parameters yet.
         check_device: where the checks' few bytes lie.
         runtime: the clock that waits are measured by, the locks and the threads; a simulation brings its own.
+        checks_first_steps: whether workers compare their start and their data in the first steps; False in simulations,
+            where the messages would take virtual time.
 
     Example:
         >>> import torch
@@ -64,6 +67,8 @@ class Comm(ABC):
         >>> run_threads(3, work)
         [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
     """
+
+    checks_first_steps: ClassVar[bool] = True
 
     def __init__(self, rank: int, size: int, *, timeout: float = 60.0) -> None:
         if not 0 <= rank < size:
@@ -174,12 +179,24 @@ class Comm(ABC):
             ...     print(str(error).partition(";")[0])
             ranks are out of step: ranks 0, 1 are in consensus() at step 0, rank 2 is in save() at step 0
         """
+        return self.gather_in_step(call, fingerprint).then(_odd_ones)
+
+    def gather_in_step(self, call: str, number: int) -> Work[list[int]]:
+        """Check that all ranks make this call at the same step, as `check_in_step`, and gather a number of each rank.
+
+        Args:
+            call: a name of up to 24 bytes.
+            number: of 63 bits.
+
+        Returns:
+            A handle of the numbers in the order of ranks; its `wait` may raise MismatchError on all ranks.
+        """
         self.round = ""  # also where a hook has failed before its first call
         if self.size == 1:
-            return completed(list[int]())
+            return completed([number])
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
         row = torch.tensor(
-            [self.step if self.in_step else -1, *words, fingerprint], dtype=torch.int64, device=self.check_device
+            [self.step if self.in_step else -1, *words, number], dtype=torch.int64, device=self.check_device
         )
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
@@ -189,15 +206,22 @@ class Comm(ABC):
             self.calling = ""
 
     def _compare(self, rows: Sequence[Tensor]) -> list[int]:
+        """The last number of each row, where all others are equal."""
         together = torch.stack(list(rows))
         if bool((together == together[0]).all()):
-            return []
+            return [int(together[0, -1])] * self.size
         entries = [tuple(row) for row in together.tolist()]
         if len({entry[:-1] for entry in entries}) > 1:
             found = "ranks are out of step: " + places([_place(entry) for entry in entries], self.names)
             self.raise_on_all(MismatchError(f"{found}; {self.rule}"))
-        kinds = sorted({entry[-1] for entry in entries}, key=lambda kind: [entry[-1] for entry in entries].count(kind))
-        return [rank for rank, entry in enumerate(entries) if entry[-1] != kinds[-1]]
+        return [entry[-1] for entry in entries]
+
+    def count_other_calls(self) -> int:
+        """Count the calls so far of `torch.distributed` process groups in which two of these ranks or more meet.
+
+        This comm's own calls may be among them. 0 where ranks are no processes of `torch.distributed`.
+        """
+        return 0
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error that this rank has found by itself; calls of all other ranks raise it too.
@@ -387,6 +411,12 @@ class Comm(ABC):
 
     @abstractmethod
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]: ...
+
+
+def _odd_ones(numbers: Sequence[int]) -> list[int]:
+    """The ranks whose number is not that of most."""
+    most = Counter(numbers).most_common(1)[0][0]
+    return [rank for rank, number in enumerate(numbers) if number != most]
 
 
 def named(ranks: Sequence[int]) -> str:

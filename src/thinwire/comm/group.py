@@ -11,6 +11,7 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn, TypeVar, cast
@@ -287,6 +288,21 @@ class GroupComm(Comm):
         if self._fault is None and closed and not self._roll_call.has_begun():
             return PeerLostError(f"{self.name(self.rank)}, step {self.step}, {call}: {problem}")
         return self._failed(call, problem, self.timeout if late else 0.0)
+
+    def count_other_calls(self) -> int:
+        """Count the calls so far of torch's process groups in which two of these ranks or more meet."""
+        mine = set(dist.get_process_group_ranks(self._group))
+        # Torch lists its groups in a private table only. Without it, those that are known are counted.
+        world = getattr(dist.distributed_c10d, "_world", None)
+        groups = [*getattr(world, "pg_map", ()), self._group]
+        count = 0
+        for group in {id(group): group for group in groups}.values():
+            # Groups that this rank is no member of are in the table as a number.
+            if isinstance(group, dist.ProcessGroup) and len(mine.intersection(dist.get_process_group_ranks(group))) > 1:
+                number = getattr(group, "_get_sequence_number_for_group", lambda: 0)
+                with suppress(RuntimeError):  # a backend that does not count
+                    count += int(number())
+        return count
 
     def name(self, rank: int) -> str:
         """A rank of the group, also by its number in the whole job where that is another one."""

@@ -106,6 +106,8 @@ class SimulatedComm(Comm):
         [0.2004, 0.2002, 0.2003]
     """
 
+    checks_first_steps = False
+
     def __init__(self, world: World, group: SimulatedGroup, rank: int, *, timeout: float = 60.0) -> None:
         super().__init__(rank, len(group.members), timeout=timeout)
         self.worker = group.members[rank]

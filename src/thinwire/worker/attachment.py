@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -21,6 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from thinwire.errors import ConfigError
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.recipe import brief
+from thinwire.worker.handshake import fingerprint
 from thinwire.worker.state import WorkerState
 
 InsideDDP = Literal["refuse", "mute"]
@@ -28,6 +31,9 @@ InsideDDP = Literal["refuse", "mute"]
 _AGAIN = "call worker.detach() before it, and attach again after it"
 _WRAPPERS = ("FullyShardedDataParallel", "DeepSpeedEngine")
 _OPTIMIZERS = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer")
+_LOGGER = logging.getLogger("thinwire")
+_OWN = "thinwire."
+_HOOKS = {"_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"}
 _SCALER_CODE = torch.amp.GradScaler.step.__code__
 
 
@@ -42,6 +48,29 @@ class _Owner:
         self.skips_steps = worker.strategy.skips_steps
         self.stepping = False
         self.muted: WeakSet[DistributedDataParallel] = WeakSet()
+
+    def before_load(self) -> None:
+        """Take the fingerprint of the parameters, unless they are to be put back anyway."""
+        worker = self.worker()
+        if worker is not None and not worker.lent and worker.fingerprint_before_load is None:
+            worker.shards.read()
+            worker.fingerprint_before_load = fingerprint(r.x for r in worker.replicas)
+
+    def report_drift(self, use: str) -> None:
+        """Warn once of a use of this worker's own model, if the other workers' parameters differ from its own."""
+        worker = self.worker()
+        if worker is None or worker.drift_reported or worker.lent or not worker.step:
+            return
+        strategy = worker.strategy
+        if strategy.equal_replicas or strategy.averages_at(worker.step):
+            return
+        worker.drift_reported = True
+        _LOGGER.warning(
+            "%s, step %d: %s outside worker.consensus(). Between averages every worker has parameters of its own under "
+            "%s, so this is the model of one worker and not the one that all agree on. Evaluate and save on all ranks "
+            "within `with worker.consensus():`, and let rank 0 report or write there",
+            *(worker.comm.name(worker.comm.rank), worker.step, use, brief(strategy)),
+        )
 
     def refuse(self, text: str) -> None:
         """Raise an error on all ranks."""
@@ -88,6 +117,12 @@ class Attachment:
             eager: Any = torch.compiler.disable(_look_for_ddp)
             _look_eagerly.append(eager)
         self._guard_model(worker)
+        for module in worker.model.modules():
+            worker.undo.callback(module.register_load_state_dict_pre_hook(_before_load).remove)
+            _hide_hooks(worker, module)
+        if worker.comm.size > 1:
+            worker.undo.callback(worker.model.register_forward_pre_hook(_before_forward).remove)
+            worker.undo.callback(worker.model.register_state_dict_pre_hook(_before_state_dict).remove)
         _guard_groups(worker)
         worker.undo.callback(self._release, trained)
 
@@ -152,7 +187,7 @@ class Attachment:
             wrapper = isinstance(module, DistributedDataParallel)
             if (wrapper or module is worker.model) and hook not in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
                 worker.undo.callback(module.register_forward_pre_hook(hook).remove)
-                _hide_hooks(worker, module)
+                _hide_hooks(worker, module)  # of a module that has come since attach
 
     def _release(self, trained: Sequence[Tensor]) -> None:
         for wrapper in self._owner.muted:
@@ -258,9 +293,10 @@ def _hide_hooks(worker: WorkerState, module: nn.Module) -> None:
         if not isinstance(found, dict):
             return found
         found = {name: value for name, value in cast(dict[str, Any], found).items() if name != "__getstate__"}
-        hooks = found.get("_forward_pre_hooks", {})
-        kept = {key: hook for key, hook in hooks.items() if not getattr(hook, "__module__", "").startswith("thinwire.")}
-        return found | {"_forward_pre_hooks": OrderedDict(kept)}
+        for name in found.keys() & _HOOKS:
+            hooks = found[name].items()
+            found[name] = OrderedDict(item for item in hooks if not getattr(item[1], "__module__", "").startswith(_OWN))
+        return found
 
     # In the object itself, where `copy` and `pickle` look first, and past the `__setattr__` of a compiled model.
     own["__getstate__"] = state
@@ -280,6 +316,30 @@ def _look(module: nn.Module, inside_ddp: InsideDDP) -> None:
     if _wrapper_of(module) is not None:
         for look in _look_eagerly:
             look(module, inside_ddp)
+
+
+def _before_load(module: nn.Module, *_: object) -> None:
+    """Called before `load_state_dict` of an attached model or a part of it: remember the parameters as they were."""
+    for owner in {_owners[p] for p in module.parameters() if p in _owners}:
+        owner.before_load()
+
+
+def _before_state_dict(module: nn.Module, _: str, keep_vars: bool) -> None:
+    """Called before `state_dict()` of an attached model."""
+    if not keep_vars:  # with it, the parameters themselves are looked up and not saved, as by `Worker.save`
+        _report_drift(module, "model.state_dict()")
+
+
+def _before_forward(module: nn.Module, _: object) -> None:
+    """Called before every forward pass of an attached model."""
+    # A compiled graph is not broken for this: its evaluation goes unreported.
+    if not (module.training or torch.compiler.is_compiling() or torch.is_grad_enabled()):
+        _report_drift(module, "evaluation of the model")
+
+
+def _report_drift(module: nn.Module, use: str) -> None:
+    for owner in {_owners[p] for p in module.parameters() if p in _owners}:
+        owner.report_drift(use)
 
 
 def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:

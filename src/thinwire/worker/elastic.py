@@ -35,6 +35,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.arriving import Arrivals, Offered, can_copy
+from thinwire.worker.first_steps import rebase
 from thinwire.worker.handover import hand_over
 from thinwire.worker.handshake import Facts, agree, first_difference
 from thinwire.worker.state import WorkerState
@@ -638,6 +639,7 @@ class Elastic:
                         r.active = comm.size
                         for name, cost in strategy.change_view(r, self._size).items():
                             self.costs[name] = self.costs.get(name, 0.0) + cost
+                rebase(self.worker)
                 joins, self._size, self._opens_at = self.joins, comm.size, None
                 # Where one has begun the next step already, none of them calls anything before it.
                 if self._has_newcomers() and not (joins or self._newcomers):

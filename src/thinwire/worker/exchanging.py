@@ -8,13 +8,21 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
+from thinwire.comm.work import Work
+from thinwire.replica.replica import Replica
 from thinwire.strategies.base import nested
 from thinwire.worker.attachment import workers_beside
 from thinwire.worker.buckets import Backward, cut
+from thinwire.worker.handshake import sum_of_bits
 from thinwire.worker.scaled_residuals import ScaledResiduals
 from thinwire.worker.state import WorkerState
+
+_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
+_ALLOCATING = (("torch.distributed.optim.named_optimizer", "init_state"),)
 
 
 def watch_gradients(worker: WorkerState) -> None:
@@ -39,9 +47,15 @@ def watch_gradients(worker: WorkerState) -> None:
     }
     coded = any(getattr(each, "codec", None) is not None for each in nested(strategy))
     scaled = worker.scaler is not None and worker.scaler.is_enabled()
+
+    def exchange(replica: Replica, part: slice) -> Work[Tensor] | None:
+        if worker.own_gradient is not None:
+            worker.own_gradient += sum_of_bits(replica.g[part])
+        return strategy.on_gradient(replica, part)
+
     worker.backward = Backward(
         buckets,
-        strategy.on_gradient,
+        exchange,
         [names[id(p)] for bucket in buckets for p in bucket.parameters],
         find_unused=worker.find_unused,
         skips_steps=strategy.skips_steps,
@@ -80,28 +94,52 @@ class _Steps:
     """Hooks that run once in a step.
 
     Torch wraps the `step` of every class of which there has been an object. Where a subclass calls `super().step()`,
-    all hooks run for both, one step within the other.
+    all hooks run for both, one step within the other. Steps in which torch only allocates the optimizer's state run
+    without the hooks.
     """
 
     def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
         self._before, self._after = before, after
         self._outermost: FrameType | None = None
+        self._allocates_state = False
 
-    def before(self, *given: Any) -> Any:
+    def before(self, optimizer: Optimizer, *given: Any) -> Any:
         """As the hook, unless a step is under way that has called this one."""
         frame = _caller()
         if _within(frame, self._outermost):
             return None
         # One that is here still has ended by an exception.
         self._outermost = frame
-        return self._before(*given)
+        self._allocates_state = _only_allocates_state(optimizer)
+        return None if self._allocates_state else self._before(optimizer, *given)
 
     def after(self, *given: Any) -> None:
         """As the hook, at the end of the outermost step."""
         frame = _caller()
         if frame is self._outermost or not _within(frame, self._outermost):
             self._outermost = None
-            self._after(*given)
+            if not self._allocates_state:
+                self._after(*given)
+
+
+def _only_allocates_state(optimizer: Optimizer) -> bool:
+    """Whether torch takes this step with zero gradients and a learning rate of zero to allocate the optimizer's state.
+
+    `get_state_dict` and `set_state_dict` of `torch.distributed.checkpoint` do so while the optimizer's state is empty.
+    The state of plain SGD always is.
+    """
+    for group in optimizer.param_groups:
+        lr = group.get("lr", 0.0)
+        # Torch's zero is a scalar on the CPU; a learning rate on a GPU must not be waited for.
+        if (isinstance(lr, Tensor) and (lr.ndim or lr.device.type != "cpu")) or lr != 0:
+            return False
+    frame = inspect.currentframe()
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if (module, function) in _ALLOCATING or module == _CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _caller() -> FrameType | None:

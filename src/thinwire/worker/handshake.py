@@ -16,13 +16,13 @@ from thinwire._version import __version__
 from thinwire.comm.base import Comm
 from thinwire.errors import MismatchError
 from thinwire.kernels.decisions import decide
-from thinwire.replica.replica import Replica
 from thinwire.replica.shards import describe_shard
 from thinwire.worker.aliases import find_alias
 from thinwire.worker.parameters import named_buffers, named_parameters
 
 Facts = list[tuple[str, str]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_SAMPLE_SIZE = 65_536
 
 
 def agree(comm: Comm, facts: Facts, device: torch.device, *, how: str = "were started differently") -> None:
@@ -63,13 +63,25 @@ def equal_on_all(comm: Comm, x: Tensor) -> bool:
     return all(torch.equal(theirs, digest) for theirs in comm.all_gather(digest).wait())
 
 
-def fingerprint(replicas: Iterable[Replica]) -> int:
-    """A number of the parameters' bits, another one also where values have changed places."""
+def fingerprint(tensors: Iterable[Tensor]) -> int:
+    """A number of the tensors' bits, another one also where values have changed places."""
     total = 0
-    for replica in replicas:
-        if not replica.x.is_meta:
-            total = 31 * total + int(hash_of(replica.x))
+    for x in tensors:
+        if not x.is_meta:
+            total = 31 * total + int(hash_of(x))
     return total % (1 << 63)
+
+
+def sum_of_bits(x: Tensor) -> int:
+    """The sum of a tensor's bits as integers, of at most 65,536 elements spread evenly over it; 0 on the meta device.
+
+    Vectors that differ almost surely have different sums, and a vector of zeros has 0.
+    """
+    if x.is_meta:
+        return 0
+    sample = x.detach().reshape(-1)
+    sample = sample[:: -(-sample.numel() // _SAMPLE_SIZE) or 1].contiguous()
+    return int(sample.view(_INTEGERS[min(8, sample.element_size())]).sum(dtype=torch.int64))
 
 
 def hash_of(x: Tensor) -> Tensor:

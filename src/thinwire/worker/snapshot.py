@@ -25,6 +25,7 @@ from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
 from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.strategies.recipe import brief
+from thinwire.worker.first_steps import rebase
 from thinwire.worker.handshake import describe_tensor
 from thinwire.worker.parameters import named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
@@ -187,6 +188,8 @@ def put_back_rest(worker: WorkerState, state: Mapping[str, Any]) -> None:
             x.copy_(state["others"][name])
     worker.optimizer.load_state_dict(_numbered_optimizer_state(worker, state["optimizer"]))
     rewrap_(worker.optimizer)
+    worker.resumed = True
+    rebase(worker)
 
 
 def replace_state(

@@ -56,6 +56,12 @@ class WorkerState:
         account: counts steps and bytes, for `Worker.stats`.
         start_step: called before the first message of a step.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
+        resumed: whether a saved state of the worker was loaded.
+        start_fingerprint: of the parameters that the strategy has started from; None after the first step.
+        fingerprint_before_load: of the parameters when `load_state_dict` of the model or a part of it was called since
+            the last step; None if it was not.
+        own_gradient: a sum over the bits of this rank's own gradients of this step; None after the first steps.
+        drift_reported: whether a use of one worker's own model in place of the consensus model was reported.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, strategy: Strategy, comm: Comm, *, seed: int) -> None:
@@ -85,6 +91,11 @@ class WorkerState:
         self.told_rounding = False
         self.account = Account(comm)
         self.start_step: Callable[[], None] = lambda: None
+        self.resumed = False
+        self.start_fingerprint: int | None = None
+        self.fingerprint_before_load: int | None = None
+        self.own_gradient: int | None = None
+        self.drift_reported = False
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
+from torch.utils.data import DistributedSampler
 
 from thinwire.comm.base import RULE, Comm
 from thinwire.comm.group import Group, comm_for
@@ -20,6 +21,7 @@ from thinwire.membership.fleet import Fleet
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.flat import views
 from thinwire.replica.replica import as_number
+from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, pace_rule
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import brief
@@ -38,6 +40,7 @@ from thinwire.worker.compatibility import (
 from thinwire.worker.elastic_state import ElasticState
 from thinwire.worker.entering import agree_with, enter, leaves_on_failure
 from thinwire.worker.exchanging import register_hooks
+from thinwire.worker.first_steps import FirstSteps, check_loaded, rebase
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
 from thinwire.worker.lending import lends, refuse_while_lent
@@ -81,6 +84,7 @@ class Worker(ElasticState):
     """
 
     attachment: Attachment | None = None
+    first_steps: FirstSteps | None = None
     _dropped = False
     _begun_step = -1  # whose hooks before the step have run, where the step may yet fail in its closure
 
@@ -90,11 +94,15 @@ class Worker(ElasticState):
         refuse_while_lent(self, "optimizer.step()")
         if self.attachment is not None:
             self.attachment.before_step(self)
+        check_loaded(self)
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
         if closure is None:
             self._look_at_gradients()
+            self._check_start()
             self._hooks_before()
+            self._enter_update()
             return None
+        self._check_start()
         # With a closure the gradient exists only after the call. Optimizers may call it several times, and at other
         # points than `r.x` of now, so what needs no gradient runs before the first call.
         # Where the loop has caught an error of the closure and tries again, they have run already.
@@ -105,15 +113,28 @@ class Worker(ElasticState):
 
         def evaluate() -> Any:
             nonlocal calls
+            if self.first_steps is not None:
+                self.first_steps.leave_update(self)
             loss, calls = closure(), calls + 1
             self._look_at_gradients()
             if self.strategy.reads_gradient:
                 if calls > 1:
                     raise several_evaluations(self.strategy, self.optimizer)
                 self._hooks_before()
-            return self._mean_of(loss) if mean_loss else loss
+            loss = self._mean_of(loss) if mean_loss else loss
+            self._enter_update()
+            return loss
 
+        self._enter_update()
         return args[:1], {**kwargs, "closure": evaluate}
+
+    def _check_start(self) -> None:
+        if self.first_steps is not None:
+            self.first_steps.check_start(self)
+
+    def _enter_update(self) -> None:
+        if self.first_steps is not None:
+            self.first_steps.enter_update(self)
 
     def _mean_of(self, loss: Any) -> Tensor:
         # LBFGS decides by the loss when to stop. It must decide alike on all ranks, or some would wait for a gradient
@@ -123,6 +144,8 @@ class Worker(ElasticState):
 
     def _look_at_gradients(self) -> None:
         self.end_failed_pass(stepped=True)
+        if self.first_steps is not None:
+            self.first_steps.record_gradient(self)
         if self.just_switched:
             switching.check_first_gradient(self)
         if self.backward is not None:
@@ -163,6 +186,8 @@ class Worker(ElasticState):
     def _after_step(self, *_: Any) -> None:
         if self.attachment is not None:
             self.attachment.after_step()
+        if self.first_steps is not None and self.first_steps.end_step(self):
+            self.first_steps = None
         self.shards.read()
         with torch.no_grad():
             for replica in self.replicas:
@@ -196,7 +221,7 @@ class Worker(ElasticState):
             Whether parameters were compared, and are equal on all ranks; the same on all ranks.
         """
         equal_replicas = self.strategy.equal_replicas
-        number = fingerprint(self.replicas) if compares or equal_replicas else 0
+        number = fingerprint(r.x for r in self.replicas) if compares or equal_replicas else 0
         in_step = self.comm.in_step
         # Workers that go at their own pace may call this only where all are at one step.
         self.comm.in_step = in_step or (self.strategy.meets_every > 1 and call != "detach()")
@@ -242,6 +267,48 @@ class Worker(ElasticState):
         for replica in self.replicas:
             replica.samples = replica.samples if num_samples is None else float(num_samples)
             replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
+
+    def sampler(
+        self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+    ) -> DistributedSampler[Any]:
+        """Divide a data set among the workers: torch's `DistributedSampler` with this worker's rank and size.
+
+        Pass it to the DataLoader instead of `shuffle`, and call its `set_epoch(epoch)` before each epoch.
+
+        Args:
+            dataset: with a length.
+            shuffle: whether each epoch has an order of its own.
+            seed: of these orders; equal on all ranks.
+            drop_last: whether to leave out the last samples if they do not fill all workers' parts. Otherwise the first
+                samples are repeated.
+
+        Raises:
+            ConfigError: the workers change (`elastic=True`), or the model is sharded, so that ranks which train one
+                model together need different data too.
+
+        Example:
+            >>> import torch, thinwire
+            >>> from torch.utils.data import DataLoader
+            >>> def train(comm):
+            ...     model = torch.nn.Linear(1, 1)
+            ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            ...     worker = thinwire.attach(model, optimizer, "LocalSGD(period=8)", comm=comm)
+            ...     data = list(range(6))
+            ...     batches = DataLoader(data, batch_size=3, sampler=worker.sampler(data, shuffle=False))
+            ...     return [batch.tolist() for batch in batches]
+            >>> thinwire.run_threads(2, train)
+            [[[0, 2, 4]], [[1, 3, 5]]]
+        """
+        if self.elastic is not None:
+            raise ConfigError(
+                "sampler() with elastic=True: the number of workers changes. Use ElasticSampler(batches).share(worker)"
+            )
+        if any(is_sharded(p) for parameters, _ in self.layouts for p in parameters):
+            raise ConfigError(
+                "sampler() of a sharded model: the ranks that hold its shards need different data too. Use "
+                "DistributedSampler(dataset), which divides by all ranks of the job"
+            )
+        return DistributedSampler(dataset, self.size, self.rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
         """The strategy's measurements since the last call, by name; with several flat vectors, the largest of each.
@@ -341,7 +408,9 @@ class Worker(ElasticState):
         refuse_while_lent(self, "switch()")
         self.end_failed_pass()
         self._wait_in_step("switch()")
-        return switching.switch(self, strategy)
+        switched = switching.switch(self, strategy)
+        rebase(self)
+        return switched
 
     # -- consensus -----------------------------------------------------------------------------------------------
 
@@ -483,11 +552,11 @@ class Worker(ElasticState):
             check_all_there(self, "load()")
             refuse_while_lent(self, "load()")
             self.comm.check_in_step("load()").wait()
-            self._begun_step = -1
             with self.account.apart():
                 place = self.own_folder(checkpoint.on_disk(self, folder))
                 return resizing.load(self, place, missing_ok=missing_ok)
 
+        self._begun_step = -1
         if self.has_just_joined:
             return resizing.saved_extra(self.own_folder(checkpoint.on_disk(self, folder)), missing_ok=missing_ok)
         if self.elastic is not None:
@@ -691,6 +760,7 @@ def attach(
             views.begin(worker, worker._strategy_after)  # pyright: ignore[reportPrivateUsage]
         worker.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in worker.replicas]
         worker.attachment = Attachment(worker, inside_ddp)
+        worker.first_steps = FirstSteps(worker, init)
         share_skips(worker)
         watch(worker, reduce_seconds, automatic=automatic)
         worker.account.begin()
