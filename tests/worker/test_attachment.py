@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -71,19 +71,62 @@ def attach_again(worker: Worker) -> None:
 @pytest.mark.parametrize(
     ("act", "words"),
     [
-        (lambda worker: worker.model.double().float(), "parameters have moved to other memory since attach"),
         (add_group, "add_param_group() after attach"),
         (append_group, "the optimizer trains other parameters than at attach"),
         (step_of_another, "AdamW moves parameters that are attached with another optimizer, SGD"),
         (attach_again, "0.weight is attached already, with SGD"),
     ],
-    ids=["to", "add_param_group", "append", "another optimizer", "attach"],
+    ids=["add_param_group", "append", "another optimizer", "attach"],
 )
 @pytest.mark.parametrize("strategy", [LocalSGD(2), AllReduce()], ids=str)
 def test_what_would_let_workers_train_apart_is_refused_on_all_ranks(act: Act, words: str, strategy: Strategy) -> None:
     for text in refused(act, strategy):
         assert words in text
         assert "attach" in text.partition(";")[2] or "detach" in text.partition(";")[2]
+
+
+def test_a_model_that_went_through_another_dtype_is_refused_where_that_has_dropped_hooks() -> None:
+    for text in refused(lambda worker: worker.model.double().float(), AllReduce()):
+        assert "parameters have moved to other memory since attach" in text
+        assert "detach" in text.partition(";")[2]
+
+
+@pytest.mark.parametrize("recipe", ["AllReduce()", "DiLoCo(period=2)", "LocalSGD(period=2)"])
+def test_parameters_that_the_loop_sets_by_data_are_as_if_set_in_place(recipe: str) -> None:
+    def train(comm: Comm, assign: bool) -> Tensor:
+        model = net()
+        optimizer = momentum(model)
+        worker = thinwire.attach(model, optimizer, recipe, comm=comm)
+        for number in range(4):
+            x, y = batch(comm.rank, number)
+            (model(x) - y).square().mean().backward()
+            own = [p.detach().clone() for p in model.parameters()]
+            with torch.no_grad():
+                for p in model.parameters():
+                    assert p.grad is not None
+                    p.add_(p.grad, alpha=0.05)
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            for p, x in zip(model.parameters(), own, strict=True):
+                if assign:  # as in SAM
+                    p.data = x
+                else:
+                    p.data.copy_(x)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert worker.step == 4
+        return flat(model)
+
+    found, wanted = (
+        thinwire.run_threads(2, lambda comm, assign=assign: train(comm, assign)) for assign in (True, False)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
+
+
+def test_lazy_modules_are_refused_with_the_fix() -> None:
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(ConfigError, match=r"0.weight is not initialized.*Run one forward pass"):
+        thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), LocalSGD(2))
 
 
 def test_what_one_rank_does_alone_is_raised_on_all_ranks() -> None:

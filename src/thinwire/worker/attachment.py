@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from thinwire.errors import ConfigError
+from thinwire.replica.flat import views
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import brief
@@ -132,7 +133,7 @@ class Attachment:
         Raises:
             ConfigError: with what was done to the model or the optimizer, and what to do instead.
         """
-        if any(p.data_ptr() != place for p, place in self._places):
+        if any(p.data_ptr() != place for p, place in self._places) and not _take_back(worker):
             refuse(
                 worker,
                 "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
@@ -196,6 +197,29 @@ class Attachment:
             for parameter in trained:
                 if _owners.get(parameter) is self._owner:
                     del _owners[parameter]
+
+
+def _take_back(worker: WorkerState) -> bool:
+    """Copy what a loop has assigned by `p.data = ...`, as SAM does, into the flat vectors, where parameters belong.
+
+    Returns:
+        Whether all parameters have their shape, dtype and device from attach, and are views of the vectors again.
+    """
+    moved = [
+        (p, view)
+        for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True)
+        for p, view in zip(parameters, views(replica.x, segments), strict=True)
+        if not is_sharded(p) and p.data_ptr() != view.data_ptr()
+    ]
+    if any((p.shape, p.dtype, p.device) != (view.shape, view.dtype, view.device) for p, view in moved):
+        return False
+    if worker.backward is not None and not worker.backward.is_watching():
+        return False
+    with torch.no_grad():
+        for p, view in moved:
+            view.copy_(p)
+            p.data = view
+    return True
 
 
 def check_new(trained: Mapping[str, Tensor], optimizer: Optimizer) -> None:

@@ -247,6 +247,12 @@ class Backward:
         # Usually the first gradient: a pass that fails in a hook of its tensor has begun, and the others learn of it.
         yield self._nodes[len(self.buckets[0].parameters) - 1].register_prehook(self._before_first)
 
+    def is_watching(self) -> bool:
+        """Whether the hooks are in place; another dtype or device drops them, even if the parameter gets its own back."""
+        parameters = [p for bucket in self.buckets for p in bucket.parameters]
+        edges = map(torch.autograd.graph.get_gradient_edge, parameters)
+        return all(edge.node is node for edge, node in zip(edges, self._nodes, strict=True))
+
     def _before_first(self, _: object) -> None:
         if self.syncing:
             end = None if self._end is None else self._end()

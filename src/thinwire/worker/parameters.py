@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
@@ -25,6 +26,12 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
         ConfigError: the optimizer holds parameters of another model, none of this one, or ones that are not dense and
             real.
     """
+    for name, p in model.named_parameters():
+        if is_lazy(p):
+            raise ConfigError(
+                f"{name} is not initialized: it belongs to a lazy module. attach needs the shapes of all parameters. "
+                "Run one forward pass with a batch before you make the optimizer and call attach"
+            )
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     # There is nothing to send of a parameter without elements, and a dtype that only such have needs no vector.
     named = {name: p for name, p in named_parameters(model).items() if id(p) in held and p.requires_grad and p.numel()}
