@@ -248,7 +248,7 @@ class Backward:
         yield self._nodes[len(self.buckets[0].parameters) - 1].register_prehook(self._before_first)
 
     def is_watching(self) -> bool:
-        """Whether the hooks are in place; another dtype or device drops them, even if the parameter gets its own back."""
+        """Whether the hooks are in place; a change of dtype or device drops them, also if it is undone."""
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         edges = map(torch.autograd.graph.get_gradient_edge, parameters)
         return all(edge.node is node for edge, node in zip(edges, self._nodes, strict=True))
