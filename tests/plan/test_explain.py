@@ -375,3 +375,63 @@ def test_models_of_any_size_are_explained_in_few_tensors() -> None:
     assert card.messages_per_step <= 512
     small = explain(AllReduce(), parameters=2**30, workers=2)
     assert (small.messages_per_step, small.largest_message_bytes) == (512, 8 << 20)
+
+
+# Of torch, but for those that take sparse gradients only, or evaluate several.
+KINDS = [kind for kind in torch.optim.Optimizer.__subclasses__() if getattr(torch.optim, kind.__name__, None) is kind]
+KINDS = [kind for kind in KINDS if kind not in (torch.optim.SparseAdam, torch.optim.LBFGS)]
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+def test_every_optimizer_of_torch_with_groups_sends_what_one_group_sends(kind: type[torch.optim.Optimizer]) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
+
+    def grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return kind([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.2}])
+
+    for strategy in (AllReduce(), SlowMo(period=4)):
+        expected = explain(strategy, parameters=model, workers=4)
+        found = explain(strategy, parameters=model, workers=4, optimizer=grouped)
+        assert found.sent_bytes_per_step == expected.sent_bytes_per_step
+        assert found.optimizer == kind.__name__
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "SketchedSGD()",
+        "FetchSGD()",
+        "DQSGD()",
+        "DecentLaM()",
+        "QuasiGlobal()",
+        "MinibatchLocalSGD()",
+        "DiLoCo(period=4)",
+    ],
+)
+def test_groups_of_different_learning_rates_are_explained(recipe: str) -> None:
+    def grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.2}])
+
+    strategy, model = thinwire.parse(recipe), torch.nn.Linear(8, 8)
+    expected = explain(strategy, parameters=model, workers=4)
+    assert explain(strategy, parameters=model, workers=4, optimizer=grouped) == expected
+
+
+def test_an_optimizer_that_evaluates_several_gradients_is_refused() -> None:
+    with pytest.raises(ConfigError, match="LBFGS: the number of gradients that a step evaluates depends on data"):
+        explain(AllReduce(), parameters=10, workers=2, optimizer=torch.optim.LBFGS)
+
+
+@dataclass(frozen=True)
+class Growing(Strategy):
+    """Sends one number more at every step."""
+
+    def after_step(self, r: Replica) -> None:
+        r.comm.all_reduce_(r.x.new_empty(r.step)).wait()
+
+
+def test_traffic_that_never_repeats_is_said_not_to() -> None:
+    card = explain(Growing(), parameters=10, workers=2)
+    assert not card.repeats
+    assert (card.period, card.largest_step_bytes) == (256, 4 * 512)
+    assert explain(AllReduce(), parameters=10, workers=2).repeats

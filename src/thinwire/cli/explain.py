@@ -213,6 +213,8 @@ def _print_card(card: Card, model: str, typed: str) -> None:
 def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     """The card in words: headings, each with its (name, words) lines."""
     alike = "the same in every step" if card.period == 1 else f"repeating after {card.period} steps"
+    if not card.repeats:
+        alike = f"which does not repeat; means over {card.period} steps"
     equal = card.rank == 0 and card.mean_sent_bytes_per_step == card.sent_bytes_per_step
     yield f"{'One worker' if equal else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
     memory = card.memory_bytes_per_parameter

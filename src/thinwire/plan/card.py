@@ -70,6 +70,7 @@ class Card:
         optimizer: its class.
         rank: the worker that the figures are for: the one that sends most, or receives most from named ranks.
         period: steps after which the traffic repeats; means are over this many.
+        repeats: whether it does; if not, `period` is the number of steps that the means are over.
         sent_bytes_per_step: bytes sent, mean; where it depends on data, the most that can be. All other figures are of
             the same case.
         least_sent_bytes_per_step: the least that can be; the same where nothing depends on data.
@@ -100,6 +101,7 @@ class Card:
     optimizer: str
     rank: int
     period: int
+    repeats: bool
     sent_bytes_per_step: float
     least_sent_bytes_per_step: float
     mean_sent_bytes_per_step: float | None
@@ -194,6 +196,7 @@ def explain(
         optimizer=type(run.worker.optimizer).__name__,
         rank=rank,
         period=len(steps),
+        repeats=run.repeats,
         sent_bytes_per_step=_mean([step.sent for step in steps]),
         least_sent_bytes_per_step=_mean([step.sent for step in least]),
         mean_sent_bytes_per_step=found.mean_sent,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from thinwire.comm.counting import CountingComm
 from thinwire.comm.work import Work, completed, nbytes_of
 from thinwire.errors import ConfigError, MismatchError
-from thinwire.plan.traffic import MakeOptimizer, cycle, default_optimizer
+from thinwire.plan.traffic import MakeOptimizer, cycle, default_optimizer, reads_numbers
 from thinwire.simulate import DeadlockError, Network, SimulatedComm, UnlikeError, simulate
 from thinwire.simulate.durations import Duration
 from thinwire.strategies.base import Strategy
@@ -208,12 +208,14 @@ class Simulated:
         model = nn.ParameterList([torch.zeros(*shape, device=device, dtype=self.dtype) for shape in self.shapes])
         made = default_optimizer(self.strategy, model) if self.optimizer is None else self.optimizer(list(model))
         worker = attach(model, made, self.strategy, comm=comm, bucket_bytes=self.bucket_bytes)
+        # Without gradients, where the optimizer could not step on meta tensors.
+        without = meta and self.optimizer is not None and reads_numbers(self.optimizer, model)
         started = False
 
         def drop(*_: object) -> None:
             # Arithmetic on meta tensors is slow; optimizers of torch have all of their state after one step.
             nonlocal started
-            if started and type(made).__module__.startswith("torch.optim."):
+            if without or (started and type(made).__module__.startswith("torch.optim")):
                 for parameter in model:
                     parameter.grad = None
             started = True

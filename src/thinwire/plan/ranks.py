@@ -96,7 +96,7 @@ def look_at_ranks(dry: Callable[[int], DryRun], strategy: Strategy, workers: int
         run = dry(rank)
         # To find a period takes many steps; that of the first rank helps the others.
         steps = run.period_like(period) if period else run.period()
-        period = period or len(steps)
+        period = period or (len(steps) if run.repeats else 0)
         return Look(rank, run, steps)
 
     spans = [span for ranks in kinds for span in _alike(look, ranks)]

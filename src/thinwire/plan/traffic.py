@@ -24,6 +24,7 @@ from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
+from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.worker import attach
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -34,6 +35,8 @@ MAX_STEPS = 10_000
 # Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too; and
 # for one that sends something at every step.
 _MIN_STEPS, _FEW_STEPS = 128, 16
+# Rounds without a repetition after which it is taken for granted that there is none.
+_ROUNDS = 4
 # For a rank beside one whose period is known.
 _FEWEST_STEPS = 4
 
@@ -163,6 +166,7 @@ class DryRun:
     Attributes:
         worker: the worker, whose replicas hold the strategy's state.
         comm: what the worker sends through.
+        repeats: whether `period` has found that the traffic repeats.
 
     Raises:
         ConfigError: the recipe cannot serve this number of workers, or this optimizer.
@@ -196,7 +200,9 @@ class DryRun:
         self.worker = attach(model, made, strategy, comm=self.comm, bucket_bytes=bucket_bytes)
         self._gradients = [(parameter, torch.empty_like(parameter)) for parameter in model]
         made.register_step_pre_hook(self._drop_gradients)
-        self._idle = False
+        self.repeats = True
+        # The optimizers of the first line are known to need none.
+        self._idle = optimizer is not None and reads_numbers(optimizer, model)
         self.comm.forget()
         if strategy.steady_from > 1:
             # The first step is real, so that the optimizer has its state; then the clock is put forward.
@@ -215,7 +221,7 @@ class DryRun:
         self.worker.record_batch(1, loss=0.0)
         self.worker.optimizer.step()
         # Those of torch have all of their state after one step.
-        self._idle = type(self.worker.optimizer).__module__.startswith("torch.optim.")
+        self._idle = self._idle or type(self.worker.optimizer).__module__.startswith("torch.optim")
         return self.comm.take()
 
     def _drop_gradients(self, *_: object) -> None:
@@ -227,7 +233,8 @@ class DryRun:
     def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
         """The traffic of the shortest sequence of steps after which it repeats.
 
-        Where it does not repeat within `max_steps`, that of the last steps that were run.
+        Where it does not repeat, `repeats` is False, and the steps are the later half of those that were run: at least
+        four times as many as the periods in the recipe say, and not more than `max_steps`.
         """
         declared = cycle(self.worker.strategy, self.comm.size)
         steps: list[StepTraffic] = []
@@ -235,7 +242,7 @@ class DryRun:
             length = min(declared * -(-least // declared), max_steps // 2)
             # The first round may differ, as messages of an earlier step are in flight only from some step on: look for
             # two equal rounds in a row.
-            while len(steps) + length <= max_steps:
+            while len(steps) + length <= min(max_steps, max(_ROUNDS * length, _ROUNDS * _MIN_STEPS)):
                 steps += [self.step() for _ in range(length)]
                 now, before = steps[-length:], steps[-2 * length : -length]
                 if now == before:
@@ -246,7 +253,8 @@ class DryRun:
                 # A period that no field tells: what was sent in the later half of the steps repeats several times.
                 if (found := _repeating(steps[len(steps) // 2 :])) is not None and len(steps) >= 2 * _MIN_STEPS:
                     return found
-        return tuple(steps[-length:])
+        self.repeats = False
+        return tuple(steps[len(steps) // 2 :])
 
     def period_like(self, steps: int) -> tuple[StepTraffic, ...]:
         """`period`, sooner: where another rank's is known to have so many steps."""
@@ -262,6 +270,34 @@ def _repeating(steps: Sequence[StepTraffic]) -> tuple[StepTraffic, ...] | None:
         if steps[n:] == steps[:-n]:
             return tuple(steps[:n])
     return None
+
+
+def reads_numbers(make: MakeOptimizer, model: nn.ParameterList) -> bool:
+    """Whether an optimizer's step reads numbers, such as norms, so that it cannot run on meta tensors.
+
+    Without gradients it can.
+
+    Args:
+        make: makes the optimizer.
+        model: parameters on the meta device; not changed.
+
+    Raises:
+        ConfigError: its step needs a closure, and how many gradients that evaluates depends on numbers.
+    """
+    parameters = [nn.Parameter(torch.empty_like(p)) for p in model]
+    tried = make(parameters)
+    if evaluates_several_gradients(tried):
+        raise ConfigError(
+            f"optimizer={type(tried).__name__}: the number of gradients that a step evaluates depends on data. Use "
+            "an optimizer that evaluates one gradient in a step, such as SGD; each evaluation sends as much as its step"
+        )
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        tried.step()
+    except RuntimeError:
+        return True
+    return False
 
 
 def default_optimizer(strategy: Strategy, model: nn.Module) -> Optimizer:

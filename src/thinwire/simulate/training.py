@@ -174,5 +174,5 @@ def _spare_arithmetic(optimizer: Optimizer, worker: Worker) -> None:
         if worker.step:
             optimizer.zero_grad()
 
-    if type(optimizer).__module__.startswith("torch.optim."):
+    if type(optimizer).__module__.startswith("torch.optim"):
         optimizer.register_step_pre_hook(drop_gradients)

@@ -367,7 +367,7 @@ def _learning_rates(optimizer: FusedOptimizer, layout: Layout, x: Tensor) -> Cal
         rates = torch.cat(of_parameters)
         if bool((rates == rates[0]).all()):
             return float(rates[0])
-        return rates.to(x.device, x.dtype).repeat_interleave(repeats)
+        return rates.to(x.device, x.dtype).repeat_interleave(repeats, output_size=x.numel())
 
     return read
 

@@ -109,6 +109,6 @@ def learning_rate(
         rates = [float(optimizer.param_groups[i]["lr"]) for i in indices]
         if len(set(rates)) == 1:
             return rates[0]
-        return torch.tensor(rates, dtype=x.dtype, device=x.device).repeat_interleave(sizes)
+        return torch.tensor(rates, dtype=x.dtype, device=x.device).repeat_interleave(sizes, output_size=x.numel())
 
     return read

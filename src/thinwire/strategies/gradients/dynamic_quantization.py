@@ -171,7 +171,8 @@ class DQSGD(Strategy):
         received = r.collect("squares")
         # Each bit more at least halves a level, so that it quarters the squared error of the mean.
         answer_error = 0.0 if self.answer is None else 0.25**self.answer
-        lr = float(r.lr.max() if isinstance(r.lr, Tensor) else r.lr)
+        found = r.lr
+        lr = found if not isinstance(found, Tensor) else decide(found, lambda: float(found.max()), most=1.0, least=1.0)
         error = (1 if self.correlated else 1 / r.active) + answer_error
         if received is not None:
             ledger, sizes = self._settled(r, state, received[0])
