@@ -282,7 +282,7 @@ BASES: dict[str, list[Case]] = {
     ],
     "DQSGD": [Case(DQSGD(), None, GRADIENTS)],
     "SketchedSGD": [Case(SketchedSGD(), None, NO_PERIOD)],
-    "FetchSGD": [Case(FetchSGD(), None, NO_PERIOD)],
+    "FetchSGD": [Case(FetchSGD(0.25), None, NO_PERIOD)],
     "CompressedMomentum": [Case(CompressedMomentum(warmup_steps=4), None, MOMENTA, optimizer=one_bit_adam)],
     "ZeroOne": [
         Case(ZeroOne(variance_steps=4, local_doubling=1000), None, {**MOMENTA, **IN_FLIGHT}, optimizer=zero_one_adam)

@@ -487,6 +487,17 @@ def test_optimizers_with_a_momentum_of_their_own_are_refused(strategy: Strategy)
             engine.attach(thinwire.CountingComm(0, 2), strategy, optimizer=optimizer)
 
 
+@pytest.mark.parametrize(("n", "fits"), [(4810, "0.01"), (1000, "0.048")])
+def test_a_model_that_is_too_small_for_the_fraction_of_fetch_sgd_is_warned_of(n: int, fits: str) -> None:
+    def start(strategy: FetchSGD, rank: int = 0) -> None:
+        strategy.start(Replica(torch.ones(n), torch.ones(n), CountingComm(rank, 2), lr=lambda: 0.1))
+
+    with pytest.warns(UserWarning, match=rf"of {n:,} elements per step .* Use fraction={fits} or more"):
+        start(FetchSGD())
+    start(FetchSGD(), rank=1)
+    start(FetchSGD(float(fits)))
+
+
 def test_a_vector_of_small_tensors_alone_needs_no_table() -> None:
     r = Replica(torch.ones(3), torch.ones(3), CountingComm(0, 1), lr=lambda: 0.1)
     strategy = SketchedSGD(fraction=1.0, dense_below=0)

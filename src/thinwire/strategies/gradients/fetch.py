@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """FetchSGD: momentum and residual are kept in count sketches that are equal on all workers."""
 
+import math
+import warnings
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -25,6 +27,9 @@ from thinwire.strategies.gradients.sketches import (
     resize_unsent,
     write_update_,
 )
+
+# A perceptron of 4,810 elements diverged with k = 2, did not train with 14, and trained like AllReduce() with 48.
+_FEW, _SMALL_FRACTION = 48, 0.01
 
 
 @registered
@@ -74,7 +79,8 @@ class FetchSGD(Strategy):
         [-3.0, -3.0]
 
     Args:
-        fraction: $k$ divided by the number of parameters; less updates fewer parameters per step.
+        fraction: $k$ divided by the number of parameters; less updates fewer parameters per step. The default is for
+            models of a million parameters and more; on a small model a warning names one that fits.
         columns: $c/k$; more finds the largest elements more reliably, and sends more bytes.
         rows: $r$, odd; more makes a wrong estimate less likely.
         momentum: $\rho$, in [0, 1).
@@ -118,7 +124,17 @@ class FetchSGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """Allocate the sketches, and with `conserving` the vectors, all zero."""
-        k = self.num_updated(r.x.numel())
+        n = r.x.numel()
+        k = self.num_updated(n)
+        fits = min(1.0, max(_SMALL_FRACTION, math.ceil(1000 * _FEW / max(n, 1)) / 1000))
+        if k < min(_FEW, n) and self.fraction < _SMALL_FRACTION and r.comm.rank == 0 and not r.x.is_meta:
+            warnings.warn(
+                f"FetchSGD updates k={k} of {n:,} elements per step (fraction={self.fraction}). With fewer than {_FEW} "
+                "its sketch is too small to tell large elements from noise, and training may diverge. Use "
+                f"fraction={fits} or more for a model of this size.",
+                UserWarning,
+                stacklevel=2,
+            )
         for name in ("momentum_sketch", "error_sketch"):
             r.state[name] = torch.zeros(self.rows, self.columns * k, dtype=torch.float32, device=r.x.device)
         for name in ("momentum", "unsent") if self.conserving else ():
