@@ -8,12 +8,30 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor
 
 import thinwire
-from thinwire import ConfigError, Ring, SlowMo, Strategy, parse, registered
+from thinwire import (
+    AllReduce,
+    BetweenNodes,
+    Choco,
+    Codec,
+    ConfigError,
+    ErrorFeedback,
+    Gathered,
+    LocalSGD,
+    Ring,
+    SlowMo,
+    Strategy,
+    parse,
+    registered,
+)
+from thinwire.codecs.base import State
 from thinwire.registry import REGISTERED
 from thinwire.strategies.recipe import brief, parse_topology
 
@@ -212,3 +230,112 @@ def test_what_a_class_of_one_s_own_did_not_foresee_is_told_in_words() -> None:
         parse("Needing()")
     with pytest.raises(ConfigError, match="Needing refuses its arguments: RuntimeError: too deep for this example"):
         parse("Needing(Ring, depth=6)")
+
+
+# -- what is checked when they are attached ----------------------------------------------------------------------------
+
+
+@dataclass
+class Mutable(Strategy):
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Plain(Codec):
+    """The elements in fp32; the classes below are wrong in one way each."""
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        return x.float().view(torch.uint8).clone()
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        return payload.view(torch.float32).to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        return 4 * n
+
+
+@dataclass(frozen=True)
+class Short(Plain):
+    def nbytes(self, n: int) -> int:
+        return 2 * n
+
+
+@dataclass(frozen=True)
+class Doubles(Plain):
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        return payload.view(torch.float32).double()
+
+
+@dataclass(frozen=True)
+class Changing(Plain):
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        return super().encode(x.mul_(2), state, key)
+
+
+@dataclass(frozen=True)
+class Unkeyed(Plain):
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        return super().encode(x + torch.rand(len(x), generator=DRAWS), state, key)
+
+
+@dataclass(frozen=True)
+class Failing(Plain):
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        return super().encode(x.view(-1, 2), state, key)
+
+
+@dataclass(frozen=True)
+class Halved(Plain):
+    """Half of all elements, which is biased."""
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        y = payload.view(torch.float32).clone()
+        y[y.abs() < y.abs().median()] = 0
+        return y.to(like.dtype)
+
+
+@dataclass(frozen=True)
+class Dropping(Plain):
+    """Half of all elements at random, twice as large, which is not."""
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        kept = torch.rand(len(x), generator=torch.Generator().manual_seed(key)) < 0.5
+        return super().encode(torch.where(kept, 2 * x, 0.0), state, key)
+
+
+DRAWS = torch.Generator().manual_seed(0)
+
+
+def attached(strategy: Strategy) -> None:
+    model = torch.nn.Linear(4, 2)
+    before = torch.get_rng_state()
+    thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy).detach()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (Mutable(), "Mutable is not a frozen dataclass"),
+        (SlowMo(Mutable()), "Mutable is not a frozen dataclass"),
+        (AllReduce(Short()), r"codec Short: encode returned 4 bytes for 1 elements, but nbytes\(1\) is 2"),
+        (AllReduce(BetweenNodes(Short(), 1)), "codec Short: encode returned 4 bytes"),
+        (LocalSGD(2, codec=ErrorFeedback(Short())), "codec Short: encode returned 4 bytes"),
+        (AllReduce(Doubles()), "codec Doubles: decode returned .* of torch.float64"),
+        (AllReduce(Changing()), "codec Changing: encode changed its input"),
+        (AllReduce(Unkeyed()), "codec Unkeyed: two calls of encode with one key differ"),
+        (AllReduce(Failing()), "codec Failing: a vector of 1 elements fails: RuntimeError"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else repr(each),
+)
+def test_a_class_that_breaks_its_contract_is_refused_by_name_at_attach(strategy: Strategy, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        attached(strategy)
+
+
+def test_a_biased_codec_without_error_feedback_is_warned_of_by_name() -> None:
+    with pytest.warns(UserWarning, match=r"codec Halved is biased: .* Use ErrorFeedback\(Halved\(\)\)"):
+        attached(AllReduce(Halved()))
+    for codec in (ErrorFeedback(Halved()), ErrorFeedback(Gathered(Halved())), Dropping(), Plain()):
+        attached(AllReduce(codec))
+    attached(Choco(Ring(), Halved()))

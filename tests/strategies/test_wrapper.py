@@ -16,7 +16,16 @@ from thinwire.strategies.wrapper import Wrapper
 
 TEXTS = {"paper", "waits", "limits"}
 """Of each class itself."""
-OWN = {"plain_average", "growing", "restarts_on_resize", "tracks_mean", "inelastic", "change_view", "before_leave"}
+OWN = {
+    "plain_average",
+    "growing",
+    "restarts_on_resize",
+    "tracks_mean",
+    "inelastic",
+    "feeds_back",
+    "change_view",
+    "before_leave",
+}
 OWN |= {"postpones"}
 """Traits and a hook that are a wrapper's own; a comment in `Wrapper` says why."""
 TRAITS = sorted(set(Strategy.__annotations__) - TEXTS - OWN)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -505,6 +506,7 @@ def test_an_optimizer_that_evaluates_several_times_a_step_keeps_replicas_equal()
     torch.testing.assert_close(x, flat(model), rtol=1e-3, atol=1e-4)
 
 
+@dataclass(frozen=True)
 class Halving(Strategy):
     """Halves each gradient before the step."""
 

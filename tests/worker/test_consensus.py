@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -71,6 +73,7 @@ def test_an_error_during_evaluation_still_puts_everything_back() -> None:
     assert run_threads(2, work) == [True, True]
 
 
+@dataclass(frozen=True)
 class Halfway(Strategy):
     """Fails while it computes the consensus."""
 

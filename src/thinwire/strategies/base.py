@@ -66,6 +66,8 @@ class Strategy(ABC):  # noqa: B024
             messages in flight belong to single workers or to the graph between them.
         tracks_mean: it keeps a mean over workers to which each of them adds how far it has come since its last message,
             so that a worker that is lost would be in it for ever.
+        feeds_back: it adds what its codec leaves out of a message to the next one, so that a biased codec needs no
+            `ErrorFeedback`.
         growing: names in `r.state` and `r.inflight`, or how they begin, of tensors whose size or dtype changes while
             training; the size of every other one that `start` makes is checked when a checkpoint is loaded.
         inelastic: why its workers cannot go on when one of them is lost, as `attach(elastic=True)` promises; empty
@@ -123,6 +125,7 @@ class Strategy(ABC):  # noqa: B024
     plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
     restarts_on_resize: ClassVar[bool] = False
     tracks_mean: ClassVar[bool] = False
+    feeds_back: ClassVar[bool] = False
     growing: ClassVar[tuple[str, ...]] = ()
     inelastic: ClassVar[str] = trait(lambda self: _UNEVEN if self.timing_dependent or self.skips_steps else "")
 

@@ -66,7 +66,7 @@ class Wrapper(Strategy):
     meets_every = trait(lambda self: self.base.meets_every)
     lr_factor = trait(lambda self: self.base.lr_factor)
     # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
-    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing`,
+    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing`, `feeds_back`,
     # `restarts_on_resize`, `tracks_mean` and `inelastic` speak of a class itself; who asks for them looks at the base,
     # too. So does `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these
     # do; what must hold among all workers' states is the base's `regroup`'s.

@@ -13,6 +13,7 @@ from thinwire.replica.moments import parts_of
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.recipe import parse
+from thinwire.strategies.user_classes import check_user_classes
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
 
@@ -47,6 +48,7 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
     Raises:
         ConfigError: with the value, the rule and the fix.
     """
+    check_user_classes(strategy)
     check_workers(strategy, size)
     strategy.check_optimizer(optimizer)
     check_parameter_moves(strategy, optimizer)

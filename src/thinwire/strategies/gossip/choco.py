@@ -73,6 +73,7 @@ class Choco(Strategy):
     )
 
     restarts_on_resize = True
+    feeds_back = True
 
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""

@@ -106,6 +106,7 @@ class CompressedMomentum(Strategy):
     equal_replicas = True
     moves_parameters = False
     lr_factor = trait(lambda self: 1.0 if self.feedback else None)
+    feeds_back = trait(lambda self: self.feedback)
     growing = (_PREFIX,)
 
     def __post_init__(self) -> None:

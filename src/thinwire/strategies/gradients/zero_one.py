@@ -81,6 +81,7 @@ class ZeroOne(Strategy):
     steady_from = trait(lambda self: self._widest_from)
     needs_equal_start = True
     moves_parameters = False
+    feeds_back = True
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
