@@ -105,6 +105,7 @@ def test_it_equals_its_oracle_with_adamw(each: Case) -> None:
     works_or_is_refused(with_(each, size=2, adamw=True, decay=0.1), "adamw")
 
 
+@pytest.mark.slow  # with AdamW decay is asked for each time
 @every("decay", forms=False)
 def test_it_equals_its_oracle_with_weight_decay(each: Case) -> None:
     works_or_is_refused(with_(each, size=2, decay=0.1), "decay")
@@ -192,7 +193,7 @@ def test_parameters_without_elements_change_nothing(each: Case, problem: type[Re
         assert found.isfinite().all()
 
 
-@every()
+@every(forms=False)
 def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trait_says_so(each: Case) -> None:
     setting = with_(each, size=smallest(each), dtype=torch.float32)
 
@@ -221,7 +222,7 @@ def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trai
     assert moved == each.strategy.moves_parameters or each.strategy.timing_dependent
 
 
-@every()
+@every(forms=False)
 def test_its_replicas_are_equal_after_every_step_if_and_only_if_its_trait_says_so(each: Case) -> None:
     assert (
         each.strategy.equal_replicas == stay_equal(with_(each, size=smallest(each))) or each.strategy.timing_dependent
