@@ -105,7 +105,7 @@ def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
         indices, values = (unpack(tree[part], tensors) for part in ("indices", "values"))
         # Indices from a damaged or forged file could lie outside the tensor.
         return torch.sparse_coo_tensor(
-            indices, values, tree["$sparse"], check_invariants=True, is_coalesced=True, device="cpu"
+            indices, values, tree["$sparse"], dtype=values.dtype, check_invariants=True, is_coalesced=True, device="cpu"
         )
     if "$tuple" in tree:
         return tuple(unpack(v, tensors) for v in tree["$tuple"])
