@@ -473,7 +473,7 @@ def sam(kit: Kit) -> list[Tensor]:
     return _sam(kit, restore)
 
 
-@loop(refused={ALL: r"p\.data|\.copy_"})
+@loop()
 def sam_that_assigns_p_data(kit: Kit) -> list[Tensor]:
     def restore(model: nn.Module, kept: list[Tensor]) -> None:
         for p, x in zip(model.parameters(), kept, strict=True):
@@ -606,7 +606,7 @@ def _loaded(kit: Kit, change: Callable[[nn.Module], None]) -> list[Tensor]:
 
 @loop()
 def weights_loaded_after_attach(kit: Kit) -> list[Tensor]:
-    saved = {name: 3 * x for name, x in fill(net(kit), 7).state_dict().items()}
+    saved = {name: 2 * x for name, x in fill(net(kit), 7).state_dict().items()}
     return _loaded(kit, lambda model: model.load_state_dict(saved))  # type: ignore[arg-type, return-value]
 
 

@@ -42,6 +42,10 @@ class FirstSteps:
         self._init = init
         self._gradients: list[int] = []
         self._calls = 0
+        # As of now: a loop with several networks may freeze some of them for a while. Those that another optimizer
+        # trains are its worker's.
+        held = {id(p) for parameters, _ in worker.layouts for p in parameters}
+        worker.frozen = [p for p in worker.model.parameters() if id(p) not in held and not p.requires_grad]
         worker.start_fingerprint = _fingerprint(worker)
         worker.own_gradient = 0
 
@@ -60,6 +64,7 @@ class FirstSteps:
         number = _fingerprint(worker)
         changed = number != worker.start_fingerprint
         worker.start_fingerprint = worker.fingerprint_before_load = None
+        worker.frozen = []
         if worker.comm.size > 1 and not _step_together(worker):
             if changed:
                 run = brief(worker.strategy) if worker.survives is None else "elastic=True"
@@ -235,8 +240,7 @@ def _start_again(worker: WorkerState, *, equal: bool) -> None:
 
 
 def _fingerprint(worker: WorkerState) -> int:
-    """Of all parameters, frozen ones too."""
+    """Of the trained and the frozen parameters."""
     worker.shards.read()
-    held = {id(p) for parameters, _ in worker.layouts for p in parameters}
-    frozen = [local(p.data) for p in worker.model.parameters() if id(p) not in held]
+    frozen = [local(p.data) for p in worker.frozen]
     return fingerprint([*(r.x for r in worker.replicas), *(x for x in frozen if x.layout == torch.strided)])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -57,6 +57,7 @@ class WorkerState:
         start_step: called before the first message of a step.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
         resumed: whether a saved state of the worker was loaded.
+        frozen: parameters that no optimizer trained at `attach`; empty after the first step.
         start_fingerprint: of the parameters that the strategy has started from; None after the first step.
         fingerprint_before_load: of the parameters when `load_state_dict` of the model or a part of it was called since
             the last step; None if it was not.
@@ -92,6 +93,7 @@ class WorkerState:
         self.account = Account(comm)
         self.start_step: Callable[[], None] = lambda: None
         self.resumed = False
+        self.frozen: list[Tensor] = []
         self.start_fingerprint: int | None = None
         self.fingerprint_before_load: int | None = None
         self.own_gradient: int | None = None
