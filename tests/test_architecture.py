@@ -306,7 +306,7 @@ MAKERS = {f"torch.{function.__name__}" for function in _device_constructors()}
 # Networks are on the default device, as those of torch are.
 ON_THE_DEFAULT_DEVICE = {"tasks.models.base": 2}
 # Of integers, or of the dtype of what they are given, whatever the default is.
-NEED_NO_DTYPE = {f"torch.{name}" for name in ("asarray", "randint", "randperm", "tril_indices", "triu_indices")}
+NEED_NO_DTYPE = {f"torch.{name}" for name in ("asarray", "randint", "randperm", "sparse_coo_tensor", "tril_indices")}
 
 
 @for_each(FILES, name_of)
