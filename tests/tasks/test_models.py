@@ -129,13 +129,13 @@ def test_binary_logistic_regression_has_the_binary_loss() -> None:
     torch.testing.assert_close(F.cross_entropy(model(x), labels), expected)
 
 
-def test_a_model_is_built_in_the_default_type() -> None:
+def test_a_model_has_the_dtype_of_the_tasks_data_whatever_the_default_is() -> None:
     torch.set_default_dtype(torch.float64)
     try:
         model = build(NETWORKS["gpt"], seed=0)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
 def test_heads_that_do_not_divide_the_width_are_refused() -> None:

@@ -105,7 +105,7 @@ class GroupComm(Comm):
         # At most one: connections close with their last reference, so they are held where one call can drop it.
         self._own: list[_Connections] = []
         self._duplicates: WeakSet[Comm] = WeakSet()
-        self._finalizer = weakref.finalize(self, self._own.clear)
+        self._finalizer = weakref.finalize(self, _let_go, self._own, self._inflight)
         protect(self)
         if self._gloo_devices and self.size > 1:
             start = time.monotonic()
@@ -508,6 +508,20 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None, "the default group exists: its rank was asked for"
     return world
+
+
+_let_go_of: list[_Connections] = []
+
+
+def _let_go(own: list[_Connections], inflight: dict[int, Handles]) -> None:
+    """Close the connections of a comm that nobody holds any more, unless messages are in flight on them.
+
+    A model that is dropped without `detach()` may leave messages behind that other ranks still wait for: theirs would
+    fail, and closing would wait for them. Such connections stay open until the process ends.
+    """
+    if inflight:
+        _let_go_of.extend(own)
+    own.clear()
 
 
 def _not_in_group() -> ConfigError:

@@ -107,7 +107,8 @@ class Bucket:
     def _first_nonfinite(self, *, in_place: bool) -> int:
         """Of the parameters whose gradients are views of the vector, or of the others."""
         for place, (view, parameter) in enumerate(zip(self.gradients, self.parameters, strict=True)):
-            grad = None if parameter.grad is None else local(parameter.grad).to_dense()
+            # As a plain tensor: torch forms the norms of blocks of a mesh over the mesh.
+            grad = None if parameter.grad is None else local(parameter.grad).as_subclass(Tensor).to_dense()
             if grad is not None and (grad.data_ptr() == view.data_ptr()) == in_place and not all_finite(grad):
                 return place
         return -1

@@ -103,5 +103,6 @@ def _first_nonfinite(worker: WorkerState) -> str | None:
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The dense gradients on this rank of the parameters that have one."""
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
+    # Of blocks of a mesh, whose norms torch forms over the mesh, as plain tensors.
+    grads = [local(p.grad).as_subclass(Tensor) for p in parameters if p.grad is not None]
     return [grad if grad.layout == torch.strided else grad.to_dense() for grad in grads]
