@@ -433,5 +433,5 @@ class Growing(Strategy):
 def test_traffic_that_never_repeats_is_said_not_to() -> None:
     card = explain(Growing(), parameters=10, workers=2)
     assert not card.repeats
-    assert (card.period, card.largest_step_bytes) == (256, 4 * 512)
+    assert (card.period, card.largest_step_bytes) == (1024, 4 * 2048)
     assert explain(AllReduce(), parameters=10, workers=2).repeats

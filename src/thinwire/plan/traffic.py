@@ -35,8 +35,8 @@ MAX_STEPS = 10_000
 # Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too; and
 # for one that sends something at every step.
 _MIN_STEPS, _FEW_STEPS = 128, 16
-# Rounds without a repetition after which it is taken for granted that there is none.
-_ROUNDS = 4
+# So many rounds, and so many steps, without a repetition: there is none.
+_ROUNDS, _STEPS = 4, 2048
 # For a rank beside one whose period is known.
 _FEWEST_STEPS = 4
 
@@ -233,8 +233,8 @@ class DryRun:
     def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
         """The traffic of the shortest sequence of steps after which it repeats.
 
-        Where it does not repeat, `repeats` is False, and the steps are the later half of those that were run: at least
-        four times as many as the periods in the recipe say, and not more than `max_steps`.
+        Where it does not repeat, `repeats` is False, and the steps are the later half of those that were run: of four
+        times the recipe's own periods or 2048, whichever are more, and of `max_steps` at most.
         """
         declared = cycle(self.worker.strategy, self.comm.size)
         steps: list[StepTraffic] = []
@@ -242,7 +242,7 @@ class DryRun:
             length = min(declared * -(-least // declared), max_steps // 2)
             # The first round may differ, as messages of an earlier step are in flight only from some step on: look for
             # two equal rounds in a row.
-            while len(steps) + length <= min(max_steps, max(_ROUNDS * length, _ROUNDS * _MIN_STEPS)):
+            while len(steps) + length <= min(max_steps, max(_ROUNDS * length, _STEPS)):
                 steps += [self.step() for _ in range(length)]
                 now, before = steps[-length:], steps[-2 * length : -length]
                 if now == before:

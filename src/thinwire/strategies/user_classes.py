@@ -182,8 +182,8 @@ def _check_codec(codec: Codec, *, fed_back: bool) -> None:
     keys = [draw_key(1, draw) for draw in range(_DRAWS)]
     decoded = torch.stack([codec.decode(codec.encode(x, {}, key), x, key) for key in keys]).double()
     bias = float((decoded.mean(0) - x).norm())
-    explained = _DEVIATIONS * float((decoded.var(0).sum() / _DRAWS).sqrt())
-    if bias > _MOST_BIAS * float(x.norm()) + explained:
+    spread = _DEVIATIONS * float((decoded.var(0).sum() / _DRAWS).sqrt())
+    if bias > _MOST_BIAS * float(x.norm()) + spread:
         warnings.warn(
             f"{where} is biased: the mean of {_DRAWS} decoded payloads is {bias / float(x.norm()):.0%} away from the "
             f"vector. Training without error feedback may diverge. Use ErrorFeedback({codec!r}), and let "
