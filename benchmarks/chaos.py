@@ -55,7 +55,7 @@ TIMEOUT = 10.0
 SHORT_TIMEOUT = 4.0  # starting takes a while on a busy machine
 DEADLINE = 75.0
 LR = 0.05
-WORDS = ("PeerLostError", "RunEndedError", "CommTimeoutError")
+LOST = ("PeerLostError", "RunEndedError", "CommTimeoutError")
 
 
 @dataclass(frozen=True)
@@ -362,16 +362,16 @@ class Run:
             if log.end is not None and log.code == 0:
                 continue
             joins = number >= self.plan.size
-            explained = (
+            expected_end = (
                 (number in hit["kill"] and log.code == -signal.SIGKILL)
                 or (number in hit["term"] and log.left and log.code == 0)
-                or (number in hit["long stop"] and log.error.startswith(WORDS))
+                or (number in hit["long stop"] and log.error.startswith(LOST))
                 # A worker that joins as the run ends comes too late. It is not one that has trained.
-                or (joins and log.begins < 0 and log.error.startswith(WORDS))
+                or (joins and log.begins < 0 and log.error.startswith(LOST))
                 # SIGTERM ends a process that has no handler any more.
                 or (number in hit["term"] and log.code == -signal.SIGTERM and log.last >= STEPS - 1)
             )
-            if not explained:
+            if not expected_end:
                 found.append(f"worker {number} ended with {log.code} after step {log.last}: {log.error[:300]}")
         ends = [log for log in self.logs.values() if log.end is not None]
         if not ends:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What an ordinary loop asks of its surroundings, twice: by thinwire, and by hand.
 
-A loop is written once. Under `Attached` it runs as a user would write it: `attach`, then `loss.backward()` and
+A loop is written once. Under `WithThinwire` it runs as a user would write it: `attach`, then `loss.backward()` and
 `optimizer.step()`. Under `ByHand` nothing of thinwire is imported: after each outermost backward pass the gradients are
 averaged, or after each step the parameters, by a few lines over stacked tensors. Both must end at the same parameters.
 """
@@ -81,7 +81,7 @@ class Kit:
         return batch(self.rank, step, **shape)
 
 
-class Attached(Kit):
+class WithThinwire(Kit):
     """A user's loop under thinwire."""
 
     def __init__(self, comm: Comm, recipe: str) -> None:
@@ -314,7 +314,7 @@ def attached(loop: Loop, recipe: str) -> list[Any]:
     """Each rank's result of a loop under thinwire."""
 
     def body(comm: Comm) -> Any:
-        kit = Attached(comm, recipe)
+        kit = WithThinwire(comm, recipe)
         try:
             return loop(kit)
         finally:
