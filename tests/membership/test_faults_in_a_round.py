@@ -176,7 +176,7 @@ def test_a_step_whose_mean_only_some_workers_have_is_taken_again_by_all(
 
     def fails(self: Backward, state: int) -> None:
         collect(self, state)
-        if self._comm.rank == rank and not at:
+        if self.comm.rank == rank and not at:
             calls.append(state)
             if len(calls) == 5:
                 at.append(state)

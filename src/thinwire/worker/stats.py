@@ -25,6 +25,18 @@ class Stats:
         evaluation_wait_seconds: time blocked in these calls, in seconds.
         check_bytes: bytes of the checks that all workers make the same call at the same step, which no other figure
             includes.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> worker = thinwire.attach(model, optimizer, thinwire.LocalSGD(period=2))
+        >>> for _ in range(4):
+        ...     optimizer.zero_grad()
+        ...     model(torch.ones(1, 2)).sum().backward()
+        ...     optimizer.step()
+        >>> worker.stats().steps
+        4
     """
 
     steps: int
