@@ -38,6 +38,13 @@ def is_sharded(x: object) -> bool:
     return hasattr(x, "device_mesh")
 
 
+def plain(x: Tensor) -> Tensor:
+    """This rank's part as a tensor of torch's own class, whose functions send nothing."""
+    x = local(x)
+    # Of a gradient of a block of a mesh, torch's norms are those of the whole mesh.
+    return x if type(x) is Tensor else x.as_subclass(Tensor)
+
+
 def local(x: Tensor) -> Tensor:
     """This rank's shard of `x`, in the same memory; `x` itself if it is not sharded."""
     if not is_sharded(x):

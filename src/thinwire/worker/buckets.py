@@ -24,7 +24,7 @@ from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchEr
 from thinwire.kernels import all_finite, all_finite_each
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
-from thinwire.replica.shards import is_sharded, local, whole_like
+from thinwire.replica.shards import is_sharded, local, plain, whole_like
 from thinwire.worker.passes import PassEnd, Passes
 from thinwire.worker.scaled_residuals import ScaledResiduals
 
@@ -107,8 +107,7 @@ class Bucket:
     def _first_nonfinite(self, *, in_place: bool) -> int:
         """Of the parameters whose gradients are views of the vector, or of the others."""
         for place, (view, parameter) in enumerate(zip(self.gradients, self.parameters, strict=True)):
-            # As a plain tensor: torch forms the norms of blocks of a mesh over the mesh.
-            grad = None if parameter.grad is None else local(parameter.grad).as_subclass(Tensor).to_dense()
+            grad = None if parameter.grad is None else plain(parameter.grad).to_dense()
             if grad is not None and (grad.data_ptr() == view.data_ptr()) == in_place and not all_finite(grad):
                 return place
         return -1

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.kernels import all_finite_each
-from thinwire.replica.shards import is_sharded, local
+from thinwire.replica.shards import is_sharded, plain
 from thinwire.worker.buckets import NonFinite
 from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.state import Policy, WorkerState
@@ -103,6 +103,5 @@ def _first_nonfinite(worker: WorkerState) -> str | None:
 
 def gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
     """The dense gradients on this rank of the parameters that have one."""
-    # Of blocks of a mesh, whose norms torch forms over the mesh, as plain tensors.
-    grads = [local(p.grad).as_subclass(Tensor) for p in parameters if p.grad is not None]
+    grads = [plain(p.grad) for p in parameters if p.grad is not None]
     return [grad if grad.layout == torch.strided else grad.to_dense() for grad in grads]
