@@ -244,6 +244,7 @@ def test_push_sum_without_updates_finds_the_average_on_every_graph(topology: Top
 
     def work(comm: Comm) -> Tensor:
         still = attach(comm, PushSum(topology), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+        steps(still, batches(comm.rank, 1))  # parameters that differ before the first step are refused
         for replica in still.replicas:
             replica.x.add_(comm.rank)
             if "mass" in replica.state:
