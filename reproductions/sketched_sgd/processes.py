@@ -18,7 +18,6 @@ from thinwire.runs.defaults import resolve
 from thinwire.runs.folder import Fields
 from thinwire.runs.launcher import Listener
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import brief
 from thinwire.tasks import Task
 
 LINK = "1gbit"
@@ -71,7 +70,7 @@ def learned_by_processes(
     )
     done = compare(
         replace(settings, eval_limit=None, timeline_steps=0),
-        [brief(strategy)],
+        [str(strategy)],
         output.folder,
         rounds=seeds,
         title=f"{task.title}, {workers} processes",

@@ -6,9 +6,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache, wraps
 from importlib import import_module, metadata
+from inspect import Parameter, signature
 from pkgutil import walk_packages
 from threading import RLock
 from typing import Any, TypeVar, dataclass_transform
@@ -103,6 +104,30 @@ def name_in_recipes(kind: type) -> str:
     if ":" not in name or name not in REGISTERED:
         return kind.__name__
     return next((short for short, value in entry_points().items() if value == name), name)
+
+
+class Recipe:
+    """Base class of strategies, topologies and codecs, whose `str()` is the recipe as you wrote it."""
+
+    _typed = ""
+    """The text that the object was parsed from."""
+
+    def __str__(self) -> str:
+        return self._typed or canonical(self)
+
+
+def canonical(recipe: Any) -> str:
+    """The recipe without arguments that are at their defaults, whatever text it was parsed from."""
+    if not is_dataclass(recipe) or isinstance(recipe, type):
+        return repr(recipe)
+    arguments: list[str] = []
+    for parameter in signature(type(recipe)).parameters.values():
+        value = getattr(recipe, parameter.name)
+        if parameter.kind is Parameter.VAR_KEYWORD:
+            arguments += [f"{name}={each!r}" for name, each in value]
+        elif value != parameter.default:
+            arguments.append(f"{parameter.name}={canonical(value)}")
+    return f"{name_in_recipes(type(recipe))}({', '.join(arguments)})"
 
 
 @cache

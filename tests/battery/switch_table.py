@@ -16,7 +16,6 @@ from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
 from thinwire import Comm
 from thinwire.plan.traffic import topologies
-from thinwire.strategies.recipe import brief
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "switching.md"
 MARKS = ("<!-- table: switch -->\n", "<!-- /table -->\n")
@@ -51,7 +50,7 @@ def table() -> str:
         if not is_first(each) and not any(columns):
             continue
         cells = [", ".join(f"`{name}`" for name in dict.fromkeys(names)) for names in columns]
-        rows.append(f"| `{brief(each.strategy)}` | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
+        rows.append(f"| `{each.strategy!s}` | {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |"))
     return "\n".join(rows) + "\n"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import pickle
 import re
 import time
 from pathlib import Path
@@ -32,9 +33,9 @@ from thinwire import (
     Topology,
     parse,
 )
-from thinwire.registry import recipe_classes, registered
+from thinwire.registry import canonical, recipe_classes, registered
 from thinwire.runs.recipes import BASELINES
-from thinwire.strategies.recipe import brief, read
+from thinwire.strategies.recipe import read
 
 topologies: some.SearchStrategy[Topology] = some.sampled_from([Ring(), Complete(), OnePeerExponential(), Hypercube()])
 periods = some.integers(1, 10**6)
@@ -61,9 +62,9 @@ def test_the_repr_of_a_recipe_is_parsed_back_to_the_recipe(recipe: Strategy) -> 
 
 
 @given(recipe=recipes)
-def test_a_brief_recipe_is_parsed_back_to_the_recipe(recipe: Strategy) -> None:
-    assert parse(brief(recipe)) == recipe
-    assert len(brief(recipe)) <= len(repr(recipe))
+def test_the_canonical_text_is_parsed_back_to_the_recipe(recipe: Strategy) -> None:
+    assert parse(str(recipe)) == recipe
+    assert len(str(recipe)) <= len(repr(recipe))
 
 
 @pytest.mark.parametrize(
@@ -77,9 +78,20 @@ def test_a_brief_recipe_is_parsed_back_to_the_recipe(recipe: Strategy) -> None:
         (Gossip(order="after"), "Gossip(order='after')"),
     ],
 )
-def test_brief_leaves_out_what_is_at_its_default(recipe: Strategy, text: str) -> None:
-    assert brief(recipe) == text
+def test_the_canonical_text_leaves_out_what_is_at_its_default(recipe: Strategy, text: str) -> None:
+    assert str(recipe) == canonical(recipe) == text
     assert parse(text) == recipe
+
+
+def test_errors_show_a_recipe_as_it_was_typed() -> None:
+    strategy = parse(" local-sgd(6 ,codec=ErrorFeedback(Nearest(4)),\n weights='equal')")
+    assert str(strategy) == f"{strategy}" == "local-sgd(6, codec=ErrorFeedback(Nearest(4)), weights='equal')"
+    assert (
+        canonical(strategy)
+        == str(dataclasses.replace(strategy))
+        == "LocalSGD(period=6, codec=ErrorFeedback(codec=Nearest()))"
+    )
+    assert strategy == parse(canonical(strategy)) == pickle.loads(pickle.dumps(strategy))
 
 
 @pytest.mark.parametrize("text", ["slow-mo", "slowmo", "Slow_Mo", "SLOWMO()", " slow-mo( Period = 12 )"])
@@ -237,7 +249,7 @@ def test_several_threads_may_parse_at_once() -> None:
         for period in range(4, 12):
             _ = [_Cycle() for _ in range(5)]
             text = f"SlowMo(LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4))), period={2 * period + comm.rank})"
-            assert brief(parse(text)).startswith("SlowMo(")
+            assert str(parse(text)).startswith("SlowMo(")
 
     before = gc.get_threshold()
     gc.set_threshold(20)

@@ -35,7 +35,6 @@ from thinwire import (
     Worker,
 )
 from thinwire.plan import explain
-from thinwire.strategies.recipe import brief
 
 DOUBLE = torch.float64
 STEPS = 14
@@ -71,7 +70,7 @@ def test_nodes_average_every_period_and_all_workers_every_global_period(n: int, 
         (DiLoCo(period=6, outer=OuterOptimizer("SGD", lr=0.7, momentum=0.9)), oracles_local.Momentum(0.7, 0.9)),
         (Sharded(DiLoCo(LocalSGD(6), period=6, outer=OuterOptimizer("AdamW", lr=0.05))), oracles_local.Adam(0.05)),
     ],
-    ids=lambda value: brief(value) if isinstance(value, Strategy) else type(value).__name__,
+    ids=lambda value: str(value) if isinstance(value, Strategy) else type(value).__name__,
 )
 def test_nodes_average_between_outer_steps_too(base: Strategy, outer: Any) -> None:
     real = ended(4, NodeAverage(base, period=2), Regression(4, STEPS, DOUBLE), STEPS, sgd(0.05))

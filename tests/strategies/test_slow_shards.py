@@ -31,7 +31,6 @@ from thinwire.comm.work import nbytes_of
 from thinwire.plan import explain
 from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter, ring_all_reduce_, weighted_mean_
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.strategies.recipe import brief
 
 DOUBLE = torch.float64
 STEPS = 13
@@ -49,7 +48,7 @@ STRATEGIES: list[Strategy] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=brief)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
 @pytest.mark.parametrize("n", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 5))])
 def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> None:
     problem = Regression(n, STEPS, torch.float32)
@@ -57,7 +56,7 @@ def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> No
     assert torch.equal(shared, whole)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=brief)
+@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=str)
 def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(strategy: Strategy) -> None:
     problem = Regression(3, STEPS, torch.float32)
     whole = ended(3, strategy, problem, STEPS, sgd())
@@ -65,7 +64,7 @@ def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(st
         assert torch.equal(ended(3, placed, problem, STEPS, sgd()), whole)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:4], ids=brief)
+@pytest.mark.parametrize("strategy", STRATEGIES[:4], ids=str)
 def test_each_fragment_of_a_stream_is_sharded_by_itself(strategy: Strategy) -> None:
     problem = Regression(3, STEPS, torch.float32)
     if isinstance(strategy, DiLoCo):
@@ -148,7 +147,7 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
     assert torch.equal(r.x, r.state["anchor"].bfloat16())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:5] + STRATEGIES[-1:], ids=brief)
+@pytest.mark.parametrize("strategy", STRATEGIES[:5] + STRATEGIES[-1:], ids=str)
 def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(strategy: Strategy) -> None:
     whole, shared = (explain(each, parameters=1200, workers=4) for each in (strategy, Sharded(strategy)))
     assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4
@@ -167,7 +166,7 @@ def test_the_slow_state_can_be_kept_on_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=brief)
+@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=str)
 @pytest.mark.parametrize("sharded", [False, True])
 def test_the_host_takes_the_slow_steps_of_a_model_on_a_gpu(strategy: Strategy, sharded: bool) -> None:
     def body(strategy: Strategy) -> tuple[Tensor, set[str]]:

@@ -32,8 +32,8 @@ from thinwire import (
     registered,
 )
 from thinwire.codecs.base import State
-from thinwire.registry import REGISTERED
-from thinwire.strategies.recipe import brief, parse_topology
+from thinwire.registry import REGISTERED, canonical
+from thinwire.strategies.recipe import parse_topology
 
 SOURCE = '''
 import thinwire
@@ -91,8 +91,8 @@ def test_a_class_is_named_by_its_module_and_its_repr_names_it_again() -> None:
     strategy = parse("SlowMo(base=theirs.methods:Mine(period=3), period=12)")
     assert isinstance(strategy, SlowMo)
     assert repr(strategy.base) == "theirs.methods:Mine(period=3)"
-    assert brief(strategy) == "SlowMo(base=theirs.methods:Mine(period=3))"
-    assert parse(repr(strategy)) == parse(brief(strategy)) == strategy
+    assert canonical(strategy) == "SlowMo(base=theirs.methods:Mine(period=3))"
+    assert parse(repr(strategy)) == parse(canonical(strategy)) == strategy
     assert parse("theirs.methods:Mine") == parse("theirs.again:Mine()") == parse("Mine(4)") == parse("mine")
     assert repr(parse_topology("theirs.methods:OneWay")) == "theirs.methods:OneWay()"
     assert "topology=theirs.methods:OneWay()" in repr(parse("PushSum(theirs.methods:OneWay)"))
@@ -183,7 +183,6 @@ def test_installed_distributions_offer_classes_under_short_names(folder: Path) -
     (metadata / "entry_points.txt").write_text("\n".join(["[thinwire.recipes]", *points, ""]))
     code = """
 import json, sys, thinwire
-from thinwire.strategies.recipe import brief
 def read(text, imports=True):
     try:
         return repr(thinwire.parse(text, imports=imports))

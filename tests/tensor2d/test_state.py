@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from tests.oracles.tensor2d import MESHES, Encoder, drawn, tokens
 from tests.tensor2d.helpers import gpt, mesh_loss, parallelized, run
-from thinwire import CheckpointError
+from thinwire import CheckpointError, ConfigError
 from thinwire.tensor2d import (
     Axis,
     Mesh2D,
@@ -165,6 +165,20 @@ def test_what_does_not_fit_is_refused_before_anything_is_loaded(tmp_path: Path) 
 def test_the_whole_state_can_be_kept_on_rank_0_alone() -> None:
     found = run(2, 2, lambda mesh: len(whole_state(parallelized(mesh), mesh, everywhere=False)))
     assert found == [len(gpt().state_dict()), 0, 0, 0]
+
+
+def test_urls_are_refused_on_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls = (write_whole, write_blocks, read_blocks_, lambda model, path, mesh: read_safetensors_(model, path, mesh))
+
+    def work(mesh: Mesh2D) -> None:
+        model = parallelized(mesh, gpt())
+        for call in calls:
+            with pytest.raises(ConfigError, match=r"^s3://bucket/model is a URL\."):
+                call(model, "s3://bucket/model", mesh)
+
+    run(2, 2, work)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_file_that_rank_0_cannot_write_is_an_error_on_all_ranks(tmp_path: Path) -> None:

@@ -175,9 +175,8 @@ def _bar(steps: int) -> Generator[Callable[[float, int], None] | None]:
 
 
 def _print(summary: Summary, strategy: Strategy) -> None:
-    from thinwire.strategies.recipe import brief
 
-    out.print(brief(strategy), style="bold", markup=False)
+    out.print(str(strategy), style="bold", markup=False)
     out.print(f"{summary.workers} simulated workers, {len(summary.steps)} steps, {seconds(summary.seconds)}\n")
     for name, words in _lines(summary):
         out.print(f"  {name:<12}{words}", markup=False)
@@ -238,11 +237,10 @@ def _write(
 ) -> None:
     """Write a run folder, which `thinwire report` reads."""
     from thinwire.simulate.summary import intervals
-    from thinwire.strategies.recipe import brief
 
     model = f"{command.parameters:g} parameters" if command.task is None else command.task
     facts = {
-        "strategy": brief(strategy),
+        "strategy": str(strategy),
         "task": command.task or "quadratic",
         "model": model,
         "workers": command.workers,

@@ -79,7 +79,7 @@ class Topology:
         return 0
 
     def _show_one(self, name: str) -> None:
-        from thinwire.strategies.recipe import brief, parse_topology
+        from thinwire.strategies.recipe import parse_topology
         from thinwire.topology.analysis import facts, matrices
         from thinwire.topology.base import check_edges, check_size
 
@@ -90,9 +90,9 @@ class Topology:
         if self.out is not None:
             from thinwire.report.graph import graph_picture
 
-            self._draw(graph_picture(self.out.stem, brief(graph), matrices(graph, self.workers)))
+            self._draw(graph_picture(self.out.stem, str(graph), matrices(graph, self.workers)))
         if self.json:
-            described = {"topology": brief(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
+            described = {"topology": str(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
             out.print(json_text.dumps({**described, "refused_by": refusals}), markup=False)
             return
         out.print(str(graph), style="bold", markup=False)
@@ -104,7 +104,6 @@ class Topology:
             out.print(f"  {line}", markup=False)
 
     def _show_all(self) -> None:
-        from thinwire.strategies.recipe import brief
         from thinwire.topology.analysis import disagreement, facts
         from thinwire.topology.base import check_edges, check_size
 
@@ -116,19 +115,19 @@ class Topology:
                 check_edges(graph, self.workers)
                 known[graph] = facts(graph, self.workers)
             except ConfigError as error:
-                refused[brief(graph)] = str(error)
+                refused[str(graph)] = str(error)
         if not known:
             raise ConfigError(next(iter(refused.values())))
         if self.out is not None:
             from thinwire.report.graph import agreement_picture
 
-            curves = {brief(graph): disagreement(graph, self.workers, _CURVE_STEPS).tolist() for graph in known}
+            curves = {str(graph): disagreement(graph, self.workers, _CURVE_STEPS).tolist() for graph in known}
             self._draw(agreement_picture(self.out.stem, curves, self.workers))
         if self.json:
-            rows = [{"topology": brief(graph), **asdict(each), **self._cost(each)} for graph, each in known.items()]
+            rows = [{"topology": str(graph), **asdict(each), **self._cost(each)} for graph, each in known.items()]
             out.print(json_text.dumps({"workers": self.workers, "topologies": rows, "refused": refused}), markup=False)
             return
-        self._tabulate({brief(graph): each for graph, each in known.items()})
+        self._tabulate({str(graph): each for graph, each in known.items()})
         for reason in refused.values():
             out.print(f"{reason}", markup=False)
 

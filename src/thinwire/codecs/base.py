@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import ConfigError
+from thinwire.registry import Recipe
 
 State = MutableMapping[str, Tensor]
 Rounds = Generator[Tensor, Tensor, None]
@@ -18,7 +19,7 @@ Rounds = Generator[Tensor, Tensor, None]
 _MASK_64 = (1 << 64) - 1
 
 
-class Codec(ABC):
+class Codec(Recipe, ABC):
     """Base class of codecs, which compress vectors into payloads (the tensors that are sent).
 
     Subclasses are frozen dataclasses. The random numbers of an encoding depend on its `key` alone: the same key gives

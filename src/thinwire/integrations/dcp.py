@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from thinwire.errors import CheckpointError
+from thinwire.storage.files import local_path
 from thinwire.worker.snapshot import part_name
 from thinwire.worker.worker import Worker
 
@@ -38,7 +39,9 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
 
     Raises:
         CheckpointError: there is no worker of that name in it, or it does not fit; nothing has changed then.
+        ConfigError: the folder is a URL.
     """
+    folder = local_path(folder)
     reader = FileSystemReader(folder)
     try:
         keys = list(reader.read_metadata().state_dict_metadata)

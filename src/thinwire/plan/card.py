@@ -16,10 +16,10 @@ from thinwire.errors import ConfigError
 from thinwire.kernels.decisions import assume_least
 from thinwire.plan.ranks import Look, look_at_ranks
 from thinwire.plan.traffic import DryRun, MakeOptimizer, StepTraffic, topologies
+from thinwire.registry import canonical
 from thinwire.simulate.wires import PAYLOAD_SHARE
 from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.recipe import brief
 from thinwire.topology.base import check_size
 
 # Of a model of which only the number of parameters is known. More elements would not be counted in 64 bits.
@@ -189,7 +189,7 @@ def explain(
             least = dry(strategy, rank, optimizer).period()
     seconds = None if bits_per_second is None else _slowest(found.looks, bits_per_second)
     return Card(
-        recipe=brief(strategy),
+        recipe=canonical(strategy),
         workers=workers,
         parameters=sum(prod(shape) for shape in shapes),
         dtype=", ".join(str(each).removeprefix("torch.") for each in dict.fromkeys(dtypes)),
@@ -208,7 +208,7 @@ def explain(
         links=_links(steps),
         memory_bytes_per_parameter=max((_memory(look.run, look.steps) for look in found.looks), key=_total),
         lr_factor=strategy.lr_factor,
-        methods=tuple(Method(brief(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
+        methods=tuple(Method(canonical(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
         all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
         bf16_all_reduce_bytes_per_step=dry(AllReduce(Bf16()), 0).step().sent,
         bits_per_second=bits_per_second,

@@ -23,10 +23,11 @@ from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_
 from thinwire.plan.predict import MOST_WORKERS, ModelTime, Prediction, own_work, predict, slower
 from thinwire.plan.timings import Timings, digest
 from thinwire.plan.traffic import MakeOptimizer
+from thinwire.registry import canonical
 from thinwire.report.units import digits, rate
 from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy, check_workers
-from thinwire.strategies.recipe import brief, parse
+from thinwire.strategies.recipe import parse
 
 NEARLY = 1.05
 """Recipes that take up to this many times as long as the best are within noise of it; see `choose`."""
@@ -360,10 +361,10 @@ def within_noise(options: Iterable[Option]) -> list[Option]:
     """
     serving = [each for each in options if each.to_loss < inf]
     limit = NEARLY * min((each.to_loss for each in serving), default=inf)
-    places = {brief(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
+    places = {canonical(parse(recipe)): place for place, recipe in enumerate(CANDIDATES)}
 
     def order(each: Option) -> tuple[int, bool]:
-        return places.get(brief(parse(each.recipe)), len(places)), each.mesh is not None
+        return places.get(canonical(parse(each.recipe)), len(places)), each.mesh is not None
 
     return sorted((each for each in serving if each.to_loss <= limit), key=order)
 

@@ -268,7 +268,7 @@ def _two_stage_mean(
     Without `undo` the mean is a new vector, and residuals are written at once, as `mean_from_residual` says.
     """
     lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
-    recipe = f"{codec}" if server is codec else f"{codec} and {server}"
+    recipe = repr(codec) if server is codec else f"{codec!r} and {server!r}"
     # The step of the launch: the waits may belong to a later step.
     header = Header(codec_number(recipe, x.numel()), comm.step)
     keys, updated = StageKeys.of(key, comm.rank, comm.size), as_single(x)
@@ -401,7 +401,7 @@ def _linear_stages(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: in
 def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None, *, key: int, count: int) -> Stages:
     """A mean of all workers' payloads, which are gathered; `yield` as in `_two_stage_mean`."""
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
-    header = Header(codec_number(f"{inner}", x.numel()), comm.step)
+    header = Header(codec_number(repr(inner), x.numel()), comm.step)
     keys = [worker_key(key, rank, comm.size) for rank in range(comm.size)]
     updated, (finite, square) = as_single(x), norm_if_finite(x)
     if not finite:

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
 from thinwire.errors import ConfigError
-from thinwire.registry import REGISTERED
+from thinwire.registry import REGISTERED, canonical
 from thinwire.runs.baselines import KINDS, Baseline
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.strategies.recipe import brief, read
+from thinwire.strategies.recipe import read
 from thinwire.topology.base import Topology
 
 Recipe = Strategy | Baseline
@@ -53,7 +53,7 @@ def split_recipes(text: str) -> list[str]:
 
 def describe(recipe: Recipe) -> str:
     """The canonical text, which `parse_recipe` reads back: without arguments at their defaults."""
-    return str(recipe) if isinstance(recipe, Baseline) else brief(recipe)
+    return str(recipe) if isinstance(recipe, Baseline) else canonical(recipe)
 
 
 def topology_of(recipe: Recipe) -> Topology | None:
@@ -74,7 +74,7 @@ def modules_of(recipe: Recipe) -> list[str]:
     for kind in kinds:
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind or kind.__module__ == "__main__":
             raise ConfigError(
-                f"{describe(recipe)}: {kind.__name__} is defined in the program itself or in a function, and the "
+                f"{recipe!s}: {kind.__name__} is defined in the program itself or in a function, and the "
                 "workers are other processes; put it into a module, which they can import"
             )
     optimizers = {part.module for part in parts if isinstance(part, OuterOptimizer) and part.module}

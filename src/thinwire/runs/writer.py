@@ -18,7 +18,6 @@ from thinwire.runs.folder import Fields, RunFolder, Scalars
 from thinwire.runs.measure import Record, Totals, WireBytes
 from thinwire.runs.recipes import parse_recipe, topology_of
 from thinwire.runs.settings import Settings
-from thinwire.strategies.recipe import brief
 from thinwire.tasks import Evaluation, Task
 from thinwire.topology.analysis import matrices
 
@@ -161,7 +160,7 @@ def _topology(settings: Settings) -> Fields | None:
     graph = topology_of(parse_recipe(settings.strategy, imports=False))
     if graph is None or not 1 < settings.copies <= _MOST_DRAWN:
         return None
-    return {"name": brief(graph), "mixing": matrices(graph, settings.copies)[:_MOST_STEPS].round(6).tolist()}
+    return {"name": str(graph), "mixing": matrices(graph, settings.copies)[:_MOST_STEPS].round(6).tolist()}
 
 
 def _processor() -> str:

@@ -17,6 +17,7 @@ from thinwire.codecs.feedback import resize_alike
 from thinwire.comm.work import Work
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.reduce.leaving import hand_on_residuals
+from thinwire.registry import Recipe
 from thinwire.replica.replica import Replica
 
 _UNEVEN = "its workers go at their own pace, and their messages belong to fixed ranks; use AllReduce() or SlowMo()"
@@ -31,7 +32,7 @@ def trait(of: Callable[[Any], bool | float | str | None]) -> Any:
     return property(of, doc="Depends on the hyperparameters; the trait is described in `Strategy`.")
 
 
-class Strategy(ABC):  # noqa: B024
+class Strategy(Recipe, ABC):
     """A frozen dataclass of hyperparameters that decides what workers send, and when.
 
     It holds no tensor: everything that changes lies in the `Replica` that each hook is given. Its repr is the recipe.

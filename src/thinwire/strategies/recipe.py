@@ -6,13 +6,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.registry import REGISTERED, entry_points, name_in_recipes, parsed, recipe_classes
+from thinwire.registry import REGISTERED, Recipe, entry_points, parsed, recipe_classes
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.strategies.user_classes import user_class, user_module
@@ -46,8 +46,8 @@ def parse(text: str, *, imports: bool = True) -> Strategy:
         (48, 0.5)
         >>> parse(repr(strategy)) == strategy
         True
-        >>> brief(strategy)
-        'SlowMo(base=PushSum(), period=48)'
+        >>> str(strategy), str(parse("slow-mo"))
+        ('SlowMo(base=PushSum, period=48)', 'slow-mo')
     """
     return read(text, Strategy, what="strategy", example="SlowMo(period=12)", imports=imports)
 
@@ -63,20 +63,6 @@ def parse_topology(text: str, *, imports: bool = True) -> Topology:
         ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
     """
     return read(text, Topology, what="topology", example="Ring() or Hierarchical(node_size=8)", imports=imports)
-
-
-def brief(recipe: Any) -> str:
-    """A recipe as one would write it: its repr without the arguments that are at their defaults."""
-    if not is_dataclass(recipe) or isinstance(recipe, type):
-        return repr(recipe)
-    arguments: list[str] = []
-    for parameter in signature(type(recipe)).parameters.values():
-        value = getattr(recipe, parameter.name)
-        if parameter.kind is Parameter.VAR_KEYWORD:
-            arguments += [f"{name}={each!r}" for name, each in value]
-        elif value != parameter.default:
-            arguments.append(f"{parameter.name}={brief(value)}")
-    return f"{name_in_recipes(type(recipe))}({', '.join(arguments)})"
 
 
 def read(
@@ -115,6 +101,9 @@ def read(
         raise ConfigError(f"{where}: nested too deeply; write it like {example}") from None
     if not isinstance(found, kind):
         raise ConfigError(f"{where}: is a {type(found).__name__}, not a {what}; write it like {example}")
+    typed = re.sub(r"\s*,\s*", ", ", " ".join(text.split()))
+    if isinstance(found, Recipe) and typed.isprintable():
+        object.__setattr__(found, "_typed", typed)
     return found
 
 

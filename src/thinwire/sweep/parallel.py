@@ -23,10 +23,10 @@ from thinwire.fusion.optimizers.base import FusedOptimizer
 from thinwire.fusion.scaling import GradScaler
 from thinwire.fusion.schedules import Schedules
 from thinwire.fusion.store import Selection, owner_of
+from thinwire.registry import canonical
 from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, nested
-from thinwire.strategies.recipe import brief
 from thinwire.worker import checkpoint, resizing, snapshot
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
@@ -212,7 +212,7 @@ class ParallelArray:
             if "array" not in first["extra"]:
                 raise CheckpointError(f"{home}: holds one model and no array; load it with worker.load")
             identity = first["state"]["identity"]
-            for name, value in (("the strategy", brief(worker.strategy)), ("the seed", str(worker.seed))):
+            for name, value in (("the strategy", canonical(worker.strategy)), ("the seed", str(worker.seed))):
                 if identity[name] != value:
                     raise CheckpointError(
                         f"{name} is {identity[name]} in the checkpoint and {value} in this run; make them equal"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
+from thinwire.storage.files import local_path
 from thinwire.tensor2d.collectives import sum_over_columns, sum_over_rows
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D
@@ -85,8 +86,9 @@ def _save_whole(
     """Save the whole model as `save_pretrained` does; a collective call, in which rank 0 writes."""
     if settings.pop("state_dict", None) is not None:
         raise ConfigError("save_pretrained(state_dict=...): a split model gathers its own state. Leave state_dict out")
+    folder = local_path(save_directory)
     state = whole_state(model, mesh, everywhere=False)
-    on_rank_0(lambda: save(save_directory, **settings, state_dict=state), Path(save_directory), mesh)
+    on_rank_0(lambda: save(folder, **settings, state_dict=state), folder, mesh)
 
 
 def _calls_loss_function(kind: type) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from thinwire._version import __version__
 from thinwire.errors import CheckpointError
-from thinwire.storage.files import write_atomically
+from thinwire.storage.files import local_path, write_atomically
 from thinwire.tensor2d.dropout import Dropout2D
 from thinwire.tensor2d.gradient import mark_gradients_
 from thinwire.tensor2d.mesh import Mesh2D, Place
@@ -112,7 +112,7 @@ def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> 
 @torch.no_grad()
 def read_safetensors_(
     model: nn.Module,
-    paths: Path | Iterable[Path],
+    paths: str | Path | Iterable[str | Path],
     mesh: Mesh2D,
     *,
     device: str = "cpu",
@@ -132,10 +132,12 @@ def read_safetensors_(
 
     Raises:
         CheckpointError: a name is missing, a tensor has another shape, or a buffer on the meta device has no values.
+        ConfigError: a path is a URL.
     """
     from safetensors import safe_open
 
-    files = [safe_open(str(path), framework="pt") for path in ([paths] if isinstance(paths, Path) else paths)]
+    every = [paths] if isinstance(paths, str | Path) else paths
+    files = [safe_open(str(local_path(path)), framework="pt") for path in every]
     where: dict[str, Any] = {name: file for file in files for name in file.keys()}  # noqa: SIM118
     nbytes = _fill_meta_buffers_(model, where, device, rename or str)
     for name, (parameter, placement) in placed(model).items():
@@ -209,14 +211,16 @@ def _refuse_meta(model: nn.Module) -> None:
         )
 
 
-def write_whole(model: nn.Module, path: Path, mesh: Mesh2D) -> None:
+def write_whole(model: nn.Module, path: str | Path, mesh: Mesh2D) -> None:
     """Write the serial model to one safetensors file; a collective call, in which rank 0 writes.
 
     Tied tensors are written once, under their first name.
 
     Raises:
         CheckpointError: rank 0 cannot write it; on all ranks, and a file that was there is unchanged.
+        ConfigError: the path is a URL.
     """
+    path = local_path(path)
     state = whole_state(model, mesh, everywhere=False)
 
     def write() -> None:
@@ -249,10 +253,15 @@ def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
         raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it {why}") from failure
 
 
-def write_blocks(model: nn.Module, folder: Path, mesh: Mesh2D) -> Path:
-    """Write this rank's blocks, buffers and dropout counters to its own file in `folder`; returns the file's path."""
+def write_blocks(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> Path:
+    """Write this rank's blocks, buffers and dropout counters to its own file in `folder`; returns the file's path.
+
+    Raises:
+        ConfigError: the folder is a URL.
+    """
     from safetensors.torch import save
 
+    folder = local_path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: x.detach().contiguous() for name, x in (*model.named_parameters(), *model.named_buffers())}
     metadata = {"mesh": f"{mesh.rows}x{mesh.columns}", "thinwire": __version__, "placements": _placements_json(model)}
@@ -262,7 +271,7 @@ def write_blocks(model: nn.Module, folder: Path, mesh: Mesh2D) -> Path:
 
 
 @torch.no_grad()
-def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
+def read_blocks_(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> None:
     """Read the blocks that `write_blocks` wrote on a mesh of the same shape.
 
     Raises:
@@ -271,7 +280,7 @@ def read_blocks_(model: nn.Module, folder: Path, mesh: Mesh2D) -> None:
     from safetensors import safe_open
 
     _refuse_meta(model)
-    path = folder / _file_name(mesh.place)
+    path = local_path(folder) / _file_name(mesh.place)
     if not path.exists():
         raise CheckpointError(f"{path} is not there: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")
     own = dict((*model.named_parameters(), *model.named_buffers()))

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigError
+from thinwire.registry import Recipe
 
 
 class Peers(NamedTuple):
@@ -60,7 +61,7 @@ def weighted(rank: int, dst: Sequence[tuple[int, ...]], src: Sequence[tuple[int,
     return Peers(dst[rank], src[rank], 1.0 - sum(shares), shares)
 
 
-class Topology(ABC):
+class Topology(Recipe, ABC):
     """A time-varying weighted graph, as a pure function; subclasses are frozen dataclasses.
 
     Example:

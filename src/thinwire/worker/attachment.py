@@ -23,7 +23,6 @@ from thinwire.errors import ConfigError
 from thinwire.replica.flat import views
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import brief
 from thinwire.worker.handshake import fingerprint
 from thinwire.worker.state import WorkerState
 
@@ -70,7 +69,7 @@ class _Owner:
             "%s, step %d: %s outside worker.consensus(). Between averages every worker has parameters of its own under "
             "%s, so this is the model of one worker and not the one that all agree on. Evaluate and save on all ranks "
             "within `with worker.consensus():`, and let rank 0 report or write there",
-            *(worker.comm.name(worker.comm.rank), worker.step, use, brief(strategy)),
+            *(worker.comm.name(worker.comm.rank), worker.step, use, str(strategy)),
         )
 
     def refuse(self, text: str) -> None:

@@ -15,7 +15,6 @@ import torch
 from thinwire.errors import MismatchError
 from thinwire.replica.shards import local
 from thinwire.strategies.base import Strategy, nested
-from thinwire.strategies.recipe import brief
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.attachment import refuse
 from thinwire.worker.compatibility import check_start
@@ -67,7 +66,7 @@ class FirstSteps:
         worker.frozen = []
         if worker.comm.size > 1 and not _step_together(worker):
             if changed:
-                run = brief(worker.strategy) if worker.survives is None else "elastic=True"
+                run = str(worker.strategy) if worker.survives is None else "elastic=True"
                 refuse(
                     worker,
                     f"parameters were changed after attach. Under {run} the ranks cannot agree on a new start. Load or "
@@ -152,7 +151,7 @@ class FirstSteps:
         if not worker.strategy.equal_replicas:
             refuse(
                 worker,
-                f"{found}. Under {brief(worker.strategy)} ranks have different parameters and gradients, which the "
+                f"{found}. Under {worker.strategy!s} ranks have different parameters and gradients, which the "
                 "optimizer would mix up. Use an optimizer that updates all parameters on every rank, or AllReduce()",
             )
         if worker.comm.rank == 0:
@@ -199,7 +198,7 @@ def check_loaded(worker: WorkerState) -> None:
         if fingerprint(r.x for r in worker.replicas) != before:
             refuse(
                 worker,
-                f"load_state_dict() of the model between two steps. {brief(worker.strategy)} keeps copies of the "
+                f"load_state_dict() of the model between two steps. {worker.strategy!s} keeps copies of the "
                 "parameters, and would move them back. Use worker.load(), or call worker.detach(), load on all ranks, "
                 "and attach again",
             )

@@ -12,7 +12,7 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import brief, parse
+from thinwire.strategies.recipe import parse
 from thinwire.strategies.wrapper import period_of
 from thinwire.worker.worker import Worker
 
@@ -171,12 +171,12 @@ class Guard:
         goes_on = self._tried if kept else self._fallback
         if worker.strategy is not goes_on:
             worker.switch(goes_on)
-        self.verdict = Verdict(worker.step, kept, brief(self._tried), seconds, brief(self._fallback), fallback)
+        self.verdict = Verdict(worker.step, kept, str(self._tried), seconds, str(self._fallback), fallback)
         if worker.comm.rank == 0:
             _LOGGER.log(
                 logging.INFO if kept else logging.WARNING,
                 "step %d: %s goes on: a step of %s takes %.3g s on the slowest rank, and one of %s %.3g s",
-                *(worker.step, brief(goes_on), brief(self._tried), seconds, brief(self._fallback), fallback),
+                *(worker.step, str(goes_on), str(self._tried), seconds, str(self._fallback), fallback),
             )
 
     def _slowest(self, seconds: float) -> float:

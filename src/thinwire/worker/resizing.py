@@ -20,11 +20,12 @@ from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.registry import canonical
 from thinwire.replica.flat import Segment, flatten, views
 from thinwire.replica.replica import Replica
 from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.base import Strategy, nested
-from thinwire.strategies.recipe import brief, parse
+from thinwire.strategies.recipe import parse
 from thinwire.worker import checkpoint, snapshot, switching
 from thinwire.worker.snapshot import RANK, SIZE, STRATEGY, State
 from thinwire.worker.state import WorkerState
@@ -118,9 +119,9 @@ def _follow(worker: WorkerState, home: Path, content: Mapping[str, Any], *, same
     def saved() -> Strategy:
         theirs = snapshot.mapping_of(content["state"]["identity"], "the identity")
         named = theirs.get(STRATEGY)
-        if not isinstance(named, str) or named == brief(before):
+        if not isinstance(named, str) or named == canonical(before):
             return before
-        snapshot.check_identity(worker, {**theirs, STRATEGY: brief(before)}, ranks=same)
+        snapshot.check_identity(worker, {**theirs, STRATEGY: canonical(before)}, ranks=same)
         try:
             # Nothing that a file names is imported: the classes must be there.
             return parse(named, imports=False)

@@ -19,12 +19,12 @@ from torch.optim import LBFGS, Optimizer
 from thinwire.codecs.feedback import residual_sizes
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError
+from thinwire.registry import canonical
 from thinwire.replica.flat import views
 from thinwire.replica.moments import fresh_optimizer, parts_of
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
 from thinwire.strategies.base import Strategy, codecs_of, nested
-from thinwire.strategies.recipe import brief
 from thinwire.worker.first_steps import rebase
 from thinwire.worker.handshake import describe_tensor
 from thinwire.worker.parameters import named_buffers, named_parameters
@@ -97,7 +97,7 @@ def identity_of(worker: WorkerState) -> dict[str, str]:
     """What must be equal in a checkpoint and in the run that loads it."""
     groups = [len(group["params"]) for group in worker.optimizer.param_groups]
     return {
-        STRATEGY: brief(worker.strategy),
+        STRATEGY: canonical(worker.strategy),
         SIZE: str(worker.comm.size),
         RANK: str(worker.comm.rank),
         "the seed": str(worker.seed),

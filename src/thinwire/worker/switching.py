@@ -23,7 +23,6 @@ from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local
 from thinwire.strategies.base import Strategy, nested, pace_rule
-from thinwire.strategies.recipe import brief
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -108,8 +107,8 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     names = {name for _, _, kept in begun for name in kept}
     return Switched(
         worker.step,
-        brief(before),
-        brief(new),
+        str(before),
+        str(new),
         tuple(dict.fromkeys(name for name in held if name in names)),
         tuple(dict.fromkeys(name for name in held if name not in names)),
     )
@@ -148,7 +147,7 @@ def _agreed(worker: WorkerState, strategy: Strategy | str) -> Strategy:
     except ConfigError as error:
         problem = error
     # A rank that refused its own argument alone would leave the others waiting.
-    said = brief(new) if problem is None else f"{strategy}, refused: {problem}"
+    said = str(new) if problem is None else f"{strategy}, refused: {problem}"
     device = worker.replicas[0].x.device
     facts = [("the step", str(worker.step)), ("the strategy to switch to", said)]
     if problem is None and _must_meet(worker.strategy, new):
@@ -181,7 +180,7 @@ def _check(worker: WorkerState, new: Strategy) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.numel() > 1 and name not in known:
                 raise ConfigError(
-                    f"{type(worker.optimizer).__name__} under {brief(new)}: workers that go on with equal parameters "
+                    f"{type(worker.optimizer).__name__} under {new!s}: workers that go on with equal parameters "
                     f"need equal optimizers, and what this one remembers as {name!r} has no mean; switch before the "
                     "first step, or begin anew from exported weights"
                 )

@@ -19,12 +19,12 @@ from thinwire.comm.group import Group, comm_for
 from thinwire.errors import ConfigError
 from thinwire.membership.fleet import Fleet
 from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.registry import canonical
 from thinwire.replica.flat import views
 from thinwire.replica.replica import as_number
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, pace_rule
 from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.recipe import brief
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
 from thinwire.worker.attachment import Attachment, InsideDDP, check_beside, check_new, check_wrappers
@@ -716,7 +716,7 @@ def attach(
             on_failure.callback(comm.disconnect)
         settings = {
             "the number of workers": comm.size,
-            "the strategy": "auto" if automatic else brief(strategy),
+            "the strategy": "auto" if automatic else canonical(strategy),
             "the seed": seed,
             "init": init,
             "bucket_bytes": bucket_bytes,

@@ -229,7 +229,7 @@ class SketchedSGD(Strategy):
         # A rank whose gradient is not finite says so, and all ranks skip the step together.
         finite = all_finite(large)
         mine = top_k(large, k) if finite else torch.arange(k, device=large.device)
-        header = Header(codec_number(f"{self}", large.numel()), r.comm.step)
+        header = Header(codec_number(repr(self), large.numel()), r.comm.step)
         # Values and indices as bytes of one message, so that one latency is paid.
         message = torch.cat([large[mine].view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         gathered = r.comm.all_gather(seal(message, header._replace(non_finite=not finite))).wait()
