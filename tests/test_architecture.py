@@ -55,7 +55,8 @@ NEIGHBOURS = {
     # The codecs and the graph that they stand around unless another is given.
     ("codecs.gathered", "codecs.one_bit"),
     ("codecs.between_nodes", "codecs.cast"),
-    ("topology.periodic", "topology.graphs"),
+    ("topology.graphs", "topology.exponential"),
+    ("topology.periodic", "topology.exponential"),
     # A world of one process needs no sockets.
     ("comm.group", "comm.threads"),
     ("comm.group", "comm.roll_call"),

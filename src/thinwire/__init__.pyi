@@ -98,12 +98,12 @@ from thinwire.topology.base_graph import BaseGraph as BaseGraph
 from thinwire.topology.custom import FromGraph as FromGraph
 from thinwire.topology.exponential import BipartiteExponential as BipartiteExponential
 from thinwire.topology.exponential import DirectedExponential as DirectedExponential
+from thinwire.topology.exponential import OnePeerExponential as OnePeerExponential
 from thinwire.topology.exponential import PPeerExponential as PPeerExponential
 from thinwire.topology.exponential import SymmetricExponential as SymmetricExponential
 from thinwire.topology.graphs import Complete as Complete
 from thinwire.topology.graphs import Hierarchical as Hierarchical
 from thinwire.topology.graphs import Hypercube as Hypercube
-from thinwire.topology.graphs import OnePeerExponential as OnePeerExponential
 from thinwire.topology.graphs import Ring as Ring
 from thinwire.topology.graphs import Star as Star
 from thinwire.topology.graphs import Torus as Torus

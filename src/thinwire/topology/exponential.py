@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of exponentially growing hops around a circle: few messages, which reach all ranks in log(n) steps."""
 
+from typing import ClassVar
+
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology, uniform
@@ -82,7 +84,7 @@ class PPeerExponential(Topology):
     again at 0. One such period gives the exact average if that largest power, as a hop repeated at most p+1 times,
     leads back to its start: for $n = c (p+1)^q$ with $c \le p+1$, and for some more n if p+1 is not prime. For other n
     the result of a period is close to the average. Hops that lead back to their start, or to the same rank as another
-    hop, are left out. `degree=1` is `OnePeerExponential`.
+    hop, are left out. `OnePeerExponential()` is this graph with `degree=1`.
 
     Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
 
@@ -110,6 +112,24 @@ class PPeerExponential(Topology):
     def period(self, size: int) -> int:
         """The number of powers of p+1 that are less than the number of ranks; at least 1."""
         return max(1, len(powers_below(self.degree + 1, size)))
+
+
+@registered
+class OnePeerExponential(PPeerExponential):
+    """Send to one peer per step, 1, 2, 4, ... ranks ahead in turn: `PPeerExponential(1)`.
+
+    With a power of two workers, log2(n) steps reach the exact average; with any other number a period leaves at most a
+    quarter of any difference. One vector sent per worker and step, at any size.
+
+    Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
+
+    Example:
+        >>> [OnePeerExponential().peers(rank=0, size=8, step=step).dst for step in range(4)]
+        [(1,), (2,), (4,), (1,)]
+    """
+
+    # No field, so that recipes do not mention it.
+    degree: ClassVar[int] = 1  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @registered

@@ -8,6 +8,7 @@ from typing import Literal
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology, uniform, weighted
+from thinwire.topology.exponential import OnePeerExponential
 
 
 @registered
@@ -101,32 +102,6 @@ class Complete(Topology):
         """All other ranks."""
         others = tuple(j for j in range(size) if j != rank)
         return uniform(others, others)
-
-
-@registered
-class OnePeerExponential(Topology):
-    """One peer a step, 1, 2, 4, ... ranks ahead in turn.
-
-    With a power of two workers, log2(n) steps reach the exact average; with any other number a period leaves at most a
-    quarter of any difference. One vector sent per worker and step, at any size.
-
-    Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
-
-    Example:
-        >>> [OnePeerExponential().peers(rank=0, size=8, step=step).dst for step in range(4)]
-        [(1,), (2,), (4,), (1,)]
-    """
-
-    def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The rank 2**(step mod period) ahead; the one as far behind sends to this rank."""
-        if size == 1:
-            return uniform((), ())
-        hop = 1 << (step % self.period(size))
-        return uniform(((rank + hop) % size,), ((rank - hop) % size,))
-
-    def period(self, size: int) -> int:
-        """The number of hops that are shorter than the circle."""
-        return max(1, (size - 1).bit_length())
 
 
 @registered

@@ -6,7 +6,7 @@ from __future__ import annotations
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.topology.base import Peers, Topology
-from thinwire.topology.graphs import OnePeerExponential
+from thinwire.topology.exponential import OnePeerExponential
 
 
 @registered

@@ -11,7 +11,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.gossip.base import DecentralisedMomentum
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import Disagreement, quasi_global
-from thinwire.topology.graphs import OnePeerExponential
+from thinwire.topology.exponential import OnePeerExponential
 
 
 @registered

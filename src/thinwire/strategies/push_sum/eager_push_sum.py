@@ -14,7 +14,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
 from thinwire.topology.base import Peers, Topology, check_edges
 from thinwire.topology.exact_weights import exact_weights
-from thinwire.topology.graphs import OnePeerExponential
+from thinwire.topology.exponential import OnePeerExponential
 
 
 @registered

@@ -14,7 +14,7 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import debias_, inherit_mass_, mass_of, mix_mass_, numerator, weight
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.topology.exact_weights import exact_weights
-from thinwire.topology.graphs import OnePeerExponential
+from thinwire.topology.exponential import OnePeerExponential
 
 # The weights of all add up to their number, but for fp64's rounding.
 _EXACT = 1e-9
