@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import struct
 import threading
 from typing import Any
 
@@ -26,7 +25,7 @@ def framed(x: Tensor, **changes: Any) -> list[memoryview]:
     data = bytes_of(x)
     header = Header(
         kind=Kind.MESSAGE, dtype=dtype_number(x), **{**PLACE, "src": 7}, topic=9, step=2**40, number=11,
-        nbytes=data.nbytes, checksum=frame.zlib.crc32(data),
+        nbytes=data.nbytes,
     )._replace(**changes)  # fmt: skip
     return [memoryview(bytearray(header.pack())), *([memoryview(bytearray(data))] if data.nbytes else [])]
 
@@ -39,32 +38,18 @@ def test_a_frame_is_read_back_as_it_was_written(x: Tensor) -> None:
     assert (found[0].src, found[0].topic, found[0].step, found[0].number) == (7, 9, 2**40, 11)
 
 
-@pytest.mark.parametrize("byte", [0, 3, 19])
-def test_a_changed_byte_of_the_vector_is_damage(byte: int) -> None:
-    parts = framed(torch.arange(5.0))
-    parts[1][byte] ^= 1
-    with pytest.raises(DamagedError, match="message 11 of rank 7 is damaged: its checksum does not fit"):
-        parse(parts, **PLACE)
-
-
 def test_a_vector_that_is_too_short_too_long_or_missing_is_damage() -> None:
     parts = framed(torch.arange(5.0))
     for changed in ([parts[0], parts[1][:-4]], parts[:1], [*parts, memoryview(b"more")]):
-        with pytest.raises(DamagedError, match="message 11 of rank 7"):
+        with pytest.raises(
+            DamagedError, match=r"message 11 of rank 7 is damaged: it has \d+ bytes. Its header announces 20"
+        ):
             parse(changed, **PLACE)
 
 
 def test_a_length_that_is_no_multiple_of_the_dtype_s_is_damage() -> None:
     parts = framed(torch.zeros(6, dtype=torch.int8), dtype=dtype_number(LIKE))
     with pytest.raises(DamagedError, match="message 11 of rank 7 is damaged: 6 bytes are no vector of float32"):
-        parse(parts, **PLACE)
-
-
-@pytest.mark.parametrize("byte", range(16, frame.HEADER_BYTES))
-def test_a_changed_byte_behind_the_secret_number_is_damage(byte: int) -> None:
-    parts = framed(torch.arange(5.0))
-    parts[0][byte] ^= 1
-    with pytest.raises(DamagedError, match="its header's checksum does not fit"):
         parse(parts, **PLACE)
 
 
@@ -78,9 +63,10 @@ def test_a_changed_byte_behind_the_secret_number_is_damage(byte: int) -> None:
         framed(LIKE, epoch=4),
         framed(LIKE, dst=0),
         framed(LIKE, dtype=99),
-        [struct.pack("!4sB", frame.MAGIC, frame.VERSION + 1) + bytes(framed(LIKE)[0][5:]), b""],
+        framed(LIKE, kind=99),
+        [bytes([frame.VERSION + 1]) + bytes(framed(LIKE)[0][1:]), b""],
     ],
-    ids=["words", "empty", "noise", "run", "epoch", "to", "dtype", "version"],
+    ids=["words", "empty", "noise", "run", "epoch", "to", "dtype", "kind", "version"],
 )
 def test_what_is_not_meant_for_this_mailbox_is_foreign(parts: list[Any]) -> None:
     assert parse([memoryview(part) for part in parts], **PLACE) is None

@@ -18,7 +18,7 @@ from tests.comm.hostile import Attacker
 from tests.comm.test_mailbox import LIKE, frames_of_rank_1, soon
 from tests.pool import start_processes
 from tests.problems import flat, quadratic, train
-from thinwire import GroupComm
+from thinwire import CommError, GroupComm
 from thinwire.comm.mailbox import zeromq
 from thinwire.comm.mailbox.base import Mailbox
 from thinwire.comm.mailbox.frame import PART_BYTES
@@ -61,6 +61,24 @@ class Recorder:
     def close(self) -> None:
         self._listener.close()
         self._thread.join(5)
+
+
+class Changer(Recorder):
+    """Forwards connections, and changes one byte of the first long message."""
+
+    def _run(self) -> None:
+        for _ in range(2):
+            super()._run()
+
+    def _copy(self, source: socket.socket, target: socket.socket, keep: bool) -> None:
+        try:
+            while data := source.recv(1 << 16):
+                if keep and not self.recorded and len(data) > 1000:  # longer than all of the handshake
+                    self.recorded, data = data, data[:500] + bytes([data[500] ^ 1]) + data[501:]
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass
 
 
 def resident_bytes() -> int:
@@ -163,6 +181,26 @@ def test_a_recorded_connection_cannot_be_replayed() -> None:
     recorders: list[Recorder] = []
     frames_of_rank_1(work)
     recorders[0].close()
+
+
+def test_a_message_that_is_changed_on_the_way_is_refused() -> None:
+    def work(box: Mailbox, send: Any) -> None:
+        assert isinstance(box, zeromq.ZeroMqMailbox)
+        changer = Changer(box._addresses[0])
+        box._addresses[0] = changer.address
+        send(torch.ones(1000))
+        assert soon(lambda: bool(changer.recorded))
+        # The connection is closed, nothing of the message is delivered, and it is missed over the next connection.
+        send(torch.ones(1000), number=box.capacity)
+        assert soon(lambda: box._fault is not None)
+        with pytest.raises(CommError, match="rank 0: message 0 of rank 1 was lost on the way"):
+            box.process_deferred()
+        assert (box.duplicates, box.foreign_frames) == (0, 0)
+        changers.append(changer)
+
+    changers: list[Changer] = []
+    frames_of_rank_1(work)
+    changers[0].close()
 
 
 def test_connections_above_the_limit_are_closed_and_a_rank_still_comes_in() -> None:

@@ -21,7 +21,6 @@ import struct
 import threading
 import time
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from math import inf
@@ -361,7 +360,7 @@ class ZeroMqMailbox(Mailbox):
         except Exception as error:
             self._fail(
                 CommError(
-                    f"{self._name(self._rank)}, from {self._name(src)}: {error}; something between them changes bytes"
+                    f"{self._name(self._rank)}, from {self._name(src)}: {error}; all ranks must run the same version"
                 )
             )
             return
@@ -428,7 +427,6 @@ class ZeroMqMailbox(Mailbox):
             step=0 if message is None else message.step,
             number=number,
             nbytes=data.nbytes,
-            checksum=zlib.crc32(data),
         )
         self._connect(dst)
         return self._sockets.send(dst, [header.pack(), *split(data)])
@@ -446,7 +444,6 @@ class ZeroMqMailbox(Mailbox):
                 step=0,
                 number=0,
                 nbytes=0,
-                checksum=zlib.crc32(b""),
             )
             self._sockets.farewells[dst] = [leaving.pack()]
         self._sockets.connect(dst, self._addresses[dst])
