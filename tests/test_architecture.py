@@ -124,14 +124,66 @@ def imports_of(path: Path) -> Iterator[tuple[str, str]]:
             yield from ((node.module or "", alias.name) for alias in node.names)
 
 
+# Functions that import a module by a string. A name in the string counts like one in a statement.
+STRING_IMPORTS = {"import_module", "__import__", "resolve_name", "run_module"}
+# Files that import modules whose names their code does not hold, each for a reason. No other file may.
+LOADERS = {
+    "": "the public names, which the stub lists; the root is above all packages, and none of them imports it",
+    "registry": "runs the files that register their classes, as it would those of another distribution; it names none",
+    "strategies.local.outer_optimizer": "a user's optimizer, as module:name",
+    "strategies.user_classes": "a user's class, as module:Class",
+    "runs.own_functions": "a user's function, as module:function",
+    "runs.worker": "modules of a user's classes, from the launcher's command line",
+    "emulate.fork_server": "modules that the launcher names; this package knows none of them",
+    "cli.commands": "the chosen command's module; the table of commands imports none of them",
+    "cli.completion": "the module of each command in that table",
+    "cli.step_time": "a user's model, as module:function",
+}
+
+
+def string_imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """(module, whether more follows) of every import by a string; an empty name stands for one that is not written."""
+    tree = tree_of(path)
+    functions = {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in STRING_IMPORTS
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        called = ast.unparse(node.func).rpartition(".")[2]
+        if called in STRING_IMPORTS | functions:
+            given = [*node.args, *(keyword.value for keyword in node.keywords)]
+            first = given[0] if given else None
+            open_end = isinstance(first, ast.JoinedStr)
+            text = first.values[0] if isinstance(first, ast.JoinedStr) else first
+            known = isinstance(text, ast.Constant) and isinstance(text.value, str)
+            yield (text.value.partition(":")[0] if known else "", open_end)
+
+
 def own_imports(path: Path) -> set[str]:
-    """The modules of thinwire that a file imports, within thinwire; "" is the whole of it."""
+    """The modules of thinwire that a file imports, within thinwire; "" is the whole of it.
+
+    Every way counts alike: at the top, for type checkers, inside a function, and by a string. An import that comes
+    late is a dependency too: who changes the one module must understand the other.
+    """
     found: set[str] = set()
     for module, name in imports_of(path):
         if module == "thinwire" or module.startswith("thinwire."):
             inner = module.removeprefix("thinwire").removeprefix(".")
             deeper = f"{inner}.{name}".strip(".")
             found.add(deeper if deeper in MODULES else inner)
+    if name_of(path) in LOADERS:
+        return found
+    for module, open_end in string_imports(path):
+        if module == "thinwire" or module.startswith("thinwire."):
+            inner = module.removeprefix("thinwire").removeprefix(".")
+            # `__main__` is run, and never imported.
+            begun = {each for each in MODULES if each.startswith(inner) and not each.endswith("__main__")}
+            found |= begun if open_end else {inner}
     return found
 
 
@@ -157,7 +209,7 @@ def test_imports_point_down() -> None:
         module = name_of(path)
         room = room_of(module)
         if not room:
-            continue
+            continue  # the root is above all
         for other in own_imports(path):
             if room_of(other) != room and not may_import(room, room_of(other)):
                 wrong.append(f"{module} imports {other or 'thinwire'}")
@@ -167,9 +219,36 @@ def test_imports_point_down() -> None:
 def may_import(room: str, other: str) -> bool:
     if room in APART:
         return other in GROUND
-    if other in APART or not other:
+    if not other:
+        return False  # public names are for users; every package imports them from where they are defined
+    if other in APART:
         return floor_of(room) >= ABOVE_WORKER
     return floor_of(other) < floor_of(room)
+
+
+def test_only_loaders_import_modules_that_their_code_does_not_name() -> None:
+    assert {name_of(path) for path in FILES if any(not module for module, _ in string_imports(path))} == set(LOADERS)
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ('import_module("thinwire.plan.auto")', {"plan.auto"}),
+        ('importlib.import_module(name="thinwire.plan.auto")', {"plan.auto"}),
+        ('__import__("thinwire.plan.auto")', {"plan.auto"}),
+        ('pkgutil.resolve_name("thinwire.plan.auto:choose_for")', {"plan.auto"}),
+        ('from importlib import import_module as load\nload("thinwire.plan.auto")', {"plan.auto"}),
+        ('import_module(f"thinwire.storage.{name}")', {"storage.files", "storage.rank_file", "storage.tree"}),
+        ("def late():\n    from thinwire.plan import auto", {"plan.auto"}),
+        ('import_module("thinwire")', {""}),
+        ('import_module("numpy")', set()),
+    ],
+)
+def test_imports_by_a_string_count(code: str, found: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    path = tmp_path / "late.py"
+    path.write_text(code)
+    assert own_imports(path) == found
 
 
 def test_alternatives_know_only_what_is_common_to_them() -> None:
@@ -205,8 +284,7 @@ def test_the_kernels_in_torch_know_nothing_of_those_that_are_checked_against_the
 
 
 def test_nothing_imports_itself_by_a_detour() -> None:
-    # The root's names are there for type checkers, and looked up when they are asked for.
-    graph = {name_of(path): own_imports(path) - {""} for path in FILES if name_of(path)}
+    graph = {name_of(path): own_imports(path) for path in FILES}
     done: set[str] = set()
 
     def visit(module: str, trail: tuple[str, ...]) -> None:
@@ -374,6 +452,22 @@ def test_the_command_line_does_not_wait_for_torch() -> None:
     code = "import sys, thinwire.cli.commands; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
     assert found.stdout.strip() == "False"
+
+
+def test_the_planner_is_imported_where_auto_is_asked_for_and_not_before() -> None:
+    code = """
+import sys, thinwire
+def train(comm):
+    import torch
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    thinwire.attach(model, optimizer, "AllReduce()", comm=comm).detach()
+    before = "thinwire.plan" in sys.modules
+    return before, thinwire.attach(model, optimizer, "auto", comm=comm).strategy, "thinwire.plan" in sys.modules
+print("thinwire.plan" in sys.modules, *thinwire.run_threads(1, train))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert found.stdout.strip() == "False (False, AllReduce(codec=None), True)", found.stderr
 
 
 @for_each(name for name in thinwire.__all__ if name != "__version__")

@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,9 @@ from thinwire.simulate import Network
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import parse
+from thinwire.worker.chooser import Watch
 from thinwire.worker.compatibility import check_compatible
+from thinwire.worker.guard import Guard
 from thinwire.worker.handshake import gather_texts
 
 FILE = "THINWIRE_PLAN"
@@ -53,13 +56,16 @@ _MOST_WORKERS = 64
 _LOGGER = logging.getLogger("thinwire")
 
 
-def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> tuple[Strategy, float | None]:
-    """The strategy, and the seconds of one all-reduce of all gradients, by which a guard goes; the same on all ranks.
+def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> tuple[Strategy, Watch | None]:
+    """Choose the strategy, the same on all ranks, and how to watch it.
 
     Args:
         optimizer: of the model.
         named: the trained parameters.
         comm: of the ranks; all of them call it.
+
+    Returns:
+        The strategy, and a guard that falls back to `AllReduce()` if that is faster; None where it was chosen.
 
     Raises:
         ConfigError: on all ranks, if the file that THINWIRE_PLAN names cannot be read.
@@ -82,7 +88,9 @@ def choose_for(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Co
     if comm.rank == 0:
         _LOGGER.log(logging.INFO if decision["known"] else logging.WARNING, "%s", decision["words"])
     strategy = parse(decision["recipe"], imports=False)
-    return strategy, None if decision["recipe"] == DENSE else decision["least"]
+    if decision["recipe"] == DENSE:
+        return strategy, None
+    return strategy, partial(Guard, fallback_least=decision["least"], windows=1)
 
 
 def reduce_seconds(reduces: Mapping[int, float], nbytes: int) -> float:

@@ -1,24 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where workers start: with which strategy, and from flat vectors with rank 0's parameters and buffers."""
+"""Start workers from flat vectors that hold rank 0's parameters and buffers."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from thinwire.comm.base import Comm
 from thinwire.comm.pending import PendingMeans
-from thinwire.errors import ConfigError
 from thinwire.replica.flat import flatten, lay_out, views
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, is_sharded, local
-from thinwire.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.aliases import check_aliases
 from thinwire.worker.buffers import broadcast_others
@@ -26,39 +21,6 @@ from thinwire.worker.compatibility import check_start
 from thinwire.worker.handshake import equal_on_all
 from thinwire.worker.parameters import learning_rate, vectors_of
 from thinwire.worker.state import WorkerState
-
-
-def check_named(*, automatic: bool) -> None:
-    """Refuse strategy="auto" for elastic workers.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
-    if automatic:
-        raise ConfigError(
-            "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the others; "
-            "name the strategy, such as the one that `thinwire plan` recommends"
-        )
-
-
-def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> tuple[Strategy, float | None]:
-    """What "auto" stands for on these ranks, which have agreed that all ask for it; and what `watch` goes by."""
-    # By name, because plans lie above this package: to predict a strategy, they attach workers.
-    return import_module("thinwire.plan.auto").choose_for(optimizer, named, comm)
-
-
-def watch(worker: WorkerState, reduce_seconds: float | None, *, automatic: bool) -> None:
-    """Fall back to `AllReduce()` if what "auto" has chosen is slower.
-
-    Args:
-        worker: with the strategy that was chosen.
-        automatic: whether it was chosen; then a checkpoint's strategy takes its place.
-        reduce_seconds: of one all-reduce of all gradients; None where `AllReduce()` was chosen.
-    """
-    worker.automatic = automatic
-    if reduce_seconds is not None:
-        # By name, because a guard is a user of workers.
-        import_module("thinwire.worker.guard").Guard(worker, fallback_least=reduce_seconds, windows=1)
 
 
 def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:

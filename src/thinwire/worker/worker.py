@@ -29,6 +29,7 @@ from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
 from thinwire.worker.attachment import Attachment, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.buckets import Bucket
+from thinwire.worker.chooser import check_not_automatic, choose
 from thinwire.worker.compatibility import (
     check_arguments,
     check_closures,
@@ -48,7 +49,7 @@ from thinwire.worker.losses import check_all_there, lost_ranks
 from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
 from thinwire.worker.rounding import settle
-from thinwire.worker.starting import check_named, choose, make_replicas, start, watch
+from thinwire.worker.starting import make_replicas, start
 from thinwire.worker.state import Policy
 from thinwire.worker.stats import Stats
 from thinwire.worker.survivable import check_elastic
@@ -702,9 +703,9 @@ def attach(
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
-    views = reduce_seconds = None
+    views = watch = None
     if elastic:
-        check_named(automatic=automatic)
+        check_not_automatic(automatic=automatic)
         check_new(named, optimizer)
         check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
         views = enter(elastic, timeout)
@@ -731,7 +732,7 @@ def attach(
         # waiting for a rank that has raised.
         agree_with(views, comm, facts, device)
         if automatic:
-            strategy, reduce_seconds = choose(optimizer, named, comm)
+            strategy, watch = choose(optimizer, named, comm)
         worker = Worker(model, optimizer, strategy, comm, seed=seed)
         if given is None:
             worker.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
@@ -762,6 +763,8 @@ def attach(
         worker.attachment = Attachment(worker, inside_ddp)
         worker.first_steps = FirstSteps(worker, init)
         share_skips(worker)
-        watch(worker, reduce_seconds, automatic=automatic)
+        worker.automatic = automatic
+        if watch is not None:
+            watch(worker)
         worker.account.begin()
         return worker
