@@ -14,6 +14,7 @@ import thinwire
 from tests.battery.cases import CODECS, FAULTS, CodecCase
 from tests.battery.runs import Case, begin, case, with_
 from tests.battery.test_strategies import saved_and_resumed
+from tests.grids import one_of_each
 from thinwire import AllReduce, Codec, Comm, ErrorFeedback, LocalSGD, Strategy
 from thinwire.codecs.base import draw_key
 
@@ -21,12 +22,22 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LENGTH = 320
 
 
-def every(question: str = "") -> pytest.MarkDecorator:
-    """All cases, but for the faults that are known."""
+def kind(each: CodecCase) -> type:
+    return type(each.codec)
+
+
+def every(question: str = "", *, forms: bool = True) -> pytest.MarkDecorator:
+    """All cases, but for the faults that are known.
+
+    Args:
+        question: the name of the fault.
+        forms: whether other forms of a class are asked each time; else only where there is time for slow tests.
+    """
     cases: list[Any] = []
-    for each in CODECS:
+    for each, asked in zip(CODECS, one_of_each(CODECS, kind), strict=True):
         fault = FAULTS.get((question, each.codec))
         marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
+        marks += [] if forms else asked.marks
         cases.append(pytest.param(each, id=str(each), marks=marks))
     return pytest.mark.parametrize("each", cases)
 
@@ -65,7 +76,7 @@ def test_the_mean_squared_error_is_within_its_bound_and_the_one_that_it_states(e
         assert torch.stack(errors).mean() <= 1.05 * bound * x.square().sum() + 1e-12
 
 
-@pytest.mark.parametrize("each", [each for each in CODECS if each.unbiased], ids=str)
+@pytest.mark.parametrize("each", one_of_each((each for each in CODECS if each.unbiased), kind), ids=str)
 def test_the_mean_of_decoded_vectors_is_the_vector(each: CodecCase) -> None:
     # No element is so small that it is rarely anything but zero, since its spread could not be seen.
     x, draws = drawn(64), 2000
@@ -95,7 +106,7 @@ def using(codec: Codec, strategy: type[Strategy]) -> Case:
 
 
 @pytest.mark.parametrize("strategy", [AllReduce, LocalSGD])
-@every()
+@every(forms=False)
 def test_training_resumes_bitwise(each: CodecCase, strategy: type[Strategy], tmp_path: Path) -> None:
     if strategy is LocalSGD and not each.codec.keeps_size:
         with pytest.raises(thinwire.ConfigError, match="the gradient of one step alone"):

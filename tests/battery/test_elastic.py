@@ -9,13 +9,14 @@ import pytest
 import torch
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case
+from tests.grids import fast_where
 from tests.membership.fleets import Kill, run_fleet, survivors
 from thinwire.strategies.base import nested
 
 
-@pytest.mark.parametrize("each", STRATEGIES, ids=lambda each: str(each.strategy))
+@pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=lambda each: str(each.strategy))
 def test_a_strategy_survives_a_death_or_is_refused(each: Case) -> None:
     strategy = each.strategy
     if any(part.inelastic for part in nested(strategy)):

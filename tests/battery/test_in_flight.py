@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.battery.cases import STRATEGIES
+from tests.grids import fast_where
 from thinwire import (
     EASGD,
     AllReduce,
@@ -132,8 +134,12 @@ def counted(strategy: Strategy, stop: int) -> Tensor:
     return total
 
 
-@pytest.mark.parametrize("waited", [False, True])
-@pytest.mark.parametrize("strategy", CONSERVING, ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "waited"),
+    # Each strategy once, and in turn with and without; the other half where there is time for slow tests.
+    fast_where(lambda each: CONSERVING.index(each[0]) % 2 == each[1], product(CONSERVING, (False, True))),
+    ids=str,
+)
 def test_a_switch_at_any_step_loses_nothing_and_counts_nothing_twice(strategy: Strategy, waited: bool) -> None:
     period = max(getattr(each, "period", 1) for each in nested(strategy))
 

@@ -7,12 +7,13 @@ import pytest
 from torch import Tensor
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, alike, begin, everything, go_on, smallest, with_
+from tests.grids import fast_where
 from thinwire import Comm, ConfigError
 
 
-@pytest.mark.parametrize("each", STRATEGIES, ids=str)
+@pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=str)
 def test_weights_loaded_after_attach_are_the_start(each: Case) -> None:
     setting = with_(each, size=smallest(each), steps=4)
 

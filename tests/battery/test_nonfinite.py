@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import BUCKET_BYTES, Case, Setting, go_on, smallest
+from tests.grids import fast_where
 from tests.problems import flat
 from thinwire import Comm, NonFiniteError, Worker
 from thinwire.worker.state import Policy
 
 BAD_STEP, BAD_RANK = 3, 1
-every = pytest.mark.parametrize("each", STRATEGIES, ids=str)
+every = pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=str)
 
 
 @dataclass(frozen=True)

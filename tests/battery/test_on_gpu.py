@@ -14,26 +14,34 @@ import pytest
 import torch
 
 import thinwire
-from tests.battery.cases import CODECS, STRATEGIES, CodecCase, is_first, is_of_a_family
+from tests.battery.cases import CODECS, STRATEGIES, CodecCase, is_first
 from tests.battery.runs import Case, Setting, begin, smallest, with_
 from tests.pretend_gpu import GPU, as_over_nccl, pretend_gpu
 from tests.problems import Regression, flat
-from thinwire import BackupWorkers, Comm, DiLoCo, ParameterServer, Worker
+from thinwire import (
+    AllReduce,
+    BackupWorkers,
+    Comm,
+    CompressedMomentum,
+    DiLoCo,
+    OverlapLocalSGD,
+    ParameterServer,
+    PushSum,
+    Worker,
+)
 from thinwire.kernels import all_finite
 from thinwire.worker import buckets
 
 MAKE_MODEL = Regression.model
-OWN = (BackupWorkers, DiLoCo, ParameterServer)  # with code of their own for a GPU, or state that moves
+# With code of their own for a GPU, or state that moves; and a plain form of gradients, of messages and of momentum.
+ASKED = (BackupWorkers, DiLoCo, ParameterServer, AllReduce, OverlapLocalSGD, PushSum, CompressedMomentum)
 
 
-def is_own(each: Case) -> bool:
-    return is_first(each) and isinstance(each.strategy, OWN)
+def is_asked(each: Case) -> bool:
+    return is_first(each) and isinstance(each.strategy, ASKED)
 
 
-CASES = [
-    pytest.param(each, id=str(each), marks=() if is_of_a_family(each) or is_own(each) else pytest.mark.slow)
-    for each in STRATEGIES
-]
+CASES = [pytest.param(each, id=str(each), marks=() if is_asked(each) else pytest.mark.slow) for each in STRATEGIES]
 
 
 def trained(worker: Worker, setting: Setting, last: int, device: str) -> Worker:

@@ -281,7 +281,7 @@ def test_it_trains_under_an_optimizer_that_computes_the_parameters_from_its_stat
 # -- what is agreed on, saved and sent ---------------------------------------------------------------------------------
 
 
-@every()
+@every(forms=False)
 def test_the_consensus_has_the_same_bits_on_all_ranks_and_changes_nothing(each: Case) -> None:
     setting = with_(each, size=smallest(each))
 
@@ -343,7 +343,7 @@ def saved_and_resumed(setting: Setting, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("momentum", marks=pytest.mark.slow), "adamw"])
-@every()
+@every(forms=False)
 def test_it_resumes_bitwise_from_a_checkpoint_in_the_middle_of_a_period(
     each: Case, optimizer: str, tmp_path: Path
 ) -> None:

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
 from tests.battery.test_resizing import mass_of
+from tests.grids import fast_where
 from tests.problems import flat
 from thinwire import EASGD, AllReduce, CoCoD, Comm, LocalSGD, MinibatchLocalSGD, PushSum, Strategy
 from thinwire.strategies.base import nested
@@ -20,7 +21,7 @@ FIRST, SECOND, LAST = 5, 9, 14
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=str)
-@pytest.mark.parametrize("each", STRATEGIES, ids=str)
+@pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=str)
 def test_it_gives_way_to_another_and_takes_over_again(each: Case, other: Strategy) -> None:
     size = smallest(each)
     setting = with_(each, size=size, steps=LAST)

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import threading
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.grids import fast_where, one_of_each
 from tests.membership.fleets import End, KilledError, run_fleet, survivors
 from thinwire import (
     QSGD,
@@ -55,7 +57,7 @@ def joined(ends: list[End]) -> int:
     return step
 
 
-@pytest.mark.parametrize("strategy", ROUNDS, ids=str)
+@pytest.mark.parametrize("strategy", one_of_each(ROUNDS), ids=str)
 def test_a_joiner_enters_with_the_result_of_a_round_that_it_has_not_changed(strategy: Strategy) -> None:
     alone = run_fleet(2, strategy, steps=STEPS)
     ends = survivors(run_fleet(2, strategy, joins=(3,), steps=STEPS))
@@ -176,8 +178,12 @@ def test_a_joiner_that_cannot_connect_since_another_is_lost_comes_in_with_the_ne
 BETWEEN: list[Strategy] = [AllReduce(), LocalSGD(period=3), SlowMo(period=3, exact=False), DiLoCo(period=3), PushSum()]
 
 
-@pytest.mark.parametrize("first", [False, True], ids=["after the step", "before the step"])
-@pytest.mark.parametrize("strategy", BETWEEN, ids=str)
+@pytest.mark.parametrize(
+    ("strategy", "first"),
+    # Each strategy in one of the two orders, in turn.
+    fast_where(lambda each: BETWEEN.index(each[0]) % 2 == each[1], product(BETWEEN, (False, True))),
+    ids=str,
+)
 def test_a_worker_joins_while_the_others_evaluate_and_save(strategy: Strategy, first: bool, tmp_path: Path) -> None:
     """It makes none of the calls after the step at whose end it joins, or all of them on its own."""
     alone: list[int] = []

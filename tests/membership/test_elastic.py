@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 
 import thinwire
 from tests.engine import attach, batch, steps
+from tests.grids import fast_where, one_of_each
 from tests.membership.fleets import End, Kill, run_fleet, survivors
 from thinwire import (
     DQSGD,
@@ -67,13 +70,24 @@ def agree(ends: list[End]) -> None:
         assert end.epochs[-1] == first.epochs[-1]
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
-@pytest.mark.parametrize(
-    "kills",
-    [(Kill(1, 4),), (Kill(0, 4, 1),), (Kill(3, 5, 0, after=True),), (Kill(0, 3), Kill(2, 7, 1, after=True))],
-    ids=["one", "rank 0", "after sending", "two"],
-)
-def test_survivors_go_on_with_one_model(strategy: Strategy, kills: tuple[Kill, ...]) -> None:
+KILLS = {
+    "one": (Kill(1, 4),),
+    "rank 0": (Kill(0, 4, 1),),
+    "after sending": (Kill(3, 5, 0, after=True),),
+    "two": (Kill(0, 3), Kill(2, 7, 1, after=True)),
+}
+
+
+def in_turn(strategies: list[Strategy], others: Sequence[Any]) -> list[Any]:
+    """All pairs; each strategy is fast with one of the others in turn, and slow with the rest."""
+    return fast_where(
+        lambda pair: others.index(pair[1]) == strategies.index(pair[0]) % len(others), product(strategies, others)
+    )
+
+
+@pytest.mark.parametrize(("strategy", "which"), in_turn(STRATEGIES, list(KILLS)), ids=str)
+def test_survivors_go_on_with_one_model(strategy: Strategy, which: str) -> None:
+    kills = KILLS[which]
     ends = run_fleet(4, strategy, kills=kills)
     alive = survivors(ends)
     assert len(alive) == 4 - len(kills)
@@ -254,8 +268,7 @@ CHOOSING: list[Strategy] = [
 ]
 
 
-@pytest.mark.parametrize("strategy", CHOOSING, ids=str)
-@pytest.mark.parametrize("call", range(4))
+@pytest.mark.parametrize(("strategy", "call"), in_turn(CHOOSING, range(4)), ids=str)
 def test_workers_that_choose_what_to_send_choose_alike_after_a_loss(strategy: Strategy, call: int) -> None:
     for after in (False, True):
         alive = survivors(run_fleet(3, strategy, kills=(Kill(1, 5, call, after),), optimizer=plain_descent))
@@ -303,7 +316,7 @@ def test_who_has_planned_a_pass_by_squares_that_others_have_dropped_plans_as_the
     assert found[0][0][0] == 5, "the squares of the pass before were used"
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+@pytest.mark.parametrize("strategy", one_of_each(STRATEGIES), ids=str)
 def test_a_worker_joins_with_the_state_of_the_others(strategy: Strategy) -> None:
     ends = survivors(run_fleet(2, strategy, joins=(3,), steps=24))
     agree(ends)

@@ -103,7 +103,7 @@ def train_and_count(comm: Comm, strategy: Strategy) -> float:
 
 
 @CASES
-@pytest.mark.parametrize("n", [1, 3, 8])
+@pytest.mark.parametrize("n", [1, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_real_loop_sends_exactly_the_bytes_of_the_formula(strategy: Strategy, formula: Formula, n: int) -> None:
     sent = thinwire.run_threads(n, lambda comm: train_and_count(comm, strategy))
     assert sent == pytest.approx([formula(n, rank) for rank in range(n)], rel=0, abs=0.01)

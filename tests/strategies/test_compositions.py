@@ -510,12 +510,23 @@ def test_every_registered_strategy_is_in_the_table() -> None:
     assert all(type(case.strategy).__name__ == name for name, cases in BASES.items() for case in cases)
 
 
+KINDS = (LocalSGD, OverlapLocalSGD, PushSum, AllReduce)
+
+
 def sized(n: int) -> list[Any]:
-    """The table with a number of workers: always with three, or with two where three are refused."""
+    """The table with a number of workers.
+
+    Always asked is each wrapper around the first base of each class, with three workers, or with two where three are
+    refused; `Sharded` and `Offloaded`, which wrap the outer step and not the base, around bases of a few kinds.
+    """
     found: list[Any] = []
     for each in CASES:
-        usual = 2 if isinstance(each.values[1].strategy, ADPSGD) else 3
-        found.append(pytest.param(*each.values, n, id=f"{each.id}-{n}", marks=() if n == usual else pytest.mark.slow))
+        wrapper, case = each.values
+        usual = 2 if isinstance(case.strategy, ADPSGD) else 3
+        first = case is BASES[type(case.strategy).__name__][0]
+        asked = first and (wrapper not in ("Sharded", "Offloaded") or isinstance(case.strategy, KINDS))
+        marks = () if n == usual and (asked or wrapper in case.refused) else pytest.mark.slow
+        found.append(pytest.param(*each.values, n, id=f"{each.id}-{n}", marks=marks))
     return found
 
 
@@ -595,7 +606,7 @@ class AdamW(Adam):
 
 
 DECAYING = [
-    pytest.param(case, id=str(case.strategy))
+    pytest.param(case, id=str(case.strategy), marks=() if case is cases[0] else pytest.mark.slow)
     for name, cases in BASES.items()
     for case in cases
     if case.oracle is not None and not case.constant and name != "MinibatchLocalSGD"  # which refuses weight decay
@@ -623,7 +634,11 @@ def starts_of(n: int) -> Tensor:
     return torch.randn(n, 4, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
 
 
-EVERY = [pytest.param(case, id=str(case.strategy)) for cases in BASES.values() for case in cases]
+EVERY = [
+    pytest.param(case, id=str(case.strategy), marks=() if case is cases[0] else pytest.mark.slow)
+    for cases in BASES.values()
+    for case in cases
+]
 
 
 @pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import thinwire
 from tests import engine
+from tests.grids import fast_where
 from tests.oracles.sketched import coded, squares
 from tests.pool import run_processes
 from tests.problems import Problem, Quadratic, Regression, distance, flat, quadratic, together, train, watched
@@ -244,8 +245,11 @@ def test_metrics_show_the_bits_spent_in_both_directions(answer: int | None, answ
 # -- bytes -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [2, 3, 8])
-@pytest.mark.parametrize(("bits", "answer"), [(2, 0), (5, 0), (8, 0), (2, 3), (5, 1), (8, None)])
+SPENT = [(2, 0), (5, 0), (8, 0), (2, 3), (5, 1), (8, None)]
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("bits", "answer"), fast_where(lambda each: each in ((5, 0), (2, 3), (8, None)), SPENT))
 def test_bytes_are_those_of_the_formula(size: int, bits: int, answer: int | None) -> None:
     sizes, block, strategy = [840, 1680], 64, DQSGD(FixedBits(bits), 64, answer=answer)
 
