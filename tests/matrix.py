@@ -125,7 +125,7 @@ def plain(recipe: str, model: nn.Module | None = None) -> list[Tensor]:
 
 def alike(recipe: str, a: list[Tensor], b: list[Tensor], tolerance: float = 0.0) -> bool:
     """Whether two runs end alike; only those that do not depend on timing can."""
-    if thinwire.parse(recipe).timing_dependent:
+    if thinwire.parse(recipe).traits.timing_dependent:
         return True
     return all(bool(((x - y).abs() <= tolerance).all()) for x, y in zip(a, b, strict=True))
 
@@ -233,7 +233,7 @@ def averaged(recipe: str) -> None:
     mean = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
 
     # Late workers leave out steps, so that not all would come to a consensus on the way.
-    every = STEPS if worker.strategy.skips_steps else 2
+    every = STEPS if worker.strategy.traits.skips_steps else 2
 
     def update(step: int) -> None:
         if worker.step % every == 0:

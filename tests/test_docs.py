@@ -34,6 +34,7 @@ from thinwire.cli.demo import Demo
 from thinwire.emulate.rendezvous import free_port
 from thinwire.registry import recipe_classes
 from thinwire.runs.recipes import BASELINES, parse_recipe
+from thinwire.strategies.traits import Traits
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -502,7 +503,8 @@ def test_the_limits_name_everything_that_elastic_runs_refuse() -> None:
             made: Any = kind()
         except TypeError:  # it needs arguments
             made = kind
-        if isinstance(getattr(made, "inelastic", ""), str) and getattr(made, "inelastic", ""):
+        traits = getattr(made, "traits", None)
+        if traits.inelastic_reason if isinstance(traits, Traits) else getattr(made, "inelastic", ""):
             refused.append(name)
     assert {"Paced", "ADPSGD", "BetweenNodes", "NodeAverage"} <= set(refused)
     assert [name for name in refused if f"`{name}`" not in limits] == []

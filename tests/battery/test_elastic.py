@@ -19,7 +19,7 @@ from thinwire.strategies.base import nested
 @pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=lambda each: str(each.strategy))
 def test_a_strategy_survives_a_death_or_is_refused(each: Case) -> None:
     strategy = each.strategy
-    if any(part.inelastic for part in nested(strategy)):
+    if any(part.traits.inelastic_reason for part in nested(strategy)):
         model = torch.nn.Linear(2, 1)
         with pytest.raises(thinwire.ConfigError, match="elastic=True"):
             thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, elastic=True)

@@ -30,7 +30,7 @@ def test_weights_loaded_after_attach_are_the_start(each: Case) -> None:
     def run(*, late: bool) -> list[list[Tensor]]:
         return thinwire.run_threads(setting.size, lambda comm: train(comm, late=late), timeout=20)
 
-    if each.strategy.timing_dependent or each.strategy.skips_steps:
+    if each.strategy.traits.timing_dependent or each.strategy.traits.skips_steps:
         with pytest.raises(ConfigError, match=r"parameters were changed after attach.*before attach"):
             run(late=True)
         return

@@ -27,7 +27,7 @@ class Poisoned(Setting):
     """A run in which one rank's gradient is NaN once; where late workers skip steps, from then on."""
 
     def loss(self, model: nn.Module, rank: int, step: int, part: int = 0) -> Tensor:
-        bad = step >= BAD_STEP if self.case.strategy.skips_steps else step == BAD_STEP
+        bad = step >= BAD_STEP if self.case.strategy.traits.skips_steps else step == BAD_STEP
         return super().loss(model, rank, step, part) * (float("nan") if bad and rank == BAD_RANK else 1.0)
 
 
@@ -51,7 +51,7 @@ def test_it_ends_all_ranks_with_an_error_that_names_the_rank_and_the_parameter(e
         return str(found.value), bool(flat(worker.model).isfinite().all())
 
     for text, finite in thinwire.run_threads(setting.size, body, timeout=20):
-        step = r"\d+" if each.strategy.skips_steps else BAD_STEP
+        step = r"\d+" if each.strategy.traits.skips_steps else BAD_STEP
         assert re.match(rf"step {step}: the gradient of \w+ on rank {BAD_RANK} is NaN or infinite;", text)
         assert finite
 

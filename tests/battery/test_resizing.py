@@ -96,9 +96,9 @@ def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], setting: 
         assert each["x"].isfinite().all() and each["agreed"].isfinite().all()
         assert torch.equal(each["agreed"], after[0]["agreed"])
         assert not torch.equal(each["x"], each["begun"])
-    if setting.case.strategy.needs_equal_start and not setting.case.lockstep and setting.case.reproducible:
+    if setting.case.strategy.traits.needs_equal_start and not setting.case.lockstep and setting.case.reproducible:
         held = torch.stack([each["x"] for each in after])
-        assert torch.equal(held, held[:1].expand_as(held)) or setting.case.strategy.has_period
+        assert torch.equal(held, held[:1].expand_as(held)) or setting.case.strategy.traits.period
     masses = [each["mass"] for each in after if each["mass"] is not None]
     assert not masses or sum(masses) == pytest.approx(setting.size, abs=1e-12)
     kept, now = (

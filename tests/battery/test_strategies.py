@@ -219,13 +219,14 @@ def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trai
 
     moved = any(thinwire.run_threads(setting.size, body, timeout=20))
     # Whether a worker is late, or an average arrives while there still are steps, is not decided here.
-    assert moved == each.strategy.moves_parameters or each.strategy.timing_dependent
+    assert moved == each.strategy.traits.moves_parameters or each.strategy.traits.timing_dependent
 
 
 @every(forms=False)
 def test_its_replicas_are_equal_after_every_step_if_and_only_if_its_trait_says_so(each: Case) -> None:
     assert (
-        each.strategy.equal_replicas == stay_equal(with_(each, size=smallest(each))) or each.strategy.timing_dependent
+        each.strategy.traits.equal_replicas == stay_equal(with_(each, size=smallest(each)))
+        or each.strategy.traits.timing_dependent
     )
 
 
@@ -234,7 +235,7 @@ def test_a_wrapper_says_of_a_base_s_equal_replicas_whether_they_stay_so(wrapper:
     each = case(WRAPPERS[wrapper](LocalSGD(4)), lambda s: s.start)
     with suppress(ConfigError):
         each = case(WRAPPERS[wrapper](AllReduce()), lambda s: s.start)
-    assert each.strategy.equal_replicas == stay_equal(with_(each, size=2))
+    assert each.strategy.traits.equal_replicas == stay_equal(with_(each, size=2))
 
 
 def stay_equal(setting: Setting) -> bool:
@@ -246,7 +247,7 @@ def stay_equal(setting: Setting) -> bool:
         worker.detach()
         return torch.stack(seen)
 
-    if setting.case.strategy.skips_steps:
+    if setting.case.strategy.traits.skips_steps:
         return False  # a late worker has not seen all of them
     first, *others = thinwire.run_threads(setting.size, body, timeout=20)
     return all(torch.equal(first, other) for other in others)
@@ -269,12 +270,12 @@ def test_it_trains_under_an_optimizer_that_computes_the_parameters_from_its_stat
     found = thinwire.run_threads(setting.size, body, timeout=20)
     words, ends = ([each for each in found if isinstance(each, kind)] for kind in (str, Tensor))
     assert not words or not ends, "all ranks refuse, or none"
-    if each.strategy.moves_parameters:
+    if each.strategy.traits.moves_parameters:
         assert words
     elif words:
         assert "AcSA" in words[0]
         assert "would undo" not in words[0]
-    elif each.strategy.needs_equal_start:
+    elif each.strategy.traits.needs_equal_start:
         assert alike(ends, ends[:1] * setting.size)
 
 
@@ -356,7 +357,7 @@ def test_it_resumes_bitwise_from_a_checkpoint_in_the_middle_of_a_period(
 @every("bytes", forms=False)
 def test_a_dry_run_counts_the_bytes_that_a_run_sends(each: Case) -> None:
     setting, first = with_(each, dtype=torch.float32, steps=12), 6
-    if each.strategy.data_dependent_bytes or each.strategy.timing_dependent:
+    if each.strategy.traits.data_dependent_bytes or each.strategy.traits.timing_dependent:
         pytest.skip("how many bytes are sent depends on numbers or on timing")
 
     def body(comm: Comm) -> float:

@@ -74,5 +74,5 @@ def test_it_gives_way_to_another_and_takes_over_again(each: Case, other: Strateg
     assert stacks["end"].isfinite().all()
     assert equal("result")
     assert not torch.equal(stacks["end"], stacks["begun again"])
-    if each.strategy.equal_replicas:
+    if each.strategy.traits.equal_replicas:
         assert equal("end")

@@ -141,8 +141,8 @@ def _train(worker: Worker, fault: Fault, trap: Trap, folder: str) -> None:
     """The user's loop: over batches, or up to a step where late workers leave some out."""
     place, looked = 0, False
     left_out = {fault.step} if fault.kind == "left out" and worker.comm.rank in fault.victims else set[int]()
-    while (worker.step if fault.case.strategy.skips_steps else place) < fault.setting.steps:
-        step = worker.step if fault.case.strategy.skips_steps else place
+    while (worker.step if fault.case.strategy.traits.skips_steps else place) < fault.setting.steps:
+        step = worker.step if fault.case.strategy.traits.skips_steps else place
         if step >= LOOK and not looked:
             looked = True
             with trap.during("consensus", LOOK), worker.consensus():

@@ -187,7 +187,7 @@ def _wrong_models(fault: Fault, endings: Sequence[Ending]) -> str:
     if not (models.isfinite().all() and agreed.isfinite().all()):
         return "all are done with models that are not finite"
     steps = [each.step for each in endings]
-    if len(set(steps)) > 1 and not strategy.timing_dependent:
+    if len(set(steps)) > 1 and not strategy.traits.timing_dependent:
         return f"all are done, after different numbers of steps: {steps}"
     if not torch.equal(agreed, agreed[:1].expand_as(agreed)):
         return "all are done, and do not agree"
@@ -196,9 +196,9 @@ def _wrong_models(fault: Fault, endings: Sequence[Ending]) -> str:
     if promised and not torch.equal(models, models[:1].expand_as(models)):
         return f"all are done with unequal models, {float((models - models.mean(0)).abs().max()):.3g} apart"
     apart, usual = (float((xs - xs.mean(0)).norm()) for xs in (models, ends))
-    if apart > 4 * usual + 1e-6 and not strategy.timing_dependent:
+    if apart > 4 * usual + 1e-6 and not strategy.traits.timing_dependent:
         return f"all are done with models {apart / max(usual, 1e-9):.3g} times as far apart as usually"
-    if not (strategy.timing_dependent or strategy.data_dependent_bytes):
+    if not (strategy.traits.timing_dependent or strategy.traits.data_dependent_bytes):
         least = 0.75 * min(each.sent for each in calm)
         if min(each.sent for each in endings) < least:
             return f"all are done, and sent {[int(each.sent) for each in endings]} bytes of {int(calm[0].sent)}"

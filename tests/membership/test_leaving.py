@@ -137,7 +137,7 @@ def run(
         return list(pool.map(work, range(count)))
 
 
-ELASTIC = [each for each in STRATEGIES if not any(part.inelastic for part in nested(each.strategy))]
+ELASTIC = [each for each in STRATEGIES if not any(part.traits.inelastic_reason for part in nested(each.strategy))]
 
 
 @pytest.mark.parametrize("each", ELASTIC, ids=lambda each: str(each.strategy))

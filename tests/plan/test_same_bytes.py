@@ -218,7 +218,7 @@ def steps_of(case: Case, card: Card) -> tuple[int, int]:
     """How many steps are run before those that are counted, and how many of these: whole periods."""
     # Two periods more, until messages that are used later are in flight; up to just before a period's end, so that all
     # that follows from one election is counted or not.
-    return case.strategy.steady_from + 2 * card.period - 1, card.period * -(-6 // card.period)
+    return case.strategy.traits.steady_from + 2 * card.period - 1, card.period * -(-6 // card.period)
 
 
 def train_and_count(
@@ -280,9 +280,9 @@ def test_a_real_run_sends_what_explain_says(case: Case, n: int, make_model: Call
     counts = thinwire.run_threads(n, lambda comm: train_and_count(comm, case, make_model, steps))
     counted, total = counts[card.rank]
     expected, least = card.sent_bytes_per_step * steps[1], card.least_sent_bytes_per_step * steps[1]
-    if case.strategy.timing_dependent:
+    if case.strategy.traits.timing_dependent:
         check_what_timing_leaves(case.strategy, card, [each[1] for each in counts], sum(steps))
-    elif case.strategy.data_dependent_bytes:
+    elif case.strategy.traits.data_dependent_bytes:
         assert least < expected or n == 2
         assert least - 1e-3 <= counted <= expected + 1e-3
     else:

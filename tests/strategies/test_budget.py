@@ -40,6 +40,7 @@ from thinwire import (
 )
 from thinwire.comm.runtime import Runtime
 from thinwire.replica.flat import Segment
+from thinwire.strategies.base import gradient_buffer
 
 CODEC = ErrorFeedback(Nearest(4, 64))
 LENGTH = 20_000
@@ -51,13 +52,13 @@ def run(comm: Comm, strategy: Strategy, steps: int, seconds: Any) -> tuple[list[
     comm.runtime = Runtime(clock=lambda: now[0])
     x = torch.zeros(LENGTH)
     shapes = [Segment("first", 0, (60, 200), (200, 1)), Segment("second", 12_000, (40, 200), (200, 1))]
-    r = Replica(x, strategy.gradient_buffer(x), comm, lr=lambda: 0.1, segments=shapes)
+    r = Replica(x, gradient_buffer(strategy, x), comm, lr=lambda: 0.1, segments=shapes)
     strategy.start(r)
     started = comm.meter.payload_bytes  # LocalSGD sends its start once
     sent, times, chosen = list[float](), list[float](), list[float]()
     for step in range(steps):
         before = comm.meter.payload_bytes
-        if strategy.sends_gradients:
+        if strategy.traits.sends_gradients:
             r.g.copy_(torch.randn(LENGTH, generator=draw))
             buckets = [slice(12_000, LENGTH), slice(0, 12_000)]
             for work in [strategy.on_gradient(r, each) for each in buckets]:
@@ -179,7 +180,7 @@ def test_rounds_that_cannot_be_paid_for_go_on_and_training_converges() -> None:
 
 def replica(comm: Comm, strategy: Strategy) -> Replica:
     x = torch.zeros(LENGTH)
-    r = Replica(x, strategy.gradient_buffer(x), comm, lr=lambda: 0.1)
+    r = Replica(x, gradient_buffer(strategy, x), comm, lr=lambda: 0.1)
     strategy.start(r)
     return r
 

@@ -377,7 +377,7 @@ def outer(case: Case) -> tuple[Strategy, Oracle]:
 
 
 def streamed(case: Case) -> tuple[Strategy, Oracle]:
-    period = thinwire.strategies.wrapper.period_of(case.strategy) or 1
+    period = case.strategy.traits.period or 1
     count = min(2, period)
     oracle = case.oracle or (lambda n, a: Machine())
     return Streaming(case.strategy, fragments=count), lambda n, a: Fragments(lambda a: oracle(n, a), period, count)
@@ -557,7 +557,7 @@ def test_a_wrapped_strategy_equals_its_oracle_or_is_refused(wrapper: str, case: 
     "case", [case for cases in BASES.values() for case in cases], ids=lambda case: str(case.strategy)
 )
 def test_averages_within_nodes_equal_their_oracle_around_local_steps_and_nothing_else(case: Case) -> None:
-    every = thinwire.strategies.wrapper.period_of(case.strategy) or 1
+    every = case.strategy.traits.period or 1
     kinds = {type(each) for each in thinwire.strategies.base.nested(case.strategy)}
     try:
         strategy = NodeAverage(case.strategy, period=1, node_size=2)
@@ -617,7 +617,7 @@ DECAYING = [
 @pytest.mark.parametrize("case", DECAYING)
 def test_weight_decay_acts_on_the_parameters_that_the_gradient_was_taken_at(case: Case, kind: str) -> None:
     n = 3
-    if kind == "adamw" and isinstance(case.strategy, Probe) and not case.strategy.sends_gradients:
+    if kind == "adamw" and isinstance(case.strategy, Probe) and not case.strategy.traits.sends_gradients:
         pytest.skip("measures SGD only")
     make = {"sgd": decayed_sgd, "adamw": adamw}[kind]
     update: Update = AdamW() if kind == "adamw" else lambda x, g, rate: -rate * (g + 0.3 * x)
@@ -646,7 +646,7 @@ EVERY = [
 def test_workers_that_start_apart_follow_the_oracle_or_are_refused(case: Case, n: int) -> None:
     if isinstance(case.strategy, ADPSGD) and n == 3:
         pytest.skip("needs an even number of workers")
-    if case.strategy.needs_equal_start:
+    if case.strategy.traits.needs_equal_start:
         with pytest.raises(ConfigError, match=r'init="own" under .* would stay apart'):
             real(n, case.strategy, case, starts=starts_of(n))
         return

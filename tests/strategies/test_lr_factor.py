@@ -161,7 +161,7 @@ OPTIMIZERS: dict[type, Callable[[Any], torch.optim.Optimizer]] = {
 def test_every_registered_strategy_is_measured_unless_its_factor_is_not_known(kind: Any) -> None:
     measured = any(type(each) is kind for each, _ in RECIPES)
     assert measured or any(type(each) is kind for each in UNKNOWN), "add it to RECIPES, or to UNKNOWN with None"
-    assert measured or kind().lr_factor is None
+    assert measured or kind().traits.lr_factor is None
 
 
 def moved(comm: Comm, strategy: Strategy) -> torch.Tensor:
@@ -171,13 +171,13 @@ def moved(comm: Comm, strategy: Strategy) -> torch.Tensor:
     worker = thinwire.attach(model, make(model.parameters()), strategy, comm=comm)
     before = torch.zeros(4, dtype=torch.float64)
     while worker.step < ROUNDS * PERIOD:
-        if worker.step == (ROUNDS - LAST) * PERIOD and not strategy.timing_dependent:
+        if worker.step == (ROUNDS - LAST) * PERIOD and not strategy.traits.timing_dependent:
             before = model[0].detach().clone()
         worker.optimizer.zero_grad()
         model[0].sum().backward()
         worker.record_batch(loss=1.0)
         worker.optimizer.step()
-    if not strategy.timing_dependent:
+    if not strategy.traits.timing_dependent:
         return (before - model[0].detach()) / (LAST * PERIOD)
     with worker.consensus():
         found = -model[0].detach().clone() / (ROUNDS * PERIOD)
@@ -187,14 +187,14 @@ def moved(comm: Comm, strategy: Strategy) -> torch.Tensor:
 
 @pytest.mark.parametrize(("strategy", "factor"), one_of_each(RECIPES, lambda each: type(each[0])), ids=str)
 def test_where_gradients_stay_alike_parameters_move_by_the_effective_rate(strategy: Strategy, factor: float) -> None:
-    assert strategy.lr_factor == pytest.approx(factor)
+    assert strategy.traits.lr_factor == pytest.approx(factor)
     for x in thinwire.run_threads(2, lambda comm: moved(comm, strategy)):
         assert (x / 0.5).tolist() == pytest.approx([factor] * 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("strategy", UNKNOWN, ids=str)
 def test_what_depends_on_workers_on_gradients_or_on_time_is_not_known(strategy: Strategy) -> None:
-    assert strategy.lr_factor is None
+    assert strategy.traits.lr_factor is None
 
 
 def test_the_pull_of_easgd_by_default_and_a_server_s_updates_depend_on_the_number_of_workers() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import pytest
@@ -12,23 +12,10 @@ import torch
 from torch import nn
 
 from thinwire import CountingComm, Replica, Strategy
-from thinwire.strategies.wrapper import Wrapper
+from thinwire.strategies.traits import Traits
+from thinwire.strategies.wrapper import SOURCES, Wrapper
 
-TEXTS = {"paper", "waits", "limits"}
-"""Of each class itself."""
-OWN = {
-    "plain_average",
-    "growing",
-    "restarts_on_resize",
-    "tracks_mean",
-    "inelastic",
-    "feeds_back",
-    "change_view",
-    "before_leave",
-}
-OWN |= {"postpones"}
-"""Traits and a hook that are a wrapper's own; a comment in `Wrapper` says why."""
-TRAITS = sorted(set(Strategy.__annotations__) - TEXTS - OWN)
+TRAITS = sorted(each.name for each in fields(Traits))
 HOOKS = sorted(name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_")
 
 
@@ -65,7 +52,11 @@ def recording(answer: Any) -> tuple[Strategy, list[tuple[str, tuple[Any, ...]]]]
     return kind(), calls
 
 
-@pytest.mark.parametrize("hook", sorted(set(HOOKS) - {"resized"} - OWN))
+def test_the_table_has_every_trait_and_hook() -> None:
+    assert sorted(SOURCES) == sorted([*TRAITS, *HOOKS])
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if SOURCES[hook] != "own" and hook != "resized"])
 def test_every_hook_is_the_base_s_and_is_given_the_base_s_replica(hook: str) -> None:
     answer, r = object(), replica()
     base, calls = recording(answer)
@@ -84,8 +75,14 @@ def test_the_state_of_another_number_of_workers_is_the_base_s_under_the_base_s_n
     assert found == [{"own": own, "base/new": inner}, {"own": own}]
 
 
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if SOURCES[hook] == "own"])
+def test_a_hook_of_its_own_is_that_of_every_strategy(hook: str) -> None:
+    assert getattr(Wrapper, hook) is getattr(Strategy, hook)
+
+
 @pytest.mark.parametrize("name", TRAITS)
 @pytest.mark.parametrize("value", [0, 1])
-def test_every_trait_is_the_base_s(name: str, value: int) -> None:
-    kind = type("Odd", (Strategy,), {name: type(getattr(Strategy, name))(value)})
-    assert getattr(Around(kind()), name) == value
+def test_every_trait_is_the_base_s_or_that_of_every_strategy(name: str, value: int) -> None:
+    odd = Traits(**{name: value})
+    kind = type("Odd", (Strategy,), {"traits": odd})
+    assert getattr(Around(kind()).traits, name) == getattr(odd if SOURCES[name] == "base" else Traits(), name)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import thinwire
 from tests.engine import Mixed, attach, batch, batches, drawn, flat, momentum, net, steps, threads
 from thinwire import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
 from thinwire.replica.replica import Replica
+from thinwire.strategies.traits import Traits
 
 ALONE = [AllReduce(), LocalSGD(2), Gossip(), Gossip(order="after"), PushSum(), Local()]
 
@@ -510,9 +512,9 @@ def test_an_optimizer_that_evaluates_several_times_a_step_keeps_replicas_equal()
 class Halving(Strategy):
     """Halves each gradient before the step."""
 
-    @property
-    def reads_gradient(self) -> bool:
-        return True
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(reads_gradient=True)
 
     def before_step(self, r: Replica) -> None:
         r.g.mul_(0.5)

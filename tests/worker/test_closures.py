@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from thinwire import (
     Strategy,
 )
 from thinwire.optimizers.svrg import Svrg
+from thinwire.strategies.traits import Traits
 
 DOUBLE = torch.float64
 Make = Callable[[nn.Module], torch.optim.Optimizer]
@@ -146,7 +148,9 @@ def test_strategies_that_know_of_one_gradient_a_step_refuse_several_before_the_f
 class Doubled(Strategy):
     """Doubles the gradient."""
 
-    reads_gradient = True
+    @cached_property
+    def traits(self) -> Traits:
+        return Traits(reads_gradient=True)
 
     def before_step(self, r: Replica) -> None:
         r.g.mul_(2)

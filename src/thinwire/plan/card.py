@@ -184,7 +184,7 @@ def explain(
     found = look_at_ranks(lambda rank: dry(strategy, rank, optimizer), strategy, workers)
     rank, run = found.busiest.rank, found.busiest.run
     steps = least = found.busiest.steps
-    if strategy.data_dependent_bytes:
+    if strategy.traits.data_dependent_bytes:
         with assume_least():
             least = dry(strategy, rank, optimizer).period()
     seconds = None if bits_per_second is None else _slowest(found.looks, bits_per_second)
@@ -207,7 +207,7 @@ def explain(
         collective_bytes_per_step=_mean([sum(step.collectives) for step in steps]),
         links=_links(steps),
         memory_bytes_per_parameter=max((_memory(look.run, look.steps) for look in found.looks), key=_total),
-        lr_factor=strategy.lr_factor,
+        lr_factor=strategy.traits.lr_factor,
         methods=tuple(Method(canonical(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
         all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
         bf16_all_reduce_bytes_per_step=dry(AllReduce(Bf16()), 0).step().sent,

@@ -204,11 +204,11 @@ class DryRun:
         # The optimizers of the first line are known to need none.
         self._idle = optimizer is not None and reads_numbers(optimizer, model)
         self.comm.forget()
-        if strategy.steady_from > 1:
+        if strategy.traits.steady_from > 1:
             # The first step is real, so that the optimizer has its state; then the clock is put forward.
             self.step()
             for replica in self.worker.replicas:
-                replica.step = strategy.steady_from - 1
+                replica.step = strategy.traits.steady_from - 1
             self.step()
             self.comm.forget()
 

@@ -38,7 +38,7 @@ class SyncSchedule:
         recipe = parse_recipe(settings.strategy, imports=False)
         self._switches = parse_switches(settings.switch, imports=False)
         strategies = [each for each in (recipe, *self._switches.values()) if isinstance(each, Strategy)]
-        self._meets_every = math.lcm(*(each.meets_every for each in strategies))
+        self._meets_every = math.lcm(*(each.traits.meets_every for each in strategies))
         self._eval_every, self._save_every = self._met(settings.eval_every), self._met(settings.save_every)
 
     def _met(self, every: int | None) -> int | None:

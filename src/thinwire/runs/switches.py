@@ -62,7 +62,7 @@ def check_switches(text: str, first: str, workers: int) -> str:
     if not isinstance(begins, Strategy):
         raise ConfigError(f"switch {text!r} with {first}: torch's own methods cannot be left; begin with AllReduce()")
     found = parse_switches(text)
-    every = math.lcm(*(each.meets_every for each in (begins, *found.values())))
+    every = math.lcm(*(each.traits.meets_every for each in (begins, *found.values())))
     for step, strategy in found.items():
         check_workers(strategy, workers)
         if step % every:

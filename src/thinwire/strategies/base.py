@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from abc import ABC
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,17 +20,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.reduce.leaving import hand_on_residuals
 from thinwire.registry import Recipe
 from thinwire.replica.replica import Replica
-
-_UNEVEN = "its workers go at their own pace, and their messages belong to fixed ranks; use AllReduce() or SlowMo()"
-
-
-def trait(of: Callable[[Any], bool | float | str | None]) -> Any:
-    """A trait of a strategy that depends on its hyperparameters, for the body of the class.
-
-    Args:
-        of: computes it from the strategy.
-    """
-    return property(of, doc="Depends on the hyperparameters; the trait is described in `Strategy`.")
+from thinwire.strategies.traits import Traits
 
 
 class Strategy(Recipe, ABC):
@@ -42,42 +33,8 @@ class Strategy(Recipe, ABC):
         paper: where the method comes from.
         waits: which worker waits for which, and when.
         limits: what it assumes, and when not to use it.
-        sends_gradients: gradients are sent during the backward pass, through `on_gradient`.
-        reads_gradient: `before_step` needs `r.g`, and may change it.
-        moves_parameters: a hook before or after the optimizer's step may change `r.x`, and leave the optimizer's state
-            as it is. An optimizer that computes the parameters from that state would undo such a change.
-        skips_steps: a worker that is late skips steps, and continues at the step where the others are.
-        skips_nonfinite: where gradients are exchanged in `before_step`, all leave out a step in which that of any of
-            them is NaN or infinite.
-        timing_dependent: results depend on which message arrives first, so that two runs differ.
-        data_dependent_bytes: how many bytes are sent depends on the numbers that are sent.
-        elementwise: every element of the vectors is treated by itself, so that one vector may hold several models.
-        has_period: it communicates at the steps that its field `period` divides.
-        steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
-        needs_equal_start: nothing in it makes parameters equal that started apart, so that `attach(init="own")` refuses
-            workers that do.
-        local_rounds: rounds of local steps alone, each of which ends with a mean of all workers' parameters; something
-            else may move the parameters in between, as a local step does.
-        postpones: a mean of parameters that would start at a step may be left out, so that its round goes on to the
-            next one: where `Replica.postponed` says so, as `Budget` does.
-        equal_replicas: the parameters are equal on all ranks, bit for bit, after every step; compared now and then.
-        meets_every: workers are at the same step only after multiples of so many.
-        plain_average: `average_` is the mean of the parameters as they are, with nothing in flight.
-        restarts_on_resize: with another number of workers it begins anew at `resume_point`, since its state and its
-            messages in flight belong to single workers or to the graph between them.
-        tracks_mean: it keeps a mean over workers to which each of them adds how far it has come since its last message,
-            so that a worker that is lost would be in it for ever.
-        feeds_back: it adds what its codec leaves out of a message to the next one, so that a biased codec needs no
-            `ErrorFeedback`.
-        growing: names in `r.state` and `r.inflight`, or how they begin, of tensors whose size or dtype changes while
-            training; the size of every other one that `start` makes is checked when a checkpoint is loaded.
-        inelastic: why its workers cannot go on when one of them is lost, as `attach(elastic=True)` promises; empty
-            where they can.
-        lr_factor: the learning rate that training has in effect, where gradients stay alike for long, as a multiple of
-            the optimizer's: a momentum that is the strategy's own makes it larger, a pull to an older mean smaller.
-            None where it is not known, or no number for all workers, gradients and times.
-
-    A trait that depends on hyperparameters is written `skips_steps = trait(lambda self: self.backups > 0)`.
+        traits: what other packages need to know about it; see `Traits`. A class whose traits are not the defaults
+            overrides it by a `cached_property` that returns others.
 
     Example:
         A strategy that averages the parameters after every second step:
@@ -107,32 +64,10 @@ class Strategy(Recipe, ABC):
     waits: ClassVar[str] = "no worker waits for another"
     limits: ClassVar[str] = ""
 
-    sends_gradients: ClassVar[bool] = False
-    reads_gradient: ClassVar[bool] = False
-    moves_parameters: ClassVar[bool] = True
-    skips_steps: ClassVar[bool] = False
-    skips_nonfinite: ClassVar[bool] = False
-    timing_dependent: ClassVar[bool] = False
-    data_dependent_bytes: ClassVar[bool] = False
-    elementwise: ClassVar[bool] = False
-    has_period: ClassVar[bool] = False
-    steady_from: ClassVar[int] = 0
-    needs_equal_start: ClassVar[bool] = False
-    equal_replicas: ClassVar[bool] = False
-    local_rounds: ClassVar[bool] = False
-    postpones: ClassVar[bool] = False
-    meets_every: ClassVar[int] = 1
-    lr_factor: ClassVar[float | None] = 1.0
-    plain_average: ClassVar[bool] = trait(lambda self: type(self).average_ is Strategy.average_)
-    restarts_on_resize: ClassVar[bool] = False
-    tracks_mean: ClassVar[bool] = False
-    feeds_back: ClassVar[bool] = False
-    growing: ClassVar[tuple[str, ...]] = ()
-    inelastic: ClassVar[str] = trait(lambda self: _UNEVEN if self.timing_dependent or self.skips_steps else "")
-
-    def gradient_buffer(self, x: Tensor) -> Tensor:
-        """A vector for `r.g`: like `x` where this strategy uses gradients, empty elsewhere."""
-        return torch.zeros_like(x) if self.sends_gradients or self.reads_gradient else x.new_empty(0)
+    @cached_property
+    def traits(self) -> Traits:
+        """The defaults: it averages parameters in its hooks, and nothing more is known of it."""
+        return Traits()
 
     def check(self, size: int) -> None:
         """Refuse a number of workers that the recipe does not work with, before anything is sent.
@@ -195,11 +130,12 @@ class Strategy(Recipe, ABC):
         Args:
             size: the number of workers.
         """
-        return False
+        return self.traits.equal_replicas
 
     def average_(self, r: Replica) -> None:
         """Replace `r.x` on every rank by the exact average over workers, messages in flight included."""
-        mean_(r.comm, r.x).wait()
+        if not self.traits.equal_replicas:
+            mean_(r.comm, r.x).wait()
 
     def averages_at(self, step: int) -> bool:
         """Whether all workers go on from one average of their parameters after that many steps."""
@@ -211,7 +147,7 @@ class Strategy(Recipe, ABC):
 
     def consensus(self, r: Replica) -> Tensor:
         """The vector to evaluate and export, equal on all ranks; `r` is not changed."""
-        return mean_(r.comm, r.x.clone()).wait()
+        return r.x if self.traits.equal_replicas else mean_(r.comm, r.x.clone()).wait()
 
     def resume_point(self, r: Replica) -> Tensor:
         """The parameters from which another number of workers goes on, equal on all ranks; `r` is not changed.
@@ -238,7 +174,7 @@ class Strategy(Recipe, ABC):
         Returns:
             None where the state cannot be redistributed.
         """
-        if self.restarts_on_resize:
+        if self.traits.restarts_on_resize:
             return [{} for _ in range(size)]
         return resize_alike(states, size)
 
@@ -252,7 +188,7 @@ class Strategy(Recipe, ABC):
             r: the replica, among the ranks of before.
             leaving: the ranks that leave; at least one stays.
         """
-        if not (self.equal_replicas or self.averages_at(r.step)):
+        if not (self.traits.equal_replicas or self.averages_at(r.step)):
             r.wait_pending()
             r.x.copy_(self.end_point(r))
             self.restart(r)
@@ -275,7 +211,7 @@ class Strategy(Recipe, ABC):
             What was lost, by name.
         """
         dropped = {"dropped_messages": float(len(r.inflight))} if r.inflight else {}
-        if any(each.restarts_on_resize for each in nested(self)):
+        if any(each.traits.restarts_on_resize for each in nested(self)):
             carried = self.resized([dict(r.state)], 1)
             r.inflight.clear()
             r.x.copy_(mean_(r.comm, r.x.clone()).wait())
@@ -283,11 +219,11 @@ class Strategy(Recipe, ABC):
             r.equal_start = True
             self.start(r)
             r.state.update(carried[0] if carried else {})
-        elif r.inflight or any(each.tracks_mean for each in nested(self)):
+        elif r.inflight or any(each.traits.tracks_mean for each in nested(self)):
             r.inflight.clear()
             # Equal parameters need no mean. Some workers may have used the message that others still have in flight, so
             # that not all would take part in one.
-            if not self.equal_replicas:
+            if not self.traits.equal_replicas:
                 r.x.copy_(mean_(r.comm, r.x.clone()).wait())
                 self.restart(r)
         self.regroup(r, before)
@@ -309,8 +245,14 @@ def pace_rule(strategy: Strategy) -> str:
     return (
         f"under {type(strategy).__name__} workers take different numbers of steps. Let every rank loop while "
         "worker.step is below one number, and evaluate, save or switch where it is a multiple of "
-        f"{strategy.meets_every}"
+        f"{strategy.traits.meets_every}"
     )
+
+
+def gradient_buffer(strategy: Strategy, x: Tensor) -> Tensor:
+    """A vector for `r.g`: like `x` where the strategy uses gradients, empty elsewhere."""
+    traits = strategy.traits
+    return torch.zeros_like(x) if traits.sends_gradients or traits.reads_gradient else x.new_empty(0)
 
 
 def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:

@@ -19,6 +19,7 @@ from thinwire.codecs.feedback import ErrorFeedback
 from thinwire.errors import ConfigError
 from thinwire.registry import REGISTERED
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Topology
 
 
@@ -117,10 +118,13 @@ def check_user_classes(recipe: object, *, fed_back: bool = False) -> None:
     """
     if isinstance(recipe, Strategy | Codec | Topology) and not type(recipe).__module__.startswith("thinwire."):
         _check_frozen(recipe)
+        if isinstance(recipe, Strategy):
+            _check_traits(recipe)
         if isinstance(recipe, Codec):
             _check_codec(recipe, fed_back=fed_back)
     if is_dataclass(recipe):
-        inside = fed_back or isinstance(recipe, ErrorFeedback) or getattr(recipe, "feeds_back", False)
+        feeds_back = recipe.traits.feeds_back if isinstance(recipe, Strategy) else isinstance(recipe, ErrorFeedback)
+        inside = fed_back or feeds_back
         for field in fields(recipe):
             value = getattr(recipe, field.name)
             # The codec of a base is the base's own to feed back.
@@ -136,6 +140,17 @@ def _check_frozen(recipe: object) -> None:
             "saved, and ranks compare recipes by their repr. Put @thinwire.registered above the class, and keep what "
             "changes in the state that the methods are given (r.state of a strategy)."
         )
+
+
+def _check_traits(strategy: Strategy) -> None:
+    """Refuse a trait that is written as an attribute of the class, where nothing reads it."""
+    own = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
+    for trait in fields(Traits):
+        if trait.name not in own and hasattr(type(strategy), trait.name):
+            raise ConfigError(
+                f"{type(strategy).__name__} has the class attribute {trait.name}. Traits are read from `traits` alone. "
+                f"Override it: @cached_property, def traits(self): return thinwire.Traits({trait.name}=...)."
+            )
 
 
 def _check_codec(codec: Codec, *, fed_back: bool) -> None:

@@ -3,24 +3,82 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cached_property, wraps
+from inspect import signature
+from typing import Any, Literal
 
 from torch import Tensor
-from torch.optim import Optimizer
 
-from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested, trait
+from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.traits import Traits
 
 _PREFIX = "base/"
 
+SOURCES: dict[str, Literal["base", "both", "own"]] = {
+    "period": "base",
+    "steady_from": "base",
+    "fragments": "base",
+    "delay": "base",
+    "sends_gradients": "base",
+    "reads_gradient": "base",
+    "moves_parameters": "base",
+    "optimizer_state": "base",
+    "equal_replicas": "base",
+    "needs_equal_start": "base",
+    "sample_weighted": "base",
+    "local_rounds": "base",
+    "skips_steps": "base",
+    "skips_nonfinite": "base",
+    "timing_dependent": "base",
+    "data_dependent_bytes": "base",
+    "elementwise": "base",
+    "lr_factor": "base",
+    # These describe one class alone; code that reads them looks at the base too.
+    "restarts_on_resize": "own",
+    "tracks_mean": "own",
+    "feeds_back": "own",
+    "growing": "own",
+    "inelastic": "own",
+    "postpones": "own",  # a class that postpones reads `Replica.postponed` itself
+    # Hooks.
+    "check": "both",
+    "check_optimizer": "base",
+    "check_blocks": "base",
+    "start": "base",
+    "on_gradient": "base",
+    "before_step": "base",
+    "after_step": "base",
+    "restart": "base",
+    "regroup": "base",
+    "lost": "base",
+    "holds_average": "base",
+    "average_": "base",
+    "averages_at": "base",
+    "weight": "base",
+    "consensus": "base",
+    "resume_point": "base",
+    "end_point": "base",
+    "resized": "both",
+    "before_leave": "own",  # it reads the state of both
+    "change_view": "own",  # the wrapper's state refers to the base's parameters, and restarts when these do
+}
+"""Where each trait and hook of a wrapper comes from, unless its class overrides it.
+
+"base" is the base's, called with the base's replica; "own" is that of any strategy, and not the base's; "both" is
+written in `Wrapper`.
+"""
+
 
 class Wrapper(Strategy):
-    """A strategy around another one, its base: every hook and trait is the base's unless a subclass overrides it.
+    """A strategy around another one, its base.
 
-    The base has a namespace of its own: it is given `inner(r)`, whose state and messages have names of their own, so
-    that neither can overwrite the other's. A wrapper that sets the parameters calls the base's `restart` afterwards.
+    Its hooks and traits are the base's, as the table `SOURCES` says, unless a class overrides them. The base has names
+    of its own for state and messages: it is given `inner(r)`, so neither can overwrite the other's. A wrapper that sets
+    the parameters calls the base's `restart` afterwards.
 
     Attributes:
         base: the strategy that is wrapped.
@@ -50,111 +108,27 @@ class Wrapper(Strategy):
 
     base: Strategy
 
-    sends_gradients = trait(lambda self: self.base.sends_gradients)
-    reads_gradient = trait(lambda self: self.base.reads_gradient)
-    moves_parameters = trait(lambda self: self.base.moves_parameters)
-    skips_steps = trait(lambda self: self.base.skips_steps)
-    skips_nonfinite = trait(lambda self: self.base.skips_nonfinite)
-    timing_dependent = trait(lambda self: self.base.timing_dependent)
-    data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes)
-    elementwise = trait(lambda self: self.base.elementwise)
-    has_period = trait(lambda self: self.base.has_period)
-    steady_from = trait(lambda self: self.base.steady_from)
-    needs_equal_start = trait(lambda self: self.base.needs_equal_start)
-    equal_replicas = trait(lambda self: self.base.equal_replicas)
-    local_rounds = trait(lambda self: self.base.local_rounds)
-    meets_every = trait(lambda self: self.base.meets_every)
-    lr_factor = trait(lambda self: self.base.lr_factor)
-    # `plain_average` stays a statement about a class's own `average_`: a wrapper's takes the base's state with it, such
-    # as a round that ends, and must not be replaced by a plain mean of the parameters. `growing`, `feeds_back`,
-    # `restarts_on_resize`, `tracks_mean` and `inelastic` speak of a class itself; who asks for them looks at the base,
-    # too. So does `change_view`: what the wrapper keeps refers to the base's parameters, and must begin anew when these
-    # do; what must hold among all workers' states is the base's `regroup`'s.
-    # `before_leave` looks at the state of both. A class that `postpones` looks at `Replica.postponed` itself.
+    @cached_property
+    def traits(self) -> Traits:
+        """The base's, but for those that describe one class alone."""
+        plain = Traits()
+        return replace(self.base.traits, **{name: getattr(plain, name) for name in _OWN_TRAITS})
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""
         return r.part("base")
-
-    def gradient_buffer(self, x: Tensor) -> Tensor:
-        """As the base."""
-        return self.base.gradient_buffer(x)
 
     def check(self, size: int) -> None:
         """As the base; and refuse one whose late workers leave out steps, and a second wrapper of the same kind."""
         if any(type(each) is type(self) for each in nested(self.base)):
             name = type(self).__name__
             raise ConfigError(f"{self}: {name} around {name} does one thing twice; keep one of them")
-        if self.base.skips_steps:
+        if self.base.traits.skips_steps:
             raise ConfigError(
                 f"{type(self).__name__} around {self.base}: a late worker leaves out steps, which the strategy around "
                 "it would miss; use it alone, or AllReduce() as the base"
             )
         self.base.check(size)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """As the base."""
-        self.base.check_optimizer(optimizer)
-
-    def check_blocks(self, blocks: str) -> None:
-        """As the base."""
-        self.base.check_blocks(blocks)
-
-    def start(self, r: Replica) -> None:
-        """As the base."""
-        self.base.start(self.inner(r))
-
-    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """As the base."""
-        return self.base.on_gradient(self.inner(r), part)
-
-    def before_step(self, r: Replica) -> None:
-        """As the base."""
-        self.base.before_step(self.inner(r))
-
-    def after_step(self, r: Replica) -> None:
-        """As the base."""
-        self.base.after_step(self.inner(r))
-
-    def restart(self, r: Replica) -> None:
-        """As the base."""
-        self.base.restart(self.inner(r))
-
-    def regroup(self, r: Replica, before: int) -> None:
-        """As the base."""
-        self.base.regroup(self.inner(r), before)
-
-    def lost(self, r: Replica) -> Sequence[int]:
-        """As the base."""
-        return self.base.lost(self.inner(r))
-
-    def holds_average(self, size: int) -> bool:
-        """As the base."""
-        return self.base.holds_average(size)
-
-    def average_(self, r: Replica) -> None:
-        """As the base."""
-        self.base.average_(self.inner(r))
-
-    def averages_at(self, step: int) -> bool:
-        """As the base."""
-        return self.base.averages_at(step)
-
-    def weight(self, r: Replica) -> Tensor | None:
-        """As the base."""
-        return self.base.weight(self.inner(r))
-
-    def consensus(self, r: Replica) -> Tensor:
-        """As the base."""
-        return self.base.consensus(self.inner(r))
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """As the base."""
-        return self.base.resume_point(self.inner(r))
-
-    def end_point(self, r: Replica) -> Tensor:
-        """As the base."""
-        return self.base.end_point(self.inner(r))
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The base's state as the base redistributes it; the wrapper's own as any strategy's."""
@@ -171,9 +145,22 @@ def _named(state: Mapping[str, Tensor], *, inside: bool) -> dict[str, Tensor]:
     return {name.removeprefix(_PREFIX) if inside else name: state[name] for name in names}
 
 
-def period_of(strategy: Strategy) -> int | None:
-    """The number of steps between a strategy's communications, or its base's; None if it has none."""
-    if not strategy.has_period:
-        return None
-    found = getattr(strategy, "period", None)
-    return found if isinstance(found, int) else period_of(strategy.base) if isinstance(strategy, Wrapper) else None
+def _of_base(name: str) -> Callable[..., Any]:
+    """A hook that calls the base's."""
+    hook: Callable[..., Any] = getattr(Strategy, name)
+    takes_replica = "r" in signature(hook).parameters
+
+    @wraps(hook)
+    def forwarded(self: Wrapper, *arguments: Any, **named: Any) -> Any:
+        if takes_replica:
+            arguments = (self.inner(arguments[0]), *arguments[1:])
+        return getattr(self.base, name)(*arguments, **named)
+
+    return forwarded
+
+
+_TRAITS = {each.name for each in fields(Traits)}
+_OWN_TRAITS = [name for name, source in SOURCES.items() if source == "own" and name in _TRAITS]
+for _name, _source in SOURCES.items():
+    if _source == "base" and _name not in _TRAITS:
+        setattr(Wrapper, _name, _of_base(_name))

@@ -12,7 +12,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thinwire.codecs.base import Codec
 from thinwire.comm.base import Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.comm.work import completed
@@ -26,7 +25,7 @@ from thinwire.fusion.store import Selection, owner_of
 from thinwire.registry import canonical
 from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested
+from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.worker import checkpoint, resizing, snapshot
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
@@ -311,7 +310,7 @@ def attach_array(
     comm = comm or comm_for(group, timeout=timeout, device=next(array.parameters()).device)
     settings = {"seed": seed, "bucket_bytes": bucket_bytes}
     worker = _attach(array, optimizer, strategy, comm, init, **settings)
-    if scaler is not None and scaler.enabled and comm.size > 1 and not strategy.sends_gradients:
+    if scaler is not None and scaler.enabled and comm.size > 1 and not strategy.traits.sends_gradients:
         _share_skips(scaler, comm, worker.replicas[0].x.device)
     return ParallelArray(worker, array, optimizer, **settings)
 
@@ -341,11 +340,10 @@ def _attach(
 
 
 def _refuse_mixing(strategy: Strategy) -> None:
-    for method in nested(strategy):
-        codec: Codec | None = getattr(method, "codec", None)
-        if codec is not None and not codec.elementwise:
+    for codec in (codec for method in nested(strategy) for codec in codecs_of(method)):
+        if not codec.elementwise:
             raise ConfigError(f"codec={codec}: codes many elements together, which mixes models; use Bf16() or Fp16()")
-    if not strategy.elementwise:
+    if not strategy.traits.elementwise:
         raise ConfigError(
             f"{strategy}: may mix the models of an array; use one that treats every element by itself, such as "
             "AllReduce, LocalSGD, Gossip, PushSum, or SlowMo(base, period, momentum, lr) over one of them"

@@ -46,8 +46,8 @@ def can_copy(worker: WorkerState) -> bool:
     strategy = worker.strategy
     weighted = any(strategy.weight(r) is not None for r in worker.replicas)
     coded = any(True for each in nested(strategy) for _ in codecs_of(each))
-    period = lcm(*(getattr(each, "period", 1) for each in nested(strategy)))
-    return strategy.local_rounds and strategy.averages_at(period) and not (weighted and coded)
+    period = lcm(*(each.traits.period or 1 for each in nested(strategy)))
+    return strategy.traits.local_rounds and strategy.averages_at(period) and not (weighted and coded)
 
 
 class Arrivals:

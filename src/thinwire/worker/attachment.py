@@ -45,7 +45,7 @@ class _Owner:
         self.worker = ref(worker)
         self.optimizer = ref(worker.optimizer)
         self.name = type(worker.optimizer).__name__
-        self.skips_steps = worker.strategy.skips_steps
+        self.skips_steps = worker.strategy.traits.skips_steps
         self.stepping = False
         self.muted: WeakSet[DistributedDataParallel] = WeakSet()
 
@@ -62,7 +62,7 @@ class _Owner:
         if worker is None or worker.drift_reported or worker.lent or not worker.step:
             return
         strategy = worker.strategy
-        if strategy.equal_replicas or strategy.averages_at(worker.step):
+        if strategy.traits.equal_replicas or strategy.averages_at(worker.step):
             return
         worker.drift_reported = True
         _LOGGER.warning(
@@ -172,7 +172,7 @@ class Attachment:
         A gradient that a strategy gives is zero and not none, and momentum, its own or the optimizer's, moves them.
         """
         strategy = worker.strategy
-        if worker.find_unused and not strategy.moves_parameters and not strategy.reads_gradient:
+        if worker.find_unused and not strategy.traits.moves_parameters and not strategy.traits.reads_gradient:
             return
         refuse(worker, f"parameters were frozen since attach, and momentum would go on moving them; {_AGAIN}")
 
@@ -248,7 +248,7 @@ def check_beside(model: nn.Module, strategy: Strategy) -> None:
         ConfigError: with the other optimizer, and the fix.
     """
     other = next((_owners[p] for p in model.parameters() if p in _owners), None)
-    if other is not None and (strategy.skips_steps or other.skips_steps):
+    if other is not None and (strategy.traits.skips_steps or other.skips_steps):
         raise ConfigError(
             f"{strategy}: a part of the model is attached with {other.name}, and a late worker would leave out steps "
             "of one optimizer and not of the other, so that the parts belong to different steps; use one optimizer, "

@@ -52,16 +52,16 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
     check_workers(strategy, size)
     strategy.check_optimizer(optimizer)
     check_parameter_moves(strategy, optimizer)
-    if size > 1 or strategy.reads_gradient:  # a worker alone exchanges nothing
+    if size > 1 or strategy.traits.reads_gradient:  # a worker alone exchanges nothing
         check_sparse(strategy, optimizer)
     sharded = any(is_sharded(p) for p in parameters)
-    if strategy.sends_gradients and sharded:
+    if strategy.traits.sends_gradients and sharded:
         raise ConfigError(
             f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
             "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
         )
     for method in nested(strategy) if sharded else ():
-        if method.timing_dependent and not isinstance(method, Wrapper):
+        if method.traits.timing_dependent and not isinstance(method, Wrapper):
             raise ConfigError(
                 f"{type(method).__name__} for sharded parameters: its results depend on timing, so the shards and "
                 "copies of one model would belong to different steps; use PushSum() or SlowMo()"
@@ -76,7 +76,7 @@ def check_parameter_moves(strategy: Strategy, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: with the recipe and what to use instead.
     """
-    if hasattr(optimizer, "evaluating") and strategy.moves_parameters:
+    if hasattr(optimizer, "evaluating") and strategy.traits.moves_parameters:
         raise ConfigError(
             f"{type(optimizer).__name__} under {strategy}: the optimizer computes the parameters from its own state, "
             "and would undo what the strategy does to them; use AllReduce(), and no_sync() in all but the last pass of "
@@ -90,7 +90,7 @@ def check_sparse(strategy: Strategy, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: with the recipe and what to use instead.
     """
-    exchanged = strategy.sends_gradients or strategy.reads_gradient
+    exchanged = strategy.traits.sends_gradients or strategy.traits.reads_gradient
     if exchanged and any(isinstance(each, SparseAdam) for each in parts_of(optimizer)):
         raise ConfigError(
             f"SparseAdam under {strategy}: it takes sparse gradients only, and those that workers exchange are dense; "
@@ -104,7 +104,7 @@ def check_closures(strategy: Strategy, optimizer: Optimizer) -> None:
     Raises:
         ConfigError: with the recipe and what to use instead.
     """
-    if evaluates_several_gradients(optimizer) and (strategy.reads_gradient or strategy.skips_steps):
+    if evaluates_several_gradients(optimizer) and (strategy.traits.reads_gradient or strategy.traits.skips_steps):
         raise several_evaluations(strategy, optimizer)
 
 
@@ -128,7 +128,7 @@ def check_start(strategy: Strategy, *, equal: bool) -> None:
     Raises:
         ConfigError: with the recipe and the fix.
     """
-    if strategy.needs_equal_start and not equal:
+    if strategy.traits.needs_equal_start and not equal:
         raise ConfigError(
             f'init="own" under {strategy}: workers start from different parameters, and would stay apart, because only '
             'changes of the parameters are averaged; use init="broadcast", or load the same parameters on all ranks'
@@ -142,7 +142,7 @@ def check_skipped_steps(strategy: Strategy, *, find_unused: bool, scaled: bool) 
         ConfigError: naming the features.
     """
     features = [name for name, value in (("find_unused=True", find_unused), ("a GradScaler", scaled)) if value]
-    if strategy.skips_steps and features:
+    if strategy.traits.skips_steps and features:
         raise ConfigError(
             f"{strategy} with {' and '.join(features)}: a late worker leaves out steps, and these need every worker "
             "at every step; let every parameter have a gradient, and train in bfloat16, which needs no scaler"
@@ -162,7 +162,7 @@ def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled
     if scaled:
         raise ConfigError(f"scaler {here}: ranks would skip different steps; train in bf16, which needs none")
     for method in nested(strategy):
-        if method.timing_dependent and not isinstance(method, Wrapper):
+        if method.traits.timing_dependent and not isinstance(method, Wrapper):
             raise ConfigError(
                 f"{type(method).__name__} {here}: its results depend on timing, so the blocks of one model would "
                 "belong to different steps; use PushSum() or SlowMo()"

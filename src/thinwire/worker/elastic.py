@@ -161,7 +161,7 @@ class Elastic:
         self._worker = worker
         strategy = worker.strategy
         # Their workers exchange with neighbours, each at its own time, so that not every step is a round.
-        self._neighbours = any(each.restarts_on_resize for each in nested(strategy))
+        self._neighbours = any(each.traits.restarts_on_resize for each in nested(strategy))
         # Which of them send at a step depends on the rank, so that who was silent does not know that all were.
         self._uneven = not self._neighbours and any(hasattr(each, "topology") for each in nested(strategy))
         self._parts = [each for each in nested(strategy) if not _silent(each)]
@@ -205,10 +205,10 @@ class Elastic:
         if self._reads_before:
             self.round(
                 hook,
-                keeps_gradient=self.worker.strategy.reads_gradient,
+                keeps_gradient=self.worker.strategy.traits.reads_gradient,
                 ends=not self._neighbours,
                 sends=self._uneven,
-                uses=self.worker.step + 1 if self.worker.strategy.reads_gradient else None,
+                uses=self.worker.step + 1 if self.worker.strategy.traits.reads_gradient else None,
             )
         else:
             hook()
@@ -471,9 +471,10 @@ class Elastic:
         strategy = self.worker.strategy
         if strategy.averages_at(step):
             return step
-        if fragments := [each for each in nested(strategy) if getattr(each, "fragments", 1) > 1]:
-            return max(0, step - max(int(getattr(each, "period", 1)) for each in fragments))
-        return None if strategy.local_rounds else step
+        traits = strategy.traits
+        if traits.fragments > 1:
+            return max(0, step - (traits.period or 1))
+        return None if traits.local_rounds else step
 
     def _waits(self) -> bool:
         """Whether messages are in flight."""
@@ -484,9 +485,9 @@ class Elastic:
         if self.worker.strategy.averages_at(step):
             return True
         return any(
-            # Fragments of the parameters are averaged at steps between.
-            not each.has_period or getattr(each, "fragments", 1) > 1 or step % getattr(each, "period", 1) == 0
-            for each in self._parts
+            # Fragments of the parameters are averaged at steps between, and so are figures that depend on timing.
+            not each.period or each.fragments > 1 or each.timing_dependent or step % each.period == 0
+            for each in (part.traits for part in self._parts)
         )
 
     # -- leaving with notice ---------------------------------------------------------------------------------------

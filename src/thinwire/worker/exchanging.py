@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import nested
+from thinwire.strategies.base import codecs_of, nested
 from thinwire.worker.attachment import workers_beside
 from thinwire.worker.buckets import Backward, cut
 from thinwire.worker.handshake import sum_of_bits
@@ -33,7 +33,7 @@ def watch_gradients(worker: WorkerState) -> None:
     if worker.backward is not None:
         worker.backward.passes.leave(worker.backward)
     worker.backward = None
-    if not strategy.sends_gradients or (worker.comm.size == 1 and worker.survives is None):
+    if not strategy.traits.sends_gradients or (worker.comm.size == 1 and worker.survives is None):
         return
     buckets = [
         bucket
@@ -45,7 +45,7 @@ def watch_gradients(worker: WorkerState) -> None:
         for parameters, segments in worker.layouts
         for p, segment in zip(parameters, segments, strict=True)
     }
-    coded = any(getattr(each, "codec", None) is not None for each in nested(strategy))
+    coded = any(True for each in nested(strategy) for _ in codecs_of(each))
     scaled = worker.scaler is not None and worker.scaler.is_enabled()
 
     def exchange(replica: Replica, part: slice) -> Work[Tensor] | None:
@@ -58,13 +58,13 @@ def watch_gradients(worker: WorkerState) -> None:
         exchange,
         [names[id(p)] for bucket in buckets for p in bucket.parameters],
         find_unused=worker.find_unused,
-        skips_steps=strategy.skips_steps,
+        skips_steps=strategy.traits.skips_steps,
         raises_own=worker.nonfinite == "raise",
     )
     worker.backward.survives, worker.backward.on_begin = worker.survives, worker.start_step
     if not isinstance(worker.model, DistributedDataParallel):  # where the attribute is set to turn DDP's exchange off
         worker.backward.model = worker.model
-    if not strategy.skips_steps and worker.survives is None:
+    if not strategy.traits.skips_steps and worker.survives is None:
         others = [other.backward for other in workers_beside(worker) if other.survives is None]
         worker.backward.passes = next((other.passes for other in others if other is not None), worker.backward.passes)
     if coded and scaled:

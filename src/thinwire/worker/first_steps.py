@@ -95,7 +95,7 @@ class FirstSteps:
             if len(ranks) == worker.comm.size and not keeps_copies(worker):
                 return ""  # a local update, as in any later step
             return f"the parameters of {whose} were changed after worker.load(), whose state belongs to others"
-        if equal or (self._init == "own" and not worker.strategy.sends_gradients):
+        if equal or (self._init == "own" and not worker.strategy.traits.sends_gradients):
             return ""
         return (
             f"the parameters of {whose} were changed after attach, and now differ between ranks. Every rank must start "
@@ -115,7 +115,7 @@ class FirstSteps:
 
     def _compare_gradients(self, worker: WorkerState) -> None:
         """Warn of ranks whose own gradients were equal and not zero in each of the first steps."""
-        if worker.comm.size == 1 or worker.strategy.meets_every > 1 or not _step_together(worker):
+        if worker.comm.size == 1 or worker.strategy.traits.meets_every > 1 or not _step_together(worker):
             return
         number = 0
         if all(self._gradients):
@@ -148,7 +148,7 @@ class FirstSteps:
             return
         name = type(worker.optimizer).__name__
         found = f"{name}.step() makes collective calls of its own ({calls} in this step)"
-        if not worker.strategy.equal_replicas:
+        if not worker.strategy.traits.equal_replicas:
             refuse(
                 worker,
                 f"{found}. Under {worker.strategy!s} ranks have different parameters and gradients, which the "
@@ -220,7 +220,9 @@ def keeps_copies(worker: WorkerState) -> bool:
 def _step_together(worker: WorkerState) -> bool:
     """Whether all ranks take each of their first steps, and at the same time."""
     comm = worker.comm
-    return worker.survives is None and not worker.strategy.skips_steps and comm.in_step and comm.checks_first_steps
+    return (
+        worker.survives is None and not worker.strategy.traits.skips_steps and comm.in_step and comm.checks_first_steps
+    )
 
 
 def _start_again(worker: WorkerState, *, equal: bool) -> None:
@@ -228,7 +230,7 @@ def _start_again(worker: WorkerState, *, equal: bool) -> None:
     with torch.no_grad(), worker.account.apart():
         for replica in worker.replicas:
             replica.equal_start = equal
-            if worker.strategy.sends_gradients:
+            if worker.strategy.traits.sends_gradients:
                 # Of the gradient that was just exchanged, its residuals for one, the state stays.
                 worker.strategy.restart(replica)
             else:

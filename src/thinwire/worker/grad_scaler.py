@@ -13,12 +13,12 @@ from thinwire.worker.state import WorkerState
 def share_skips(worker: WorkerState) -> None:
     """Make an overflow on one rank skip the step on all ranks, as the GradScaler for sharded models does."""
     scaler, strategy = worker.scaler, worker.strategy
-    if scaler is not None and scaler.is_enabled() and strategy.reads_gradient:
+    if scaler is not None and scaler.is_enabled() and strategy.traits.reads_gradient:
         _unscale_before_step(worker)
     if scaler is None or worker.comm.size == 1 or worker.shares_skips:
         return
     # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.
-    if strategy.sends_gradients and not strategy.reads_gradient:
+    if strategy.traits.sends_gradients and not strategy.traits.reads_gradient:
         return
     worker.shares_skips = True
     # GradScaler has no hook for this; its sharded subclass overrides the same private method.

@@ -13,7 +13,6 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import parse
-from thinwire.strategies.wrapper import period_of
 from thinwire.worker.worker import Worker
 
 _LEAST_STEPS = 8
@@ -123,7 +122,7 @@ class Guard:
 
     def _begin(self) -> None:
         self._expected = self.worker.strategy
-        period = period_of(self._expected) or 1
+        period = self._expected.traits.period or 1
         self._window = period * -(-_LEAST_STEPS // period)
         self._steps, self._marks = -_SKIPPED_STEPS, list[float]()
 

@@ -35,7 +35,7 @@ def join(
             f"join() with {type(worker.optimizer).__name__}: its step calls a closure, which a rank without a batch "
             "does not have; give all ranks the same number of batches"
         )
-    if worker.strategy.meets_every > 1:
+    if worker.strategy.traits.meets_every > 1:
         raise ConfigError(
             f"join() with {worker.strategy}: {pace_rule(worker.strategy)}. Let the data of every rank go round"
         )

@@ -66,12 +66,12 @@ def handle_nonfinite(worker: WorkerState, policy: Policy) -> bool:
         found = NonFinite(worker.comm.rank, name)
     if policy == "raise":
         error = found.error(worker.step, worker.comm)
-        if common and not worker.strategy.skips_steps:
+        if common and not worker.strategy.traits.skips_steps:
             raise error  # as all ranks do
         worker.comm.raise_on_all(error)
     for replica in worker.replicas:
         replica.metrics["skipped_steps"] = 1.0
-    if common or not worker.strategy.skips_nonfinite:
+    if common or not worker.strategy.traits.skips_nonfinite:
         drop_gradients(worker)
     return common
 

@@ -95,7 +95,7 @@ class Notice:
     def agreed(self) -> bool:
         """Whether any rank has a reason to leave; the same on all ranks. Call it after every step, on all ranks."""
         worker = self._worker
-        step, meets = worker.step, worker.strategy.meets_every
+        step, meets = worker.step, worker.strategy.traits.meets_every
         # Where ranks meet only at multiples of a round, they are asked there.
         every = -(-self._every // meets) * meets
         if self.reasons or step % every or step == self._asked_at:

@@ -180,7 +180,7 @@ def put_back(worker: WorkerState, state: State, *, same_size: bool) -> None:
             worker.strategy.start(replica)
             # What could not be carried over is as the strategy begins with it at these parameters.
             whole = {**replica.state, **saved["state"]}
-            keeps = not any(each.restarts_on_resize for each in nested(worker.strategy))
+            keeps = not any(each.traits.restarts_on_resize for each in nested(worker.strategy))
             snapshot.replace_state(replica, whole, saved["inflight"] if keeps else None)
     snapshot.put_back_rest(worker, state)
     # Nobody trains, and sends messages, before all are here.
@@ -228,7 +228,7 @@ def _resized_vector(states: Sequence[State], worker: WorkerState, i: int) -> Ten
     saved = [state["replicas"][i] for state in states]
     xs = [flatten([state["parameters"][segment.name] for segment in segments], segments) for state in states]
     # Equal vectors are not averaged: their mean could be rounded.
-    if all(torch.equal(x, xs[0]) for x in xs) and not any(s.restarts_on_resize for s in nested(worker.strategy)):
+    if all(torch.equal(x, xs[0]) for x in xs) and not any(s.traits.restarts_on_resize for s in nested(worker.strategy)):
         return xs[0]
     rate = replica.lr
     return resume_point(

@@ -14,6 +14,7 @@ from thinwire.replica.flat import flatten, lay_out, views
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import Shards, is_sharded, local
+from thinwire.strategies.base import gradient_buffer
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.aliases import check_aliases
 from thinwire.worker.buffers import broadcast_others
@@ -66,7 +67,7 @@ def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: 
                 sharded.append((parameter, view))
             else:
                 parameter.data = view
-        g = worker.strategy.gradient_buffer(x)
+        g = gradient_buffer(worker.strategy, x)
         lr = learning_rate(worker.optimizer, parameters, segments, x)
         moments = Moments(worker.optimizer, parameters, segments)
         replica = Replica(

@@ -46,7 +46,7 @@ def check_elastic(
     check_sparse(strategy, optimizer)  # also of one worker, which others may join
     if find_unused:
         raise ConfigError("elastic=True with find_unused=True: use find_unused=False, where a missing gradient is zero")
-    if scaled and (strategy.reads_gradient or not strategy.sends_gradients):
+    if scaled and (strategy.traits.reads_gradient or not strategy.traits.sends_gradients):
         raise ConfigError(
             f"elastic=True with a GradScaler and {type(strategy).__name__}: workers would have to agree on skipped "
             "steps; train in bf16, which needs no scaler, or use AllReduce()"
@@ -61,5 +61,5 @@ def check_survives(strategy: Strategy) -> None:
     """
     for each in reversed(list(nested(strategy))):
         for part in (each, *codecs_of(each)):
-            if part.inelastic:
-                raise ConfigError(f"elastic=True with {type(part).__name__}: {part.inelastic}")
+            if reason := part.traits.inelastic_reason if isinstance(part, Strategy) else part.inelastic:
+                raise ConfigError(f"elastic=True with {type(part).__name__}: {reason}")

@@ -22,7 +22,7 @@ from thinwire.errors import ConfigError
 from thinwire.replica.moments import Moments
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local
-from thinwire.strategies.base import Strategy, nested, pace_rule
+from thinwire.strategies.base import Strategy, gradient_buffer, nested, pace_rule
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -81,8 +81,8 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     own = [replica.x.clone() for replica in worker.replicas]
     in_step, rule = worker.comm.in_step, worker.comm.rule
     try:
-        worker.comm.in_step = worker.may_be_in_step and not new.timing_dependent
-        worker.comm.rule = pace_rule(new) if new.meets_every > 1 else RULE
+        worker.comm.in_step = worker.may_be_in_step and not new.traits.timing_dependent
+        worker.comm.rule = pace_rule(new) if new.traits.meets_every > 1 else RULE
         means = PendingMeans()  # what all replicas share, and with none of those before
         begun = [_begun(worker, i, new, point, means) for i, point in enumerate(points)]
     except BaseException:
@@ -188,7 +188,7 @@ def _check(worker: WorkerState, new: Strategy) -> None:
 
 def _must_meet(before: Strategy, after: Strategy) -> bool:
     """Whether the optimizers must be made equal: workers with a common gradient would else drift apart by momentum."""
-    return after.needs_equal_start and not before.needs_equal_start
+    return after.traits.needs_equal_start and not before.traits.needs_equal_start
 
 
 def _remembered(worker: WorkerState) -> Iterator[tuple[str, str]]:
@@ -225,7 +225,7 @@ def _let_optimizers_meet(worker: WorkerState) -> None:
 def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
     """Where all workers go on."""
     # Equal parameters are not averaged: their mean could be rounded.
-    if before.equal_replicas and not any(each.restarts_on_resize for each in nested(before)):
+    if before.traits.equal_replicas and not any(each.traits.restarts_on_resize for each in nested(before)):
         return replica.x.clone()
     with torch.no_grad():
         replica.wait_pending()
@@ -241,7 +241,7 @@ def _begun(
         old.x.copy_(point)
         r = Replica(
             old.x,
-            new.gradient_buffer(old.x),
+            gradient_buffer(new, old.x),
             worker.comm,
             lr=learning_rate(worker.optimizer, parameters, segments, old.x),
             seed=worker.seed,
@@ -290,7 +290,7 @@ def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: R
         if depth >= len(pairs):
             continue
         mine, theirs = pairs[depth]
-        if _begins_anew(theirs) or any(own.startswith(each) for each in theirs.growing):
+        if _begins_anew(theirs) or any(own.startswith(each) for each in theirs.traits.growing):
             continue
         if own == "error" or own.startswith("server_error/"):
             fits = _both_feed_back(mine, theirs) and x.numel() in (residual_sizes(own, sizes) or ())
@@ -314,7 +314,7 @@ def _pairs(before: Strategy, after: Strategy) -> Iterator[tuple[Strategy, Strate
 
 
 def _begins_anew(strategy: Strategy) -> bool:
-    return strategy.timing_dependent or strategy.restarts_on_resize
+    return strategy.traits.timing_dependent or strategy.traits.restarts_on_resize
 
 
 def _both_feed_back(mine: Strategy, theirs: Strategy) -> bool:

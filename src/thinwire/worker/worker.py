@@ -107,7 +107,7 @@ class Worker(ElasticState):
         # With a closure the gradient exists only after the call. Optimizers may call it several times, and at other
         # points than `r.x` of now, so what needs no gradient runs before the first call.
         # Where the loop has caught an error of the closure and tries again, they have run already.
-        if not self.strategy.reads_gradient and self._begun_step != self.step:
+        if not self.strategy.traits.reads_gradient and self._begun_step != self.step:
             self._hooks_before()
             self._begun_step = self.step
         calls, mean_loss = 0, isinstance(self.optimizer, LBFGS) and self.backward is not None
@@ -118,7 +118,7 @@ class Worker(ElasticState):
                 self.first_steps.leave_update(self)
             loss, calls = closure(), calls + 1
             self._look_at_gradients()
-            if self.strategy.reads_gradient:
+            if self.strategy.traits.reads_gradient:
                 if calls > 1:
                     raise several_evaluations(self.strategy, self.optimizer)
                 self._hooks_before()
@@ -160,7 +160,7 @@ class Worker(ElasticState):
         self.shards.read()
         with torch.no_grad():
             for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
-                if self.strategy.reads_gradient:
+                if self.strategy.traits.reads_gradient:
                     whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
                     whole.gather()
                     # The strategy may rewrite `r.g`; the optimizer must see that.
@@ -200,11 +200,11 @@ class Worker(ElasticState):
         if self.backward is not None:
             self.backward.exchanged = False
         self._dropped, self._begun_step = False, -1
-        self.account.exchanged |= self.strategy.sends_gradients and self.comm.size > 1
+        self.account.exchanged |= self.strategy.traits.sends_gradients and self.comm.size > 1
         self.account.end_step()
         self.shards.write()
         self.comm.step = self.step
-        if self.strategy.equal_replicas and self.step % _COMPARED_STEPS == 0:
+        if self.strategy.traits.equal_replicas and self.step % _COMPARED_STEPS == 0:
             self._together(lambda: self._check_in_step("a comparison of weights"))
 
     def _begin_round(self) -> None:
@@ -212,7 +212,9 @@ class Worker(ElasticState):
         # Gradients that are sent at every step keep replicas equal, which is checked by itself. Workers that go at
         # their own pace may meet in a round that some of them reach while they wait for its end.
         strategy = self.strategy
-        if not strategy.timing_dependent and not (strategy.sends_gradients and strategy.equal_replicas):
+        if not strategy.traits.timing_dependent and not (
+            strategy.traits.sends_gradients and strategy.traits.equal_replicas
+        ):
             self.comm.round = "an average in training"
 
     def _check_in_step(self, call: str, *, compares: bool = False) -> bool:
@@ -221,11 +223,11 @@ class Worker(ElasticState):
         Returns:
             Whether parameters were compared, and are equal on all ranks; the same on all ranks.
         """
-        equal_replicas = self.strategy.equal_replicas
+        equal_replicas = self.strategy.traits.equal_replicas
         number = fingerprint(r.x for r in self.replicas) if compares or equal_replicas else 0
         in_step = self.comm.in_step
         # Workers that go at their own pace may call this only where all are at one step.
-        self.comm.in_step = in_step or (self.strategy.meets_every > 1 and call != "detach()")
+        self.comm.in_step = in_step or (self.strategy.traits.meets_every > 1 and call != "detach()")
         try:
             odd = self.comm.check_in_step(call, fingerprint=number).wait()
         finally:
@@ -242,7 +244,7 @@ class Worker(ElasticState):
         """
         # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
         # call. Workers at their own pace reach the same step only by waiting.
-        if self.strategy.timing_dependent:
+        if self.strategy.traits.timing_dependent:
             self.wait_pending()
         equal = False
         if not lost_ranks(self):  # the others have come to the same step by waiting
@@ -486,7 +488,7 @@ class Worker(ElasticState):
         """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.
 
         A run that continues from it ends with the same bits as one that was not stopped, but for methods whose results
-        depend on timing (`strategy.timing_dependent`), of which no two runs are alike.
+        depend on timing (`strategy.traits.timing_dependent`), of which no two runs are alike.
 
         Args:
             folder: holds one checkpoint per saved step; on a local file system, `~` is expanded.
@@ -737,8 +739,8 @@ def attach(
         if given is None:
             worker.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
         worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
-        comm.in_step = comm.in_step and not strategy.timing_dependent
-        comm.rule = pace_rule(strategy) if strategy.meets_every > 1 else RULE
+        comm.in_step = comm.in_step and not strategy.traits.timing_dependent
+        comm.rule = pace_rule(strategy) if strategy.traits.meets_every > 1 else RULE
         check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
         check_wrappers(model, inside_ddp)
         check_new(named, optimizer)

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters with one neighbour at a time, while both compute at their own pace."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,7 @@ from thinwire.replica.point_to_point import on_message, open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.replica.rounds import Barrier
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Topology
 from thinwire.topology.bipartition import check_bipartite, is_active, neighbours, partner
 from thinwire.topology.exponential import BipartiteExponential
@@ -78,8 +81,10 @@ class ADPSGD(Strategy):
         "ranks together"
     )
 
-    timing_dependent = True
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(timing_dependent=True, restarts_on_resize=True)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, are not connected, or are not bipartite."""

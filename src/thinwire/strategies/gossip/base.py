@@ -4,13 +4,15 @@
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch.optim import Optimizer
 
 from thinwire.errors import ConfigError
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Peers, Topology
 from thinwire.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.topology.exact_weights import exact_weights
@@ -32,7 +34,10 @@ class DecentralisedMomentum(Strategy):
     topology: Topology
     momentum: float
 
-    lr_factor = trait(lambda self: 1 / (1 - self.momentum))
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(lr_factor=1 / (1 - self.momentum))
 
     def __post_init__(self) -> None:
         """Check the types and the momentum."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gossip with compressed messages: neighbours keep copies, and workers send compressed changes to these."""
 
+from functools import cached_property
+
 import torch
 
 from thinwire.codecs.base import Codec, check_payloads, check_sizes, draw_key
@@ -11,6 +13,7 @@ from thinwire.reduce.compressed_all_reduce import compressed_exchange
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
 from thinwire.topology.exact_weights import exact_weights
@@ -72,8 +75,10 @@ class Choco(Strategy):
         "tune the step size: coarse codecs need a small one; workers hold different parameters between averages of all"
     )
 
-    restarts_on_resize = True
-    feeds_back = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(restarts_on_resize=True, feeds_back=True)
 
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""

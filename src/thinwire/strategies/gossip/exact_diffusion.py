@@ -2,6 +2,8 @@
 """Mix parameters with neighbours, and correct the bias that mixing causes."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 
@@ -10,6 +12,7 @@ from thinwire.registry import registered
 from thinwire.replica.displacement import accumulate_, descend_
 from thinwire.replica.replica import Replica
 from thinwire.strategies.gossip.base import DecentralisedMomentum
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Peers, Topology
 from thinwire.topology.certificate import Disagreement, exact_diffusion
 from thinwire.topology.graphs import Ring
@@ -62,7 +65,12 @@ class ExactDiffusion(DecentralisedMomentum):
 
     paper = "Hu et al., A Bias-Correction Decentralized ... Algorithm with Momentum Acceleration, arXiv:2501.19082"
     waits = "at every step each worker waits for its neighbours of that step"
-    lr_factor = 1.0  # the momentum is an average
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(super().traits, lr_factor=1.0)  # the momentum is an average
+
     limits = "directed and changing graphs of many workers are unstable; workers agree half as fast as the graph allows"
 
     @property

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters with a few neighbours at every step."""
 
+from functools import cached_property
 from typing import Literal
 
 from thinwire.reduce.compressed_all_reduce import gossip_, mean_, mix_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import check_average_kept
 from thinwire.topology.exact_weights import exact_weights
@@ -60,8 +62,10 @@ class Gossip(Strategy):
     waits = "at every step each worker waits for its neighbours of that step"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
-    elementwise = True
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(elementwise=True, restarts_on_resize=True)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""

@@ -2,6 +2,7 @@
 """Outer steps with a momentum, for which each worker meets one other instead of all."""
 
 from collections.abc import Callable
+from functools import cached_property
 from math import inf
 
 import torch
@@ -10,7 +11,8 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Topology
 from thinwire.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.topology.exact_weights import exact_weights
@@ -75,11 +77,16 @@ class NoLoCo(Strategy):
     waits = "every `period` steps each worker waits for its partner of that round"
     limits = "workers hold different parameters; evaluate at consensus"
 
-    has_period = True
-    elementwise = True
-    lr_factor = trait(lambda self: self.lr / (1 - self.momentum))
-    # The velocity and the points belong to single workers.
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            period=self.period,
+            elementwise=True,
+            lr_factor=self.lr / (1 - self.momentum),
+            # The velocity and the points belong to single workers.
+            restarts_on_resize=True,
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average gradients at every step."""
 
+from functools import cached_property
+
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -10,7 +12,8 @@ from thinwire.optimizers.adaptive import check_signs
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -53,12 +56,16 @@ class AllReduce(Strategy):
     waits = "every step, all wait for the slowest worker and for the transfer of the whole gradient"
     limits = "on a slow link the step takes as long as the transfer"
 
-    sends_gradients = True
-    needs_equal_start = True
-    equal_replicas = True
-    moves_parameters = False
-    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
-    elementwise = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            equal_replicas=True,
+            moves_parameters=False,
+            lr_factor=1.0 if sends_all(self.codec) else None,
+            elementwise=True,
+        )
 
     def check(self, size: int) -> None:
         """Refuse a biased codec without error feedback, whose residual would be lost."""
@@ -85,14 +92,3 @@ class AllReduce(Strategy):
             segments=r.segments,
             pending=r.pending_means,
         )
-
-    def holds_average(self, size: int) -> bool:
-        """All ranks hold the same parameters."""
-        return True
-
-    def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same parameters."""
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The parameters themselves."""
-        return r.x

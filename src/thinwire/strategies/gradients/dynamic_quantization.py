@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from math import inf
 
 import torch
@@ -19,9 +20,10 @@ from thinwire.kernels.decisions import decide, on_host
 from thinwire.reduce.compressed_all_reduce import two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Step, skipped_step
 from thinwire.strategies.gradients.bits import MOST, square_of
+from thinwire.strategies.traits import Traits
 
 _FP32_BITS = 32.0
 
@@ -88,12 +90,16 @@ class DQSGD(Strategy):
     waits = "every step, all wait for the slowest worker and for the transfer of the codes, twice"
     limits = "rules plan for a known number of steps; codes of two bits are noisy and need small learning rates"
 
-    sends_gradients = True
-    data_dependent_bytes = trait(lambda self: self.rule.least < self.rule.most)
-    needs_equal_start = True
-    equal_replicas = True
-    moves_parameters = False
-    growing = ("plan", "sent", "last_squares", "squares")
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            data_dependent_bytes=self.rule.least < self.rule.most,
+            equal_replicas=True,
+            moves_parameters=False,
+            growing=("plan", "sent", "last_squares", "squares"),
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the block."""
@@ -149,17 +155,6 @@ class DQSGD(Strategy):
         state.last_squares = torch.zeros(0, dtype=torch.float64, device="cpu")
         r.inflight.pop("squares", None)
         state.store(r)
-
-    def holds_average(self, size: int) -> bool:
-        """All ranks hold the same parameters."""
-        return True
-
-    def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same parameters."""
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The parameters themselves."""
-        return r.x
 
     # -- the bits of a step ----------------------------------------------------------------------------------------
 

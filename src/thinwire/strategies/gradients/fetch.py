@@ -4,6 +4,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.sketches import (
     Table,
     Update,
@@ -27,6 +28,7 @@ from thinwire.strategies.gradients.sketches import (
     resize_unsent,
     write_update_,
 )
+from thinwire.strategies.traits import Traits
 
 # A perceptron of 4,810 elements diverged with k = 2, did not train with 14, and trained like AllReduce() with 48.
 _FEW, _SMALL_FRACTION = 48, 0.01
@@ -103,13 +105,17 @@ class FetchSGD(Strategy):
     waits = "every step, after the backward pass, all workers wait for the slowest one and for the transfer of a sketch"
     limits = "needs plain SGD; as published it loses gradients that share cells of the sketch with an applied update"
 
-    reads_gradient = True
-    skips_nonfinite = True
-    needs_equal_start = True
-    equal_replicas = True
-    moves_parameters = False
-    # As published, how much is lost in shared cells depends on the gradients.
-    lr_factor = trait(lambda self: 1 / (1 - self.momentum) if self.conserving else None)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            reads_gradient=True,
+            skips_nonfinite=True,
+            equal_replicas=True,
+            moves_parameters=False,
+            # As published, how much is lost in shared cells depends on the gradients.
+            lr_factor=1 / (1 - self.momentum) if self.conserving else None,
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -197,14 +203,3 @@ class FetchSGD(Strategy):
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """Convert the states to another number of workers, with the same sum of residuals."""
         return resize_unsent(states, size)
-
-    def holds_average(self, size: int) -> bool:
-        """All ranks hold the same parameters."""
-        return True
-
-    def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same parameters."""
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The parameters themselves."""
-        return r.x

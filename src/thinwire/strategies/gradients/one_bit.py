@@ -2,6 +2,7 @@
 """Average gradients during a warm-up, then momenta in one bit an entry."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from math import inf
 
 import torch
@@ -20,7 +21,8 @@ from thinwire.optimizers.replica_view import replica_view
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 
 _PREFIX = "momentum/"
 # Entries of a gradient that are compared to detect changes, in runs of 16 so that reads stay contiguous.
@@ -97,17 +99,21 @@ class CompressedMomentum(Strategy):
     )
     limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for the variance to settle"
 
-    sends_gradients = True
-    reads_gradient = True
-    skips_nonfinite = True
-    data_dependent_bytes = trait(lambda self: self.warmup_steps is None)
-    steady_from = trait(lambda self: self.warmup_steps or 0)
-    needs_equal_start = True
-    equal_replicas = True
-    moves_parameters = False
-    lr_factor = trait(lambda self: 1.0 if self.feedback else None)
-    feeds_back = trait(lambda self: self.feedback)
-    growing = (_PREFIX,)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            reads_gradient=True,
+            skips_nonfinite=True,
+            data_dependent_bytes=self.warmup_steps is None,
+            steady_from=self.warmup_steps or 0,
+            equal_replicas=True,
+            moves_parameters=False,
+            lr_factor=1.0 if self.feedback else None,
+            feeds_back=self.feedback,
+            growing=(_PREFIX,),
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -186,17 +192,6 @@ class CompressedMomentum(Strategy):
             settled = False
         if settled:
             view.optimizer.freeze()
-
-    def holds_average(self, size: int) -> bool:
-        """All ranks hold the same parameters."""
-        return True
-
-    def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same parameters."""
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The parameters themselves."""
-        return r.x
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
         """The states of another number of workers, with the same residuals in total."""

@@ -2,6 +2,7 @@
 """Sketched SGD: sum count sketches of the residuals, then the exact values of their largest entries."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from thinwire.kernels import top_k
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.sketches import (
     Split,
     Table,
@@ -30,6 +31,7 @@ from thinwire.strategies.gradients.sketches import (
     split_of,
     write_update_,
 )
+from thinwire.strategies.traits import Traits
 
 _VALUE_BYTES, _INDEX_BYTES = 4, 4
 
@@ -109,12 +111,16 @@ class SketchedSGD(Strategy):
     waits = "every step, after the backward pass, all wait for the slowest worker and for two small sums"
     limits = "needs plain SGD; updates are sparse, so that residuals become stale; on few workers top-k sends less"
 
-    reads_gradient = True
-    skips_nonfinite = True
-    needs_equal_start = True
-    equal_replicas = True
-    moves_parameters = False
-    lr_factor = trait(lambda self: self._lr_factor())
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            reads_gradient=True,
+            skips_nonfinite=True,
+            equal_replicas=True,
+            moves_parameters=False,
+            lr_factor=self._lr_factor(),
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -160,17 +166,6 @@ class SketchedSGD(Strategy):
         for part in split.small:
             unsent[part] = 0.0
         r.state["unsent"] = unsent
-
-    def holds_average(self, size: int) -> bool:
-        """All ranks hold the same parameters."""
-        return True
-
-    def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same parameters."""
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The parameters themselves."""
-        return r.x
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
         """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""

@@ -2,6 +2,7 @@
 """0/1 Adam: average gradients and encoded momenta at steps that grow farther apart, with local steps in between."""
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.reduce.compressed_all_reduce import mean_, two_stage_mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -75,13 +77,18 @@ class ZeroOne(Strategy):
     waits = "at every synchronisation, all workers wait for the slowest one and for two transfers of compressed momenta"
     limits = "needs ZeroOneAdam; the workers' gradients must be similar enough for a few local steps"
 
-    sends_gradients = True
-    reads_gradient = True
-    skips_nonfinite = True
-    steady_from = trait(lambda self: self._widest_from)
-    needs_equal_start = True
-    moves_parameters = False
-    feeds_back = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            reads_gradient=True,
+            skips_nonfinite=True,
+            steady_from=self._widest_from,
+            needs_equal_start=True,
+            moves_parameters=False,
+            feeds_back=True,
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

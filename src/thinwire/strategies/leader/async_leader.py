@@ -9,6 +9,7 @@ A worker that waits for all others (for `consensus`, `save` or at the end) is at
 it goes on if every rank is at the barrier.
 """
 
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -33,6 +34,7 @@ from thinwire.strategies.leader.election import (
     local_score,
     record_loss,
 )
+from thinwire.strategies.traits import Traits
 
 _STEP, _BARRIER = 1, 2  # topics of the mailbox
 
@@ -93,10 +95,15 @@ class AsyncLeaderSGD(Strategy):
     waits = "once a round, all wait for the steps that have begun and for the leader's parameters"
     limits = "results depend on timing; every worker takes a step between evaluations; all as many before checkpoints"
 
-    timing_dependent = True
-    lr_factor = None  # who leads may be ahead of the others or behind
-    has_period = True
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            timing_dependent=True,
+            lr_factor=None,  # who leads may be ahead of the others or behind
+            period=self.period,
+            restarts_on_resize=True,
+        )
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""

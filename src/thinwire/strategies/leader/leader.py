@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train locally, and pull every worker towards the best one once in a period."""
 
+from functools import cached_property
 from typing import Literal
 
 from torch import Tensor
@@ -19,6 +20,7 @@ from thinwire.strategies.leader.election import (
     local_score,
     record_loss,
 )
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -72,7 +74,10 @@ class LeaderSGD(Strategy):
     waits = "every period steps, all wait for the slowest and for the leader's parameters"
     limits = "made for workers with similar data: the one with the easiest data would always lead"
 
-    has_period = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(period=self.period)
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -2,6 +2,7 @@
 """Train locally, and pull workers towards the best one of their node, and less often towards the best of all."""
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.leader.election import (
     ScoreFunction,
     ScoreSource,
@@ -26,6 +27,7 @@ from thinwire.strategies.leader.election import (
     two_level_broadcast_,
     warn_without_leader,
 )
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -80,17 +82,22 @@ class MultiLeaderSGD(Strategy):
     metric: ScoreSource = "window"
     result: Literal["leader", "mean"] = "mean"
 
-    inelastic = "its nodes are neighbouring ranks, whose numbers change when one is lost; use LeaderSGD()"
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            inelastic="its nodes are neighbouring ranks, whose numbers change when one is lost; use LeaderSGD()",
+            period=self.period,
+            # A leader that is passed on along a chain of ranks is sent by all but the last of them.
+            data_dependent_bytes=self.node_size > 1,
+        )
+
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = (
         "every period steps, the workers of a node wait for its slowest and for its leader's parameters; every "
         "global_period steps, all do"
     )
     limits = "made for workers with similar data: the one with the easiest data would always lead"
-
-    has_period = True
-    # A leader that is passed on along a chain of ranks is sent by all but the last of them.
-    data_dependent_bytes = trait(lambda self: self.node_size > 1)
 
     def __post_init__(self) -> None:
         """Check the ranges."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average the models that a round started from while the round computes, then add the round's own steps."""
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.coded_means import mean_from
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -68,9 +71,10 @@ class CoCoD(Strategy):
     )
     limits = "nothing damps the differences between workers: where their data differ use OverlapLocalSGD"
 
-    has_period = True
-    postpones = True
-    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(period=self.period, postpones=True, lr_factor=1.0 if sends_all(self.codec) else None)
 
     def __post_init__(self) -> None:
         """Check the types and the period."""

@@ -2,6 +2,8 @@
 """Average every period, and let an outer optimizer take a step along the workers' mean displacement."""
 
 from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+from functools import cached_property
 from itertools import pairwise
 from typing import Literal
 
@@ -15,7 +17,7 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.flat import Segment
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.coded_means import (
     check_tracked,
     forget_residuals,
@@ -30,6 +32,7 @@ from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -118,11 +121,20 @@ class DiLoCo(OuterStep):
     )
 
     # An optimizer may use norms, and keeps numbers such as step counters.
-    elementwise = False
-    local_rounds = trait(lambda self: self.base.local_rounds and self.ends_together)
-    # Workers send how far they have come since their last message, where they keep a part of that.
-    tracks_mean = trait(lambda self: tracks(self.codec) and self.mixing > 0)
-    lr_factor = trait(lambda self: self._lr_factor())
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            fragments=self.fragments,
+            delay=self.delay or self.base.traits.delay,
+            sample_weighted=self.weights == "samples" or self.base.traits.sample_weighted,
+            elementwise=False,
+            local_rounds=self.base.traits.local_rounds and self.ends_together,
+            # Workers send how far they have come since their last message, where they keep a part of that.
+            tracks_mean=tracks(self.codec) and self.mixing > 0,
+            lr_factor=self._lr_factor(),
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that the base allows them."""
@@ -143,7 +155,7 @@ class DiLoCo(OuterStep):
                 f"weights={self.weights!r}: the base averages all parameters at once and in its own way; use "
                 "base=Local(), or fragments=1, delay=0, mixing=0.0, weights='equal'"
             )
-        if self.tracks_mean and self.weights == "samples":
+        if self.traits.tracks_mean and self.weights == "samples":
             raise ConfigError(
                 f"codec={self.codec} with mixing={self.mixing}, weights='samples': with error feedback workers send "
                 "how far they have come since their last message, which adds up to their mean only while weights stay "
@@ -187,7 +199,7 @@ class DiLoCo(OuterStep):
             super().start(fragment, where)
             if self.weights == "samples":
                 fragment.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
-            if self.codec is not None and self.tracks_mean:
+            if self.codec is not None and self.traits.tracks_mean:
                 track(fragment, self.codec, fragment.state["anchor"], pulled=True)
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
@@ -213,7 +225,7 @@ class DiLoCo(OuterStep):
         for fragment, _ in self._fragments(r):
             fragment.collect("average")
             super().restart(fragment, where)
-            if self.tracks_mean:
+            if self.traits.tracks_mean:
                 restart_mean(fragment, self.codec, pulled=True)
             if self.weights == "samples":
                 fragment.state["samples"].zero_()
@@ -221,7 +233,7 @@ class DiLoCo(OuterStep):
     def regroup(self, r: Replica, before: int) -> None:
         """As the base; and owe nothing to the mean, which had a part of workers that are lost."""
         super().regroup(r, before)
-        if self.tracks_mean:
+        if self.traits.tracks_mean:
             for fragment, _ in self._fragments(r):
                 forget_residuals(fragment)
 
@@ -259,7 +271,7 @@ class DiLoCo(OuterStep):
             stop, sent = start + part.x.numel(), part.inflight.get("average")
             # The residual is what this message has left out, so that what it says must count too; and as the outer
             # parameters would have taken their place, where workers were when they sent it is not known any more.
-            if sent is not None and tracks(self.codec) and not self.tracks_mean:
+            if sent is not None and tracks(self.codec) and not self.traits.tracks_mean:
                 point[start:stop].copy_(sent.wait()[0])
             start = stop
         return point
@@ -307,7 +319,7 @@ class DiLoCo(OuterStep):
             share = 1.0
         if self.codec is not None:
             anchor = r.state["anchor"].to(r.x.device)
-            if self.tracks_mean:
+            if self.traits.tracks_mean:
                 return tracked_mean(r, r.x, anchor, self.codec)
             return mean_from(r, r.x, anchor, self.codec, share)
         return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
@@ -329,7 +341,7 @@ class DiLoCo(OuterStep):
         elif self.mixing < 1:
             point = self._take_(r, torch.empty_like(r.x), where) if where.sharded else anchor.to(r.x)
             r.x.lerp_(point, 1 - self.mixing)
-        if self.tracks_mean:
+        if self.traits.tracks_mean:
             pull_mean_(r, self.codec, anchor, 1 - self.mixing)
         if self.ends_together:
             self.base.restart(self.inner(r))

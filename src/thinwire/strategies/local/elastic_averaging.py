@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pull every worker and a common centre towards each other."""
 
+from functools import cached_property
 from math import inf
 
 from torch import Tensor
@@ -12,8 +13,9 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import check_momentum, refuse_momentum
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean, tracks
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -76,9 +78,10 @@ class EASGD(Strategy):
     )
     limits = "workers in different basins keep each other, and the centre, away from either minimum"
 
-    has_period = True
-    tracks_mean = trait(lambda self: tracks(self.codec))
-    lr_factor = trait(lambda self: self._lr_factor())
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(period=self.period, tracks_mean=tracks(self.codec), lr_factor=self._lr_factor())
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

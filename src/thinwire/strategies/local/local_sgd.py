@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters every few steps, or never."""
 
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -11,8 +12,9 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.means import weighted_mean_
+from thinwire.strategies.traits import Traits
 
 
 def check_period(period: int) -> None:
@@ -72,9 +74,10 @@ class Local(Strategy):
     paper = "one-shot averaging: Zinkevich et al., NeurIPS 2010"
     limits = "workers drift apart, because nothing averages them"
 
-    moves_parameters = False
-    local_rounds = True
-    elementwise = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(moves_parameters=False, local_rounds=True, elementwise=True)
 
     def holds_average(self, size: int) -> bool:
         """Each worker has only its own parameters."""
@@ -141,12 +144,18 @@ class LocalSGD(Strategy):
     )
     limits = "workers drift further apart the longer the period is and the more their data differ"
 
-    elementwise = True
-    local_rounds = True
-    postpones = True
-    has_period = True
-    steady_from = trait(lambda self: self.warmup_steps)
-    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            elementwise=True,
+            local_rounds=True,
+            postpones=True,
+            period=self.period,
+            steady_from=self.warmup_steps,
+            sample_weighted=self.weights == "samples",
+            lr_factor=1.0 if sends_all(self.codec) else None,
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the periods."""

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sum gradients over a round of short local steps, then take one long step along their mean over workers."""
 
+from functools import cached_property
 from math import inf
 
 import torch
@@ -13,7 +14,8 @@ from thinwire.reduce.compressed_all_reduce import compressed_mean_, mean_
 from thinwire.registry import registered
 from thinwire.replica.displacement import descend_
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -75,11 +77,16 @@ class MinibatchLocalSGD(Strategy):
     )
     limits = "plain SGD only; with a small `inner` steps are few and long: tune the learning rate with it"
 
-    reads_gradient = True
-    has_period = True
-    lr_factor = trait(lambda self: 1.0 if sends_all(self.codec) else None)
-    # A round starts where the last one did, so workers that start apart stay apart.
-    needs_equal_start = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            reads_gradient=True,
+            period=self.period,
+            lr_factor=1.0 if sends_all(self.codec) else None,
+            # A round starts where the last one did, so workers that start apart stay apart.
+            needs_equal_start=True,
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import check_period, common_start, compressed_delta
 from thinwire.strategies.local.means import all_gather_, own_shard, reduce_scatter
+from thinwire.strategies.traits import Traits
 from thinwire.strategies.wrapper import Wrapper
 
 
@@ -54,15 +56,20 @@ WHOLE = Placement()
 
 def factor_of_rounds(base: Strategy, codec: Codec | None) -> float | None:
     """The `lr_factor` of what is sent of the base's rounds between outer steps; None if it is not known."""
-    own = base.lr_factor
+    own = base.traits.lr_factor
     # A base with rounds of its own begins them anew after each outer step: its factor is that of rounds that go on.
-    return own if sends_all(codec) and (own == 1 or not base.has_period) else None
+    return own if sends_all(codec) and (own == 1 or not base.traits.period) else None
 
 
 def scaled_by(base: Strategy, codec: Codec | None, lr: float, momentum: float) -> float | None:
     """The `lr_factor` of a step with momentum on what is sent of the base's rounds."""
     factor = factor_of_rounds(base, codec)
     return None if factor is None else factor * lr / (1 - momentum)
+
+
+def _is_plain(base: Strategy) -> bool:
+    """Whether the base's average is the mean of the parameters as they are, with nothing in flight."""
+    return type(base).average_ is Strategy.average_ and not base.traits.equal_replicas
 
 
 class OuterStep(Wrapper):
@@ -84,16 +91,18 @@ class OuterStep(Wrapper):
     exact: bool = True
 
     waits = "every `period` steps all wait for the slowest and for the all-reduce of the parameters; else as its base"
-    moves_parameters = True
-    has_period = True
-    postpones = True
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(super().traits, moves_parameters=True, period=self.period, postpones=True)
 
     def __post_init__(self) -> None:
         """Check the period, the base, and whether a codec can be used."""
         check_period(self.period)
         if isinstance(self.base, OuterStep | Placed):
             raise ConfigError(f"base={self.base}: one outer step at a time; use its base, {self.base.base}")
-        if self.codec is not None and not (self.exact and self.base.plain_average):
+        if self.codec is not None and not (self.exact and _is_plain(self.base)):
             raise ConfigError(
                 f"codec={self.codec} with base={self.base}, exact={self.exact}: a codec compresses what a plain mean "
                 "of the parameters is taken of; use base=Local(), exact=True"
@@ -182,7 +191,7 @@ class OuterStep(Wrapper):
         anchor = r.state["anchor"]
         if self.codec is not None:
             return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
-        if where.sharded and self.base.plain_average:
+        if where.sharded and _is_plain(self.base):
             # A plain mean needs only the first half of an all-reduce here; the second follows after the outer step.
             return reduce_scatter(r.comm, r.x).wait().to(anchor)
         if self.exact:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average parameters while the next round computes, and pull the workers towards a common anchor."""
 
+from functools import cached_property
 from math import inf
 
 import torch
@@ -12,8 +13,9 @@ from thinwire.errors import ConfigError
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.coded_means import check_tracked, common_point, restart_mean, tracked_mean, tracks
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -87,10 +89,16 @@ class OverlapLocalSGD(Strategy):
     waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
     limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
 
-    has_period = True
-    postpones = True
-    tracks_mean = trait(lambda self: tracks(self.codec))
-    lr_factor = trait(lambda self: 1.0 if self.compensate else self.progress)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            period=self.period,
+            delay=self._delay,
+            postpones=True,
+            tracks_mean=tracks(self.codec),
+            lr_factor=1.0 if self.compensate else self.progress,
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""

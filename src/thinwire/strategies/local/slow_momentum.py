@@ -2,6 +2,8 @@
 """Average every few steps, and take a momentum step on the average."""
 
 from collections.abc import MutableMapping
+from dataclasses import replace
+from functools import cached_property
 from math import inf
 from typing import Literal
 
@@ -14,9 +16,10 @@ from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.moments import fresh_optimizer, moment_names
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import Local
 from thinwire.strategies.local.outer_step import WHOLE, OuterStep, Placement, scaled_by
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -71,9 +74,17 @@ class SlowMo(OuterStep):
         "too much momentum, or too long a period, overshoots: the effective learning rate is the optimizer's times "
         "lr / (1 - momentum), so lower one of them"
     )
-    elementwise = trait(lambda self: self.base.elementwise and self.buffers == "maintain")
-    growing = ("lr_sum",)
-    lr_factor = trait(lambda self: scaled_by(self.base, self.codec, self.lr, self.momentum))
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            elementwise=self.base.traits.elementwise and self.buffers == "maintain",
+            optimizer_state=self.buffers,
+            growing=("lr_sum",),
+            lr_factor=scaled_by(self.base, self.codec, self.lr, self.momentum),
+        )
 
     def __post_init__(self) -> None:
         """Check the ranges."""

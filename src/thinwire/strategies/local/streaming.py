@@ -2,6 +2,8 @@
 """Send the parameters in fragments, one after another."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +13,8 @@ from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.local.overlap_local_sgd import OverlapLocalSGD
-from thinwire.strategies.wrapper import Wrapper, period_of
+from thinwire.strategies.traits import Traits
+from thinwire.strategies.wrapper import Wrapper
 
 
 @registered
@@ -59,11 +62,14 @@ class Streaming(Wrapper):
     waits = "as its base, for one fragment at a time"
     limits = "each message pays the latency of the link; the whole model is never averaged at one step"
 
-    local_rounds = False
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(super().traits, fragments=self.fragments, local_rounds=False)
 
     def __post_init__(self) -> None:
         """Check the types, and that the base works on fragments."""
-        period = period_of(self.base)
+        period = self.base.traits.period
         if period is None:
             raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")
         if any(hasattr(each, "fragments") and not isinstance(each, Streaming) for each in nested(self.base)):
@@ -72,19 +78,19 @@ class Streaming(Wrapper):
             )
         if not 1 <= self.fragments <= period:
             raise ConfigError(f"fragments={self.fragments}: must lie between 1 and the base's period={period}")
-        if self.base.sends_gradients:
+        if self.base.traits.sends_gradients:
             raise ConfigError(f"base={self.base}: sends gradients at every step; use a base that averages parameters")
-        if self.base.timing_dependent:
+        if self.base.traits.timing_dependent:
             raise ConfigError(
                 f"base={self.base}: sends messages on no common schedule, which fragments cannot share; use it without "
                 "Streaming, or a base that averages parameters, such as SlowMo()"
             )
-        if any(getattr(each, "warmup_steps", 0) for each in nested(self.base)):
+        if self.base.traits.steady_from:
             raise ConfigError(
                 f"base={self.base}: fragments that are steps ahead would leave out a part of the warm-up; use "
                 "warmup_steps=0"
             )
-        if any(getattr(each, "buffers", "maintain") != "maintain" for each in nested(self.base)):
+        if self.base.traits.optimizer_state != "maintain":
             raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
 
     def check(self, size: int) -> None:
@@ -158,6 +164,6 @@ class Streaming(Wrapper):
     def _fragments(self, r: Replica) -> Iterator[Replica]:
         # Integer division, so that fragments cover the vector without gap or overlap.
         edges = [f * r.x.numel() // self.fragments for f in range(self.fragments + 1)]
-        period = period_of(self.base) or 1
+        period = self.base.traits.period or 1
         for f in range(self.fragments):
             yield r.part(f"fragment-{f}", slice(edges[f], edges[f + 1]), ahead=f * period // self.fragments)

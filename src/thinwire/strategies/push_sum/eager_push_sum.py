@@ -2,6 +2,7 @@
 """Send shares of the parameters along a directed graph, and add the others' as soon as they arrive."""
 
 from collections.abc import Iterator
+from functools import cached_property
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Peers, Topology, check_edges
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.exponential import OnePeerExponential
@@ -74,8 +76,10 @@ class EagerPushSum(Strategy):
         "ranks together"
     )
 
-    timing_dependent = True
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(timing_dependent=True, restarts_on_resize=True)
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""

@@ -2,6 +2,7 @@
 """Send shares of the parameters along a directed graph, and divide by a weight to remove the bias."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from thinwire.registry import registered
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.push_sum.mass import debias_, inherit_mass_, mass_of, mix_mass_, numerator, weight
+from thinwire.strategies.traits import Traits
 from thinwire.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.topology.exact_weights import exact_weights
 from thinwire.topology.exponential import OnePeerExponential
@@ -79,8 +81,10 @@ class PushSum(Strategy):
     waits = "at every step each worker waits for the messages that its neighbours sent `staleness` steps before"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
-    elementwise = True
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(elementwise=True, restarts_on_resize=True)
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -17,7 +18,8 @@ from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, trait
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 
 _MAX_RANKS_IN_METRICS = 16
 
@@ -89,21 +91,24 @@ class BackupWorkers(Strategy):
     waits = "every step, all wait until the first N workers are ready and their gradients are averaged"
     limits = "data of a worker that is always late are never used unless they are assigned anew; N gradients of n count"
 
-    sends_gradients = True
-    needs_equal_start = True
-    timing_dependent = True
-    inelastic = trait(
-        lambda self: (
-            "it goes on by itself without up to `backups` lost workers; leave elastic=True out"
-            if self.backups
-            else "backups=0 waits for all workers; use AllReduce()"
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            needs_equal_start=True,
+            timing_dependent=True,
+            inelastic=(
+                "it goes on by itself without up to `backups` lost workers; leave elastic=True out"
+                if self.backups
+                else "backups=0 waits for all workers; use AllReduce()"
+            ),
+            equal_replicas=not self.backups,
+            skips_steps=self.backups > 0,
+            # A late worker takes a member's parameters together with the whole state of its optimizer.
+            moves_parameters=False,
+            growing=(LOG,),
         )
-    )
-    equal_replicas = trait(lambda self: not self.backups)
-    skips_steps = trait(lambda self: self.backups > 0)
-    # A late worker takes a member's parameters together with the whole state of its optimizer.
-    moves_parameters = False
-    growing = (LOG,)
 
     def __post_init__(self) -> None:
         """Check the kinds and the ranges."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from thinwire.replica.point_to_point import on_message, open_mailbox, others
 from thinwire.replica.replica import Replica
 from thinwire.replica.rounds import Barrier
 from thinwire.strategies.base import Strategy
+from thinwire.strategies.traits import Traits
 
 _PUSH = 1  # topic of the mailbox; answers are of topic 0, which `Mailbox.expect` receives
 _BARRIER = Barrier("barriers", topic=2, until="to end their steps")
@@ -70,10 +72,15 @@ class ParameterServer(Strategy):
     waits = "at every step each worker waits for all others' answers, sent while they compute; not for their steps"
     limits = "gradients are stale, by about as many updates as there are other workers; results depend on timing"
 
-    timing_dependent = True
-    lr_factor = None  # every worker's updates count in full, scaled or not: it depends on how many there are
-    needs_equal_start = True
-    restarts_on_resize = True
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            timing_dependent=True,
+            lr_factor=None,  # every worker's updates count in full, scaled or not: it depends on how many there are
+            needs_equal_start=True,
+            restarts_on_resize=True,
+        )
 
     def start(self, r: Replica) -> None:
         """Copy this worker's part of the parameters, and open the mailbox that receives the other workers' pushes."""

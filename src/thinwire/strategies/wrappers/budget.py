@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import lcm
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -12,7 +13,6 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
 from thinwire.codecs.feedback import ErrorFeedback, residual_of
 from thinwire.codecs.levels import Levels, levels_of
 from thinwire.codecs.nearest import Nearest
@@ -24,9 +24,10 @@ from thinwire.kernels.decisions import decide
 from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested, trait
+from thinwire.strategies.base import Strategy, codecs_of, gradient_buffer, nested
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import Local, LocalSGD
+from thinwire.strategies.traits import Traits
 from thinwire.strategies.wrapper import Wrapper
 
 _BUDGET = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(k|M|G)?B\s*/\s*(s|step)\s*")
@@ -111,16 +112,20 @@ class Budget(Wrapper):
     waits = "as its base"
     limits = "bytes are spent where the base sends; shorter periods spend them more evenly"
 
-    timing_dependent = trait(lambda self: self.base.timing_dependent or not self.per_step)
-    data_dependent_bytes = trait(lambda self: self.base.data_dependent_bytes or not self.per_step)
-    # Where a round ends is not known before, but all workers find the same.
-    local_rounds = False
-    inelastic = ""
-    growing = ("buckets",)
-    # A delay is a smaller share of a round that goes on.
-    lr_factor = trait(
-        lambda self: None if any(getattr(each, "delay", 0) != 0 for each in nested(self.base)) else self.base.lr_factor
-    )
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            timing_dependent=self.base.traits.timing_dependent or not self.per_step,
+            data_dependent_bytes=self.base.traits.data_dependent_bytes or not self.per_step,
+            # Where a round ends is not known before, but all workers find the same.
+            local_rounds=False,
+            inelastic="",
+            growing=("buckets",),
+            # A delay is a smaller share of a round that goes on.
+            lr_factor=None if self.base.traits.delay else self.base.traits.lr_factor,
+        )
 
     def __post_init__(self) -> None:
         """Check the budget, and that the base has something to choose."""
@@ -128,19 +133,19 @@ class Budget(Wrapper):
             raise ConfigError(
                 f"budget={self.budget!r}: a number of bytes per second or step; such as 2MB/s, 500kB/step"
             )
-        if not (self.base.postpones or (self._exchanges and self._levels is not None)):
+        if not (self.base.traits.postpones or (self._exchanges and self._levels is not None)):
             raise ConfigError(
                 f"base={self.base}: there is nothing to choose; use AllReduce() with a codec that has bits, a rank or "
                 "elements that are kept, such as AllReduce(ErrorFeedback(Nearest())), or LocalSGD(), SlowMo(), "
                 "DiLoCo(), OverlapLocalSGD() or CoCoD()"
             )
         inside = [each for each in nested(self.base) if each is not self.base and each != Local()]
-        if unpaid := [each for each in inside if not each.postpones]:
+        if unpaid := [each for each in inside if not each.traits.postpones]:
             raise ConfigError(
                 f"base={self.base}: {unpaid[0]} sends at steps of its own, whatever is left to spend; use Local() "
                 "there, or a strategy whose means can wait, such as LocalSGD()"
             )
-        if getattr(self.base, "buffers", "maintain") == "average":
+        if self.base.traits.optimizer_state == "average":
             raise ConfigError(
                 f"base={self.base}: the averages of the optimizer's moments are not in the budget; use "
                 "buffers='maintain' or 'reset'"
@@ -255,8 +260,8 @@ class Budget(Wrapper):
 
     @property
     def _levels(self) -> Levels | None:
-        codec = getattr(self.base, "codec", None)
-        levels = levels_of(codec) if isinstance(codec, Codec) else None
+        codec = next(codecs_of(self.base), None)
+        levels = None if codec is None else levels_of(codec)
         if levels is None or not self._exchanges or codec is None or codec.sign_only:
             return levels
         # Signs of gradients do not go with every optimizer; those of differences of parameters do.
@@ -290,8 +295,8 @@ class Budget(Wrapper):
         if isinstance(where, slice):
             place: tuple[int, ...] = where.start, where.stop
         else:
-            periods = (getattr(each, "period", 1) for each in nested(self.base))
-            place = int(where <= self.base.steady_from), where % lcm(*periods)
+            periods = (each.traits.period or 1 for each in nested(self.base))
+            place = int(where <= self.base.traits.steady_from), where % lcm(*periods)
         costs, key = _of(r).costs, (level, *place, size)
         if key not in costs:
             costs[key] = self._dry_run(r, level, where, size)
@@ -302,7 +307,7 @@ class Budget(Wrapper):
         strategy, x = self._at(level), torch.empty_like(r.x, device="meta")
         # The last rank, which keeps the shortest piece of each mean, sends the most.
         comm = CountingComm(size - 1, size)
-        dry = Replica(x, strategy.gradient_buffer(x), comm, lr=lambda: 1.0, seed=r.seed, segments=r.segments)
+        dry = Replica(x, gradient_buffer(strategy, x), comm, lr=lambda: 1.0, seed=r.seed, segments=r.segments)
         strategy.start(dry)
         before = comm.meter.payload_bytes
         if not isinstance(where, slice):

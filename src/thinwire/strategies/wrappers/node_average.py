@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Average within each node every few steps, between the averages over all workers."""
 
+from dataclasses import replace
+from functools import cached_property
+
 import torch
 
 from thinwire.comm.members import check_nodes
@@ -10,7 +13,8 @@ from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import LocalSGD, check_period
 from thinwire.strategies.local.means import ring_all_reduce_, weighted_mean_
-from thinwire.strategies.wrapper import Wrapper, period_of
+from thinwire.strategies.traits import Traits
+from thinwire.strategies.wrapper import Wrapper
 
 
 @registered
@@ -59,17 +63,24 @@ class NodeAverage(Wrapper):
     waits = "as its base; every `period` steps the workers of a node also wait for its slowest one"
     limits = "pays if links within a node are faster than those between nodes"
 
-    moves_parameters = True
-    inelastic = "its nodes are neighbouring ranks, whose numbers change when one is lost; use its base"
-    local_rounds = False  # the nodes' averages are communication of its own
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            period=self.period,
+            moves_parameters=True,
+            inelastic="its nodes are neighbouring ranks, whose numbers change when one is lost; use its base",
+            local_rounds=False,  # the nodes' averages are communication of its own
+        )
 
     def __post_init__(self) -> None:
         """Check the ranges, and that the base averages over all workers now and then, of what may be moved between."""
         check_period(self.period)
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
-        longer = period_of(self.base)
-        if longer is None or not self.base.averages_at(longer) or not self.base.local_rounds:
+        longer = self.base.traits.period
+        if longer is None or not self.base.averages_at(longer) or not self.base.traits.local_rounds:
             raise ConfigError(
                 f"base={self.base}: must be local steps with averages over all workers; use LocalSGD(), or SlowMo() or "
                 "DiLoCo() around LocalSGD() or Local()"

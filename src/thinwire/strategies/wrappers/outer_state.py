@@ -3,6 +3,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from thinwire.registry import registered
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.local.outer_step import Placed, Placement
 from thinwire.strategies.local.slow_momentum import SlowMo
+from thinwire.strategies.traits import Traits
 
 
 @registered
@@ -45,8 +47,15 @@ class Sharded(Placed):
     base: Strategy = SlowMo()
 
     paper = "Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054"
-    inelastic = "each worker keeps a part of the outer state, which is lost with it; use its base, or Offloaded()"
-    elementwise = False
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            inelastic="a lost worker's part of the outer state is lost with it; use its base, or Offloaded()",
+            elementwise=False,
+        )
 
     def check(self, size: int) -> None:
         """As the base; and refuse one whose outer step needs the whole vector."""

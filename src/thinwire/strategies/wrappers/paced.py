@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let every worker take as many steps of a round as its speed allows."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
@@ -13,9 +14,10 @@ from thinwire.comm.pending import PendingMeans
 from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, nested, pace_rule, trait
+from thinwire.strategies.base import Strategy, nested, pace_rule
 from thinwire.strategies.local.local_sgd import LocalSGD
-from thinwire.strategies.wrapper import Wrapper, period_of
+from thinwire.strategies.traits import Traits
+from thinwire.strategies.wrapper import Wrapper
 
 _FIRST_STEPS = 4
 _TIMED_STEPS = 9
@@ -89,22 +91,28 @@ class Paced(Wrapper):
     waits = "at the end of a round all wait for each other, and come there at about the same time"
     limits = "slow workers' data count for less; evaluate and save between rounds only"
 
-    moves_parameters = True
-    local_rounds = False
-    elementwise = False
-    skips_steps = True
-    timing_dependent = trait(lambda self: not self.steps)
-    # Where workers leave out steps, it depends on who does.
-    lr_factor = trait(lambda self: self.base.lr_factor if set(self.steps) == {period_of(self.base)} else None)
-    meets_every = trait(lambda self: period_of(self.base) or 1)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            moves_parameters=True,
+            local_rounds=False,
+            elementwise=False,
+            skips_steps=True,
+            sample_weighted=self.weights == "samples",
+            timing_dependent=not self.steps,
+            # Where workers leave out steps, it depends on who does.
+            lr_factor=self.base.traits.lr_factor if set(self.steps) == {self.base.traits.period} else None,
+        )
 
     def __post_init__(self) -> None:
         """Check that the base takes local steps and ends its rounds with plain means."""
-        period = period_of(self.base)
+        period = self.base.traits.period
         averages = [] if period is None else [k for k in range(1, period + 1) if self.base.averages_at(k)]
         codec = any(isinstance(value, Codec) for each in nested(self.base) for value in vars(each).values())
-        weighted = any(getattr(each, "weights", "equal") != "equal" for each in nested(self.base))
-        if not self.base.local_rounds or weighted or averages != [period] or codec:
+        weighted = self.base.traits.sample_weighted
+        if not self.base.traits.local_rounds or weighted or averages != [period] or codec:
             raise ConfigError(
                 f"base={self.base}: must be rounds of local steps, all alike, that end with a mean of the parameters "
                 "as they are; use LocalSGD(), or SlowMo() or DiLoCo() around Local()"
@@ -139,7 +147,7 @@ class Paced(Wrapper):
             now = r.comm.runtime.clock()
             clock.seconds = None if clock.mark is None else now - clock.mark
             clock.mark, clock.step = now, r.step
-        period = period_of(self.base) or 1
+        period = self.base.traits.period or 1
         count = (r.step - 1) % period + 1
         if clock.seconds is not None and not self.steps:
             self._time(r, clock.seconds, first=count == 1)

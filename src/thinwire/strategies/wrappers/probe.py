@@ -2,18 +2,20 @@
 """Measure from time to time how much workers' gradients differ."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.codecs.base import Codec
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy
+from thinwire.strategies.base import Strategy, codecs_of
 from thinwire.strategies.gradients.all_reduce import AllReduce
+from thinwire.strategies.traits import Traits
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.strategies.wrappers.heterogeneity import NAMES, estimate
 
@@ -78,8 +80,14 @@ class Probe(Wrapper):
         "estimates are meaningful"
     )
 
-    local_rounds = False  # a node's average would pass for steps of this worker
-    growing = ("lr_sum",)
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            local_rounds=False,  # a node's average would pass for steps of this worker
+            growing=("lr_sum",),
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that deviations can be measured in the base."""
@@ -87,15 +95,15 @@ class Probe(Wrapper):
             raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:
             raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
-        if getattr(self.base, "weights", "equal") != "equal":
+        if self.base.traits.sample_weighted:
             raise ConfigError(f"base={self.base}: the probe measures plain means; use LocalSGD without weights")
-        if self.base.sends_gradients and self.base.reads_gradient:
+        if self.base.traits.sends_gradients and self.base.traits.reads_gradient:
             raise ConfigError(
                 f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
                 "AllReduce() for some steps instead"
             )
-        averages = self.base.local_rounds and not isinstance(self.base, Wrapper)
-        if isinstance(self.base, Probe) or not (self.base.sends_gradients or averages):
+        averages = self.base.traits.local_rounds and not isinstance(self.base, Wrapper)
+        if isinstance(self.base, Probe) or not (self.base.traits.sends_gradients or averages):
             raise ConfigError(
                 f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
                 "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
@@ -107,7 +115,7 @@ class Probe(Wrapper):
         exchanging = self.base
         while isinstance(exchanging, Wrapper):
             exchanging = exchanging.base
-        codec: Codec | None = getattr(exchanging, "codec", None)
+        codec = next(codecs_of(exchanging), None)
         if codec is None or not (codec.keeps_residual or codec.error_bound >= 1):
             return
         found = (
@@ -124,7 +132,7 @@ class Probe(Wrapper):
         """Refuse what the base refuses and, if it averages parameters, every optimizer but SGD without momentum."""
         super().check_optimizer(optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
-        if not self.sends_gradients and not plain:
+        if not self.traits.sends_gradients and not plain:
             raise ConfigError(
                 f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which takes "
                 "SGD without momentum; measure AllReduce() for some steps instead"
@@ -142,12 +150,12 @@ class Probe(Wrapper):
         super().start(r)
         r.zeros_state("deviation")
         r.zeros_state("earlier")
-        if not self.sends_gradients:
+        if not self.traits.sends_gradients:
             r.zeros_state("anchor")
         r.state["means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
         r.state["square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
         r.state["half"] = torch.zeros((), dtype=torch.bool, device="cpu")
-        if not self.sends_gradients:
+        if not self.traits.sends_gradients:
             r.state["rounds"] = torch.zeros((), dtype=torch.int64, device="cpu")
             self._begin_round(r)
 
@@ -181,13 +189,13 @@ class Probe(Wrapper):
 
     def before_step(self, r: Replica) -> None:
         """Do as the base does; if it averages parameters, save where a round starts."""
-        if not self.sends_gradients and not r.state["steps"]:
+        if not self.traits.sends_gradients and not r.state["steps"]:
             r.state["anchor"].copy_(r.x)
         super().before_step(r)
 
     def after_step(self, r: Replica) -> None:
         """Do as the base does; use the deviation of this exchange, or count this step towards the round."""
-        if self.sends_gradients:
+        if self.traits.sends_gradients:
             if r.comm.size > 1 and r.active == r.comm.size:
                 self._measure(r, self._stage(r.step - 1))
             super().after_step(r)
@@ -202,12 +210,12 @@ class Probe(Wrapper):
     def restart(self, r: Replica) -> None:
         """As the base; if it averages parameters, a round that has started is not measured."""
         super().restart(r)
-        if not self.sends_gradients:
+        if not self.traits.sends_gradients:
             self._begin_round(r)
 
     def average_(self, r: Replica) -> None:
         """Average as the base does; if it averages parameters, this ends a round that has started."""
-        if self.sends_gradients or not r.state["steps"]:
+        if self.traits.sends_gradients or not r.state["steps"]:
             super().average_(r)
         else:
             self._end_round(r, super().average_)
@@ -254,7 +262,7 @@ class Probe(Wrapper):
             earlier.copy_(now)
         if not complete:
             return
-        if self.sends_gradients:
+        if self.traits.sends_gradients:
             # The gradient of a rank in another step must not meet these sums: Gloo ends a process on other sizes.
             r.comm.check_in_step("a measurement").wait()
         pairs = ((now, now), (earlier, earlier), (now, earlier))
