@@ -21,6 +21,7 @@ import thinwire
 from tests.rules import for_each
 from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
 from thinwire.registry import recipe_classes
+from thinwire.strategies.traits import Traits
 from thinwire.strategies.wrapper import Wrapper
 
 ROOT = Path(thinwire.__file__).parent
@@ -408,6 +409,19 @@ def counts(name: str, call: ast.Call) -> bool:
     parts = [part for argument in call.args for part in ast.walk(argument)]
     fractions = [part for part in parts if isinstance(part, ast.Div) or isinstance(getattr(part, "value", None), float)]
     return name == "torch.arange" and not fractions
+
+
+def hyperparameters() -> set[str]:
+    """The names of all strategies' fields and traits."""
+    kinds = [Traits, *(kind for kind in recipe_classes().values() if issubclass(kind, Strategy))]
+    return {field.name for kind in kinds if dataclasses.is_dataclass(kind) for field in dataclasses.fields(kind)}
+
+
+@for_each([path for path in FILES if path.relative_to(ROOT).parts[0] not in ("strategies", "codecs")], name_of)
+def test_strategies_are_not_searched_for_hyperparameters(path: Path) -> None:
+    searches = [call for name, call in calls_in(path) if name in ("getattr", "hasattr")]
+    names = {argument.value for call in searches for argument in call.args[1:2] if isinstance(argument, ast.Constant)}
+    assert not names & hyperparameters(), "read them from strategy.traits"
 
 
 # -- the public names --------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ OTHER_NAMES = {
     "replica.replica": "Replica",
     "strategies.base": "Strategy",
     "strategies.recipe": "parse",
+    "strategies.traits": "Traits",
     "tensor2d.parallelize": "parallelize_2d",
     "topology.base": "Topology",
     "worker.stats": "Stats",

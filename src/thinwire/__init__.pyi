@@ -86,6 +86,7 @@ from thinwire.strategies.push_sum.push_sum import PushSum as PushSum
 from thinwire.strategies.recipe import parse as parse
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers as BackupWorkers
 from thinwire.strategies.stragglers.parameter_server import ParameterServer as ParameterServer
+from thinwire.strategies.traits import Traits as Traits
 from thinwire.strategies.wrappers.budget import Budget as Budget
 from thinwire.strategies.wrappers.node_average import NodeAverage as NodeAverage
 from thinwire.strategies.wrappers.outer_state import Offloaded as Offloaded

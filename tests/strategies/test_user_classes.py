@@ -240,6 +240,16 @@ class Mutable(Strategy):
 
 
 @dataclass(frozen=True)
+class Loud(Strategy):
+    sends_gradients = True
+
+
+def test_a_trait_that_is_written_as_an_attribute_of_the_class_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"Loud has the class attribute sends_gradients=True.*thinwire.Traits\("):
+        attached(Loud())
+
+
+@dataclass(frozen=True)
 class Plain(Codec):
     """The elements in fp32; the classes below are wrong in one way each."""
 

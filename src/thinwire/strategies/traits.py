@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from thinwire.topology.base import Topology
+
 _OWN_PACE = "its workers go at their own pace, and their messages belong to fixed ranks; use AllReduce() or SlowMo()"
 
 
@@ -21,6 +23,7 @@ class Traits:
         steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
         fragments: the parts of the vector that are averaged at different steps of a period.
         delay: the steps between the start of a mean and its use. It counts only where parameters are used late.
+        topology: the graph whose neighbors exchange messages; None where all workers exchange with all.
         sends_gradients: gradients are sent during the backward pass, through `on_gradient`.
         reads_gradient: `before_step` needs `r.g`, and may change it.
         moves_parameters: a hook before or after the optimizer's step may change `r.x` and leave the optimizer's state
@@ -62,6 +65,7 @@ class Traits:
     steady_from: int = 0
     fragments: int = 1
     delay: int = 0
+    topology: Topology | None = None
     sends_gradients: bool = False
     reads_gradient: bool = False
     moves_parameters: bool = True

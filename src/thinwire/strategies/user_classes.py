@@ -144,12 +144,13 @@ def _check_frozen(recipe: object) -> None:
 
 def _check_traits(strategy: Strategy) -> None:
     """Refuse a trait that is written as an attribute of the class, where nothing reads it."""
-    own = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
-    for trait in fields(Traits):
-        if trait.name not in own and hasattr(type(strategy), trait.name):
+    hyperparameters = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
+    for name in sorted({each.name for each in fields(Traits)} - hyperparameters):
+        value = getattr(type(strategy), name, None)
+        if isinstance(value, bool | int | float | str | tuple):
             raise ConfigError(
-                f"{type(strategy).__name__} has the class attribute {trait.name}. Traits are read from `traits` alone. "
-                f"Override it: @cached_property, def traits(self): return thinwire.Traits({trait.name}=...)."
+                f"{type(strategy).__name__} has the class attribute {name}={value!r}. Traits are read from "
+                f"strategy.traits only. Return thinwire.Traits({name}={value!r}) from a cached_property `traits`."
             )
 
 

@@ -23,6 +23,7 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "steady_from": "base",
     "fragments": "base",
     "delay": "base",
+    "topology": "base",
     "sends_gradients": "base",
     "reads_gradient": "base",
     "moves_parameters": "base",

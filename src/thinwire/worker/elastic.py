@@ -163,7 +163,7 @@ class Elastic:
         # Their workers exchange with neighbours, each at its own time, so that not every step is a round.
         self._neighbours = any(each.traits.restarts_on_resize for each in nested(strategy))
         # Which of them send at a step depends on the rank, so that who was silent does not know that all were.
-        self._uneven = not self._neighbours and any(hasattr(each, "topology") for each in nested(strategy))
+        self._uneven = not self._neighbours and strategy.traits.topology is not None
         self._parts = [each for each in nested(strategy) if not _silent(each)]
         self._reads_before = any(
             type(each).before_step not in (Strategy.before_step, Wrapper.before_step) for each in nested(strategy)

@@ -84,7 +84,7 @@ class ADPSGD(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(timing_dependent=True, restarts_on_resize=True)
+        return Traits(topology=self.topology, timing_dependent=True, restarts_on_resize=True)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, are not connected, or are not bipartite."""

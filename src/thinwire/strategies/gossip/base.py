@@ -37,7 +37,7 @@ class DecentralisedMomentum(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(lr_factor=1 / (1 - self.momentum))
+        return Traits(topology=self.topology, lr_factor=1 / (1 - self.momentum))
 
     def __post_init__(self) -> None:
         """Check the types and the momentum."""

@@ -78,7 +78,7 @@ class Choco(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(restarts_on_resize=True, feeds_back=True)
+        return Traits(topology=self.topology, restarts_on_resize=True, feeds_back=True)
 
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""

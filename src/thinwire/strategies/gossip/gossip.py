@@ -65,7 +65,7 @@ class Gossip(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(elementwise=True, restarts_on_resize=True)
+        return Traits(topology=self.topology, elementwise=True, restarts_on_resize=True)
 
     def check(self, size: int) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""

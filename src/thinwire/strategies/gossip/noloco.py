@@ -82,6 +82,7 @@ class NoLoCo(Strategy):
         """See `Traits`."""
         return Traits(
             period=self.period,
+            topology=self.topology,
             elementwise=True,
             lr_factor=self.lr / (1 - self.momentum),
             # The velocity and the points belong to single workers.

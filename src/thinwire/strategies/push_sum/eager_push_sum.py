@@ -79,7 +79,7 @@ class EagerPushSum(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(timing_dependent=True, restarts_on_resize=True)
+        return Traits(topology=self.topology, timing_dependent=True, restarts_on_resize=True)
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""

@@ -84,7 +84,7 @@ class PushSum(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(elementwise=True, restarts_on_resize=True)
+        return Traits(topology=self.topology, elementwise=True, restarts_on_resize=True)
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
