@@ -78,7 +78,7 @@ def _ended(
     """Where one machine's model ends; gradients are accumulated over a round where the strategy exchanges them."""
     model = _Linear(problem.features.shape[1])
     worker = attach(model, make(list(model.parameters())), strategy, comm=comm)
-    passes = _PERIOD if strategy.sends_gradients else 1
+    passes = _PERIOD if strategy.traits.sends_gradients else 1
     for few in rows.split(passes):
         worker.optimizer.zero_grad()
         with worker.no_sync():
