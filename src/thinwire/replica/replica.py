@@ -45,7 +45,7 @@ class PrefixView(MutableMapping[str, T]):
 
 
 @dataclass
-class _Progress:
+class Progress:
     """What a replica and its parts have in common."""
 
     active: int
@@ -81,6 +81,7 @@ class Replica:
         moments: the optimizer's state for these parameters; none for a part of the vector.
         metrics: numbers about this step by name, for logs; not saved.
         parts: the replicas that `part` has made, by name.
+        progress: the step and what was recorded for it; shared by all parts.
         pending_means: the compressed means of this step that are in flight; shared by all replicas of a worker.
 
     Example:
@@ -117,7 +118,7 @@ class Replica:
         self.parts: dict[str, Replica] = {}
         self.pending_means = pending_means or PendingMeans()
         self._lr = lr
-        self._progress = _Progress(active=comm.size)
+        self.progress = Progress(active=comm.size)
         self._ahead = 0
 
     @property
@@ -132,61 +133,61 @@ class Replica:
     @property
     def step(self) -> int:
         """Optimizer steps done; of a part, with the steps that it is ahead."""
-        return self._progress.step + self._ahead
+        return self.progress.step + self._ahead
 
     @step.setter
     def step(self, value: int) -> None:
-        self._progress.step = value - self._ahead
+        self.progress.step = value - self._ahead
 
     @property
     def active(self) -> int:
         """Ranks that still have data."""
-        return self._progress.active
+        return self.progress.active
 
     @active.setter
     def active(self, value: int) -> None:
-        self._progress.active = value
+        self.progress.active = value
 
     @property
     def samples(self) -> float:
         """This rank's weight in weighted averages of this step."""
-        return self._progress.samples
+        return self.progress.samples
 
     @samples.setter
     def samples(self, value: float) -> None:
-        self._progress.samples = value
+        self.progress.samples = value
 
     @property
     def equal_start(self) -> bool:
         """Whether all ranks start from equal parameters."""
-        return self._progress.equal_start
+        return self.progress.equal_start
 
     @equal_start.setter
     def equal_start(self, value: bool) -> None:
-        self._progress.equal_start = value
+        self.progress.equal_start = value
 
     @property
     def postponed(self) -> bool:
         """Whether means of parameters that would start at this step are left out."""
-        return self._progress.postponed
+        return self.progress.postponed
 
     @postponed.setter
     def postponed(self, value: bool) -> None:
-        self._progress.postponed = value
+        self.progress.postponed = value
 
     @property
     def loss(self) -> Tensor | None:
         """The loss of this step, if it was recorded."""
-        return self._progress.loss
+        return self.progress.loss
 
     @loss.setter
     def loss(self, value: Tensor | None) -> None:
-        self._progress.loss = value
+        self.progress.loss = value
 
     @property
     def metrics(self) -> dict[str, float | Tensor]:
         """Numbers about this step by name."""
-        return self._progress.metrics
+        return self.progress.metrics
 
     def part(self, name: str, where: slice | None = None, *, ahead: int = 0) -> Replica:
         """A replica with names of its own over the vectors or a part of them; the same object at every call.
@@ -212,7 +213,7 @@ class Replica:
             where = slice(*where.indices(x.numel()))
             x, g, segments, moments = x[where], g[where], cut_out(segments, where), None
         part = Replica(x, g, self.comm, lr=lr, seed=self.seed, segments=segments, moments=moments)
-        part._progress, part._ahead = self._progress, self._ahead + ahead
+        part.progress, part._ahead = self.progress, self._ahead + ahead
         part.state = PrefixView(self.state, f"{name}/")
         part.inflight = PrefixView(self.inflight, f"{name}/")
         part.pending_means = self.pending_means

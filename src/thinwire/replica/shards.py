@@ -88,28 +88,31 @@ class Shards:
     Args:
         model: may use FSDP2.
         pairs: each sharded parameter with its view of a replica's `x`.
+
+    Attributes:
+        views: the parts of the vectors; empty if no parameter is sharded.
     """
 
     def __init__(self, model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         self._parameters = [parameter for parameter, _ in pairs]
-        self._views = [view for _, view in pairs]
+        self.views = [view for _, view in pairs]
         # After a forward pass without a backward pass FSDP2 keeps the gathered parameters, which would hide a write.
         found = (module for module in model.modules() if pairs and hasattr(module, "reshard"))
         self._gathered = [cast(Any, module) for module in found]
 
     def read(self) -> None:
         """Copy this rank's shards into the vectors."""
-        if self._views:
+        if self.views:
             with torch.no_grad():
-                copy_each_(self._views, [local(p) for p in self._parameters])
+                copy_each_(self.views, [local(p) for p in self._parameters])
 
     def write(self) -> None:
         """Copy the vectors back into this rank's shards."""
-        if self._views:
+        if self.views:
             for module in self._gathered:
                 module.reshard()
             with torch.no_grad():
-                copy_each_([local(p) for p in self._parameters], self._views)
+                copy_each_([local(p) for p in self._parameters], self.views)
 
 
 def unwrap_dtensors(tree: Any) -> Any:

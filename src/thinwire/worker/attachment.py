@@ -95,6 +95,9 @@ class Attachment:
     Args:
         worker: with its replicas.
         inside_ddp: what to do where the model is inside DistributedDataParallel.
+
+    Attributes:
+        owner: says that the worker's optimizer moves the parameters, and whether it is doing so.
     """
 
     def __init__(self, worker: WorkerState, inside_ddp: InsideDDP) -> None:
@@ -104,12 +107,12 @@ class Attachment:
         self._places = [(p, p.data_ptr()) for p in trained if not is_sharded(p)]
         self._frozen = [p for p in held if not p.requires_grad]
         self._num_held = len(held)
-        self._owner = _Owner(worker)
+        self.owner = _Owner(worker)
         self._inside_ddp: InsideDDP = inside_ddp
         self._looked = False
         with _owners_lock:
             for parameter in trained:
-                _owners[parameter] = self._owner
+                _owners[parameter] = self.owner
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_refuse_other_optimizers))
         if not _look_eagerly:
@@ -164,7 +167,7 @@ class Attachment:
                 )
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
-        self._owner.stepping = True
+        self.owner.stepping = True
 
     def _check_frozen(self, worker: WorkerState) -> None:
         """Refuse parameters that were frozen since attach, where they would go on moving.
@@ -176,10 +179,6 @@ class Attachment:
             return
         refuse(worker, f"parameters were frozen since attach, and momentum would go on moving them; {_AGAIN}")
 
-    def after_step(self) -> None:
-        """The optimizer's step has ended."""
-        self._owner.stepping = False
-
     def _guard_model(self, worker: WorkerState) -> None:
         """Look for DistributedDataParallel in every forward pass of the model, also where it is wrapped later."""
         hook = _mute_ddp if self._inside_ddp == "mute" else _refuse_ddp
@@ -190,11 +189,11 @@ class Attachment:
                 _hide_hooks(worker, module)  # of a module that has come since attach
 
     def _release(self, trained: Sequence[Tensor]) -> None:
-        for wrapper in self._owner.muted:
+        for wrapper in self.owner.muted:
             wrapper.require_backward_grad_sync = True
         with _owners_lock:
             for parameter in trained:
-                if _owners.get(parameter) is self._owner:
+                if _owners.get(parameter) is self.owner:
                     del _owners[parameter]
 
 

@@ -16,6 +16,7 @@ from thinwire.strategies.recipe import parse
 from thinwire.strategies.user_classes import check_user_classes
 from thinwire.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
+from thinwire.worker.state import Policy
 
 
 def check_arguments(model: object, optimizer: object, strategy: object) -> Strategy:
@@ -172,4 +173,26 @@ def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled
         raise ConfigError(
             f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors; use "
             "Lamb2D(params, model=model, mesh=mesh), or OneBitAdam"
+        )
+
+
+def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int, optimizer: Optimizer) -> None:
+    """Refuse a policy that is none, and one by which parts of a model or of a step would be left out.
+
+    Raises:
+        ConfigError: with the policy and what to use instead.
+    """
+    if policy not in ("raise", "skip", "ignore"):
+        raise ConfigError(f'nonfinite={policy!r}: must be "raise", "skip" or "ignore"')
+    sharded = any(is_sharded(p) for p in parameters)
+    if policy == "skip" and (sharded or blocks > 1):
+        parts = "sharded parameters" if sharded else f"a model in {blocks} blocks"
+        raise ConfigError(
+            f'nonfinite="skip" with {parts}: each rank sees its own part of a gradient, and parts of one model would '
+            'leave out different steps; use nonfinite="raise" and resume from a checkpoint'
+        )
+    if policy == "skip" and evaluates_several_gradients(optimizer):
+        raise ConfigError(
+            f'nonfinite="skip" with {type(optimizer).__name__}: a step has several gradients, and would go on with '
+            'zeros in place of one; use nonfinite="raise"'
         )

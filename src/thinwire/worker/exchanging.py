@@ -3,14 +3,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from types import FrameType
-from typing import Any
-
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.replica.replica import Replica
@@ -21,17 +15,11 @@ from thinwire.worker.handshake import sum_of_bits
 from thinwire.worker.scaled_residuals import ScaledResiduals
 from thinwire.worker.state import WorkerState
 
-_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
-_ALLOCATING = (("torch.distributed.optim.named_optimizer", "init_state"),)
-
 
 def watch_gradients(worker: WorkerState) -> None:
     """Hook the exchange of the worker's strategy to the backward pass, in place of the one before."""
     strategy = worker.strategy
-    while worker.watching:
-        worker.watching.pop().remove()
-    if worker.backward is not None:
-        worker.backward.passes.leave(worker.backward)
+    stop_watching(worker)
     worker.backward = None
     if not strategy.traits.sends_gradients or (worker.comm.size == 1 and worker.survives is None):
         return
@@ -74,85 +62,9 @@ def watch_gradients(worker: WorkerState) -> None:
     worker.watching += worker.backward.watch()
 
 
-def register_hooks(worker: WorkerState, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-    """Hook the exchange to the backward pass, and the worker's hooks to the optimizer's step; `undo` removes them."""
-    watch_gradients(worker)
-    worker.undo.callback(_stop_watching, worker)
-    steps = _Steps(before, after)
-    worker.undo.callback(worker.optimizer.register_step_pre_hook(steps.before).remove)
-    worker.undo.callback(worker.optimizer.register_step_post_hook(steps.after).remove)
-
-
-def _stop_watching(worker: WorkerState) -> None:
-    for handle in worker.watching:
-        handle.remove()
+def stop_watching(worker: WorkerState) -> None:
+    """Remove the hooks of the exchange."""
+    while worker.watching:
+        worker.watching.pop().remove()
     if worker.backward is not None:
         worker.backward.passes.leave(worker.backward)
-
-
-class _Steps:
-    """Hooks that run once in a step.
-
-    Torch wraps the `step` of every class of which there has been an object. Where a subclass calls `super().step()`,
-    all hooks run for both, one step within the other. Steps in which torch only allocates the optimizer's state run
-    without the hooks.
-    """
-
-    def __init__(self, before: Callable[..., Any], after: Callable[..., Any]) -> None:
-        self._before, self._after = before, after
-        self._outermost: FrameType | None = None
-        self._allocates_state = False
-
-    def before(self, optimizer: Optimizer, *given: Any) -> Any:
-        """As the hook, unless a step is under way that has called this one."""
-        frame = _caller()
-        if _within(frame, self._outermost):
-            return None
-        # One that is here still has ended by an exception.
-        self._outermost = frame
-        self._allocates_state = _only_allocates_state(optimizer)
-        return None if self._allocates_state else self._before(optimizer, *given)
-
-    def after(self, *given: Any) -> None:
-        """As the hook, at the end of the outermost step."""
-        frame = _caller()
-        if frame is self._outermost or not _within(frame, self._outermost):
-            self._outermost = None
-            if not self._allocates_state:
-                self._after(*given)
-
-
-def _only_allocates_state(optimizer: Optimizer) -> bool:
-    """Whether torch takes this step with zero gradients and a learning rate of zero to allocate the optimizer's state.
-
-    `get_state_dict` and `set_state_dict` of `torch.distributed.checkpoint` do so while the optimizer's state is empty.
-    The state of plain SGD always is.
-    """
-    for group in optimizer.param_groups:
-        lr = group.get("lr", 0.0)
-        # Torch's zero is a scalar on the CPU; a learning rate on a GPU must not be waited for.
-        if (isinstance(lr, Tensor) and (lr.ndim or lr.device.type != "cpu")) or lr != 0:
-            return False
-    frame = inspect.currentframe()
-    while frame is not None:
-        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
-        if (module, function) in _ALLOCATING or module == _CHECKPOINTS:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _caller() -> FrameType | None:
-    """Of the function that asks: where torch calls the hooks of one step."""
-    here = inspect.currentframe()
-    asking = here and here.f_back
-    return asking and asking.f_back
-
-
-def _within(frame: FrameType | None, outer: FrameType | None) -> bool:
-    """Whether a call was made in another one, which is still under way."""
-    while outer is not None and frame is not None:
-        frame = frame.f_back
-        if frame is outer:
-            return True
-    return False

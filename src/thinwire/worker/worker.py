@@ -11,16 +11,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
 from thinwire.comm.base import RULE, Comm
 from thinwire.comm.group import Group, comm_for
 from thinwire.errors import ConfigError
 from thinwire.membership.fleet import Fleet
-from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.registry import canonical
-from thinwire.replica.flat import views
 from thinwire.replica.replica import as_number
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, pace_rule
@@ -28,30 +26,29 @@ from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
 from thinwire.worker.attachment import Attachment, InsideDDP, check_beside, check_new, check_wrappers
-from thinwire.worker.buckets import Bucket
 from thinwire.worker.chooser import check_not_automatic, choose
 from thinwire.worker.compatibility import (
     check_arguments,
     check_closures,
     check_compatible,
     check_mesh,
+    check_policy,
     check_skipped_steps,
-    several_evaluations,
 )
 from thinwire.worker.elastic_state import ElasticState
 from thinwire.worker.entering import agree_with, enter, leaves_on_failure
-from thinwire.worker.exchanging import register_hooks
-from thinwire.worker.first_steps import FirstSteps, check_loaded, rebase
+from thinwire.worker.exchanging import stop_watching, watch_gradients
+from thinwire.worker.first_steps import FirstSteps, rebase
 from thinwire.worker.grad_scaler import share_skips
 from thinwire.worker.handshake import agree, facts_of, fingerprint
 from thinwire.worker.lending import lends, refuse_while_lent
 from thinwire.worker.losses import check_all_there, lost_ranks
-from thinwire.worker.nonfinite import check_policy, drop_gradients, handle_nonfinite
 from thinwire.worker.parameters import trained
 from thinwire.worker.rounding import settle
 from thinwire.worker.starting import make_replicas, start
 from thinwire.worker.state import Policy
 from thinwire.worker.stats import Stats
+from thinwire.worker.step import Step
 from thinwire.worker.survivable import check_elastic
 from thinwire.worker.switching import Switched
 
@@ -84,138 +81,10 @@ class Worker(ElasticState):
         [(1, -0.5, -0.75), (1, -1.0, -0.75)]
     """
 
-    attachment: Attachment | None = None
-    first_steps: FirstSteps | None = None
-    _dropped = False
-    _begun_step = -1  # whose hooks before the step have run, where the step may yet fail in its closure
+    _hooks: Step
 
-    # -- the training step ---------------------------------------------------------------------------------------
-
-    def _before_step(self, _: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        refuse_while_lent(self, "optimizer.step()")
-        if self.attachment is not None:
-            self.attachment.before_step(self)
-        check_loaded(self)
-        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
-        if closure is None:
-            self._look_at_gradients()
-            self._check_start()
-            self._hooks_before()
-            self._enter_update()
-            return None
-        self._check_start()
-        # With a closure the gradient exists only after the call. Optimizers may call it several times, and at other
-        # points than `r.x` of now, so what needs no gradient runs before the first call.
-        # Where the loop has caught an error of the closure and tries again, they have run already.
-        if not self.strategy.traits.reads_gradient and self._begun_step != self.step:
-            self._hooks_before()
-            self._begun_step = self.step
-        calls, mean_loss = 0, isinstance(self.optimizer, LBFGS) and self.backward is not None
-
-        def evaluate() -> Any:
-            nonlocal calls
-            if self.first_steps is not None:
-                self.first_steps.leave_update(self)
-            loss, calls = closure(), calls + 1
-            self._look_at_gradients()
-            if self.strategy.traits.reads_gradient:
-                if calls > 1:
-                    raise several_evaluations(self.strategy, self.optimizer)
-                self._hooks_before()
-            loss = self._mean_of(loss) if mean_loss else loss
-            self._enter_update()
-            return loss
-
-        self._enter_update()
-        return args[:1], {**kwargs, "closure": evaluate}
-
-    def _check_start(self) -> None:
-        if self.first_steps is not None:
-            self.first_steps.check_start(self)
-
-    def _enter_update(self) -> None:
-        if self.first_steps is not None:
-            self.first_steps.enter_update(self)
-
-    def _mean_of(self, loss: Any) -> Tensor:
-        # LBFGS decides by the loss when to stop. It must decide alike on all ranks, or some would wait for a gradient
-        # that others do not compute.
-        value = torch.as_tensor(loss, dtype=torch.float64, device=self.replicas[0].x.device).detach().reshape(1)
-        return mean_(self.comm, value).wait()[0]
-
-    def _look_at_gradients(self) -> None:
-        self.end_failed_pass(stepped=True)
-        if self.first_steps is not None:
-            self.first_steps.record_gradient(self)
-        if self.just_switched:
-            switching.check_first_gradient(self)
-        if self.backward is not None:
-            self.backward.refuse_own_gradients()
-        self._dropped = handle_nonfinite(self, self.nonfinite)
-        for replica, (parameters, _) in zip(self.replicas, self.layouts, strict=True):
-            if all(parameter.grad is None for parameter in parameters):
-                replica.samples = 0.0
-
-    def _hooks_before(self) -> None:
-        self.shards.read()
-        with torch.no_grad():
-            for replica, (parameters, segments) in zip(self.replicas, self.layouts, strict=True):
-                if self.strategy.traits.reads_gradient:
-                    whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
-                    whole.gather()
-                    # The strategy may rewrite `r.g`; the optimizer must see that.
-                    whole.expose()
-            self._before(self._strategy_before)
-        self.comm.round = ""
-        if self._dropped:
-            # In the memory of a gradient that was dropped, the strategy has found zeros.
-            drop_gradients(self)
-        self.shards.write()
-
-    def _strategy_before(self) -> None:
-        self._begin_round()
-        with self.account.exchange():
-            for replica in self.replicas:
-                self.strategy.before_step(replica)
-
-    def _strategy_after(self) -> None:
-        self._begin_round()
-        with self.account.exchange():
-            for replica in self.replicas:
-                self.strategy.after_step(replica)
-
-    def _after_step(self, *_: Any) -> None:
-        if self.attachment is not None:
-            self.attachment.after_step()
-        if self.first_steps is not None and self.first_steps.end_step(self):
-            self.first_steps = None
-        self.shards.read()
-        with torch.no_grad():
-            for replica in self.replicas:
-                replica.step += 1
-            self._after(self._strategy_after)
-            for replica in self.replicas:
-                replica.samples, replica.loss = 1.0, None
-        self.comm.round = ""
-        if self.backward is not None:
-            self.backward.exchanged = False
-        self._dropped, self._begun_step = False, -1
-        self.account.exchanged |= self.strategy.traits.sends_gradients and self.comm.size > 1
-        self.account.end_step()
-        self.shards.write()
-        self.comm.step = self.step
-        if self.strategy.traits.equal_replicas and self.step % _COMPARED_STEPS == 0:
-            self._together(lambda: self._check_in_step("a comparison of weights"))
-
-    def _begin_round(self) -> None:
-        """Let the first collective call of the strategy's hook be checked."""
-        # Gradients that are sent at every step keep replicas equal, which is checked by itself. Workers that go at
-        # their own pace may meet in a round that some of them reach while they wait for its end.
-        strategy = self.strategy
-        if not strategy.traits.timing_dependent and not (
-            strategy.traits.sends_gradients and strategy.traits.equal_replicas
-        ):
-            self.comm.round = "an average in training"
+    def _compare(self) -> None:
+        self._together(lambda: self._check_in_step("a comparison of weights"))
 
     def _check_in_step(self, call: str, *, compares: bool = False) -> bool:
         """Check that all ranks make this call at the same step.
@@ -482,7 +351,7 @@ class Worker(ElasticState):
                 "worker.has_just_joined is true"
             )
         resizing.load_parts(self, state)
-        self._begun_step = -1
+        self._hooks.forget_closure()
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 3) -> Path:
         """Write a checkpoint of all ranks to `folder`/step-NNNNNNNN, atomically; every rank must call.
@@ -559,7 +428,7 @@ class Worker(ElasticState):
                 place = self.own_folder(checkpoint.on_disk(self, folder))
                 return resizing.load(self, place, missing_ok=missing_ok)
 
-        self._begun_step = -1
+        self._hooks.forget_closure()
         if self.has_just_joined:
             return resizing.saved_extra(self.own_folder(checkpoint.on_disk(self, folder)), missing_ok=missing_ok)
         if self.elastic is not None:
@@ -758,12 +627,14 @@ def attach(
         worker.nonfinite = nonfinite
         if views is not None:
             worker.elastic, worker.survives, worker.start_step = views, views.gradients, views.start_step
-        register_hooks(worker, worker._before_step, worker._after_step)  # pyright: ignore[reportPrivateUsage]
+        watch_gradients(worker)
+        worker.undo.callback(stop_watching, worker)
+        hooks = Step(worker, rounds=views, compare=worker._compare)  # pyright: ignore[reportPrivateUsage]
+        worker._hooks = hooks  # pyright: ignore[reportPrivateUsage]
         if views is not None:
-            views.begin(worker, worker._strategy_after)  # pyright: ignore[reportPrivateUsage]
+            views.begin(worker, hooks.strategy_after)
         worker.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in worker.replicas]
-        worker.attachment = Attachment(worker, inside_ddp)
-        worker.first_steps = FirstSteps(worker, init)
+        hooks.watch(Attachment(worker, inside_ddp), FirstSteps(worker, init))
         share_skips(worker)
         worker.automatic = automatic
         if watch is not None:

@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One step of an attached optimizer: what a worker does when torch calls its hooks before and after it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from thinwire.kernels import all_finite_each
+from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.replica.flat import views
+from thinwire.replica.shards import plain
+from thinwire.strategies.base import Strategy
+from thinwire.worker.attachment import Attachment
+from thinwire.worker.buckets import Bucket, NonFinite
+from thinwire.worker.compatibility import several_evaluations
+from thinwire.worker.first_steps import FirstSteps, check_loaded
+from thinwire.worker.lending import refuse_while_lent
+from thinwire.worker.state import WorkerState
+from thinwire.worker.switching import check_first_gradient
+
+_COMPARED_STEPS = 500
+_CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
+_ALLOCATING = (("torch.distributed.optim.named_optimizer", "init_state"),)
+
+
+class Rounds(Protocol):
+    """Runs the strategy's hooks in rounds that are repeated if a worker is lost, as elastic workers need."""
+
+    def before_step(self, hook: Callable[[], None]) -> None:
+        """Run the hook before the optimizer's step."""
+        ...
+
+    def after_step(self, hook: Callable[[], None]) -> None:
+        """Run the hook after the optimizer's step."""
+        ...
+
+
+class Step:
+    """Run one worker's part of every optimizer step.
+
+    Torch wraps the `step` of every optimizer class that has been instantiated. If a subclass calls `super().step()`,
+    torch calls all hooks for both, one step within the other. The outermost call counts. Steps in which torch only
+    allocates the optimizer's state do not count.
+
+    Args:
+        worker: whose replicas exist.
+        rounds: of an elastic worker; None where the ranks are fixed.
+        compare: compares the parameters of all ranks, where they must be equal.
+    """
+
+    def __init__(self, worker: WorkerState, *, rounds: Rounds | None, compare: Callable[[], object]) -> None:
+        self._worker = worker
+        self._rounds = rounds
+        self._compare = compare
+        self._first_steps: FirstSteps | None = None
+        self._outermost: FrameType | None = None
+        self._allocates_state = False
+        self._dropped = False
+        self._begun = -1
+
+    def watch(self, attachment: Attachment, first_steps: FirstSteps) -> None:
+        """Hook to the optimizer, from the next step on; `undo` removes the hooks.
+
+        Args:
+            attachment: checks what the loop has done to the model since `attach`.
+            first_steps: checks of the first steps.
+        """
+        self._attachment, self._first_steps = attachment, first_steps
+        optimizer, undo = self._worker.optimizer, self._worker.undo
+        undo.callback(optimizer.register_step_pre_hook(self.before).remove)
+        undo.callback(optimizer.register_step_post_hook(self.after).remove)
+
+    def forget_closure(self) -> None:
+        """After a load: run the hooks again in a step whose closure has failed before."""
+        self._begun = -1
+
+    # -- torch's hooks -------------------------------------------------------------------------------------------------
+
+    def before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Torch's hook before `optimizer.step`; returns its arguments if the closure is replaced."""
+        frame = _caller()
+        if self._outermost is not None and _within(frame, self._outermost):
+            return None
+        self._outermost = frame  # one that is set still belongs to a step that has raised
+        self._allocates_state = _only_allocates_state(optimizer)
+        if self._allocates_state:
+            return None
+        worker = self._worker
+        if worker.lent:
+            refuse_while_lent(worker, "optimizer.step()")
+        self._attachment.before_step(worker)
+        if worker.fingerprint_before_load is not None:
+            check_loaded(worker)
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # args[0] is the optimizer itself
+        if closure is None:
+            self._look_at_gradients()
+            if self._first_steps is not None:
+                self._first_steps.check_start(worker)
+            self._run_before()
+            if self._first_steps is not None:
+                self._first_steps.enter_update(worker)
+            return None
+        return args[:1], {**kwargs, "closure": self._evaluating(closure)}
+
+    def after(self, *_: Any) -> None:
+        """Torch's hook after `optimizer.step`."""
+        frame = _caller()
+        if frame is not self._outermost and _within(frame, self._outermost):
+            return
+        self._outermost = None
+        if self._allocates_state:
+            return
+        worker, comm = self._worker, self._worker.comm
+        self._attachment.owner.stepping = False
+        if self._first_steps is not None and self._first_steps.end_step(worker):
+            self._first_steps = None
+        if worker.shards.views:
+            worker.shards.read()
+        for replica in worker.replicas:
+            replica.progress.step += 1
+        with torch.no_grad():
+            if self._rounds is not None:
+                self._rounds.after_step(self.strategy_after)
+            else:
+                self.strategy_after()
+        comm.round = ""
+        for replica in worker.replicas:
+            replica.progress.samples, replica.progress.loss = 1.0, None
+        strategy = worker.strategy
+        if worker.backward is not None:
+            worker.backward.exchanged = False
+            worker.account.exchanged |= comm.size > 1
+        self._dropped, self._begun = False, -1
+        worker.account.end_step()
+        if worker.shards.views:
+            worker.shards.write()
+        comm.step = step = worker.replicas[0].progress.step
+        if step % _COMPARED_STEPS == 0 and strategy.traits.equal_replicas:
+            self._compare()
+
+    # -- closures ------------------------------------------------------------------------------------------------------
+
+    def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure with what a step does once its gradient exists.
+
+        The gradient exists only after the call. Optimizers may call a closure several times, and at other points than
+        `r.x` of now, so what needs no gradient runs before the first call. If the loop has caught an error of the
+        closure and tries again, it has run already.
+        """
+        worker, strategy, calls = self._worker, self._worker.strategy, 0
+        if self._first_steps is not None:
+            self._first_steps.check_start(worker)
+        if not strategy.traits.reads_gradient and self._begun != worker.step:
+            self._run_before()
+            self._begun = worker.step
+        mean_loss = isinstance(worker.optimizer, LBFGS) and worker.backward is not None
+
+        def evaluate() -> Any:
+            nonlocal calls
+            if self._first_steps is not None:
+                self._first_steps.leave_update(worker)
+            loss, calls = closure(), calls + 1
+            self._look_at_gradients()
+            if strategy.traits.reads_gradient:
+                if calls > 1:
+                    raise several_evaluations(strategy, worker.optimizer)
+                self._run_before()
+            loss = self._mean_of(loss) if mean_loss else loss
+            if self._first_steps is not None:
+                self._first_steps.enter_update(worker)
+            return loss
+
+        if self._first_steps is not None:
+            self._first_steps.enter_update(worker)
+        return evaluate
+
+    def _mean_of(self, loss: Any) -> Tensor:
+        # LBFGS decides by the loss when to stop. It must decide alike on all ranks, or some would wait for a gradient
+        # that others do not compute.
+        device = self._worker.replicas[0].x.device
+        value = torch.as_tensor(loss, dtype=torch.float64, device=device).detach().reshape(1)
+        return mean_(self._worker.comm, value).wait()[0]
+
+    # -- the strategy's hooks ------------------------------------------------------------------------------------------
+
+    def _run_before(self) -> None:
+        """Let the strategy act on the parameters and the gradient, before the optimizer does."""
+        worker, strategy = self._worker, self._worker.strategy
+        if worker.shards.views:
+            worker.shards.read()
+        with torch.no_grad():
+            if strategy.traits.reads_gradient:
+                for replica, (parameters, segments) in zip(worker.replicas, worker.layouts, strict=True):
+                    whole = Bucket(replica, list(parameters), views(replica.g, segments), slice(None))
+                    whole.gather()
+                    # The strategy may rewrite `r.g`; the optimizer must see that.
+                    whole.expose()
+            if self._rounds is not None:
+                self._rounds.before_step(self._strategy_before)
+            elif type(strategy).before_step is not Strategy.before_step:
+                self._strategy_before()
+        worker.comm.round = ""
+        if self._dropped:
+            # In the memory of a gradient that was dropped, the strategy has found zeros.
+            drop_gradients(worker)
+        if worker.shards.views:
+            worker.shards.write()
+
+    def _strategy_before(self) -> None:
+        self._run(self._worker.strategy.before_step)
+
+    def strategy_after(self) -> None:
+        """Run the strategy's hook after the optimizer's step."""
+        strategy = self._worker.strategy
+        if type(strategy).after_step is not Strategy.after_step:
+            self._run(strategy.after_step)
+
+    def _run(self, hook: Callable[[Any], None]) -> None:
+        """Run a hook on all replicas; its first collective call is checked."""
+        worker, comm, strategy = self._worker, self._worker.comm, self._worker.strategy
+        # Gradients that are sent at every step keep replicas equal, which is checked by itself. Workers that go at
+        # their own pace may meet in a round that some of them reach while they wait for its end.
+        if not strategy.traits.timing_dependent and not (strategy.traits.sends_gradients and strategy.traits.equal_replicas):
+            comm.round = "an average in training"
+        sent = comm.meter.messages
+        for replica in worker.replicas:
+            hook(replica)
+        worker.account.exchanged |= comm.meter.messages > sent
+
+    # -- gradients -----------------------------------------------------------------------------------------------------
+
+    def _look_at_gradients(self) -> None:
+        worker, backward = self._worker, self._worker.backward
+        if backward is not None:
+            backward.end_failed(stepped=True)
+        if self._first_steps is not None:
+            self._first_steps.record_gradient(worker)
+        if worker.just_switched:
+            check_first_gradient(worker)
+        if backward is not None:
+            backward.refuse_own_gradients()
+        self._dropped = worker.nonfinite != "ignore" and self._handle_nonfinite()
+        for replica, (parameters, _) in zip(worker.replicas, worker.layouts, strict=True):
+            if all(parameter.grad is None for parameter in parameters):
+                replica.progress.samples = 0.0
+
+    def _handle_nonfinite(self) -> bool:
+        """Look at the gradient that the optimizer is about to use; raise, or drop it, where it is not finite.
+
+        Where the mean of the gradients was exchanged in the backward pass, it is the same on all ranks, and so is what
+        they do. Elsewhere a rank looks at its own gradient.
+
+        Returns:
+            Whether a common gradient was dropped, on all ranks, so that nothing is to be updated.
+
+        Raises:
+            NonFiniteError: on all ranks, under the policy "raise".
+        """
+        worker, backward, strategy = self._worker, self._worker.backward, self._worker.strategy
+        # A GradScaler that has found the gradient out lets the optimizer leave out the step by itself. Fused optimizers
+        # are called all the same; others are not called, and no hook of theirs runs.
+        found_inf = getattr(worker.optimizer, "found_inf", None)
+        if isinstance(found_inf, Tensor) and bool(found_inf.item()):
+            return False
+        common = backward is not None and backward.exchanged
+        if backward is not None and backward.exchanged:
+            found = backward.nonfinite
+        else:
+            name = _first_nonfinite(worker)
+            found = None if name is None else NonFinite(worker.comm.rank, name)
+        if found is None:
+            return False
+        if worker.nonfinite == "raise":
+            error = found.error(worker.step, worker.comm)
+            if common and not strategy.traits.skips_steps:
+                raise error  # as all ranks do
+            worker.comm.raise_on_all(error)
+        for replica in worker.replicas:
+            replica.metrics["skipped_steps"] = 1.0
+        if common or not strategy.traits.skips_nonfinite:
+            drop_gradients(worker)
+        return common
+
+
+def drop_gradients(worker: WorkerState) -> None:
+    """Leave all trained parameters without a gradient, so that optimizers leave them and their state as they are."""
+    for parameters, _ in worker.layouts:
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _first_nonfinite(worker: WorkerState) -> str | None:
+    """The name of the first parameter whose gradient on this rank is not finite."""
+    for parameters, segments in worker.layouts:
+        if all_finite_each(_gradients_of(parameters)):
+            continue
+        for parameter, segment in zip(parameters, segments, strict=True):
+            if not all_finite_each(_gradients_of([parameter])):
+                return segment.name
+    return None
+
+
+def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
+    """The dense gradients on this rank of the parameters that have one."""
+    grads = [grad if type(grad) is Tensor else plain(grad) for p in parameters if (grad := p.grad) is not None]
+    return [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
+
+
+# -- torch's calls -----------------------------------------------------------------------------------------------------
+
+
+def _only_allocates_state(optimizer: Optimizer) -> bool:
+    """Whether torch takes this step with zero gradients and a learning rate of zero to allocate the optimizer's state.
+
+    `get_state_dict` and `set_state_dict` of `torch.distributed.checkpoint` do so while the optimizer's state is empty.
+    The state of plain SGD always is.
+    """
+    for group in optimizer.param_groups:
+        lr = group.get("lr", 0.0)
+        # Torch's zero is a scalar on the CPU; a learning rate on a GPU must not be waited for.
+        if (isinstance(lr, Tensor) and (lr.ndim or lr.device.type != "cpu")) or lr != 0:
+            return False
+    frame = inspect.currentframe()
+    while frame is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
+        if (module, function) in _ALLOCATING or module == _CHECKPOINTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _caller() -> FrameType | None:
+    """The frame from which torch calls the hooks of one step."""
+    here = inspect.currentframe()
+    asking = here and here.f_back
+    return asking and asking.f_back
+
+
+def _within(frame: FrameType | None, outer: FrameType | None) -> bool:
+    """Whether a call was made in another one, which is still under way."""
+    while outer is not None and frame is not None:
+        frame = frame.f_back
+        if frame is outer:
+            return True
+    return False
