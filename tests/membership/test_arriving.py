@@ -122,6 +122,24 @@ def test_the_others_train_on_while_the_state_is_sent(monkeypatch: pytest.MonkeyP
     assert joined(ends) >= 18, "at least the 40 steps of two workers"
 
 
+def test_a_view_that_some_open_before_a_round_and_others_in_it_leaves_all_in_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One worker fails before the average, the other one in it, where the first is missing."""
+    agreed, failed = arriving.Arrivals.agree, [False]
+
+    def breaks(self: arriving.Arrivals, comm: Comm) -> None:
+        agreed(self, comm)
+        if comm.rank == 0 and not failed[0]:
+            failed[0] = True
+            raise PeerLostError("a connection was closed")
+
+    monkeypatch.setattr(arriving.Arrivals, "agree", breaks)
+    ends = survivors(run_fleet(3, LocalSGD(period=3), joins=(3,), steps=STEPS))
+    assert failed[0]
+    assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)
+
+
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_a_joiner_whose_sender_is_lost_gets_the_state_in_the_next_view(
     fails_at: int, monkeypatch: pytest.MonkeyPatch

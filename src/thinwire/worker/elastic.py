@@ -218,6 +218,8 @@ class Elastic:
         self._membership.take_step()
         self._stepping = False
         step, ended = self.worker.step, False
+        # Also what a view that is opened before this round sets, as only some may have opened one.
+        self._comm.step = step
         if self._opens_at is not None:
             if step >= self._opens_at:
                 self._open_again()
@@ -418,7 +420,7 @@ class Elastic:
                 )
                 for r in self.worker.replicas
             ]
-            sent, step = self._comm.meter.messages, self._comm.step
+            sent = self._comm.meter.messages
             result: Any = None
             try:
                 if ends:
@@ -433,7 +435,6 @@ class Elastic:
                 problem = str(error)
             # Outside the handler: a traceback would keep the connections open.
             keeps = self._change(problem, kept, repeats=ends)
-            self._comm.step = step  # as others have it who come to this round for the first time
             if keeps:
                 return result
             if drops or self._opens_at is not None:
