@@ -104,7 +104,8 @@ class Attachment:
         trained = [p for parameters, _ in worker.layouts for p in parameters]
         held = [p for group in worker.optimizer.param_groups for p in group["params"]]
         self._trained = trained
-        self._places = [(p, p.data_ptr()) for p in trained if not is_sharded(p)]
+        self._unsharded = [p for p in trained if not is_sharded(p)]
+        self._places = [p.data_ptr() for p in self._unsharded]
         self._frozen = [p for p in held if not p.requires_grad]
         self._num_held = len(held)
         self.owner = _Owner(worker)
@@ -135,7 +136,7 @@ class Attachment:
         Raises:
             ConfigError: with what was done to the model or the optimizer, and what to do instead.
         """
-        if any(p.data_ptr() != place for p, place in self._places) and not _take_back(worker):
+        if [p.data_ptr() for p in self._unsharded] != self._places and not _take_back(worker):
             refuse(
                 worker,
                 "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
@@ -158,7 +159,7 @@ class Attachment:
             )
         if not self._looked:
             self._looked = True
-            gone = len(_not_in([p for p, _ in self._places], list(worker.model.parameters())))
+            gone = len(_not_in(self._unsharded, list(worker.model.parameters())))
             if gone:
                 refuse(
                     worker,
