@@ -48,6 +48,7 @@ class Bucket:
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
         keeps: whether what the exchange writes over must be there to be sent again.
         kept: a copy of gradients that lie in the memory that is sent.
+        sharded: whether any of the parameters is a DTensor.
     """
 
     replica: Replica
@@ -60,10 +61,12 @@ class Bucket:
     culprit: int = -1
     keeps: bool = False
     kept: Tensor | None = None
+    sharded: bool = False
 
     def __post_init__(self) -> None:
         """Expect one gradient for each parameter, until a pass has had more."""
         self.expected = len(self.parameters)
+        self.sharded = any(is_sharded(parameter) for parameter in self.parameters)
 
     def gather(self, *, keep: bool = False) -> None:
         """Copy the parameters' gradients into the flat vector; a missing gradient counts as zero.
@@ -78,7 +81,9 @@ class Bucket:
                 if parameter.grad is None:
                     gradient.zero_()
                 else:
-                    found.append((gradient, local(parameter.grad).to_dense()))
+                    grad = parameter.grad
+                    plainly = type(grad) is Tensor and grad.layout is torch.strided
+                    found.append((gradient, grad if plainly else local(grad).to_dense()))
             # After `zero_grad(set_to_none=False)` gradients still are views of the vector, and need no copy.
             moved = [(view, grad) for view, grad in found if view.data_ptr() != grad.data_ptr()]
             if moved:
@@ -121,6 +126,10 @@ class Bucket:
 
     def expose(self) -> None:
         """Make every parameter's `grad` its part of the flat vector."""
+        if not self.sharded:
+            for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
+                parameter.grad = gradient
+            return
         for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
             if not is_sharded(parameter):
                 parameter.grad = gradient
@@ -205,8 +214,8 @@ class Backward:
         ended: a pass has ended since the hooks were registered.
         nonfinite: why their mean is not finite; None if it is. The same on all ranks, unless late ones skip steps.
         survives: runs an exchange, again where a worker was lost in it; None where that ends the run.
-        on_begin: called before the first message of a pass.
-        residuals: of error feedback, in the units of the gradients while these are exchanged.
+        on_begin: called before the first message of a pass, if not None.
+        residuals: of error feedback under a GradScaler, in the units of the gradients while these are exchanged.
     """
 
     buckets: list[Bucket]
@@ -223,8 +232,8 @@ class Backward:
     ended: bool = False
     nonfinite: NonFinite | None = None
     survives: Callable[[Callable[[], None]], None] | None = None
-    on_begin: Callable[[], None] = lambda: None
-    residuals: ScaledResiduals = field(default_factory=ScaledResiduals)
+    on_begin: Callable[[], None] | None = None
+    residuals: ScaledResiduals | None = None
     _launched: int = 0
     _early: int = 0
     _late: bool = False
@@ -293,7 +302,8 @@ class Backward:
 
     def _begin(self) -> None:
         self.end_failed()
-        self.on_begin()
+        if self.on_begin is not None:
+            self.on_begin()
         if torch.is_grad_enabled():
             self.comm.raise_on_all(
                 ConfigError(
@@ -342,7 +352,8 @@ class Backward:
         self._send(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        self.residuals.begin()
+        if self.residuals is not None:
+            self.residuals.begin()
         if self.survives is None:
             bucket.work = self.exchange(bucket.replica, bucket.part)
             return
@@ -464,7 +475,8 @@ class Backward:
             else:
                 self.survives(self._repeatedly(state))
         finally:
-            self.residuals.end()
+            if self.residuals is not None:
+                self.residuals.end()
         # Not before: the exchange may have to be repeated from these gradients.
         for bucket in self.buckets:
             if state == _ENDED:

@@ -3,15 +3,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.work import Work
-from thinwire.replica.replica import Replica
 from thinwire.strategies.base import codecs_of, nested
 from thinwire.worker.attachment import workers_beside
 from thinwire.worker.buckets import Backward, cut
-from thinwire.worker.handshake import sum_of_bits
 from thinwire.worker.scaled_residuals import ScaledResiduals
 from thinwire.worker.state import WorkerState
 
@@ -34,16 +30,10 @@ def watch_gradients(worker: WorkerState) -> None:
         for p, segment in zip(parameters, segments, strict=True)
     }
     coded = any(True for each in nested(strategy) for _ in codecs_of(each))
-    scaled = worker.scaler is not None and worker.scaler.is_enabled()
-
-    def exchange(replica: Replica, part: slice) -> Work[Tensor] | None:
-        if worker.own_gradient is not None:
-            worker.own_gradient += sum_of_bits(replica.g[part])
-        return strategy.on_gradient(replica, part)
 
     worker.backward = Backward(
         buckets,
-        exchange,
+        strategy.on_gradient,
         [names[id(p)] for bucket in buckets for p in bucket.parameters],
         find_unused=worker.find_unused,
         skips_steps=strategy.traits.skips_steps,
@@ -55,7 +45,7 @@ def watch_gradients(worker: WorkerState) -> None:
     if not strategy.traits.skips_steps and worker.survives is None:
         others = [other.backward for other in workers_beside(worker) if other.survives is None]
         worker.backward.passes = next((other.passes for other in others if other is not None), worker.backward.passes)
-    if coded and scaled:
+    if coded and worker.scaler is not None and worker.scaler.is_enabled():
         worker.backward.residuals = ScaledResiduals(worker.replicas, worker.scaler)
     for bucket in buckets:
         bucket.keeps = worker.survives is not None

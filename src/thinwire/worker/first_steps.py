@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from functools import partial
 from typing import Literal
 
 import torch
+from torch import Tensor
 
+from thinwire.comm.work import Work
 from thinwire.errors import MismatchError
+from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local
 from thinwire.strategies.base import Strategy, nested
 from thinwire.strategies.wrapper import Wrapper
@@ -47,6 +51,8 @@ class FirstSteps:
         worker.frozen = [p for p in worker.model.parameters() if id(p) not in held and not p.requires_grad]
         worker.start_fingerprint = _fingerprint(worker)
         worker.own_gradient = 0
+        if worker.backward is not None:
+            worker.backward.exchange = partial(_record_and_exchange, worker)
 
     # -- the start -------------------------------------------------------------------------------------------------
 
@@ -170,8 +176,16 @@ class FirstSteps:
         if len(self._gradients) < _STEPS:
             return False
         worker.own_gradient = None
+        if worker.backward is not None:
+            worker.backward.exchange = worker.strategy.on_gradient
         self._compare_gradients(worker)
         return True
+
+
+def _record_and_exchange(worker: WorkerState, replica: Replica, part: slice) -> Work[Tensor] | None:
+    """Add up this rank's own gradients before they are exchanged."""
+    worker.own_gradient = (worker.own_gradient or 0) + sum_of_bits(replica.g[part])
+    return worker.strategy.on_gradient(replica, part)
 
 
 def rebase(worker: WorkerState) -> None:

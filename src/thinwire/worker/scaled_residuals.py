@@ -22,16 +22,16 @@ class ScaledResiduals:
 
     Attributes:
         replicas: whose residuals they are.
-        scaler: the loop's; None leaves residuals as they are.
+        scaler: the loop's.
     """
 
-    replicas: Sequence[Replica] = ()
-    scaler: torch.amp.GradScaler | None = None
+    replicas: Sequence[Replica]
+    scaler: torch.amp.GradScaler
     _scale: float | None = None
 
     def begin(self) -> None:
         """Before the first bucket of a pass; does nothing where a worker was lost in it, and buckets are sent again."""
-        if self.scaler is None or self._scale is not None:
+        if self._scale is not None:
             return
         self._scale = self.scaler.get_scale()
         for residual in self._residuals():

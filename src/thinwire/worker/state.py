@@ -54,7 +54,7 @@ class WorkerState:
         automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.
         just_switched: whether no step was taken since the last switch.
         account: counts steps and bytes, for `Worker.stats`.
-        start_step: called before the first message of a step.
+        start_step: called before the first message of a step, if not None.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
         resumed: whether a saved state of the worker was loaded.
         frozen: parameters that no optimizer trained at `attach`; empty after the first step.
@@ -91,7 +91,7 @@ class WorkerState:
         self.just_switched = False
         self.told_rounding = False
         self.account = Account(comm)
-        self.start_step: Callable[[], None] = lambda: None
+        self.start_step: Callable[[], None] | None = None
         self.resumed = False
         self.frozen: list[Tensor] = []
         self.start_fingerprint: int | None = None
