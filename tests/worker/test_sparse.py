@@ -28,7 +28,9 @@ def backward(worker: Worker, *rows: int) -> None:
 @pytest.mark.parametrize("strategy", [AllReduce(), thinwire.Probe(AllReduce())], ids=str)
 def test_an_optimizer_for_sparse_gradients_is_refused_where_they_are_exchanged(strategy: Strategy) -> None:
     def work(comm: Comm) -> None:
-        with pytest.raises(ConfigError, match=r"SparseAdam under .*(AllReduce|Probe).*: it takes sparse .* with LocalSGD\(\)"):
+        with pytest.raises(
+            ConfigError, match=r"SparseAdam under .*(AllReduce|Probe).*: it takes sparse .* with LocalSGD\(\)"
+        ):
             with_sparse_adam(comm, strategy)
 
     run_threads(2, work, timeout=10)

@@ -224,10 +224,10 @@ class Step:
 
     def _run(self, hook: Callable[[Any], None]) -> None:
         """Run a hook on all replicas; its first collective call is checked."""
-        worker, comm, strategy = self._worker, self._worker.comm, self._worker.strategy
+        worker, comm, traits = self._worker, self._worker.comm, self._worker.strategy.traits
         # Gradients that are sent at every step keep replicas equal, which is checked by itself. Workers that go at
         # their own pace may meet in a round that some of them reach while they wait for its end.
-        if not strategy.traits.timing_dependent and not (strategy.traits.sends_gradients and strategy.traits.equal_replicas):
+        if not traits.timing_dependent and not (traits.sends_gradients and traits.equal_replicas):
             comm.round = "an average in training"
         sent = comm.meter.messages
         for replica in worker.replicas:
