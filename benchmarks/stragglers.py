@@ -93,7 +93,7 @@ def stopping(reduction: Reduction) -> Iterator[tuple[str, Scenario]]:
 
 SCENARIOS = {
     "even, b=0": Scenario(0),
-    **{f"even, b=1, {reduction}": Scenario(1, reduction=reduction) for reduction in (*REDUCTIONS, "auto")},
+    **{f"even, b=1, {reduction}": Scenario(1, reduction=reduction) for reduction in REDUCTIONS},
     "large, b=0": Scenario(0, numel=1 << 22, steps=20),
     **{
         f"large, b=1, {reduction}": Scenario(1, numel=1 << 22, steps=20, reduction=reduction)

@@ -364,7 +364,7 @@ def test_a_joiner_with_another_optimizer_is_refused_and_the_others_go_on() -> No
     ("strategy", "words"),
     [
         (thinwire.ADPSGD(), "own pace"),
-        (thinwire.BackupWorkers(), "goes on by itself without up to `backups` lost workers"),
+        (thinwire.BackupWorkers(), "continues by itself without up to `backups` lost workers"),
         (thinwire.Sharded(SlowMo()), "part of the outer state"),
         (thinwire.NodeAverage(), "neighbouring ranks"),
         (

@@ -12,7 +12,7 @@ import torch
 from tests.quorum.simulation import Simulation
 from thinwire.quorum.coordinator import Coordinator
 from thinwire.quorum.messages import ControlMessage, Kind, control_length, decode_control
-from thinwire.quorum.rules import QuorumRule, Reduction, ReductionSelector, best_number, deadline, order_statistics
+from thinwire.quorum.rules import QuorumRule, best_number, deadline, order_statistics
 
 
 def ready(step: int, *, attempt: int = 0, digest: int = 0, seconds: float = 0.0) -> ControlMessage:
@@ -82,14 +82,14 @@ def test_a_member_that_holds_the_mean_is_not_taken_for_stopped() -> None:
         assert coordinator.receive(0, ready(0, attempt=1), now) == []
 
 
-@pytest.mark.parametrize("reduction", ["messages", "all_reduce", "auto"])
+@pytest.mark.parametrize("use_all_reduce", [False, True])
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(("size", "least"), [(2, 1), (4, 3), (5, 3), (9, 7)])
 def test_each_step_is_committed_once_with_the_same_members_on_all_ranks_whoever_stops(
-    size: int, least: int, seed: int, reduction: Reduction
+    size: int, least: int, seed: int, use_all_reduce: bool
 ) -> None:
     rng = random.Random(seed)
-    simulation = Simulation(Coordinator(QuorumRule(size, least), ReductionSelector(reduction)), rng)
+    simulation = Simulation(Coordinator(QuorumRule(size, least), use_all_reduce), rng)
     for now in range(3000):
         if rng.random() < 0.02:
             simulation.stopped = set(rng.sample(range(size), rng.randint(0, size - least)))
@@ -105,7 +105,7 @@ def test_each_step_is_committed_once_with_the_same_members_on_all_ranks_whoever_
     assert all(len(set(members)) >= least for members in decided.values())
     added = {(step, members) for step, _, members in simulation.reduced}
     assert all((step, members) in added for step, members in decided.items())
-    assert (simulation.coordinator.all_reduces > 2) == (reduction != "messages")
+    assert (simulation.coordinator.all_reduces > 2) == use_all_reduce
 
 
 def test_ranks_whose_optimizers_differ_are_all_refused() -> None:
@@ -197,7 +197,7 @@ def test_a_member_that_stops_before_it_acknowledges_what_it_has_sent_is_left_out
 
 def in_all_reduce() -> Coordinator:
     """A coordinator of three ranks, of which the first two are members and an all-reduce is in progress."""
-    coordinator = Coordinator(QuorumRule(3, 2), ReductionSelector("all_reduce"))
+    coordinator = Coordinator(QuorumRule(3, 2), use_all_reduce=True)
     coordinator.receive(0, ready(0), 0.0)
     outbox = coordinator.receive(1, ready(0), 0.0)
     assert outbox == [(rank, ControlMessage(Kind.START, 0, 1, all_reduce=1, members=(0, 1))) for rank in range(3)]
@@ -254,33 +254,6 @@ def test_acknowledgements_from_before_a_checkpoint_was_loaded_do_not_count() -> 
     assert coordinator.step == 0
 
 
-@pytest.mark.parametrize(("by_all_reduce", "by_messages"), [(0.01, 0.02), (0.02, 0.01)])
-def test_the_faster_of_two_reductions_is_chosen_once_both_were_timed(by_all_reduce: float, by_messages: float) -> None:
-    selector, tried = ReductionSelector("auto"), list[bool]()
-    for trial in range(20):
-        tried.append(selector.use_all_reduce)
-        # The first of each is a warm-up.
-        selector.record(
-            1.0 if trial < 2 else by_all_reduce if selector.use_all_reduce else by_messages,
-            all_reduce=selector.use_all_reduce,
-        )
-    assert tried[:12] == [True, False] * 6
-    assert set(tried[12:]) == {by_all_reduce < by_messages}
-
-
-def test_all_reduces_that_are_abandoned_again_and_again_are_not_chosen() -> None:
-    selector = ReductionSelector("auto", [0.01] * 6, [0.02] * 6, abandoned=2)
-    assert selector.use_all_reduce
-    coordinator = Coordinator(QuorumRule(3, 2), selector)
-    for rank in (0, 1):
-        coordinator.receive(rank, ready(0), 0.0)
-    for now in (1.0, 2.0):
-        for rank in (0, 1):
-            coordinator.receive(rank, ready(0, attempt=1), now)
-    assert coordinator.attempt == 2
-    assert not selector.use_all_reduce
-
-
 # -- how long to wait ------------------------------------------------------------------------------------------------
 
 
@@ -307,26 +280,6 @@ def test_the_number_with_the_most_gradients_per_second_is_found() -> None:
     assert best_number([[1.0], [1.0], [1.0], [10.0]]) == 3
     assert best_number([[1.0], [1.0], [1.0], [1.1]]) == 4
     assert best_number([[1.0], [9.0], [9.0], [9.0]], least=2) == 4
-
-
-def test_the_online_rule_drops_nobody_among_equals_and_the_slow_rank_otherwise() -> None:
-    rule = QuorumRule(4, 2, "online")
-    assert rule.seconds_to_wait(2, 0.0) == 0.0
-    for _ in range(5):
-        for rank in range(4):
-            rule.record(rank, 1.0)
-    assert (rule.seconds_to_wait(3, 0.0), rule.seconds_to_wait(4, 0.0)) == (1.25, 0.0)
-    for _ in range(64):
-        rule.record(3, 50.0)
-    assert (rule.seconds_to_wait(2, 0.0), rule.seconds_to_wait(3, 0.0)) == (1.25, 0.0)
-
-
-def test_the_online_rule_does_not_wait_for_a_rank_that_is_gone() -> None:
-    rule = QuorumRule(4, 2, "online")
-    for _ in range(5):
-        for rank in range(4):
-            rule.record(rank, 1.0)
-    assert [rule.seconds_to_wait(3, waited) for waited in (1.0, 1.25, 60.0)] == [0.25, 0.0, 0.0]
 
 
 def test_a_deadline_is_not_moved_by_few_stragglers() -> None:

@@ -19,7 +19,7 @@ from thinwire.quorum.coordinator import Coordinator
 from thinwire.quorum.member import Action, Member, Send, SendState
 from thinwire.quorum.messages import ControlMessage, GradientChunk, Kind, StateChunk
 from thinwire.quorum.reductions import Partition
-from thinwire.quorum.rules import QuorumRule, ReductionSelector
+from thinwire.quorum.rules import QuorumRule
 from thinwire.quorum.state_transfer import split_state
 
 NUMEL = 5
@@ -68,22 +68,20 @@ class World:
 
     Args:
         rule: of the quorum.
-        selector: of the reduction, of the first coordinator.
-        coordinator: the first one.
+        use_all_reduce: whether members average by an all-reduce.
+        coordinator: the rank that decides, which does not die.
         steps: to be done.
-        tells: whether it is known of lost ranks that they have ended; otherwise fewer than half of all die.
     """
 
-    def __init__(
-        self, rule: QuorumRule, selector: ReductionSelector, *, coordinator: int, steps: int, tells: bool = True
-    ) -> None:
+    def __init__(self, rule: QuorumRule, use_all_reduce: bool, *, coordinator: int, steps: int) -> None:
         self.size, self.rule, self.steps, self.now = rule.size, rule, steps, 0.0
         partition = Partition(NUMEL, rule.least, torch.float64)
         self.ranks = [
-            Rank(Member(rank, rule.anew(), coordinator, partition, 0.01, self.now)) for rank in range(rule.size)
+            Rank(Member(rank, rule.size, rule.least, coordinator, partition, 0.01, self.now))
+            for rank in range(rule.size)
         ]
-        self.ranks[coordinator].member.coordinator = Coordinator(rule, selector)
-        self.tells = tells
+        self.coordinator = coordinator
+        self.ranks[coordinator].member.coordinator = Coordinator(rule, use_all_reduce)
         self.edges: dict[tuple[int, int], deque[Payload]] = defaultdict(deque[Payload])
         self.delivered: dict[int, list[tuple[int, Payload]]] = defaultdict(list[tuple[int, Payload]])
         self.collectives: dict[int, dict[int, Tensor]] = defaultdict(dict[int, Tensor])
@@ -120,9 +118,7 @@ class World:
                 moves.append((rank.phase, partial(self.go_on, number)))
             if rank.starts:
                 moves.append(("all-reduce", partial(self.all_reduce, number)))
-            moves += [
-                ("notice", partial(self.notice, number, lost)) for lost in self.dead - rank.member.succession.gone
-            ]
+            moves += [("notice", partial(self.notice, number, lost)) for lost in self.dead - rank.member.gone]
         return moves
 
     def trouble(self) -> list[tuple[str, Move]]:
@@ -133,16 +129,14 @@ class World:
             src, payload = old[self.moves.total() % len(old)]
             moves.append(("duplicate", partial(self.receive, src, rank, payload)))
         spare = self.size - self.rule.least - len(self.stopped | self.dead)
-        # A step of which all members die is lost, and where it is not known whether ranks have ended, half must live.
-        mortal = len(self.dead) + 1 < self.rule.least and (self.tells or 2 * len(self.dead) + 2 < self.size)
-        # Of two ranks one may go on alone, even if it was late.
-        mortal |= self.size == 2 and self.tells and not self.dead
+        # A step of which all members die is lost.
+        mortal = len(self.dead) + 1 < self.rule.least
         for rank in range(self.size):
             if rank in self.stopped:
                 moves.append(("continue", partial(self.stopped.remove, rank)))
             elif spare > 0 and rank not in self.dead:
                 moves.append(("stop", partial(self.stopped.add, rank)))
-                moves += [("die", partial(self.dead.add, rank))] * mortal
+                moves += [("die", partial(self.dead.add, rank))] * (mortal and rank != self.coordinator)
         return moves
 
     def _waits_at(self, edge: tuple[int, int], rank: int) -> bool:
@@ -158,7 +152,7 @@ class World:
 
     def notice(self, rank: int, lost: int) -> None:
         """A rank learns that another one is lost."""
-        self.perform(rank, self.ranks[rank].member.lose([lost], [lost] if self.tells else [], self.now))
+        self.perform(rank, self.ranks[rank].member.lose([lost], self.now))
 
     def deliver(self, edge: tuple[int, int]) -> None:
         payload = self.edges[edge].popleft()
@@ -211,8 +205,6 @@ class World:
             self._update(number, rank)
         elif rank.phase == "unpacking":
             self._unpack(number, rank)
-        elif member.round is not None and member.round.has_mean:
-            rank.phase = "updating"
         elif not member.has_state:
             self.perform(number, member.time_passed(self.now))
         else:
@@ -245,8 +237,6 @@ class World:
             self.perform(number, rank.member.recover(self.now))
             return
         members = current.outcome.members
-        if members == (number,) and len(self.dead) == self.size - 1:
-            rank.gradient = gradient_of(number, step)  # it was left alone while it was late
         assert torch.equal(rank.gradient, mean_of(members, step)), "each member's gradient counts once"
         rank.verdicts[step] = number in members
         rank.x += rank.gradient
@@ -267,8 +257,7 @@ class World:
 
     def _end_step(self, number: int, rank: Rank) -> None:
         rank.phase = "computing"
-        members = rank.log[-1] if rank.log else ()
-        self.perform(number, rank.member.end_step(len(rank.log), members, self.now))
+        self.perform(number, rank.member.end_step(len(rank.log), self.now))
 
     def all_reduce(self, number: int) -> None:
         """What the all-reduce thread does next: add this rank's vector, or end once all ranks have added theirs."""

@@ -25,7 +25,7 @@ from thinwire.plan.traffic import DryRun
 from thinwire.quorum.rules import Reduction
 from thinwire.strategies.stragglers.backup_workers import BackupWorkers
 
-REDUCTIONS: tuple[Reduction, ...] = ("auto", "all_reduce", "messages")
+REDUCTIONS: tuple[Reduction, ...] = ("all_reduce", "messages")
 NUMEL = sum(p.numel() for p in net().parameters())
 
 
@@ -65,13 +65,12 @@ def test_without_backups_every_reduction_is_all_reduce_to_the_bit_on_processes()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("reduction", ["auto", "all_reduce"])
 @pytest.mark.parametrize("make_optimizer", [momentum, adam])
 @pytest.mark.parametrize(("backups", "pause"), [(1, stalls), (3, stalls), (1, slow_last)])
 def test_all_ranks_hold_what_one_process_computes_from_the_log(
-    reduction: Reduction, make_optimizer: MakeOptimizer, backups: int, pause: Callable[[int, int], float]
+    make_optimizer: MakeOptimizer, backups: int, pause: Callable[[int, int], float]
 ) -> None:
-    strategy = BackupWorkers(backups, reduction=reduction)
+    strategy = BackupWorkers(backups, reduction="all_reduce")
     # A late rank clips the mean as members do: it takes the step in its own loop, or receives their state.
     runs = run_threads(
         4, lambda comm: train(attach(comm, strategy, optimizer=make_optimizer), 25, pause, clip=0.3), timeout=20
@@ -86,9 +85,7 @@ def stalled(reduction: Reduction) -> tuple[Run, dict[str, float]]:
     return seen, worker.comm.meter.by_operation
 
 
-@pytest.mark.parametrize(
-    "reduction", ["auto", *(pytest.param(each, marks=pytest.mark.slow) for each in REDUCTIONS[1:])]
-)
+@pytest.mark.parametrize("reduction", ["all_reduce", pytest.param("messages", marks=pytest.mark.slow)])
 def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(reduction: Reduction) -> None:
     found = run_processes(4, stalled, reduction)
     runs = [run for run, _ in found]
@@ -101,9 +98,8 @@ def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(redu
     assert (most_all_reduced(runs) > 2) == (reduction != "messages")
 
 
-@pytest.mark.parametrize("choice", ["deadline", "online"])
-def test_a_number_of_members_chosen_from_times_is_the_divisor(choice: str) -> None:
-    strategy = BackupWorkers(2, choice, reduction="all_reduce")  # type: ignore[arg-type]
+def test_a_number_of_members_chosen_from_times_is_the_divisor() -> None:
+    strategy = BackupWorkers(2, "deadline", reduction="all_reduce")
 
     def body(comm: Comm) -> Run:
         return train(attach(comm, strategy, optimizer=adam), 30, lambda rank, _: 0.04 if rank == 3 else 0.004)
@@ -194,11 +190,7 @@ def test_explaining_counts_an_all_reduce_among_all(size: int, backups: int) -> N
         return run.step().sent
 
     assert sent("all_reduce") == pytest.approx(2 * (size - 1) / size * 4 * numel, rel=1e-3)
-    assert (
-        sent("auto")
-        == sent("messages")
-        == pytest.approx(2 * (size - backups - 1) / (size - backups) * 4 * numel, rel=1e-3)
-    )
+    assert sent("messages") == pytest.approx(2 * (size - backups - 1) / (size - backups) * 4 * numel, rel=1e-3)
 
 
 # -- the thread and its connections ------------------------------------------------------------------------------------
@@ -259,17 +251,13 @@ def test_a_comm_without_spare_connections_is_refused_with_the_fix() -> None:
         CountingComm(0, 2).duplicate()
 
 
-def test_without_spare_connections_auto_is_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_spare_connections_all_reduces_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(comm: Comm) -> Comm:
         raise ConfigError("none")
 
-    def run(reduction: Reduction) -> list[Run]:
-        return run_threads(2, lambda comm: train(attach(comm, BackupWorkers(reduction=reduction)), 5), timeout=20)
-
     monkeypatch.setattr(ThreadComm, "duplicate", refuse)
-    assert most_all_reduced(run("auto")) == 0
     with pytest.raises(ConfigError, match="none"):
-        run("all_reduce")
+        run_threads(2, lambda comm: train(attach(comm, BackupWorkers(reduction="all_reduce")), 5), timeout=20)
 
 
 def two_all_reduces() -> bool:

@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps that end when enough ranks are ready; late ranks recover afterwards.
 
-- `rules`: for how many ranks to wait, and which reduction to use, from measured times.
+- `rules`: for how many ranks to wait, from measured times.
 - `messages`: what ranks send each other.
 - `coordinator`: a state machine that decides which ranks are members of a step. It holds no tensor and no clock.
 - `member`: a state machine of one rank, with the coordinator in it on the rank that decides. It has no clock either.
-- `succession`: who is lost, and who coordinates then; what the next coordinator must know before it decides.
 - `rounds`: a step that a rank has contributed to, and a state that a late one waits for.
 - `reductions`: members average their gradients by messages; a state machine as well.
 - `participant`: a member with a mailbox, threads and a clock, which the comm's `runtime` provides.
@@ -17,5 +16,5 @@
 One rank, the coordinator, counts ready gradients in the thread in which its messages arrive, and names the members of
 each step. The members average their gradients among themselves. The step is committed when the coordinator knows that
 every member holds the mean; until then it can be tried again with other members. A rank that was not a member takes the
-state of one that was. Where the coordinator is lost, another rank takes over.
+state of one that was. Where the coordinator is lost, the run ends with an error on all ranks.
 """

@@ -24,7 +24,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from thinwire.quorum.messages import ControlMessage, Kind
-from thinwire.quorum.rules import QuorumRule, ReductionSelector
+from thinwire.quorum.rules import QuorumRule
 
 _ENOUGH_REMINDERS = 2  # of one rank, where most members have sent none
 Outbox = list[tuple[int, ControlMessage]]
@@ -37,10 +37,9 @@ class Coordinator:
 
     Attributes:
         rule: how long to wait for how many ranks.
-        selector: by which reduction members average.
+        use_all_reduce: whether members average by an all-reduce, and not by messages.
         step: the step to be decided next.
-        first_attempt: attempts are numbered from one more; no two coordinators' numbers are equal.
-        attempt: the number of the latest attempt at this step; `first_attempt` before there is one.
+        attempt: the number of the latest attempt at this step, from 1; 0 before there is one.
         members: of the attempt in progress; empty while none is.
         last: members of the latest committed step.
         last_attempt: the number of the attempt by which it was committed; 0 where it is not known.
@@ -48,7 +47,6 @@ class Coordinator:
         all_reduces: all-reduces started so far.
         all_reduce: the number of the one in progress, or 0.
         last_all_reduce: the number of the one that averaged the latest committed step, or 0.
-        started: when the attempt started, in seconds.
         busy: ranks that have not ended the latest all-reduce.
         ready: ranks that are ready in the order of arrival, each with its first READY message.
         acknowledged: members that hold the mean.
@@ -57,8 +55,7 @@ class Coordinator:
     """
 
     rule: QuorumRule
-    selector: ReductionSelector = field(default_factory=ReductionSelector)
-    first_attempt: int = 0
+    use_all_reduce: bool = False
     step: int = 0
     attempt: int = 0
     members: tuple[int, ...] = ()
@@ -68,7 +65,6 @@ class Coordinator:
     all_reduces: int = 0
     all_reduce: int = 0
     last_all_reduce: int = 0
-    started: float = 0.0
     busy: set[int] = field(default_factory=set[int])
     ready: dict[int, ControlMessage] = field(default_factory=dict[int, ControlMessage])
     acknowledged: set[int] = field(default_factory=set[int])
@@ -77,14 +73,9 @@ class Coordinator:
 
     def begin(self, step: int) -> None:
         """Decide this step next, whatever was in progress."""
-        self.step, self.attempt = step, self.first_attempt
+        self.step, self.attempt = step, 0
         self.ready.clear()
         self._end_attempt()
-
-    def take_over(self, held: ControlMessage) -> None:
-        """Decide next the step after the last one that a living rank holds, which a PROMISE tells."""
-        self.begin(held.step)
-        self.last, self.last_attempt, self.last_all_reduce = held.members, held.attempt, held.all_reduce
 
     def lose(self, ranks: Collection[int], now: float) -> Outbox:
         """Wait for these ranks no more; an attempt with one of them as a member is abandoned."""
@@ -108,7 +99,7 @@ class Coordinator:
             What is to be sent.
         """
         if message.kind is Kind.ACK:
-            return self._acknowledge(src, message, now)
+            return self._acknowledge(src, message)
         if self.timed.get(src) != message.step:
             # Late gradients are timed too: the rule would not learn otherwise that a rank is slow.
             self.timed[src] = message.step
@@ -146,10 +137,10 @@ class Coordinator:
         members = list(self.ready)
         if self.rule.choice == "fixed":
             members = members[: self.rule.least]
-        self.attempt, self.members, self.started = self.attempt + 1, tuple(sorted(members)), now
+        self.attempt, self.members = self.attempt + 1, tuple(sorted(members))
         destinations = self.members
         # Later attempts are by messages: an all-reduce has just been held up, or a member has stopped.
-        if self._tries == 1 and self.selector.use_all_reduce and not self.busy:
+        if self.attempt == 1 and self.use_all_reduce and not self.busy:
             destinations = range(self.rule.size)
             self.all_reduce = self.all_reduces = self.all_reduces + 1
             self.busy = set(destinations)
@@ -179,16 +170,15 @@ class Coordinator:
             # Members that hold the mean count less with every attempt: one that has sent its whole part may have
             # stopped before it acknowledged, or be merely slow. Other ranks count only if no member has responded.
             counts = is_member or not responded
-            abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self._tries)
+            abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
         if not abandon:
             return []
         for rank in missing:
             del self.ready[rank]
-        self.selector.abandoned += bool(self.all_reduce)
         self._end_attempt()
         return self.start_if_due(now)
 
-    def _acknowledge(self, src: int, message: ControlMessage, now: float) -> Outbox:
+    def _acknowledge(self, src: int, message: ControlMessage) -> Outbox:
         """A member holds the mean, or a rank has ended an all-reduce: commit the step if all members have."""
         if message.all_reduce and message.all_reduce == self.all_reduces:
             self.busy.discard(src)
@@ -201,14 +191,8 @@ class Coordinator:
         commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
         outbox = [(dst, commit) for dst in self.ready]
         self.last, self.last_attempt, self.last_all_reduce = self.members, self.attempt, self.all_reduce
-        if self._tries == 1:
-            self.selector.record(now - self.started, all_reduce=bool(self.all_reduce))
         self.begin(self.step + 1)
         return outbox
-
-    @property
-    def _tries(self) -> int:
-        return self.attempt - self.first_attempt
 
     def _end_attempt(self) -> None:
         self.members, self.all_reduce = (), 0

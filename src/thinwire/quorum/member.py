@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Collection, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import NamedTuple
 
@@ -23,8 +23,6 @@ from thinwire.quorum.coordinator import Coordinator, Outbox
 from thinwire.quorum.messages import ControlMessage, GradientChunk, Kind, StateChunk
 from thinwire.quorum.reductions import MessageReduction, Partition
 from thinwire.quorum.rounds import Round, StateTransfer
-from thinwire.quorum.rules import QuorumRule
-from thinwire.quorum.succession import ATTEMPTS, Succession, splits
 
 _WINDOW = 16  # latest reductions whose time is kept
 _USUAL_REDUCTIONS = 3  # a rank waits for so many usual reductions before it sends READY again
@@ -60,18 +58,15 @@ class Member:
 
     Attributes:
         rank: this one.
-        rule: for how many ranks to wait, if this rank becomes the coordinator.
-        coordinator_rank: the rank that decides first.
+        size: ranks in all.
+        least: ranks that every step needs.
+        coordinator_rank: the rank that decides.
         partition: of the gradient, in as many parts as every step has members.
         retry_seconds: the least time that a rank waits before it sends READY again.
         computing_since: when this rank began to compute its next gradient.
         idle_at: the step after which this rank's state is consistent and may be sent; -1 while a step is being taken.
         coordinator: on the rank that decides, what it decides with; None on others.
-        succession: who is lost, and who decides now.
-        last: how the last step was decided whose result is this rank's state, as a PROMISE.
-        taken: whether a state was taken that is not the replica's yet.
-        promise_due: whether a promise waits for that.
-        stranded: whether the result of the last steps is lost, as all ranks that held it are.
+        gone: ranks that are lost. They never come back.
         round: the step that this rank has contributed to and not ended.
         transfer: of a state to this rank, while it catches up.
         state_requests: ranks that want a state that this rank does not have yet, and from which step on.
@@ -82,18 +77,15 @@ class Member:
     """
 
     rank: int
-    rule: QuorumRule
-    coordinator_rank: InitVar[int]
+    size: int
+    least: int
+    coordinator_rank: int
     partition: Partition
     retry_seconds: float
     computing_since: float
     idle_at: int = 0
     coordinator: Coordinator | None = None
-    succession: Succession = field(init=False)
-    last: ControlMessage = field(init=False)
-    taken: bool = False
-    promise_due: bool = False
-    stranded: bool = False
+    gone: set[int] = field(default_factory=set[int])
     round: Round | None = None
     transfer: StateTransfer | None = None
     state_requests: dict[int, int] = field(default_factory=dict[int, int])
@@ -101,16 +93,6 @@ class Member:
     all_reduces: int = 0
     latest_mean: tuple[int, Tensor] | None = None
     reduction_seconds: deque[float] = field(default_factory=lambda: deque[float](maxlen=_WINDOW))
-
-    def __post_init__(self, coordinator_rank: int) -> None:
-        """All ranks begin under the same coordinator."""
-        self.succession = Succession(self.rank, self.rule.size, coordinator_rank)
-        self.last = ControlMessage(Kind.PROMISE, self.idle_at)
-
-    @property
-    def size(self) -> int:
-        """Ranks in all."""
-        return self.rule.size
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -164,7 +146,7 @@ class Member:
             gradient.copy_(mean)
         elif mean is not None:
             mean.write_(gradient)
-        current.has_mean, current.forfeited = mean is not None, mean is None
+        current.has_mean = mean is not None
 
     def recover(self, now: float) -> list[Action]:
         """This rank was late for a step: ask a member for the state after it, or after a later one."""
@@ -174,7 +156,7 @@ class Member:
         self.transfer = StateTransfer(
             outcome.step + (outcome.kind is Kind.COMMIT), self._donors_among(outcome.members), now
         )
-        return self._adopt(self.rank, now) if self._is_alone() else self._request_state(now)
+        return self._request_state(now)
 
     @property
     def has_state(self) -> bool:
@@ -184,31 +166,22 @@ class Member:
     def take_state(self) -> tuple[int, Tensor]:
         """The step and the bytes of the state that has arrived; no other is accepted from now on."""
         assert self.transfer is not None, "it was waited for"
-        chunks, self.transfer, self.taken = self.transfer.complete, None, True
+        chunks, self.transfer = self.transfer.complete, None
         return chunks[0].step, torch.cat([chunk.content for chunk in chunks])[: chunks[0].nbytes]
 
-    def end_step(self, step: int, members: Sequence[int], now: float) -> list[Action]:
+    def end_step(self, step: int, now: float) -> list[Action]:
         """A step has ended; until the next one is decided, this rank's state may be sent to others.
 
         Args:
             step: how many are done.
-            members: of the last one.
             now: the time.
         """
-        current, attempt, all_reduce = self.round, 0, 0
-        if current is not None and current.has_mean and current.outcome is not None:
-            attempt, all_reduce = current.outcome.attempt, current.outcome.all_reduce
-        self.last = ControlMessage(Kind.PROMISE, step, attempt, all_reduce=all_reduce, members=tuple(members))
-        self.idle_at, self.round, self.computing_since, self.taken = step, None, now, False
-        actions = self._answer_state_requests()
-        if self.promise_due:
-            self.promise_due = False
-            actions += self._promise(now)
-        return actions
+        self.idle_at, self.round, self.computing_since = step, None, now
+        return self._answer_state_requests()
 
     def begin_after_loading(self, step: int) -> list[Action]:
         """A checkpoint was loaded, on all ranks: decide this step next."""
-        self.idle_at, self.last = step, ControlMessage(Kind.PROMISE, step)
+        self.idle_at = step
         if self.coordinator is not None:
             self.coordinator.begin(step)
         return self._answer_state_requests()
@@ -225,144 +198,39 @@ class Member:
 
     def lost_at_barrier(self) -> list[int]:
         """Lost ranks that have not come to the barrier that this rank is at, if it must not go on without them."""
-        gone, ended = self.succession.gone, self.succession.ended
         # Those that were here have gone on, and may have ended since.
-        absent = {rank for rank in gone if self.barriers[rank] < self.barriers[self.rank]}
-        split = splits(self.size - len(absent & ended), len(absent - ended), settled=self.succession.settled)
-        too_many = self.size - len(absent) < self.rule.least or self.stranded
-        return sorted(absent) if too_many or split else []
+        absent = {rank for rank in self.gone if self.barriers[rank] < self.barriers[self.rank]}
+        if self.coordinator_rank in absent:
+            return [self.coordinator_rank]
+        return sorted(absent) if self.size - len(absent) < self.least else []
 
     # -- losses ------------------------------------------------------------------------------------------------------
 
-    def lose(self, gone: Collection[int], ended: Collection[int], now: float) -> list[Action]:
-        """Ranks are lost: go on without them, under the next coordinator if the current one is among them.
-
-        Args:
-            gone: ranks that are lost; they are heard no more, even if they live.
-            ended: ranks that are known to have ended.
-            now: the time.
-        """
-        new = self.succession.lose(gone, ended)
-        actions = list[Action]()
-        if new and self.coordinator is not None:
-            actions += self._post(self.coordinator.lose(new, now), now)
-        if self.succession.coordinator_rank in new and (successor := self.succession.successor()) is not None:
-            actions += self._adopt(successor, now)
-        elif self.transfer is not None and self._is_alone():
-            actions += self._adopt(self.rank, now)
-        else:
-            actions += self._begin_if_promised(now)
-        return actions + (self._renew_donors(now) if new else [])
+    def lose(self, ranks: Collection[int], now: float) -> list[Action]:
+        """Continue without these ranks, which are heard no more even if they live."""
+        new = set(ranks) - self.gone
+        if not new:
+            return []
+        self.gone |= new
+        outbox = [] if self.coordinator is None else self.coordinator.lose(new, now)
+        return self._post(outbox, now) + self._renew_donors(now)
 
     def waits_for(self) -> list[int]:
         """The ranks on which a decision depends; lost ones if there will be none any more."""
-        succession = self.succession
-        if self.cannot_go_on():
-            return sorted(succession.gone)
-        if succession.is_taking_over:
-            return succession.silent() or [self.rank]
-        return [succession.coordinator_rank]
+        # The coordinator may be lost because it has noticed too many other losses: these are the cause then.
+        others = self.gone - {self.coordinator_rank}
+        return sorted(others) if self.size - len(others) < self.least else [self.coordinator_rank]
 
-    def cannot_go_on(self) -> bool:
-        """Whether so many ranks are lost, or such ones, that no step can be decided any more as far as is known."""
-        succession = self.succession
-        if self.size - len(succession.gone) < self.rule.least or self.stranded:
-            return True
-        # Other ranks may know less of those that are lost than the one that decides.
-        decides = succession.coordinator_rank == self.rank
-        return succession.coordinator_rank in succession.gone or (decides and succession.splits())
-
-    def _adopt(self, rank: int, now: float) -> list[Action]:
-        """Follow a new coordinator from now on, and no earlier one."""
-        self.succession.adopt(rank)
-        self.coordinator, current = None, self.round
-        if current is not None and current.outcome is not None and not self._has_mean(current):
-            # The step may be decided anew; but one that this rank takes already without a mean has spoilt its state.
-            current.forfeited = self.idle_at < 0
-            current.outcome = current.outcome if current.forfeited else None
-        self.state_requests.clear()  # ranks ask again, perhaps for an earlier step
-        if self.transfer is not None:
-            self.transfer.chunks.clear()  # of a step that may be decided anew
-        takeover = ControlMessage(Kind.TAKEOVER, 0)
-        outbox = [(other, takeover) for other in self._others() if rank == self.rank]
-        return [*self._post(outbox, now), *self._promise(now)]
-
-    def _promise(self, now: float) -> list[Action]:
-        """Tell the new coordinator which steps this rank holds, and its gradient if it waits for a decision."""
-        if self.taken:
-            self.promise_due = True  # until it is known what the members of the last step were
-            return []
-        current, held = self.round, self.last
-        if current is not None and current.outcome is not None:
-            step, outcome = current.outcome.step + 1, current.outcome
-            held = held._replace(step=-1)  # its own update has spoilt the state
-            if self._has_mean(current):
-                held = outcome._replace(kind=Kind.PROMISE, step=step, digest=0, microseconds=0, answers=0)
-        actions = self._to_coordinator(held, now)
-        if current is not None and current.outcome is None:
-            current.notified = now
-            actions += self._to_coordinator(current.ready, now)
-        return actions
-
-    def _begin_if_promised(self, now: float) -> list[Action]:
-        """Decide from now on, if all living ranks have promised."""
-        succession = self.succession
-        if not succession.may_begin():
-            return []
-        held, waiting, living = succession.held(), dict(succession.ready), succession.living
-        if held.step < 0 and self._is_alone():
-            held = self._count_alone()
-        # The new coordinator knows no times, and uses messages alone: an all-reduce needs all ranks.
-        coordinator = Coordinator(self.rule.anew(), first_attempt=succession.first_attempt)
-        coordinator.lose(succession.gone, now)
-        coordinator.take_over(held)
-        self.coordinator = coordinator
-        resume = ControlMessage(Kind.RESUME, held.step, members=tuple(living))
-        outbox = [(rank, resume) for rank in living]
-        if held.step > 0:
-            commit = held._replace(kind=Kind.COMMIT, step=held.step - 1)
-            outbox += [(rank, commit) for rank in living]
-        actions = self._post(outbox, now)
-        for src, message in waiting.items():
-            if src not in succession.gone:
-                actions += self._post(coordinator.receive(src, message, now), now)
-        return actions
-
-    def _is_alone(self) -> bool:
-        """Whether this rank goes on alone, as all others have ended."""
-        return self.rule.least == 1 and len(self.succession.ended) == self.size - 1 > 0
-
-    def _count_alone(self) -> ControlMessage:
-        """This rank alone is left, and has taken a step with its own gradient: let that be the step.
-
-        It was late, and the state that it was to take is lost.
-        """
-        current = self.round
-        assert current is not None, "a state is spoilt by a step"
-        commit = ControlMessage(Kind.COMMIT, current.step, members=(self.rank,))
-        current.outcome, current.has_mean, current.forfeited, self.transfer = commit, True, False, None
-        return commit._replace(kind=Kind.PROMISE, step=current.step + 1)
-
-    def _resume(self, message: ControlMessage, now: float) -> list[Action]:
-        """The new coordinator decides from a step on, among some ranks; all others are lost for this rank too."""
-        succession, current = self.succession, self.round
-        if succession.settled:
-            return []
-        succession.settled = True
-        others = set(range(self.size)).difference(message.members)
-        succession.lose(others, others)
-        self.stranded = message.step < 0
-        if current is not None and current.forfeited:
-            current.outcome = ControlMessage(Kind.LATE, message.step, answers=current.step)
-        if self.transfer is not None:
-            self.transfer.wanted = min(self.transfer.wanted, message.step)
-        return self._renew_donors(now)
+    @property
+    def stranded(self) -> bool:
+        """Whether this rank needs a state, and no other rank is left to send one."""
+        return self.transfer is not None and not self.transfer.donors
 
     def _renew_donors(self, now: float) -> list[Action]:
         """Ask another rank for the state, as one that was asked may be lost."""
         if self.transfer is None:
             return []
-        self.transfer.donors = self._donors_among(self.transfer.donors if self.succession.settled else ())
+        self.transfer.donors = self._donors_among(self.transfer.donors)
         self.transfer.next_request = now
         return self._request_state(now)
 
@@ -371,14 +239,10 @@ class Member:
         living = self._others()
         return [rank for rank in ranks if rank in living] or living
 
-    def _has_mean(self, current: Round) -> bool:
-        """Whether this rank has used the mean, or could."""
-        return current.has_mean or self._mean_of(current) is not None
-
     def _mean_of(self, current: Round) -> Tensor | MessageReduction | None:
         """The mean by which the step was decided, if it is here: in one piece, or as a reduction."""
         outcome, reduction = current.outcome, current.reduction
-        if outcome is None or outcome.kind is not Kind.COMMIT or current.forfeited:
+        if outcome is None or outcome.kind is not Kind.COMMIT:
             return None
         if outcome.all_reduce:
             means = filter(None, (current.all_reduced, self.latest_mean))
@@ -407,12 +271,12 @@ class Member:
     @property
     def _waits_for_decision(self) -> bool:
         current = self.round
-        return current is not None and current.outcome is None and not current.has_work and self.succession.settled
+        return current is not None and current.outcome is None and not current.has_work
 
     def _seconds_to_retry(self, now: float) -> float:
         """A member waits for messages that are on their way. Other ranks wait for ranks that still compute."""
         assert self.round is not None, "only while a step is to be decided"
-        patience = self._patience() * (self.round.attempt % ATTEMPTS or _OTHERS_FACTOR)
+        patience = self._patience() * (self.round.attempt or _OTHERS_FACTOR)
         return max(self.round.notified, self.round.started) + patience - now
 
     def _remind(self, now: float) -> list[Action]:
@@ -423,7 +287,7 @@ class Member:
 
     def _request_state(self, now: float) -> list[Action]:
         transfer = self.transfer
-        if transfer is None or transfer.complete or now < transfer.next_request or not self.succession.settled:
+        if transfer is None or transfer.complete or now < transfer.next_request:
             return []
         if not transfer.donors:
             return []
@@ -442,54 +306,32 @@ class Member:
 
     def receive(self, src: int, message: ControlMessage, now: float) -> list[Action]:
         """A control message has arrived."""
-        if src in self.succession.gone:
+        if src in self.gone:
             return []
         if message.kind is Kind.STATE_REQUEST:
-            self.state_requests[src] = message.step  # the last one counts: after a loss it may be of an earlier step
+            self.state_requests[src] = message.step  # the last one counts
             return self._answer_state_requests()
         if message.kind is Kind.BARRIER:
             self.barriers[src] = max(self.barriers[src], message.attempt)
-        elif message.kind in (Kind.READY, Kind.ACK, Kind.PROMISE):
-            return self._receive_as_coordinator(src, message, now)
-        else:
-            return self._receive_from_coordinator(src, message, now)
-        return []
-
-    def _receive_as_coordinator(self, src: int, message: ControlMessage, now: float) -> list[Action]:
-        actions = list[Action]()
-        if message.kind is Kind.PROMISE and self.succession.is_later(self.rank):
-            actions += self._adopt(self.rank, now)  # another rank has noticed first
-        if self.succession.is_taking_over:
-            if message.kind is Kind.READY:
-                self.succession.ready[src] = message
-            elif message.kind is Kind.PROMISE:
-                self.succession.promises[src] = message
-                actions += self._begin_if_promised(now)
-        elif self.coordinator is not None and message.kind is not Kind.PROMISE:
-            actions += self._post(self.coordinator.receive(src, message, now), now)
-        return actions
-
-    def _receive_from_coordinator(self, src: int, message: ControlMessage, now: float) -> list[Action]:
-        if src != self.succession.coordinator_rank:
-            # One from before decides no more.
-            return self._adopt(src, now) if self.succession.is_later(src) else []
-        if message.kind is Kind.RESUME:
-            return self._resume(message, now)
-        if self.round is not None and self.round.outcome is None and self.succession.settled:
-            self._follow(self.round, message, now)
-        if message.kind is Kind.START and message.all_reduce > self.all_reduces:
-            self.all_reduces = message.all_reduce
-            return [JoinAllReduce(message)]
+        elif message.kind in (Kind.READY, Kind.ACK):
+            if self.coordinator is not None:
+                return self._post(self.coordinator.receive(src, message, now), now)
+        elif src == self.coordinator_rank:
+            if self.round is not None and self.round.outcome is None:
+                self._follow(self.round, message, now)
+            if message.kind is Kind.START and message.all_reduce > self.all_reduces:
+                self.all_reduces = message.all_reduce
+                return [JoinAllReduce(message)]
         return []
 
     def receive_gradient(self, src: int, chunk: GradientChunk) -> None:
         """A part of a gradient has arrived; one of a step that this rank is not at is dropped."""
-        if self.round is not None and chunk.step == self.round.step and src not in self.succession.gone:
+        if self.round is not None and chunk.step == self.round.step and src not in self.gone:
             self.round.receive(src, chunk)
 
     def receive_state(self, src: int, chunk: StateChunk) -> None:
         """A part of a state has arrived; one that was not asked for is dropped."""
-        if self.transfer is not None and src not in self.succession.gone and self.succession.settled:
+        if self.transfer is not None and src not in self.gone:
             self.transfer.receive(src, chunk)
 
     def _follow(self, current: Round, message: ControlMessage, now: float) -> None:
@@ -517,7 +359,7 @@ class Member:
         ranks = [rank for rank, wanted in self.state_requests.items() if self.idle_at >= wanted]
         for rank in ranks:
             del self.state_requests[rank]
-        return [SendState(rank) for rank in ranks if rank not in self.succession.gone]
+        return [SendState(rank) for rank in ranks if rank not in self.gone]
 
     def _post(self, outbox: Outbox, now: float) -> list[Action]:
         """Messages to other ranks; this rank's own to itself are received at once, each in its place."""
@@ -525,15 +367,15 @@ class Member:
         for dst, message in outbox:
             if dst == self.rank:
                 actions += self.receive(dst, message, now)
-            elif dst not in self.succession.gone:
+            elif dst not in self.gone:
                 actions.append(Send(dst, message))
         return actions
 
     def _to_coordinator(self, message: ControlMessage, now: float) -> list[Action]:
-        return self._post([(self.succession.coordinator_rank, message)], now)
+        return self._post([(self.coordinator_rank, message)], now)
 
     def _others(self) -> list[int]:
-        return [rank for rank in self.succession.living if rank != self.rank]
+        return [rank for rank in range(self.size) if rank not in self.gone and rank != self.rank]
 
     # -- all-reduces -------------------------------------------------------------------------------------------------
 

@@ -26,9 +26,6 @@ class Kind(IntEnum):
     REFUSED = 5  # to all ranks that are ready: the optimizers of these two ranks are set differently
     STATE_REQUEST = 6  # to a member: send me the state of this step or of a later one
     BARRIER = 7  # to all ranks: I have ended a step, and wait until all ranks have
-    PROMISE = 8  # to a new coordinator: I follow only you; so many steps are done here, the last one by this attempt
-    TAKEOVER = 9  # to all living ranks: the coordinator is lost, and I am the next; promise
-    RESUME = 10  # to all living ranks: I decide from this step on, among these ranks, as all of them have promised
 
 
 class ControlMessage(NamedTuple):
@@ -37,11 +34,11 @@ class ControlMessage(NamedTuple):
     Attributes:
         kind: what it is about.
         step: the training step.
-        attempt: the attempt at that step; of LATE and PROMISE, at the one before; of BARRIER, its number, from 1.
+        attempt: the attempt at that step; of LATE, at the one before; of BARRIER, its number, from 1.
         digest: of the optimizer's settings.
         microseconds: how long the gradient took.
-        all_reduce: the number of the all-reduce that averages, from 1; of LATE and PROMISE, the one that averaged the
-            latest step. 0 where members average by messages.
+        all_reduce: the number of the all-reduce that averages, from 1; of LATE, the one that averaged the latest step.
+            0 where members average by messages.
         answers: of LATE, the step that it answers.
         members: ranks.
     """

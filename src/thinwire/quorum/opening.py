@@ -15,7 +15,7 @@ from thinwire.errors import ConfigError
 from thinwire.quorum.messages import HEADER_BYTES, ControlMessage, Kind, control_length
 from thinwire.quorum.participant import Participant
 from thinwire.quorum.reductions import Partition
-from thinwire.quorum.rules import Choice, QuorumRule, Reduction, ReductionSelector
+from thinwire.quorum.rules import Choice, QuorumRule, Reduction
 from thinwire.replica.replica import Replica
 
 _participants: WeakKeyDictionary[Replica, Participant | CountingParticipant] = WeakKeyDictionary()
@@ -27,7 +27,7 @@ class CountingParticipant:
     Args:
         r: the replica, on a `CountingComm`.
         rule: for how many ranks to wait.
-        reduction: by which reduction members average; for "auto", which measures, messages are counted.
+        reduction: by which reduction members average.
         coordinator: the rank that decides.
     """
 
@@ -131,25 +131,17 @@ def open_participant(r: Replica, settings: QuorumSettings, *, names: Sequence[st
         names: entries of the replica's state that a late rank must receive.
 
     Raises:
-        ConfigError: `r` is a part of a replica; the comm has no connections for all-reduces and nothing else is
-            allowed; or as `Comm.open_mailbox`.
+        ConfigError: `r` is a part of a replica; the comm has no connections for all-reduces, which `reduction` asks
+            for; or as `Comm.open_mailbox`.
     """
     rule = QuorumRule(r.comm.size, r.comm.size - settings.backups, settings.choice, settings.deviations)
     if isinstance(r.comm, CountingComm):
         _participants[r] = CountingParticipant(r, rule, settings.reduction, coordinator=settings.coordinator)
         return
-    side_comm = None
-    if settings.reduction != "messages":
-        try:
-            side_comm = r.comm.duplicate()
-        except ConfigError:
-            if settings.reduction == "all_reduce":
-                raise
     _participants[r] = Participant(
         r,
         rule,
-        ReductionSelector("messages" if side_comm is None else settings.reduction),
-        side_comm,
+        r.comm.duplicate() if settings.reduction == "all_reduce" else None,
         coordinator=settings.coordinator,
         retry_seconds=settings.retry_seconds,
         names=names,

@@ -21,10 +21,9 @@ from torch import Tensor
 from thinwire.comm.base import Comm, named
 from thinwire.comm.mailbox.base import Mailbox, Message
 from thinwire.comm.runtime import Runtime
-from thinwire.errors import CommError, CommTimeoutError, MismatchError
+from thinwire.errors import CommError, MismatchError, PeerLostError
 from thinwire.quorum.all_reduces import AllReduceThread, wait_while_possible
 from thinwire.quorum.coordinator import Coordinator
-from thinwire.quorum.log import memberships
 from thinwire.quorum.member import Action, Member, Send, SendState
 from thinwire.quorum.messages import (
     HEADER_BYTES,
@@ -38,7 +37,7 @@ from thinwire.quorum.messages import (
 )
 from thinwire.quorum.reductions import Partition
 from thinwire.quorum.rounds import Round
-from thinwire.quorum.rules import QuorumRule, ReductionSelector
+from thinwire.quorum.rules import QuorumRule
 from thinwire.quorum.state_transfer import digest, pack, split_state, unpack_
 from thinwire.replica.point_to_point import open_mailbox
 from thinwire.replica.replica import Replica
@@ -72,9 +71,8 @@ class Participant:
     Args:
         r: the replica.
         rule: for how many ranks to wait, and how long.
-        selector: by which reduction members average.
         side_comm: connections of their own for all-reduces; None where members average by messages alone.
-        coordinator: the rank that decides first; the next one does where it is lost.
+        coordinator: the rank that decides.
         retry_seconds: the least time that a rank waits before it sends READY again.
         names: entries of the replica's state that a late rank must receive.
         runtime: the clock and the threads; those of the comm unless given.
@@ -84,7 +82,6 @@ class Participant:
         self,
         r: Replica,
         rule: QuorumRule,
-        selector: ReductionSelector,
         side_comm: Comm | None,
         *,
         coordinator: int,
@@ -96,9 +93,9 @@ class Participant:
         self._runtime = runtime = runtime or r.comm.runtime
         self.rank, size, self._clock = r.comm.rank, r.comm.size, runtime.clock
         partition = Partition(r.x.numel(), rule.least, r.x.dtype)
-        self._member = Member(self.rank, rule, coordinator, partition, retry_seconds, self._clock(), r.step)
+        self._member = Member(self.rank, size, rule.least, coordinator, partition, retry_seconds, self._clock(), r.step)
         if self.rank == coordinator:
-            self._member.coordinator = Coordinator(rule, selector)
+            self._member.coordinator = Coordinator(rule, use_all_reduce=side_comm is not None)
         self._packed: tuple[int, Tensor] | None = None
         self._timer_at, self._looked_at = inf, -inf
         self._told = set[int]()
@@ -139,7 +136,7 @@ class Participant:
         """The ranks that the others go on without, in order."""
         with self._box.changed:
             self._look_for_losses(self._others)
-        return sorted(self._member.succession.gone)
+        return sorted(self._member.gone)
 
     @property
     def has_mean(self) -> bool:
@@ -160,7 +157,7 @@ class Participant:
 
         Raises:
             CommTimeoutError: too few ranks were ready in time.
-            PeerLostError: too many ranks are lost, or all that held the result of the last steps.
+            PeerLostError: the coordinator is lost, or too many ranks.
             MismatchError: the optimizers of two ranks are set differently.
         """
         # On a GPU this is a thread of autograd's, at the end of the backward pass.
@@ -177,7 +174,8 @@ class Participant:
             current = self._member.round
         assert current is not None, "this rank has just contributed"
         while (outcome := self._begin_update(current)) is None:
-            self._wait(lambda: self._can_continue(current), "enough ranks to be ready, as rank {coordinator} counts")
+            counted = f"enough ranks to be ready, as rank {self._member.coordinator_rank} counts"
+            self._wait(lambda: self._can_continue(current), counted)
             self._advance(current)
         self._tell_losses()
         end = self._clock()
@@ -193,20 +191,16 @@ class Participant:
     def recover(self) -> None:
         """Take the state that members had after the step for which this rank was late, or after a later one.
 
-        Afterwards `has_mean` tells whether there is none, as this rank alone is left: its own gradient has counted.
-
         Raises:
             CommTimeoutError: no member answered.
-            PeerLostError: as `contribute`.
+            PeerLostError: as `contribute`, or all ranks that could send a state are lost.
         """
         start, step, member = self._clock(), self._r.step, self._member
         with self._box.changed:
             self._perform(member.recover(start))
             donors = [] if member.transfer is None else sorted(member.transfer.donors)
-        self._wait(lambda: member.has_state or self.has_mean, f"the state of {named(donors)}, one in time for the step")
+        self._wait(lambda: member.has_state, f"the state of {named(donors)}, one in time for the step")
         with self._box.changed:
-            if self.has_mean:
-                return
             received_step, data = member.take_state()
         unpack_(self._r, data)
         self._r.step = received_step
@@ -218,8 +212,7 @@ class Participant:
             self._packed = None
             self._box.follow_stream()
             self._all_reduces.flush_meter(self._comm.meter)
-            members = next(memberships(self._r, max(0, self._r.step - 1)), ())
-            self._perform(self._member.end_step(self._r.step, members, self._clock()))
+            self._perform(self._member.end_step(self._r.step, self._clock()))
         self._box.process_deferred()  # raises what went wrong in other threads
 
     def barrier(self) -> None:
@@ -227,7 +220,7 @@ class Participant:
 
         Raises:
             CommTimeoutError: some rank did not reach the barrier in time.
-            PeerLostError: too many ranks are lost.
+            PeerLostError: the coordinator is lost, or too many ranks.
         """
         start, member = self._clock(), self._member
 
@@ -238,7 +231,7 @@ class Participant:
 
         with self._box.changed:
             self._perform(member.enter_barrier(self._r.step, start))
-            self._box.wait_until(missing, f"{{ranks}} to end step {self._r.step}", meanwhile=self._meanwhile)
+            self._wait_until(missing, f"{{ranks}} to end step {self._r.step}")
             self._all_reduces.flush_meter(self._comm.meter)
         self._comm.meter.waited("barrier", start, start, self._clock(), self._r.step)
 
@@ -252,7 +245,7 @@ class Participant:
         self.barrier()
 
     def _begin_update(self, current: Round) -> ControlMessage | None:
-        """How the step was decided, once it is; that cannot change any more then, whoever becomes the coordinator."""
+        """How the step was decided, once it is."""
         with self._box.changed:
             return self._member.begin_update(current, self._clock()) if current.is_over else None
 
@@ -279,27 +272,31 @@ class Participant:
     def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
         """Wait under the comm's timeout; the loss of more ranks than backups ends the wait, and no other loss."""
         member = self._member
-        words = waiting_for.replace("{coordinator}", str(member.succession.coordinator_rank))
 
         def missing() -> list[int]:
             self._look_for_losses(self._others)
             if ready():
                 return []
             if member.stranded:
-                lost = sorted(member.succession.gone)
-                problem = f"all ranks that held the latest steps are lost ({lost}); continue from a checkpoint"
-                raise self._comm.failure(words, problem, late=False)
+                problem = f"all other ranks are lost: {sorted(member.gone)}. Resume from a checkpoint"
+                raise self._comm.failure(waiting_for, problem, late=False)
             return member.waits_for()
 
+        words = f"{waiting_for} (all ranks must train until the same worker.step)"
         with self._box.changed:
-            try:
-                self._box.wait_until(
-                    missing, f"{words} (all ranks must train until the same worker.step)", meanwhile=self._meanwhile
-                )
-            except CommTimeoutError as error:
-                if member.succession.settled:
-                    raise
-                raise CommTimeoutError(f"{error}; {member.succession.in_words()}") from None
+            self._wait_until(missing, words)
+
+    def _wait_until(self, missing: Callable[[], Sequence[int]], waiting_for: str) -> None:
+        try:
+            self._box.wait_until(missing, waiting_for, meanwhile=self._meanwhile)
+        except PeerLostError as error:
+            rank = self._member.coordinator_rank
+            if rank not in self._member.gone:
+                raise
+            raise PeerLostError(
+                f"{error}. Rank {rank} is the coordinator of BackupWorkers and is lost: the other ranks cannot "
+                "continue without it. Resume from a checkpoint"
+            ) from None
 
     def _meanwhile(self) -> float:
         """What is due while this rank waits; returns after how many seconds to look again."""
@@ -309,29 +306,24 @@ class Participant:
 
     def _look_for_losses(self, ranks: Sequence[int]) -> None:
         """Tell the member which of these ranks are lost."""
-        now, known = self._clock(), self._member.succession
+        now, known = self._clock(), self._member.gone
         if now - self._looked_at < _LOOK_SECONDS:
             return
         self._looked_at = now
-        gone = self._box.lost_among([rank for rank in ranks if rank not in known.gone])
-        ended = [rank for rank in (*gone, *(known.gone - known.ended)) if self._box.has_ended(rank)]
-        if gone or ended:
-            self._box.dismiss(gone)
-            self._perform(self._member.lose(gone, ended, now))
+        if gone := self._box.lost_among([rank for rank in ranks if rank not in known]):
+            self._perform(self._member.lose(gone, now))
 
     def _tell_losses(self) -> None:
         """Warn of ranks that are lost, once each: their data are used no more, and a user should know."""
-        succession = self._member.succession
-        if new := sorted(succession.gone - self._told):
+        gone = self._member.gone
+        if new := sorted(gone - self._told):
             self._told.update(new)
             _LOGGER.warning(
-                "rank %d, step %d: training goes on without %s, which cannot be reached any more; rank %d coordinates, "
-                "and %d of %d ranks are left",
+                "rank %d, step %d: training continues without %s, which cannot be reached. %d of %d ranks are left",
                 self.rank,
                 self._r.step,
                 named(new),
-                succession.coordinator_rank,
-                len(succession.living),
+                self._member.size - len(gone),
                 self._member.size,
             )
 
@@ -339,7 +331,7 @@ class Participant:
 
     def _perform(self, actions: Sequence[Action]) -> None:
         """Send what the member wants sent, and set the coordinator's timer."""
-        self._box.dismiss(self._member.succession.gone)
+        self._box.dismiss(self._member.gone)
         for action in actions:
             if isinstance(action, Send):
                 self._box.send(action.dst, action.message.encode(self._member.size), topic=_CONTROL)
@@ -348,8 +340,6 @@ class Participant:
             else:
                 self._all_reduces.enqueue(action.start)
         seconds = None if self._member.coordinator is None else self._member.coordinator.seconds_to_wait(self._clock())
-        if self._member.succession.is_taking_over:
-            seconds = _MAX_WAIT_SECONDS  # it may compute, and must notice who is lost
         # One timer is enough, unless there is something to do before it.
         if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
             self._timer_at = self._clock() + seconds
@@ -365,15 +355,11 @@ class Participant:
     def _on_timer(self) -> None:
         with suppress(CommError, ReferenceError), self._box.changed:
             self._timer_at = inf
-            if not self._member.succession.settled:
-                self._look_for_losses(self._others)
             self._perform(self._member.time_passed(self._clock()))
             self._box.changed.notify_all()
 
     def _on_control(self, message: Message) -> bool:
         self._perform(self._member.receive(message.src, decode_control(message.content.tolist()), self._clock()))
-        if not self._member.succession.settled:
-            self._look_for_losses(self._others)
         return True
 
     def _on_gradient(self, message: Message) -> bool:

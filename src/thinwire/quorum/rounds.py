@@ -30,7 +30,6 @@ class Round:
         all_reduced: the number of the latest all-reduce of this step, and its mean.
         lent: whether an all-reduce reads the gradient, which must not change meanwhile.
         has_mean: whether the gradient was replaced by the mean of the members.
-        forfeited: whether the mean may not be used any more, even if it comes: this rank takes the step without it.
         refused: two ranks whose optimizers are set differently.
     """
 
@@ -47,7 +46,6 @@ class Round:
     all_reduced: tuple[int, Tensor] | None = None
     lent: bool = False
     has_mean: bool = False
-    forfeited: bool = False
     refused: tuple[int, ...] = ()
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the coordinator decides from measured times: for how many ranks to wait, and which reduction to use."""
+"""How long the coordinator waits for more ranks, from measured times."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Literal
 
-Choice = Literal["fixed", "deadline", "online"]
-Reduction = Literal["auto", "all_reduce", "messages"]
+Choice = Literal["fixed", "deadline"]
+Reduction = Literal["messages", "all_reduce"]
 _WINDOW = 64  # latest times kept of each rank
 _MIN_SAMPLES = 4  # times of each of `least` ranks, before times decide anything
-_TRIALS = 6  # timed runs of each reduction; the first of each is a warm-up
-_MAX_ABANDONED = 2  # all-reduces that may be abandoned; one more, and "auto" uses none again
 
 
 @dataclass
@@ -25,8 +23,7 @@ class QuorumRule:
         size: ranks that train.
         least: ranks that every step needs.
         choice: "fixed" takes exactly `least` ranks; "deadline" takes all that are ready within the usual time, and
-            `least` at least; "online" waits for as many as have maximized gradients per second so far, from `least` on,
-            and no longer than as many usually take.
+            `least` at least.
         deviations: of the deadline, in median absolute deviations beyond the median.
     """
 
@@ -49,10 +46,6 @@ class QuorumRule:
             self._lost.add(rank)
             self._seconds.pop(rank, None)
 
-    def anew(self) -> QuorumRule:
-        """The same rule without measured times."""
-        return QuorumRule(self.size, self.least, self.choice, self.deviations)
-
     def seconds_to_wait(self, ready: int, waited_seconds: float) -> float | None:
         """Seconds to wait for more ranks: 0 to start now, None to wait for the next one without a limit.
 
@@ -67,10 +60,6 @@ class QuorumRule:
         if self.choice == "deadline" and ready < self.size - len(self._lost) and known:
             times = [seconds for each in samples for seconds in each]
             return max(0.0, deadline(times, self.deviations) - waited_seconds)
-        if self.choice == "online" and known and ready < (needed := best_number(samples, self.least)):
-            # Not for ever: one of those that are waited for may be gone.
-            limits = sorted(deadline(each, self.deviations) for each in samples)
-            return max(0.0, limits[needed - 1] - waited_seconds)
         return 0.0
 
 
@@ -102,39 +91,3 @@ def order_statistics(seconds: Sequence[Sequence[float]]) -> list[float]:
     steps = max(len(each) for each in seconds)
     rows = [sorted(each[step % len(each)] for each in seconds) for step in range(steps)]
     return [fmean(column) for column in zip(*rows, strict=True)]
-
-
-@dataclass
-class ReductionSelector:
-    """Which reduction averages the next step's gradients.
-
-    Args:
-        reduction: "all_reduce" is among all ranks, and late ones contribute zeros; "messages" are among members alone;
-            "auto" alternates between them at first, and then keeps the one with the lower median time, unless too many
-            all-reduces are abandoned.
-        all_reduce_seconds: measured times of all-reduces.
-        message_seconds: measured times of reductions by messages.
-        abandoned: all-reduces that were given up because some rank did not take part.
-    """
-
-    reduction: Reduction = "messages"
-    all_reduce_seconds: list[float] = field(default_factory=list[float])
-    message_seconds: list[float] = field(default_factory=list[float])
-    abandoned: int = 0
-
-    def record(self, seconds: float, *, all_reduce: bool) -> None:
-        """Record the time of one reduction, from its start until all members hold the mean."""
-        times = self.all_reduce_seconds if all_reduce else self.message_seconds
-        if len(times) < _TRIALS:
-            times.append(seconds)
-
-    @property
-    def use_all_reduce(self) -> bool:
-        """Whether the next reduction is to be an all-reduce."""
-        if self.reduction != "auto":
-            return self.reduction == "all_reduce"
-        if self.abandoned > _MAX_ABANDONED:
-            return False
-        if min(len(self.all_reduce_seconds), len(self.message_seconds)) < _TRIALS:
-            return len(self.all_reduce_seconds) <= len(self.message_seconds)
-        return median(self.all_reduce_seconds[1:]) < median(self.message_seconds[1:])

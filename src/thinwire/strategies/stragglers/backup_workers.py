@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire.comm.work import Work
 from thinwire.errors import ConfigError
-from thinwire.quorum.log import LOG, USED, begin_log, memberships, resize_log, write_log
+from thinwire.quorum.log import LOG, USED, begin_log, resize_log, write_log
 from thinwire.quorum.opening import open_participant, participant_of
 from thinwire.quorum.rules import Choice, Reduction
 from thinwire.reduce.compressed_all_reduce import mean_
@@ -38,12 +38,12 @@ class BackupWorkers(Strategy):
     the loop as `while worker.step < steps`. One rank decides the members of each step, once for all, and every rank
     keeps a log of them.
 
-    Up to b workers may be lost, also the one that decides: the others go on. There is no server. Members average the
+    Up to b workers may be lost: the others continue. If the coordinator is lost, all others raise `PeerLostError`, and
+    the run continues from a checkpoint. There is no server. Members average the
     gradient by messages among themselves, or all workers do in an all-reduce, to which late ones contribute zeros
     beside their computation; one of the workers coordinates while it computes.
     `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the time of the N-th, a
-    step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers; `choice="online"` looks for the N with the
-    most gradients per second.
+    step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers.
     Traffic: by messages $2\frac{N-1}{N}$ of the gradient per member and step, and control messages of some bytes; a
     late worker sends none of the gradient, and receives a state once. In an all-reduce $2\frac{n-1}{n}$ for every
     worker. State: the members of each step, and how often each worker was one.
@@ -53,15 +53,13 @@ class BackupWorkers(Strategy):
 
     Args:
         backups: b, the most workers that a step goes without; more waits less and averages fewer gradients.
-        choice: "fixed" goes without exactly b; "deadline" takes all that are ready within the usual time, and "online"
-            the number with the most gradients per second so far, from N on.
+        choice: "fixed" goes without exactly b; "deadline" takes all that are ready within the usual time.
         deviations: of the deadline: median absolute deviations beyond the median of all measured times.
-        coordinator: the rank that decides first. It may be slow; it may not be stopped. Where it is lost, the next rank
-            that is not takes over.
+        coordinator: the rank that decides. It may be slow; it may not be stopped or lost.
         retry_seconds: the least time that a member waits for the others before it reminds the coordinator, so that the
             step is tried again without members that have stopped.
         reduction: how members average: by "messages" among them; by "all_reduce" among all workers, which sends more
-            and computes less; "auto" tries both and keeps the faster.
+            and computes less.
 
     Example:
         >>> import torch, thinwire
@@ -99,7 +97,7 @@ class BackupWorkers(Strategy):
             needs_equal_start=True,
             timing_dependent=True,
             inelastic=(
-                "it goes on by itself without up to `backups` lost workers; leave elastic=True out"
+                "it continues by itself without up to `backups` lost workers; leave elastic=True out"
                 if self.backups
                 else "backups=0 waits for all workers; use AllReduce()"
             ),
@@ -176,10 +174,9 @@ class BackupWorkers(Strategy):
             raise ConfigError(f"step {step - 1}: optimizer.step() without a backward pass before it")
         if not participant.has_mean:
             participant.recover()  # the log too, and r.step
-        if participant.has_mean:
-            write_log(r, (participant.outcome or outcome).members)
-        # From the log: a coordinator that was lost may have said otherwise.
-        on_time = r.step >= step and r.comm.rank in next(memberships(r, step - 1))
+        else:
+            write_log(r, outcome.members)
+        on_time = participant.is_member(outcome)
         r.metrics["on_time"] = float(on_time)
         r.metrics["all_reduced"] = float(outcome.all_reduce > 0)
         r.metrics["steps_missed"] = float(r.step - step + (not on_time))
