@@ -31,6 +31,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 # From the ground up: a package may import from the floors below its own.
 FLOORS: list[set[str]] = [
     {"errors", "_version"},
+    {"torch_internals"},
     {"validation", "storage", "kernels"},
     {"comm", "registry"},
     {"topology", "replica", "codecs", "coreset"},
@@ -46,7 +47,7 @@ FLOORS: list[set[str]] = [
 ]
 # They know nothing of the rest, and only what lies above `worker` knows them.
 APART = {"tasks", "emulate", "report", "fusion"}
-GROUND = {"errors", "storage", "kernels", "_version"}
+GROUND = {"errors", "storage", "kernels", "_version", "torch_internals"}
 # Packages whose files are alternatives to each other, with what is common to all of them in `base` (and `comm.work`,
 # `comm.runtime`).
 ALTERNATIVES = {"comm", "topology", "codecs"}
@@ -88,7 +89,7 @@ MADE_OF = {
     # The probe sees deviations from a mean of gradients, or from one of parameters.
     ("strategies.wrappers.probe", "strategies.gradients.all_reduce"),
 }
-MOST_LOOSE_FILES = 4
+MOST_LOOSE_FILES = 5
 TALKERS = {
     "comm/group.py",
     "comm/view_group.py",
@@ -97,6 +98,7 @@ TALKERS = {
     "integrations/dcp.py",
     "replica/shards.py",
     "tensor2d/mesh.py",
+    "torch_internals.py",
 }
 
 
@@ -280,7 +282,12 @@ def test_few_files_lie_loose() -> None:
 def test_the_kernels_in_torch_know_nothing_of_those_that_are_checked_against_them() -> None:
     theirs = {name_of(path): own_imports(path) for path in FILES if name_of(path).startswith("kernels.reference")}
     assert theirs
-    wrong = {name: others for name, others in theirs.items() if any("reference" not in other for other in others)}
+    common = {"torch_internals"}
+    wrong = {
+        name: found
+        for name, others in theirs.items()
+        if (found := {o for o in others if "reference" not in o} - common)
+    }
     assert not wrong, wrong
 
 
@@ -319,6 +326,54 @@ def test_only_the_group_comm_and_whole_runs_know_torch_distributed() -> None:
         used += [ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
         wrong += [f"{place}: {word}" for word in used if word.startswith("torch.distributed")]
     assert not wrong, wrong
+
+
+INTERNALS = ROOT / "torch_internals.py"
+# More of its kind, of objects that a file does not name: tensors, modules, optimizers and scalers.
+PRIVATE_NAMES = {
+    *("_local_tensor", "_backward_hooks", "_forward_hooks_with_kwargs", "_per_optimizer_states"),
+    *("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_orig_mod", "_schedulers"),
+}
+# Modules and classes of torch, under the names by which files import them.
+TORCH_ROOTS = {"torch", "nn", "F", "dist", "Tensor", "optim", "Optimizer", "DistributedDataParallel", "init"}
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__")
+
+
+def private_names_of(path: Path) -> set[str]:
+    """Attributes of other objects, and strings, that begin with an underscore."""
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            found.add(node.attr)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)
+    return set(filter(private, found))
+
+
+def torch_internals_in(path: Path, known: set[str]) -> set[str]:
+    """The private names of torch that a file uses."""
+    found = private_names_of(path) & known
+    for module, name in imports_of(path):
+        parts = [*module.split("."), name]
+        if parts[0] == "torch" and any(map(private, parts)):
+            found.add(f"{module}.{name}")
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Attribute):
+            parts = ast.unparse(node).split(".")
+            if parts[0] in TORCH_ROOTS and all(map(str.isidentifier, parts)) and any(map(private, parts)):
+                found.add(ast.unparse(node))
+    return found
+
+
+def test_only_one_file_knows_private_names_of_torch() -> None:
+    known = private_names_of(INTERNALS) | PRIVATE_NAMES
+    assert {"_get_default_store", "_unscale_grads_", "_active_ddp_module", "_current_autograd_node"} <= known
+    others = {name_of(path): torch_internals_in(path, known) for path in FILES if path != INTERNALS}
+    wrong = {name: found for name, found in others.items() if found}
+    assert not wrong, f"{wrong}: give them a name in torch_internals.py, with a test"
 
 
 ORACLES = sorted((REPOSITORY / "tests" / "oracles").glob("*.py"))

@@ -37,6 +37,7 @@ from thinwire.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.comm.threads import single_worker
 from thinwire.comm.work import Work, nbytes_of
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError, error_named
+from thinwire.torch_internals import default_store, process_groups, sequence_number
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -292,16 +293,13 @@ class GroupComm(Comm):
     def count_other_calls(self) -> int:
         """Count the calls so far of torch's process groups in which two of these ranks or more meet."""
         mine = set(dist.get_process_group_ranks(self._group))
-        # Torch lists its groups in a private table only. Without it, those that are known are counted.
-        world = getattr(dist.distributed_c10d, "_world", None)
-        groups = [*getattr(world, "pg_map", ()), self._group]
+        groups = [*process_groups(), self._group]
         count = 0
         for group in {id(group): group for group in groups}.values():
             # Groups that this rank is no member of are in the table as a number.
             if isinstance(group, dist.ProcessGroup) and len(mine.intersection(dist.get_process_group_ranks(group))) > 1:
-                number = getattr(group, "_get_sequence_number_for_group", lambda: 0)
                 with suppress(RuntimeError):  # a backend that does not count
-                    count += int(number())
+                    count += sequence_number(group)
         return count
 
     def name(self, rank: int) -> str:
@@ -572,7 +570,7 @@ def _ask_store(ask: Callable[[], T], timeout: float) -> T:
 
 
 def _store() -> Store:
-    return dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
+    return default_store()
 
 
 def try_wait(handles: Handles, seconds: float | None) -> str:

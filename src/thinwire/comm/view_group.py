@@ -23,6 +23,7 @@ from thinwire.comm.group import GroupComm, Handles, first_sentence, try_wait
 from thinwire.comm.roll_call import Failure, within
 from thinwire.comm.work import Work
 from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
+from thinwire.torch_internals import operation_of
 
 T = TypeVar("T")
 _STORE_SECONDS = 2.0
@@ -262,7 +263,7 @@ def _own(x: Tensor) -> Tensor:
 
 def _is_message(handle: Any) -> bool:
     # What forwards the chunks of a broadcast is none of torch's, and waits for messages.
-    return not isinstance(handle, dist.Work) or cast(Any, handle)._get_op_type() not in _COLLECTIVES
+    return not isinstance(handle, dist.Work) or operation_of(handle) not in _COLLECTIVES
 
 
 def _with_own_connection(store: Store) -> Store:

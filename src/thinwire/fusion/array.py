@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 # These modules register their rules when they are imported.
 import thinwire.fusion.attention  # pyright: ignore[reportUnusedImport]
@@ -37,6 +36,7 @@ from thinwire.fusion.rng import DropoutRates
 from thinwire.fusion.routing import Context, Router, vmap_error
 from thinwire.fusion.store import Selection, Store, outermost
 from thinwire.fusion.structure import TensorRef, build, difference, tensor_refs, within
+from thinwire.torch_internals import BATCH_NORMS, pytree, refresh_rnn_weights
 
 
 def fuse(
@@ -151,9 +151,8 @@ class FusedArray:
             if not within(path, list(store.separate)):
                 rate = values[0] if len(set(values)) == 1 else DropoutRates(values)
                 setattr(self._skeleton.get_submodule(path), name, rate)
-        norm = nn.modules.batchnorm._BatchNorm  # pyright: ignore[reportPrivateUsage]
         for path, module in self._skeleton.named_modules():
-            cumulative = isinstance(module, norm) and module.momentum is None and module.track_running_stats
+            cumulative = isinstance(module, BATCH_NORMS) and module.momentum is None and module.track_running_stats
             if cumulative and not within(path, self._loops):
                 module.forward = partial(cumulative_batch_norm, module)
         self._root: Loop | None = None
@@ -527,8 +526,7 @@ class Loop:
             for module in body.modules():
                 # Recurrent layers keep a second list of their weights, which the swap has not changed.
                 if isinstance(module, nn.RNNBase):
-                    names: Any = module._flat_weights_names  # pyright: ignore[reportPrivateUsage]
-                    module._flat_weights = [getattr(module, name, None) for name in names]  # pyright: ignore
+                    refresh_rnn_weights(module)
             # type(body).forward, because body.forward is this loop.
             found = (function or partial(type(body).forward, body))(*args, **kwargs)
             replaced = _replaced_buffers(refs, values)

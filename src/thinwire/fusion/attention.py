@@ -14,6 +14,7 @@ from torch import Tensor
 from thinwire.fusion.batch import Batch, Value, along, loop
 from thinwire.fusion.rng import dropout
 from thinwire.fusion.routing import COMPOSITES, RANDOM, Context, rule
+from thinwire.torch_internals import safe_softmax
 
 
 @rule(F.scaled_dot_product_attention)
@@ -72,7 +73,7 @@ def _in_steps(
     if mask is not None:
         scores = scores + (_additive(~mask, query) if mask.dtype == torch.bool else mask)
     # As in torch's own: a query that may attend to nothing gets zeros, where softmax would give NaN.
-    weights = torch._safe_softmax(scores, -1)  # pyright: ignore
+    weights = safe_softmax(scores, -1)
     if context.model is not None:
         return dropout(context, F.dropout, weights, dropout_p) @ value
     return dropout(context, F.dropout, Batch(weights, 0), dropout_p).at(0) @ value

@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tensors that hold one value of every model; the only file that uses the internals of `torch.vmap`."""
+"""Tensors that hold one value of every model, on the internals of `torch.vmap`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _functorch as functorch  # pyright: ignore[reportAttributeAccessIssue]
-from torch._functorch.predispatch import lazy_load_decompositions
-from torch.utils import _pytree as pytree
+
+from thinwire.torch_internals import (
+    add_batch_axis,
+    batch_axis_of,
+    enter_vmap,
+    leave_vmap,
+    level_of,
+    load_vmap_rules,
+    pytree,
+    remove_batch_axis,
+    resume_vmap,
+    suspend_vmap,
+    unbatched,
+    vmap_level,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,20 +101,20 @@ def fold(value: Value | None, size: int) -> Tensor | None:
 
 def current_level() -> int:
     """Return the number of the innermost active transform."""
-    return functorch.maybe_current_level() or 0
+    return vmap_level() or 0
 
 
 def unwrap(value: Any, level: int) -> Any:
     """Return a `Batch` for a tensor that vmap batches at `level`, and anything else unchanged."""
-    if isinstance(value, Tensor) and functorch.maybe_get_level(value) == level:
-        return Batch(functorch.get_unwrapped(value), cast(int, functorch.maybe_get_bdim(value)))
+    if isinstance(value, Tensor) and level_of(value) == level:
+        return Batch(unbatched(value), batch_axis_of(value))
     return value
 
 
 def wrap(value: Any, level: int) -> Any:
     """Reverse `unwrap`."""
     if isinstance(value, Batch):
-        return functorch._add_batch_dim(value.tensor, value.axis, level)
+        return add_batch_axis(value.tensor, value.axis, level)
     return value
 
 
@@ -121,18 +133,18 @@ class Vmap:
     def __enter__(self) -> int:
         """Begin the transform."""
         # As in torch.vmap: some operations are batched only by their decompositions.
-        lazy_load_decompositions()
+        load_vmap_rules()
         # "different": random functions without a rule draw separately for each model.
-        return functorch._vmap_increment_nesting(self._size, "different")
+        return enter_vmap(self._size, "different")
 
     def __exit__(self, *_: object) -> None:
         """End the transform."""
-        functorch._vmap_decrement_nesting()
+        leave_vmap()
 
 
 def output_of(tensor: Tensor, level: int, size: int) -> Tensor:
     """Return what was computed inside `Vmap` with the models first: [models, ...]."""
-    return functorch._remove_batch_dim(tensor, level, size, 0)
+    return remove_batch_axis(tensor, level, size, 0)
 
 
 class WithoutVmap:
@@ -142,11 +154,11 @@ class WithoutVmap:
 
     def __enter__(self) -> None:
         """Suspend the transform."""
-        self._layer = functorch.pop_dynamic_layer_stack()
+        self._layer = suspend_vmap()
 
     def __exit__(self, *_: object) -> None:
         """Resume it."""
-        functorch.push_dynamic_layer_stack(self._layer)
+        resume_vmap(self._layer)
 
 
 # -- models one after another ------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from thinwire.fusion.schedules import Scheduler, Schedules
 from thinwire.fusion.store import owner_of
 from thinwire.storage.files import local_path
 from thinwire.storage.rank_file import RankFile
+from thinwire.torch_internals import inner_schedulers
 
 State = dict[str, Any]
 # The keys of `outline_of`.
@@ -325,6 +326,6 @@ def _scheduler_state(scheduler: Scheduler) -> State:
 def load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
     """Load a scheduler's `state_dict`, also after JSON has turned a `Counter` into a dict."""
     scheduler.load_state_dict(deepcopy(dict(state)))
-    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):
+    for each in (scheduler, *inner_schedulers(scheduler)):
         if isinstance(each, MultiStepLR):
             each.milestones = Counter(each.milestones)

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from thinwire.fusion.autotune import Implementation, run_fastest
 from thinwire.fusion.batch import Batch, Value, along, contiguous, fold, loop
 from thinwire.fusion.routing import Context, Gradients, differentiable_gradients, rule
+from thinwire.torch_internals import pytree
 
 Sizes = int | tuple[int, ...]  # or a list, as functions of torch take it
 Settings = tuple[Any, ...]

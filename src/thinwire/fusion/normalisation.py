@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from thinwire import torch_internals
 from thinwire.fusion.autotune import Implementation, has_kernel, run_fastest
 from thinwire.fusion.batch import Batch, Value, along, contiguous, fold, loop
 from thinwire.fusion.routing import COMPOSITES, Context, Gradients, differentiable_gradients, rule
@@ -140,7 +141,7 @@ def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
     torch reads the number of batches as a Python number, which would be the same for all models.
     """
     layer: Any = module
-    layer._check_input_dim(input)
+    torch_internals.check_batch_norm_input(module, input)
     affine = (layer.weight, layer.bias)
     if not layer.training:
         return F.batch_norm(input, layer.running_mean, layer.running_var, *affine, False, 0.0, layer.eps)
@@ -380,4 +381,5 @@ def weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
 
 
 COMPOSITES[F.normalize] = normalize
-COMPOSITES[torch._weight_norm] = weight_norm  # pyright: ignore
+if torch_internals.weight_norm is not None:
+    COMPOSITES[torch_internals.weight_norm] = weight_norm

@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.batch import Batch, Value, along, split_models, stack_models
 from thinwire.fusion.routing import RANDOM, Context, rule
+from thinwire.torch_internals import SAMPLERS, pytree
 
 # The limit of SELU for large negative inputs, -scale * alpha.
 _SATURATION = -1.7580993408473766
@@ -242,7 +242,7 @@ _DRAWS = (
     *(torch.bernoulli, torch.normal, torch.poisson, torch.binomial, torch.multinomial, torch.randperm, torch.rrelu),
     *(torch.randint, torch.randint_like, Tensor.bernoulli, Tensor.multinomial, F.gumbel_softmax, F.rrelu),
     *(torch.dropout, torch.feature_dropout, torch.alpha_dropout, torch.feature_alpha_dropout, F.feature_alpha_dropout),
-    *(torch._standard_gamma, torch._sample_dirichlet),  # pyright: ignore
+    *SAMPLERS,
     # Recurrent layers drop values between their layers.
     *(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu),
 )

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.batch import Batch, WithoutVmap, current_level, is_batch, unwrap, wrap
+from thinwire.torch_internals import pytree
 
 Rule = Callable[..., Any]
 Gradients = tuple[Tensor | None, ...]

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.fusion.structure import check_same_structure, difference, dropout_rates, tensor_dicts, tensors, within
+from thinwire.fusion.structure import check_same_structure, difference, dropout_rates, tensors, within
+from thinwire.torch_internals import tensor_dicts
 
 Named = dict[str, Tensor]
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from thinwire.errors import ConfigError
+from thinwire.torch_internals import DROPOUTS, RNN_CACHES, tensor_dicts
 
 # Their rates may differ between models: the dropout rules take one per model.
-_DROPOUTS = (nn.modules.dropout._DropoutNd, nn.MultiheadAttention)  # pyright: ignore[reportPrivateUsage]
-_INTERNAL = set(vars(nn.Module())) | {"_flat_weights", "_flat_weight_refs", "_flat_weights_names"}
+_DROPOUTS = (*DROPOUTS, nn.MultiheadAttention)
+_INTERNAL = set(vars(nn.Module())) | set(RNN_CACHES)
 # What they refer to differs between all models.
 _WEAK = (weakref.ref, weakref.ProxyType, weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 # By both ids, to keep the objects alive.
@@ -43,12 +44,6 @@ class TensorRef:
     key: str
     name: str
     trained: bool
-
-
-def tensor_dicts(module: nn.Module) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Return a module's dictionaries of parameters and of buffers."""
-    attributes = vars(module)
-    return attributes["_parameters"], attributes["_buffers"]
 
 
 def tensor_refs(model: nn.Module, skip: Sequence[str] = ()) -> list[TensorRef]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
+from thinwire.torch_internals import compiled_module
 from thinwire.worker.checkpoint import remove_others
 from thinwire.worker.worker import Worker, attach
 
@@ -69,8 +70,8 @@ def plain_model(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
-        elif hasattr(model, "_orig_mod"):
-            model = model.get_submodule("_orig_mod")
+        elif (inner := compiled_module(model)) is not None:
+            model = inner
         else:
             return model
 

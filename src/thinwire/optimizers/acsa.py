@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from thinwire.errors import ConfigError
 from thinwire.optimizers.base import ClosureOptimizer
 from thinwire.replica.flat import copy_each_
+from thinwire.torch_internals import foreach
 
 
 class AcSA(ClosureOptimizer):
@@ -113,17 +114,17 @@ class AcSA(ClosureOptimizer):
         iterates, aggregates = ([self.state[p][name] for p in trained] for name in ("iterate", "aggregate"))
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
         if group["weight_decay"]:
-            gradients = torch._foreach_add(gradients, trained, alpha=group["weight_decay"])  # pyright: ignore
+            gradients = foreach.add(gradients, trained, alpha=group["weight_decay"])
         lr = float(group["lr"])
         t = int(self.state[trained[0]]["step"]) + 1
-        torch._foreach_add_(iterates, gradients, alpha=-lr * t)  # pyright: ignore
-        torch._foreach_lerp_(aggregates, iterates, 2 / (t + 1))  # pyright: ignore
+        foreach.add_(iterates, gradients, alpha=-lr * t)
+        foreach.lerp_(aggregates, iterates, 2 / (t + 1))
         if t >= _stage_steps(group, lr):
             copy_each_(iterates, aggregates)
             t = 0
         # The next gradient is evaluated at a point between the two, so the model moves there now.
         copy_each_(list(trained), aggregates)
-        torch._foreach_lerp_(list(trained), iterates, 2 / (t + 2))  # pyright: ignore
+        foreach.lerp_(list(trained), iterates, 2 / (t + 2))
         for parameter in trained:
             self.state[parameter]["step"].fill_(t)
 

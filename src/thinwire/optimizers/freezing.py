@@ -16,6 +16,7 @@ from thinwire.kernels.decisions import on_host
 from thinwire.optimizers.base import ClosureOptimizer, cache_batches, exact_parameters, restore_dtypes, zero_moments
 from thinwire.optimizers.lamb import check_adaptive, update_moments_
 from thinwire.replica.flat import copy_each_
+from thinwire.torch_internals import foreach
 
 
 class FreezingOptimizer(ClosureOptimizer):
@@ -137,10 +138,10 @@ class FreezingOptimizer(ClosureOptimizer):
                 chosen, states = [momenta[place[p]] for p in batch], [self.state[p] for p in batch]
                 new = [gradients[place[p]] for p in batch]
                 if share != 1.0:
-                    new = torch._foreach_mul(new, share)  # pyright: ignore
+                    new = foreach.mul(new, share)
                 _lerp_into_(chosen, new, [each["momentum"] for each in states], group["betas"][0])
                 if rescale:
-                    torch._foreach_mul_(chosen, [each["coefficient"] for each in states])  # pyright: ignore
+                    foreach.mul_(chosen, [each["coefficient"] for each in states])
                 self.on_send(group, chosen, states)
 
     @torch.no_grad()
@@ -153,7 +154,7 @@ class FreezingOptimizer(ClosureOptimizer):
             rescale: momenta are divided by each tensor's `coefficient`, in place.
         """
         if rescale:
-            torch._foreach_div_(list(momenta), [self.state[p]["coefficient"] for p in parameters])  # pyright: ignore
+            foreach.div_(list(momenta), [self.state[p]["coefficient"] for p in parameters])
         # Collected, because parameters of several dtypes arrive in several calls.
         self._next_momenta.update(zip(parameters, momenta, strict=True))
 
@@ -241,7 +242,7 @@ def _lerp_into_(targets: list[Tensor], starts: Sequence[Tensor], ends: list[Tens
             torch.lerp(start.to(end.dtype), end, weight, out=target)
         return
     copy_each_(targets, list(starts))
-    torch._foreach_lerp_(targets, ends, weight)  # pyright: ignore
+    foreach.lerp_(targets, ends, weight)
 
 
 def _gradient(parameter: Tensor, like: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from thinwire.errors import ConfigError
 from thinwire.kernels import adaptive
 from thinwire.optimizers.base import ClosureOptimizer, cache_batches, exact_parameters, restore_dtypes, zero_moments
 from thinwire.replica.flat import copy_each_
+from thinwire.torch_internals import foreach
 
 
 class Lamb(ClosureOptimizer):
@@ -121,15 +122,15 @@ def update_moments_(
 ) -> None:
     """Update both moments with a gradient."""
     beta1, beta2 = group["betas"]
-    torch._foreach_lerp_(momenta, gradients, 1 - beta1)  # pyright: ignore
-    torch._foreach_mul_(variances, beta2)  # pyright: ignore
-    torch._foreach_addcmul_(variances, gradients, gradients, value=1 - beta2)  # pyright: ignore
+    foreach.lerp_(momenta, gradients, 1 - beta1)
+    foreach.mul_(variances, beta2)
+    foreach.addcmul_(variances, gradients, gradients, value=1 - beta2)
 
 
 def denominators_of(group: dict[str, Any], variances: list[Tensor]) -> list[Tensor]:
     """The denominators of Adam's direction: the root of the variance, plus epsilon."""
-    roots = torch._foreach_sqrt(variances)  # pyright: ignore
-    torch._foreach_add_(roots, group["eps"])  # pyright: ignore
+    roots = foreach.sqrt(variances)
+    foreach.add_(roots, group["eps"])
     return list(roots)
 
 
@@ -138,23 +139,23 @@ def directions_of(
 ) -> list[Tensor]:
     """Adam's direction of every tensor, without weight decay."""
     if not corrected:
-        return list(torch._foreach_div(momenta, denominators_of(group, variances)))  # pyright: ignore
+        return list(foreach.div(momenta, denominators_of(group, variances)))
     # The division by 1 - beta^t corrects for the start of both moments at zero.
     first, second = (1 - beta ** group["step"] for beta in group["betas"])
-    means = torch._foreach_div(momenta, first)  # pyright: ignore
-    squares = torch._foreach_div(variances, second)  # pyright: ignore
-    return list(torch._foreach_div(means, denominators_of(group, list(squares))))  # pyright: ignore
+    means = foreach.div(momenta, first)
+    squares = foreach.div(variances, second)
+    return list(foreach.div(means, denominators_of(group, list(squares))))
 
 
 def add_decay_(group: dict[str, Any], directions: list[Tensor], parameters: list[Tensor]) -> None:
     """Add weight decay."""
     if group["weight_decay"]:
-        torch._foreach_add_(directions, parameters, alpha=group["weight_decay"])  # pyright: ignore
+        foreach.add_(directions, parameters, alpha=group["weight_decay"])
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of each tensor, as one vector."""
-    return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore
+    return torch.stack(foreach.norm(tensors))
 
 
 def trust_ratios(group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor]) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from thinwire.optimizers.freezing import FreezingAdam, adam_step_
 from thinwire.optimizers.lamb import denominators_of
 from thinwire.replica.flat import copy_each_
+from thinwire.torch_internals import foreach
 
 
 class ZeroOneAdam(FreezingAdam):
@@ -91,9 +92,9 @@ class ZeroOneAdam(FreezingAdam):
             # No local step since the last synchronisation: the momentum itself is the mean.
             return
         lr = float(group["lr"])
-        torch._foreach_mul_(momenta, lr)  # pyright: ignore
-        torch._foreach_add_(momenta, [state["update_sum"] for state in states])  # pyright: ignore
-        torch._foreach_div_(momenta, group["lr_sum"] + lr)  # pyright: ignore
+        foreach.mul_(momenta, lr)
+        foreach.add_(momenta, [state["update_sum"] for state in states])
+        foreach.div_(momenta, group["lr_sum"] + lr)
 
     def frozen_step(
         self,
@@ -116,16 +117,16 @@ class ZeroOneAdam(FreezingAdam):
             # The first local step after a synchronisation: later ones return to here.
             if group["lr_sum"] == 0.0:
                 copy_each_(anchors, parameters)
-                torch._foreach_zero_(sums)  # pyright: ignore
-            torch._foreach_add_(sums, momenta, alpha=lr)  # pyright: ignore
+                foreach.zero_(sums)
+            foreach.add_(sums, momenta, alpha=lr)
             # The synchronisation replaces the parameters by the anchor, so that weight decay must act on both.
-            torch._foreach_mul_(anchors, 1 - lr * group["weight_decay"])  # pyright: ignore
+            foreach.mul_(anchors, 1 - lr * group["weight_decay"])
         elif group["lr_sum"]:
             # The local steps are replaced by one along the mean momentum, whose length is the sum of their lengths.
             denominators = denominators_of(group, variances)
             copy_each_(parameters, [state["anchor"] for state in states])
-            torch._foreach_mul_(parameters, 1 - lr * group["weight_decay"])  # pyright: ignore
-            torch._foreach_addcdiv_(parameters, momenta, denominators, value=-group["lr_sum"] - lr)  # pyright: ignore
+            foreach.mul_(parameters, 1 - lr * group["weight_decay"])
+            foreach.addcdiv_(parameters, momenta, denominators, value=-group["lr_sum"] - lr)
             return
         adam_step_(group, parameters, momenta, variances)
 

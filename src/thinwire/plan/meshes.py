@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from thinwire.comm.base import Comm
@@ -29,6 +28,7 @@ from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D
 from thinwire.tensor2d.parallelize import parallelize_2d
+from thinwire.torch_internals import TorchDispatchMode
 from thinwire.worker.worker import attach
 
 _WARM_UP, _COUNTED = 1, 1

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from thinwire.torch_internals import foreach
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -74,4 +76,4 @@ def flatten(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
 
 def copy_each_(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy many tensors in one call, which is one kernel on a GPU."""
-    torch._foreach_copy_(targets, sources)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    foreach.copy_(targets, sources)

@@ -23,12 +23,12 @@ from thinwire.runs.restarts import Restarts
 from thinwire.runs.settings import Settings
 from thinwire.runs.switches import parse_switches
 from thinwire.strategies.base import Strategy
+from thinwire.torch_internals import OPTIMIZER_IMPORTS
 from thinwire.worker.notice import SIGNALS
 
 Listener = Callable[[Fields], None]
 _KEPT_LINES = 200
-# torch.optim imports the first when an optimizer is made, which takes as long as torch itself.
-_PRELOADED = ("torch._dynamo", "thinwire.runs.worker")
+_PRELOADED = (*OPTIMIZER_IMPORTS, "thinwire.runs.worker")
 _GRACE_SECONDS = 5.0
 
 

@@ -20,11 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils import _pytree as pytree
 
 from thinwire.errors import ConfigError
 from thinwire.tasks.base import ACCURACY, IGNORED, Defaults, Measure, Task
 from thinwire.tasks.data.base import Batch, ExampleMetadata, Shard, Stream
+from thinwire.torch_internals import pytree
 
 # Without held-out batches, so many of rank 0's training batches are evaluated.
 _EVALUATED = 8

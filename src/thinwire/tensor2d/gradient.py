@@ -14,6 +14,7 @@ from thinwire.errors import ConfigError
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.placement import Placement
 from thinwire.tensor2d.products import accumulation_dtype
+from thinwire.torch_internals import foreach_norm, plain_tensors, unscale_kernel
 
 
 def mark_gradients_(parameter: nn.Parameter, placement: Placement, mesh: Mesh2D) -> None:
@@ -54,13 +55,13 @@ class BlockGradient(Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Compute as with plain tensors."""
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        with plain_tensors():
             found = func(*args, **(kwargs or {}))
-            if func is _UNSCALE and isinstance(args[0][0], BlockGradient):
+            if func is unscale_kernel and isinstance(args[0][0], BlockGradient):
                 args[0][0].mesh.whole.all_reduce_(args[1]).wait()
             if func in _NORMS and isinstance(args[0], BlockGradient) and not found.dim():
                 return _marked_norm(found, args[0])
-            if func is _FOREACH_NORM:
+            if func is foreach_norm:
                 return [
                     _marked_norm(norm, block) if isinstance(block, BlockGradient) else norm
                     for norm, block in zip(found, args[0], strict=True)
@@ -85,7 +86,7 @@ class BlockNorm(Tensor):
             ConfigError: any other use.
         """
         named = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():  # pyright: ignore[reportPrivateUsage]
+        with plain_tensors():
             if func is Tensor.to or func is torch.stack:
                 norms = [args[0]] if func is Tensor.to else args[0]
                 found = func(*args, **named).as_subclass(BlockNorm)
@@ -123,9 +124,6 @@ def _over_mesh(norms: BlockNorm, order: float) -> Tensor:
     return total.pow(1 / order).to(own.dtype)
 
 
-# By getattr, as some versions of torch may not have the private ones.
-_UNSCALE: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
-_FOREACH_NORM: Any = getattr(torch, "_foreach_norm", None)
 _TENSOR: Any = Tensor
 _NORMS: tuple[Any, ...] = (torch.linalg.vector_norm, torch.linalg.norm, torch.norm, _TENSOR.norm)
 _SAME: tuple[Any, ...] = (_TENSOR.data.__get__, _TENSOR.detach, _TENSOR.to, _TENSOR.float, _TENSOR.double)

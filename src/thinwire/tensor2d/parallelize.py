@@ -30,6 +30,7 @@ from thinwire.tensor2d.plan import (
     Untouched,
 )
 from thinwire.tensor2d.pretrained import labels_guards, split_losses, whole_savers
+from thinwire.torch_internals import has_forward_hooks
 
 _HEADS = ("head", "lm_head")
 _POSITIONS = ("wpe", "position_embedding", "position_embeddings", "token_type_embeddings", "embed_positions")
@@ -143,7 +144,7 @@ def _lay_out(
         if replacement is None:
             continue
         replacements[name] = replacement
-        if vars(module)["_forward_hooks"] or vars(module)["_forward_pre_hooks"]:
+        if has_forward_hooks(module):
             raise ConfigError(f"{name} has a forward hook, which its replacement would not run; remove the hook")
         for parameter in () if isinstance(replacement, TiedHead2D) else module.parameters(recurse=False):
             other = owners.setdefault(id(parameter), name)

@@ -23,6 +23,7 @@ from thinwire.errors import ConfigError
 from thinwire.replica.flat import views
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
+from thinwire.torch_internals import HOOK_TABLES, active_ddp, forward_pre_hooks
 from thinwire.worker.handshake import fingerprint
 from thinwire.worker.state import WorkerState
 
@@ -33,7 +34,6 @@ _WRAPPERS = ("FullyShardedDataParallel", "DeepSpeedEngine")
 _OPTIMIZERS = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer")
 _LOGGER = logging.getLogger("thinwire")
 _OWN = "thinwire."
-_HOOKS = {"_forward_pre_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks"}
 _SCALER_CODE = torch.amp.GradScaler.step.__code__
 
 
@@ -185,7 +185,7 @@ class Attachment:
         hook = _mute_ddp if self._inside_ddp == "mute" else _refuse_ddp
         for module in worker.model.modules():
             wrapper = isinstance(module, DistributedDataParallel)
-            if (wrapper or module is worker.model) and hook not in module._forward_pre_hooks.values():  # pyright: ignore[reportPrivateUsage]
+            if (wrapper or module is worker.model) and hook not in forward_pre_hooks(module):
                 worker.undo.callback(module.register_forward_pre_hook(hook).remove)
                 _hide_hooks(worker, module)  # of a module that has come since attach
 
@@ -316,7 +316,7 @@ def _hide_hooks(worker: WorkerState, module: nn.Module) -> None:
         if not isinstance(found, dict):
             return found
         found = {name: value for name, value in cast(dict[str, Any], found).items() if name != "__getstate__"}
-        for name in found.keys() & _HOOKS:
+        for name in found.keys() & set(HOOK_TABLES):
             hooks = found[name].items()
             found[name] = OrderedDict(item for item in hooks if not getattr(item[1], "__module__", "").startswith(_OWN))
         return found
@@ -366,9 +366,7 @@ def _report_drift(module: nn.Module, use: str) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    # Torch's compiler finds the wrapper in the same way.
-    active = DistributedDataParallel._active_ddp_module  # pyright: ignore[reportPrivateUsage]
-    return module if isinstance(module, DistributedDataParallel) else active
+    return module if isinstance(module, DistributedDataParallel) else active_ddp()
 
 
 def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.torch_internals import set_unscales_itself, unscales_itself, wrap_unscale
 from thinwire.worker.state import WorkerState
 
 
@@ -21,29 +25,25 @@ def share_skips(worker: WorkerState) -> None:
     if strategy.traits.sends_gradients and not strategy.traits.reads_gradient:
         return
     worker.shares_skips = True
-    # GradScaler has no hook for this; its sharded subclass overrides the same private method.
-    unscale, device = scaler._unscale_grads_, worker.replicas[0].x.device  # pyright: ignore[reportPrivateUsage]
+    device = worker.replicas[0].x.device
 
-    def unscale_together(
-        optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        found = unscale(optimizer, inv_scale, found_inf, allow_fp16)
-        if optimizer is not worker.optimizer:
-            return found
-        none = torch.zeros((), dtype=torch.float32, device=device)
-        overflows = sum((each.to(device) for each in found.values()), none)
-        return {device: worker.comm.all_reduce_(overflows).wait()}
+    def together(unscale: Callable[..., dict[torch.device, Tensor]]) -> Callable[..., dict[torch.device, Tensor]]:
+        def unscale_together(optimizer: Optimizer, *rest: Any) -> dict[torch.device, Tensor]:
+            found = unscale(optimizer, *rest)
+            if optimizer is not worker.optimizer:
+                return found
+            none = torch.zeros((), dtype=torch.float32, device=device)
+            overflows = sum((each.to(device) for each in found.values()), none)
+            return {device: worker.comm.all_reduce_(overflows).wait()}
 
-    def restore() -> None:
-        scaler._unscale_grads_ = unscale  # pyright: ignore[reportPrivateUsage]
+        return unscale_together
 
-    scaler._unscale_grads_ = unscale_together  # pyright: ignore[reportPrivateUsage]
-    worker.undo.callback(restore)
+    worker.undo.callback(wrap_unscale(scaler, together))
 
 
 def _unscale_before_step(worker: WorkerState) -> None:
     """Keep a scaler from leaving the gradient scaled for a fused optimizer, where the strategy reads it first."""
     optimizer = worker.optimizer
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        optimizer._step_supports_amp_scaling = False  # pyright: ignore[reportAttributeAccessIssue]
-        worker.undo.callback(setattr, optimizer, "_step_supports_amp_scaling", True)
+    if unscales_itself(optimizer):
+        set_unscales_itself(optimizer, False)
+        worker.undo.callback(set_unscales_itself, optimizer, True)

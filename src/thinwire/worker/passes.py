@@ -17,6 +17,7 @@ import torch
 
 from thinwire.comm.base import Comm
 from thinwire.errors import ConfigError
+from thinwire.torch_internals import current_autograd_node, queue_callback
 
 _STEADY_PASSES = 4
 
@@ -38,8 +39,7 @@ class PassEnd:
 
     def queue(self) -> None:
         """Have the engine call this at the end of the pass that is running."""
-        # DDP and FSDP use the autograd engine's end-of-backward callback too; there is no public one.
-        torch.autograd.Variable._execution_engine.queue_callback(self)  # pyright: ignore
+        queue_callback(self)
 
     def __call__(self) -> None:
         """End the pass, or continue in the pass that this one runs within."""
@@ -70,9 +70,8 @@ class PassEnd:
 
 def _running_node() -> Any:
     """The node of the outer pass that has called the pass that ends now; None at the end of an outermost pass."""
-    current: Callable[[], Any] | None = getattr(torch._C, "_current_autograd_node", None)  # pyright: ignore[reportPrivateUsage]
-    if current is not None:
-        return current()
+    if current_autograd_node is not None:
+        return current_autograd_node()
     if _count_engines() > 1:
         raise ConfigError(
             "a backward pass within a backward pass: this version of torch does not report the outer one. Use "

@@ -23,6 +23,7 @@ from thinwire.fusion.optimizers.parameter_batch import (
     shift_,
 )
 from thinwire.kernels.rows import adam_rows_
+from thinwire.torch_internals import foreach
 
 
 class Adam(FusedOptimizer):
@@ -113,9 +114,9 @@ class Adam(FusedOptimizer):
         scale_(squares, Coefficient(v["beta2"]))
         addcmul_(squares, gradients, gradients, Coefficient(1 - v["beta2"]))
         if batch.group["amsgrad"]:
-            torch._foreach_maximum_(states["max_exp_avg_sq"], squares)  # pyright: ignore
+            foreach.maximum_(states["max_exp_avg_sq"], squares)
             squares = states["max_exp_avg_sq"]
-        denominators = list(torch._foreach_sqrt(squares))  # pyright: ignore
+        denominators = list(foreach.sqrt(squares))
         divide_(denominators, Coefficient((1 - v["beta2"] ** steps).sqrt()))
         shift_(denominators, Coefficient(v["eps"]))
         addcdiv_(batch.parameters, moments, denominators, Coefficient(-v["lr"] / (1 - v["beta1"] ** steps)))

@@ -22,6 +22,7 @@ from thinwire.fusion.optimizers.parameter_batch import (
     scale_,
     shift_,
 )
+from thinwire.torch_internals import foreach
 
 
 class Adagrad(FusedOptimizer):
@@ -78,7 +79,7 @@ class Adagrad(FusedOptimizer):
         """Update all models at once by torch's own formula."""
         v, sums, gradients = batch.values, batch.states["sum"], batch.decayed_gradients()
         addcmul_(sums, gradients, gradients, Coefficient(torch.ones_like(v["lr"])))
-        denominators = list(torch._foreach_sqrt(sums))  # pyright: ignore
+        denominators = list(foreach.sqrt(sums))
         shift_(denominators, Coefficient(v["eps"]))
         rate = v["lr"] / (1 + (batch.steps - 1) * v["lr_decay"])
         addcdiv_(batch.parameters, gradients, denominators, Coefficient(-rate))
@@ -144,8 +145,8 @@ class RMSprop(FusedOptimizer):
         squares = states["square_avg"]
         if batch.group["centered"]:
             lerp_(states["grad_avg"], gradients, Coefficient(1 - v["alpha"]))
-            squares = list(torch._foreach_addcmul(squares, states["grad_avg"], states["grad_avg"], -1))  # pyright: ignore
-        denominators = list(torch._foreach_sqrt(squares))  # pyright: ignore
+            squares = list(foreach.addcmul(squares, states["grad_avg"], states["grad_avg"], -1))
+        denominators = list(foreach.sqrt(squares))
         shift_(denominators, Coefficient(v["eps"]))
         if not bool(v["momentum"].any()):
             addcdiv_(batch.parameters, gradients, denominators, Coefficient(-v["lr"]))
@@ -205,9 +206,9 @@ class Adadelta(FusedOptimizer):
         denominators, deltas = ([tensor.clone() for tensor in states[name]] for name in self.state_names)
         for tensors in (denominators, deltas):
             shift_(tensors, eps)
-            torch._foreach_sqrt_(tensors)  # pyright: ignore
-        torch._foreach_div_(deltas, denominators)  # pyright: ignore
-        torch._foreach_mul_(deltas, gradients)  # pyright: ignore
+            foreach.sqrt_(tensors)
+        foreach.div_(deltas, denominators)
+        foreach.mul_(deltas, gradients)
         scale_(states["acc_delta"], rho)
         addcmul_(states["acc_delta"], deltas, deltas, Coefficient(1 - v["rho"]))
         add_(batch.parameters, deltas, Coefficient(-v["lr"]))

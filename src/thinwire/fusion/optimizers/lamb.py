@@ -23,6 +23,7 @@ from thinwire.fusion.optimizers.parameter_batch import (
     shift_,
 )
 from thinwire.fusion.store import rows_of
+from thinwire.torch_internals import foreach
 
 
 class LAMB(FusedOptimizer):
@@ -92,10 +93,10 @@ class LAMB(FusedOptimizer):
         addcmul_(variances, gradients, gradients, Coefficient(1 - v["beta2"]))
         denominators, directions = ([tensor.clone() for tensor in tensors] for tensors in (variances, momenta))
         divide_(denominators, Coefficient(1 - v["beta2"] ** steps))
-        torch._foreach_sqrt_(denominators)  # pyright: ignore
+        foreach.sqrt_(denominators)
         shift_(denominators, Coefficient(v["eps"]))
         divide_(directions, Coefficient(1 - v["beta1"] ** steps))
-        torch._foreach_div_(directions, denominators)  # pyright: ignore
+        foreach.div_(directions, denominators)
         add_(directions, batch.parameters, Coefficient(v["weight_decay"]))
         for parameter, direction in zip(batch.parameters, directions, strict=True):
             direction.mul_(_trust_ratios(parameter, direction, v).view(-1, *[1] * (parameter.dim() - 1)))

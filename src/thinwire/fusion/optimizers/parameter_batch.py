@@ -17,6 +17,7 @@ from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.fusion.store import owner_of
+from thinwire.torch_internals import foreach
 
 Group = dict[str, Any]
 Tensors = list[Tensor]
@@ -118,64 +119,64 @@ class Coefficient:
 def scale_(tensors: Tensors, by: Coefficient) -> None:
     """Multiply in place."""
     if by.number is not None:
-        torch._foreach_mul_(tensors, by.number)  # pyright: ignore
+        foreach.mul_(tensors, by.number)
         return
-    torch._foreach_mul_(tensors, by.like(tensors))  # pyright: ignore
+    foreach.mul_(tensors, by.like(tensors))
 
 
 def divide_(tensors: Tensors, by: Coefficient) -> None:
     """Divide in place."""
     if by.number is not None:
-        torch._foreach_div_(tensors, by.number)  # pyright: ignore
+        foreach.div_(tensors, by.number)
         return
-    torch._foreach_div_(tensors, by.like(tensors))  # pyright: ignore
+    foreach.div_(tensors, by.like(tensors))
 
 
 def shift_(tensors: Tensors, by: Coefficient) -> None:
     """Add the coefficient in place."""
     if by.number is not None:
-        torch._foreach_add_(tensors, by.number)  # pyright: ignore
+        foreach.add_(tensors, by.number)
         return
-    torch._foreach_add_(tensors, by.like(tensors))  # pyright: ignore
+    foreach.add_(tensors, by.like(tensors))
 
 
 def add_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
     """Add others times the coefficient in place."""
     if by.number is not None:
-        torch._foreach_add_(tensors, others, alpha=by.number)  # pyright: ignore
+        foreach.add_(tensors, others, alpha=by.number)
         return
-    torch._foreach_add_(tensors, torch._foreach_mul(others, by.like(others)))  # pyright: ignore
+    foreach.add_(tensors, foreach.mul(others, by.like(others)))
 
 
 def plus(tensors: Tensors, others: Tensors, by: Coefficient) -> Tensors:
     """Return tensors plus others times the coefficient."""
     if by.number is not None:
-        return list(torch._foreach_add(tensors, others, alpha=by.number))  # pyright: ignore
-    return list(torch._foreach_add(tensors, torch._foreach_mul(others, by.like(others))))  # pyright: ignore
+        return list(foreach.add(tensors, others, alpha=by.number))
+    return list(foreach.add(tensors, foreach.mul(others, by.like(others))))
 
 
 def lerp_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
     """Interpolate towards others in place; a coefficient of 1 gives the others."""
     if by.number is not None:
-        torch._foreach_lerp_(tensors, others, by.number)  # pyright: ignore
+        foreach.lerp_(tensors, others, by.number)
         return
-    differences = torch._foreach_sub(others, tensors)  # pyright: ignore
-    torch._foreach_add_(tensors, torch._foreach_mul(differences, by.like(tensors)))  # pyright: ignore
+    differences = foreach.sub(others, tensors)
+    foreach.add_(tensors, foreach.mul(differences, by.like(tensors)))
 
 
 def addcmul_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
     """Add the products of ones and others times the coefficient in place."""
     if by.number is not None:
-        torch._foreach_addcmul_(tensors, ones, others, by.number)  # pyright: ignore
+        foreach.addcmul_(tensors, ones, others, by.number)
         return
-    products = torch._foreach_mul(torch._foreach_mul(ones, by.like(ones)), others)  # pyright: ignore
-    torch._foreach_add_(tensors, products)  # pyright: ignore
+    products = foreach.mul(foreach.mul(ones, by.like(ones)), others)
+    foreach.add_(tensors, products)
 
 
 def addcdiv_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
     """Add the quotients of ones and others times the coefficient in place."""
     if by.number is not None:
-        torch._foreach_addcdiv_(tensors, ones, others, by.number)  # pyright: ignore
+        foreach.addcdiv_(tensors, ones, others, by.number)
         return
-    quotients = torch._foreach_div(torch._foreach_mul(ones, by.like(ones)), others)  # pyright: ignore
-    torch._foreach_add_(tensors, quotients)  # pyright: ignore
+    quotients = foreach.div(foreach.mul(ones, by.like(ones)), others)
+    foreach.add_(tensors, quotients)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels.reference.bits import exact_sqrt, tree_sums
+from thinwire.torch_internals import foreach
 
 
 def lamb_direction_(
@@ -27,27 +28,27 @@ def lamb_direction_(
     `numbers` are those of `thinwire.kernels.adaptive.lamb_direction_`.
     """
     beta1, beta2, fresh_weight, eps, decay = numbers
-    gradients = torch._foreach_sub(momenta, torch._foreach_mul(before, beta1))  # pyright: ignore
-    torch._foreach_mul_(fresh, beta2)  # pyright: ignore
-    squares = torch._foreach_mul(gradients, gradients)  # pyright: ignore
-    torch._foreach_add_(fresh, torch._foreach_mul(squares, fresh_weight))  # pyright: ignore
-    torch._foreach_copy_(before, momenta)  # pyright: ignore
+    gradients = foreach.sub(momenta, foreach.mul(before, beta1))
+    foreach.mul_(fresh, beta2)
+    squares = foreach.mul(gradients, gradients)
+    foreach.add_(fresh, foreach.mul(squares, fresh_weight))
+    foreach.copy_(before, momenta)
     denominators = _denominators(frozen, eps)
-    ratios = torch._foreach_div(denominators, _denominators(fresh, eps))  # pyright: ignore
-    largest = torch.stack(torch._foreach_max(ratios))  # pyright: ignore
-    torch._foreach_div_(momenta, denominators)  # pyright: ignore
+    ratios = foreach.div(denominators, _denominators(fresh, eps))
+    largest = torch.stack(foreach.max(ratios))
+    foreach.div_(momenta, denominators)
     if not decay:
         return torch.stack([largest, *torch.zeros_like(largest).expand(2, -1)])
     plain = _norms(momenta)
-    torch._foreach_add_(momenta, torch._foreach_mul(parameters, decay))  # pyright: ignore
+    foreach.add_(momenta, foreach.mul(parameters, decay))
     return torch.stack([largest, plain, _norms(momenta)])
 
 
 def scaled_step_(parameters: list[Tensor], directions: list[Tensor], ratios: Tensor, rate: float) -> None:
     """Step by rate times ratio along each direction; the directions are overwritten."""
-    torch._foreach_mul_(directions, list(ratios.unbind()))  # pyright: ignore
-    torch._foreach_mul_(directions, rate)  # pyright: ignore
-    torch._foreach_sub_(parameters, directions)  # pyright: ignore
+    foreach.mul_(directions, list(ratios.unbind()))
+    foreach.mul_(directions, rate)
+    foreach.sub_(parameters, directions)
 
 
 def frozen_adam_step_(
@@ -59,18 +60,18 @@ def frozen_adam_step_(
 ) -> None:
     """Step along Adam's direction; `numbers` are those of `thinwire.kernels.adaptive.frozen_adam_step_`."""
     eps, decay, rate = numbers
-    directions = torch._foreach_div(momenta, _denominators(frozen, eps))  # pyright: ignore
+    directions = foreach.div(momenta, _denominators(frozen, eps))
     if decay:
-        torch._foreach_add_(directions, torch._foreach_mul(parameters, decay))  # pyright: ignore
-    torch._foreach_copy_(before, momenta)  # pyright: ignore
-    torch._foreach_mul_(directions, rate)  # pyright: ignore
-    torch._foreach_sub_(parameters, directions)  # pyright: ignore
+        foreach.add_(directions, foreach.mul(parameters, decay))
+    foreach.copy_(before, momenta)
+    foreach.mul_(directions, rate)
+    foreach.sub_(parameters, directions)
 
 
 def _denominators(variances: list[Tensor], eps: float) -> list[Tensor]:
     on_cpu = variances[0].device.type == "cpu"
-    roots = list(map(_sqrt, variances)) if on_cpu else torch._foreach_sqrt(variances)  # pyright: ignore
-    return list(torch._foreach_add(roots, eps))  # pyright: ignore
+    roots = list(map(_sqrt, variances)) if on_cpu else foreach.sqrt(variances)
+    return list(foreach.add(roots, eps))
 
 
 def _sqrt(x: Tensor) -> Tensor:
@@ -79,5 +80,5 @@ def _sqrt(x: Tensor) -> Tensor:
 
 def _norms(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
-        return torch.stack(torch._foreach_norm(tensors))  # pyright: ignore
+        return torch.stack(foreach.norm(tensors))
     return torch.stack([_sqrt(tree_sums(x.square().reshape(1, -1))[0]) for x in tensors])
