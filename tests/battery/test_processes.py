@@ -17,6 +17,7 @@ from thinwire import (
     CoCoD,
     CompressedMomentum,
     DecentLaM,
+    DiLoCo,
     EagerPushSum,
     FetchSGD,
     Gossip,
@@ -26,6 +27,7 @@ from thinwire import (
     OverlapLocalSGD,
     Probe,
     PushSum,
+    Sharded,
     SketchedSGD,
     SlowMo,
     Streaming,
@@ -35,7 +37,7 @@ from thinwire import (
 # On two workers Gloo adds in the order of ranks, as threads do.
 KINDS = (
     *(AllReduce, DQSGD, SketchedSGD, FetchSGD, CompressedMomentum, ZeroOne),
-    *(LocalSGD, MinibatchLocalSGD, CoCoD, OverlapLocalSGD, EASGD, SlowMo, Streaming),
+    *(LocalSGD, MinibatchLocalSGD, CoCoD, OverlapLocalSGD, EASGD, SlowMo, DiLoCo, Sharded, Streaming),
     *(Gossip, DecentLaM, Choco, PushSum, EagerPushSum, LeaderSGD, AsyncLeaderSGD, Probe),
 )
 

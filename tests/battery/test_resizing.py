@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.battery.cases import STRATEGIES, is_first, is_of_a_family
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, Setting, begin, go_on, with_
 from tests.problems import flat
-from thinwire import EASGD, Comm, Worker
+from thinwire import EASGD, AllReduce, Comm, LocalSGD, Worker
 from thinwire.strategies.base import nested
 
 MIDDLE, SECOND, LAST = 7, 12, 18
@@ -108,12 +108,16 @@ def goes_on(before: list[dict[str, Any]], after: list[dict[str, Any]], setting: 
     assert (kept - now).abs().max() < 1e-6
 
 
+def is_asked(each: Case) -> bool:
+    return is_first(each) and isinstance(each.strategy, AllReduce | LocalSGD)
+
+
 def runs() -> list[Any]:
-    """Every class with SGD, and one of each family with AdamW; the others where there is time for slow tests."""
+    """Every class with SGD, and gradients and local steps with AdamW; the others where there is time for slow tests."""
     return [
         pytest.param(each, optimizer, id=f"{each}-{optimizer}", marks=() if always(each) else pytest.mark.slow)
         for each in STRATEGIES
-        for optimizer, always in (("sgd", is_first), ("adamw", is_of_a_family))
+        for optimizer, always in (("sgd", is_first), ("adamw", is_asked))
     ]
 
 

@@ -51,27 +51,29 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, obje
     return json.loads(capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(("load", "told"), [(1.9, False), (2.1, True)])
+@pytest.mark.parametrize(("load", "told"), [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)])
 def test_a_busy_machine_is_told(
     load: float, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host, "load_average", lambda: load)
     monkeypatch.setattr(host, "usable_cores", lambda: 4)
-    assert main(["plan", *QUICK, "--link", "300kbit", "--step-seconds", "0.05", "--json"]) == 0
+    assert main(["plan", *QUICK, "--workers", "2", "--link", "300kbit", "--step-seconds", "0.05", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)["recommended"] == "PushSum(staleness=1)"
     assert ("a load of 2.1 on 4 cores" in " ".join(printed.err.split())) is told
 
 
 def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *QUICK, "--link", "300kbit", "--step-seconds", "0.05"]) == 0
+    assert main(["plan", *QUICK, "--workers", "2", "--link", "300kbit", "--step-seconds", "0.05"]) == 0
     printed = capsys.readouterr().out
     assert "\nPushSum(staleness=1)\nAllReduce() would wait" in printed
     assert "What would change that: above " in printed and "python -m benchmarks.accuracy" in printed
 
 
 def test_a_fast_link_gets_all_reduce(capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, *QUICK, "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.005")
+    found = planned(
+        capsys, *QUICK, "--workers", "2", "--link", "100gbit", "--latency", "10us", "--step-seconds", "0.005"
+    )
     assert found["recommended"] == "AllReduce()"
     assert found["crossings"][0]["side"] == "slower"  # type: ignore
 
@@ -159,7 +161,7 @@ def test_the_same_plan_gives_the_same_answer_and_says_where_its_timings_come_fro
 
 
 def test_off_a_terminal_one_line_says_that_it_is_planning(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *QUICK, "--link", "10mbit", "--step-seconds", "0.1", "--json"]) == 0
+    assert main(["plan", *QUICK, "--workers", "2", "--link", "10mbit", "--step-seconds", "0.1", "--json"]) == 0
     assert capsys.readouterr().err == "planning: 2 recipes are simulated, which may take minutes\n"
 
 

@@ -316,6 +316,7 @@ def on_processes() -> list[list[float]]:
     return [flat(train(comm, strategy, problem, RATES[:8]).model).tolist() for strategy in CODED]
 
 
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_processes_train_as_threads_do() -> None:
     problem = Regression(2, 8, torch.float32)
     found = run_processes(2, on_processes)

@@ -18,7 +18,7 @@ from tests.faults.runs import wrong
 from thinwire import LocalSGD, Probe
 
 SEEDS = range(500)
-QUICK = 2
+QUICK = 1
 """Seeds of each kind that are always tried on threads."""
 
 

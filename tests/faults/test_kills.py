@@ -6,8 +6,9 @@ from __future__ import annotations
 import pytest
 
 from tests.faults.kills import run
+from tests.grids import fast_where
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", fast_where(lambda seed: seed < 4, range(12)))
 def test_a_run_with_random_kills_and_joins_ends_with_one_model(seed: int) -> None:
     run(seed)

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import thinwire
 from tests.fusion.test_life import wide
 from tests.fusion.test_training import Net
+from tests.grids import fast_where
 from tests.oracles.fusion import copies, make
 from tests.pool import run_processes
 from thinwire import (
@@ -214,7 +215,7 @@ def test_messages_do_not_grow_with_the_models() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-@pytest.mark.parametrize("when", [2, 3, 4])
+@pytest.mark.parametrize("when", [3, *fast_where(lambda _: False, [2, 4])])
 def test_models_that_are_left_do_not_notice_that_others_have_gone(strategy: Strategy, when: int) -> None:
     def work(comm: Comm) -> Any:
         run = begun(comm, strategy, torch.float64)

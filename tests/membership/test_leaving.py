@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case
 from tests.engine import batch, momentum, net
+from tests.grids import fast_where
 from tests.problems import Irregular
 from thinwire import AllReduce, ErrorFeedback, Gossip, LocalSGD, OneBit, PushSum, SketchedSGD, SlowMo, Strategy, Worker
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
@@ -140,7 +141,7 @@ def run(
 ELASTIC = [each for each in STRATEGIES if not any(part.traits.inelastic_reason for part in nested(each.strategy))]
 
 
-@pytest.mark.parametrize("each", ELASTIC, ids=lambda each: str(each.strategy))
+@pytest.mark.parametrize("each", fast_where(is_first, ELASTIC), ids=lambda each: str(each.strategy))
 def test_the_others_go_on_after_the_agreed_step(each: Case) -> None:
     kind: Any = each.optimizer or torch.optim.SGD
     parts = run(

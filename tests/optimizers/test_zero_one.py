@@ -94,6 +94,7 @@ def on_processes() -> list[list[float]]:
     return path.tolist()
 
 
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_it_equals_its_oracle_on_four_processes() -> None:
     found = torch.tensor(run_processes(4, on_processes), dtype=torch.float64).transpose(0, 1)
     assert distance(found, expected(Regression(4, STEPS, torch.float64), 4, 0.1)) < 2e-6

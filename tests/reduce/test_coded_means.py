@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import fast_where
 from tests.oracles import codecs as oracles
 from tests.pool import run_processes
 from thinwire import Bf16, Codec, Comm, CommError, ConfigError, CountingComm, Ring, run_threads
@@ -82,7 +83,7 @@ def conserved(xs: Tensor, means: Tensor, states: Sequence[State]) -> float:
 
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", fast_where(lambda n: n in (0, 1, 33), SIZES))
 def test_means_and_residuals_add_up_to_the_inputs(codec: Codec, n: int) -> None:
     size, steps = 4, 200 if n == 33 and codec == OneBit(16) else 12
     xs = vectors(steps, size, n)

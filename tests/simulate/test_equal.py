@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.battery.cases import STRATEGIES
+from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, ended, together
 from tests.battery.test_processes import KINDS
+from tests.grids import fast_where
 from tests.pool import run_processes
 from tests.problems import distance, flat
 from tests.simulate.helpers import setting_of, simulated
@@ -23,7 +24,7 @@ DETERMINISTIC = [each for each in STRATEGIES if each.reproducible]
 FIRST = [next(each for each in DETERMINISTIC if type(each.strategy) is kind) for kind in KINDS]
 
 
-@pytest.mark.parametrize("each", DETERMINISTIC, ids=str)
+@pytest.mark.parametrize("each", fast_where(is_first, DETERMINISTIC), ids=str)
 def test_two_simulated_workers_do_bit_for_bit_what_threads_do(each: Case) -> None:
     setting = setting_of(each, 2)
     if 2 in each.refuses:

@@ -117,18 +117,27 @@ CODED = [
 ]
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_every_combination_equals_the_oracle(n: int) -> None:
+def parts(strategies: list[DiLoCo], nth: int) -> list[Any]:
+    """Three workers under every nth of them, and where there is time one worker and three under all."""
+    return [
+        pytest.param(3, strategies[::nth], id=f"3 under each {nth}th"),
+        *(pytest.param(n, strategies, id=f"{n} under all", marks=pytest.mark.slow) for n in (1, 3)),
+    ]
+
+
+# Every seventh meets each outer step, number of fragments, delay and mixing.
+@pytest.mark.parametrize(("n", "strategies"), parts(UNCODED, 7))
+def test_every_combination_equals_the_oracle(n: int, strategies: list[DiLoCo]) -> None:
     problem = Regression(n, STEPS, DOUBLE)
-    for strategy in UNCODED:
+    for strategy in strategies:
         real = together(n, strategy, problem, RATES, momentum=0.9)
         assert distance(real, expected(n, strategy, momentum=0.9)) < 1e-12, strategy
 
 
-@pytest.mark.parametrize("n", [1, 3])
-def test_every_coded_combination_equals_the_oracle(n: int) -> None:
+@pytest.mark.parametrize(("n", "strategies"), parts(CODED, 5))
+def test_every_coded_combination_equals_the_oracle(n: int, strategies: list[DiLoCo]) -> None:
     problem = Regression(n, STEPS, torch.float32)
-    for strategy in CODED:
+    for strategy in strategies:
         real = together(n, strategy, problem, RATES)
         assert distance(real, expected(n, strategy, torch.float32)) < 2e-5, strategy
 
@@ -139,6 +148,7 @@ def on_a_process() -> list[list[float]]:
     return [flat(train(comm, each, problem, RATES).model).tolist() for each in (*UNCODED[5::9], *CODED[1::5])]
 
 
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_processes_do_bit_for_bit_what_threads_do() -> None:
     rows = run_processes(2, on_a_process)
     problem = Regression(2, STEPS, torch.float32)

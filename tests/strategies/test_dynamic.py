@@ -117,6 +117,7 @@ def on_a_process(strategies: list[DQSGD]) -> list[tuple[list[float], list[int]]]
     return [(flat(each.model).tolist(), parts_of(each.replicas[0]).tolist()) for each in ended]
 
 
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_on_four_processes_it_equals_its_oracle_bits_and_all() -> None:
     problem = Regression(4, 8, torch.float32)
     strategies = [DQSGD(RULES[1], block=8), DQSGD(SIX[1], block=8, answer=2), DQSGD(SIX[2], block=8, answer=None)]

@@ -225,7 +225,7 @@ def test_an_ordinary_loop_is_told_the_rule_on_all_ranks(call: str, tmp_path: Pat
             raise
 
     with pytest.raises(ThinwireError, match=RULE):
-        thinwire.run_threads(2, work, timeout=20)
+        thinwire.run_threads(2, work, timeout=3)
     for error in found.values():
         assert "take different numbers of steps" in str(error)
     if call != "nothing":

@@ -54,6 +54,7 @@ def train_all() -> tuple[list[list[float]], list[list[float]], list[float]]:
     return five, ends(thinwire.GroupComm(group), torch.float32) if dist.get_rank() < 4 else [], mixed
 
 
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_overlap_equals_its_oracle_on_five_processes_and_on_four() -> None:
     rows = run_processes(5, train_all)
     compare([five for five, _, _ in rows], DOUBLE, 1e-12)

@@ -96,6 +96,7 @@ def on_a_process(strategy: Strategy, size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", [SKETCH(dense_below=5), CASES[-1][0], FetchSGD(0.2, 2)], ids=str)
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_four_processes_do_what_the_oracle_does(strategy: SketchedSGD | FetchSGD) -> None:
     problem = Regression(4, 12, torch.float32)
     start = problem.start.expand(4, -1)

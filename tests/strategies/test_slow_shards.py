@@ -102,6 +102,7 @@ def shared_runs() -> list[list[float]]:
     ]
 
 
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
 def test_sharded_slow_steps_are_the_same_on_processes() -> None:
     rows = torch.tensor(run_processes(3, shared_runs), dtype=DOUBLE)
     assert distance(rows[:, ::2], rows[:, 1::2]) < 1e-12

@@ -103,7 +103,7 @@ def clean(found: dict[str, Any]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_training_resumes_bit_for_bit_from_the_middle_of_a_period(
     strategy: Strategy, size: int, tmp_path: Path
 ) -> None:

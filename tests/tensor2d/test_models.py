@@ -188,7 +188,7 @@ def test_the_gradient_norm_counts_every_parameter_once(rows: int, columns: int) 
 
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize(("rows", "columns"), fast_where(lambda mesh: mesh == (2, 2), [(1, 1), (2, 2), (2, 3), (3, 2)]))
 def test_torch_s_encoder_with_masks_and_a_tied_head_is_laid_out(rows: int, columns: int, mode: str) -> None:
     serial = Encoder().double().train(mode == "train")
     ids, targets = tokens()
@@ -250,7 +250,7 @@ def test_training_with_dropout_is_the_same_on_every_mesh() -> None:
 # -- checkpointing ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(1, 1), (2, 2), (2, 3)])
+@pytest.mark.parametrize(("rows", "columns"), [(2, 2), *fast_where(lambda _: False, [(1, 1), (2, 3)])])
 def test_checkpointed_blocks_give_the_same_bits_and_send_nothing_twice(rows: int, columns: int) -> None:
     def work(mesh: Mesh2D, checkpointed: bool) -> tuple[list[Tensor], dict[str, Tensor], float, int]:
         model = parallelized(mesh, Encoder(dropout=0.2).double())

@@ -108,7 +108,7 @@ def test_all_graphs_are_listed_and_those_that_do_not_exist_with_the_reason(capsy
 @pytest.mark.parametrize(
     "name", ["Ring", "OnePeerExponential", "RandomMatching", "Complete", "Star('push-sum')", "BaseGraph(degree=3)"]
 )
-@pytest.mark.parametrize("workers", [1, 11, 40])
+@pytest.mark.parametrize("workers", [1, 11, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: str, workers: int) -> None:
     path = tmp_path / "new" / "graph.png"
     out = printed(capsys, name, "--workers", str(workers), "--out", str(path))
