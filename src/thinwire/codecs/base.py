@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Generator, MutableMapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ _MASK_64 = (1 << 64) - 1
 class Codec(Recipe, ABC):
     """Base class of codecs, which compress vectors into payloads (the tensors that are sent).
 
-    Subclasses are frozen dataclasses. The random numbers of an encoding depend on its `key` alone: the same key gives
-    the same numbers on any device.
+    Subclasses are frozen dataclasses. They need only `encode`, `decode` and `nbytes`; everything else has a default.
+    The random numbers of an encoding depend on its `key` alone: the same key gives the same numbers on any device.
 
     Example:
         >>> import torch
@@ -36,6 +36,30 @@ class Codec(Recipe, ABC):
         >>> torch.allclose(codec.decode(payload, x, key=1), x, atol=0.01)
         True
     """
+
+    # You need only these three. The defaults of all below fit an unbiased codec whose payload is a vector of bytes.
+
+    @abstractmethod
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """Compress `x`.
+
+        Args:
+            x: a vector.
+            state: named tensors that the codec keeps between calls, such as the residual of error feedback; most codecs
+                keep none.
+            key: the seed of the random numbers, from `draw_key`.
+
+        Returns:
+            The payload, a tensor with the codec's `dtype`.
+        """
+
+    @abstractmethod
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Decompress a payload into the dtype and size of `like`, with the key that it was encoded with."""
+
+    @abstractmethod
+    def nbytes(self, n: int) -> int:
+        """The size in bytes of the payload of a vector of n elements."""
 
     elementwise: ClassVar[bool] = False
     """Whether every element is encoded by itself, so that one vector may hold several models."""
@@ -120,28 +144,6 @@ class Codec(Recipe, ABC):
     def alignment(self) -> int:
         """The number of elements encoded together; long vectors are split only at multiples of it."""
         return 1
-
-    @abstractmethod
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """Compress `x`.
-
-        Args:
-            x: a vector.
-            state: named tensors that the codec keeps between calls, such as the residual of error feedback; most codecs
-                keep none.
-            key: the seed of the random numbers, from `draw_key`.
-
-        Returns:
-            The payload, a tensor with the codec's `dtype`.
-        """
-
-    @abstractmethod
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Decompress a payload into the dtype and size of `like`, with the key that it was encoded with."""
-
-    @abstractmethod
-    def nbytes(self, n: int) -> int:
-        """The size in bytes of the payload of a vector of n elements."""
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode `x + residual`, and overwrite `x` with the new residual: `x + residual` minus the decoded payload.
@@ -276,13 +278,77 @@ class MatrixCodec(Codec):
         return 4 * n
 
 
+CODEC_SOURCES: dict[str, Literal["codec", "own"]] = {
+    "needs_feedback": "codec",
+    "sign_only": "codec",
+    "keeps_size": "codec",
+    "keeps_residual": "codec",
+    "forgets": "codec",
+    "error_bound": "codec",
+    "alignment": "codec",
+    "encode": "codec",
+    "decode": "codec",
+    "nbytes": "codec",
+    # These describe how a payload is sent and added, which is what a wrapper may change.
+    "linear": "own",
+    "dtype": "own",
+    "rounds_sums": "own",
+    "residual_after_sum": "own",
+    "own_mean": "own",
+    "one_round": "own",
+    # These describe one class alone; code that reads them looks at the codec inside too.
+    "elementwise": "own",
+    "growing": "own",
+    "inelastic": "own",
+    "check": "own",
+    # The helpers call the methods above.
+    "encode_with_residual_": "own",
+    "encode_pieces_with_residual_": "own",
+    "decode_pieces_": "own",
+    "decode_sum": "own",
+}
+"""Where each property and method of a `CodecWrapper` comes from, unless its class overrides it."""
+
+
+class CodecWrapper(Codec):
+    """A codec around another one: what it is comes from that one, as the table `CODEC_SOURCES` says.
+
+    Attributes:
+        codec: the codec inside.
+    """
+
+    codec: Codec
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """Encode with the codec inside."""
+        return self.codec.encode(x, state, key)
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Decode with the codec inside."""
+        return self.codec.decode(payload, like, key)
+
+    def nbytes(self, n: int) -> int:
+        """The size in bytes of the payload of the codec inside."""
+        return self.codec.nbytes(n)
+
+
+def _of_codec(name: str) -> property:
+    """A property that reads that of the codec inside."""
+    return property(lambda self: getattr(self.codec, name), doc=f"The `{name}` of the codec inside.")
+
+
+for _name, _source in CODEC_SOURCES.items():
+    if _source == "codec" and isinstance(getattr(Codec, _name), property):
+        setattr(CodecWrapper, _name, _of_codec(_name))
+
+
 def check_vectors(codec: Codec) -> None:
     """Refuse a codec of matrices where tensors have no shapes.
 
     Raises:
         ConfigError: naming where it can be used.
     """
-    inner = getattr(codec, "codec", codec)
+    inner = codec.codec if isinstance(codec, CodecWrapper) else codec
     if isinstance(inner, MatrixCodec):
         raise ConfigError(
             f"codec={codec}: it compresses matrices, and the shapes of tensors are not known here; use it as "

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State
+from thinwire.codecs.base import Codec, CodecWrapper
 from thinwire.codecs.cast import Bf16
 from thinwire.comm.members import check_nodes
 from thinwire.errors import ConfigError
@@ -15,7 +15,7 @@ from thinwire.registry import registered
 
 
 @registered
-class BetweenNodes(Codec):
+class BetweenNodes(CodecWrapper):
     r"""Average within each node as it is, and between nodes by a codec.
 
     With nodes of $m$ consecutive ranks, each rank of a node adds up one $m$-th of the vector for its node; ranks with
@@ -62,53 +62,6 @@ class BetweenNodes(Codec):
     def own_mean(self) -> bool:
         """True."""
         return True
-
-    @property
-    def needs_feedback(self) -> bool:
-        """The codec's `needs_feedback`."""
-        return self.codec.needs_feedback
-
-    @property
-    def keeps_residual(self) -> bool:
-        """The codec's `keeps_residual`."""
-        return self.codec.keeps_residual
-
-    @property
-    def forgets(self) -> bool:
-        """The codec's `forgets`."""
-        return self.codec.forgets
-
-    @property
-    def sign_only(self) -> bool:
-        """The codec's `sign_only`."""
-        return self.codec.sign_only
-
-    @property
-    def keeps_size(self) -> bool:
-        """The codec's `keeps_size`."""
-        return self.codec.keeps_size
-
-    @property
-    def error_bound(self) -> float:
-        """The codec's `error_bound`."""
-        return self.codec.error_bound
-
-    @property
-    def alignment(self) -> int:
-        """The codec's `alignment`."""
-        return self.codec.alignment
-
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """As the codec."""
-        return self.codec.encode(x, state, key)
-
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """As the codec."""
-        return self.codec.decode(payload, like, key)
-
-    def nbytes(self, n: int) -> int:
-        """The codec's."""
-        return self.codec.nbytes(n)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """As the codec."""

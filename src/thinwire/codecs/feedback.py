@@ -9,7 +9,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State
+from thinwire.codecs.base import Codec, CodecWrapper, State
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
 from thinwire.kernels import norm_if_finite
@@ -19,7 +19,7 @@ _RESIDUAL_NAME = re.compile(r"((?:.*/)?)(?:error|server_error/(\d+)-(\d+))")
 
 
 @registered
-class ErrorFeedback(Codec):
+class ErrorFeedback(CodecWrapper):
     r"""Add a codec's compression error to the next vector.
 
     $$y = C(x + e), \qquad e \leftarrow x + e - y$$
@@ -80,14 +80,19 @@ class ErrorFeedback(Codec):
             )
 
     @property
+    def needs_feedback(self) -> bool:
+        """False: this is the feedback."""
+        return False
+
+    @property
+    def error_bound(self) -> float:
+        """0: none is stated, as what is left out is sent later."""
+        return 0.0
+
+    @property
     def linear(self) -> bool:
         """Whether the codec is linear and its sums are not rounded, as error feedback cannot correct rounded sums."""
         return self.codec.linear and not self.codec.rounds_sums
-
-    @property
-    def sign_only(self) -> bool:
-        """The codec's `sign_only`."""
-        return self.codec.sign_only
 
     @property
     def keeps_residual(self) -> bool:
@@ -119,11 +124,6 @@ class ErrorFeedback(Codec):
         """The codec's `residual_after_sum`."""
         return self.codec.residual_after_sum
 
-    @property
-    def alignment(self) -> int:
-        """The codec's `alignment`."""
-        return self.codec.alignment
-
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Encode `x` plus the residual with the codec, and update the residual, unless it would not be finite."""
         residual = residual_of(state, x)
@@ -133,14 +133,6 @@ class ErrorFeedback(Codec):
         if norm_if_finite(updated)[0]:
             keep_(residual, updated, self.decay)
         return payload
-
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Decode the payload with the codec."""
-        return self.codec.decode(payload, like, key)
-
-    def nbytes(self, n: int) -> int:
-        """The size in bytes of the codec's payload."""
-        return self.codec.nbytes(n)
 
 
 def keep_(residual: Tensor, left: Tensor, decay: float) -> None:

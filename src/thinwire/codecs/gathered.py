@@ -7,14 +7,14 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from thinwire.codecs.base import Codec, State
+from thinwire.codecs.base import Codec, CodecWrapper
 from thinwire.codecs.one_bit import OneBit
 from thinwire.errors import ConfigError
 from thinwire.registry import registered
 
 
 @registered
-class Gathered(Codec):
+class Gathered(CodecWrapper):
     r"""Send every worker's payload to all others, in one round; each takes the mean of what it decodes.
 
     $$\bar y = \tfrac1n \sum_i C(x_i)$$
@@ -57,41 +57,9 @@ class Gathered(Codec):
         return True
 
     @property
-    def needs_feedback(self) -> bool:
-        """The codec's `needs_feedback`."""
-        return self.codec.needs_feedback
-
-    @property
     def sign_only(self) -> bool:
         """False: the mean has other sizes than the payloads have."""
         return False
-
-    @property
-    def keeps_size(self) -> bool:
-        """The codec's `keeps_size`."""
-        return self.codec.keeps_size
-
-    @property
-    def error_bound(self) -> float:
-        """The codec's `error_bound`."""
-        return self.codec.error_bound
-
-    @property
-    def alignment(self) -> int:
-        """The codec's `alignment`."""
-        return self.codec.alignment
-
-    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """As the codec."""
-        return self.codec.encode(x, state, key)
-
-    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """As the codec."""
-        return self.codec.decode(payload, like, key)
-
-    def nbytes(self, n: int) -> int:
-        """The codec's."""
-        return self.codec.nbytes(n)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """As the codec."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from thinwire.codecs.base import Codec
+from thinwire.codecs.base import Codec, CodecWrapper
 from thinwire.errors import ConfigError
 
 # By the field of a codec that says how much is sent; of several the first. Steps of a fifth or less where there are
@@ -64,8 +64,8 @@ def _with(codec: Codec, name: str, value: float | None) -> Codec | None:
     """The codec, or the one inside it, with that value, or as it is; None where there is no such field or value."""
     made: Any = codec
     try:
-        if isinstance(inner := getattr(codec, "codec", None), Codec):
-            changed = _with(inner, name, value)
+        if isinstance(codec, CodecWrapper):
+            changed = _with(codec.codec, name, value)
             return None if changed is None else replace(made, codec=changed)
         if not hasattr(codec, name):
             return None
