@@ -5,8 +5,8 @@
     ├── ConfigError             a recipe, a topology or an argument that cannot work (exit code 2)
     ├── MismatchError           two ranks were started with different models, recipes, versions or seeds
     ├── CommError               communication failed
-    │   ├── PeerLostError           the connection to another rank is closed
-    │   └── CommTimeoutError        another rank did not answer within the timeout
+    │   ├── PeerLostError           the connection to another rank is closed; also a ConnectionError
+    │   └── CommTimeoutError        another rank did not answer within the timeout; also a TimeoutError
     ├── CheckpointError         a checkpoint that cannot be read, or does not fit
     └── NonFiniteError          a loss or a gradient is NaN or infinite
 
@@ -59,12 +59,14 @@ class CommError(ThinwireError):
 
     Example:
         >>> from thinwire import CommError, CommTimeoutError, PeerLostError
-        >>> issubclass(PeerLostError, CommError), issubclass(CommTimeoutError, CommError)
+        >>> issubclass(PeerLostError, CommError), issubclass(PeerLostError, ConnectionError)
+        (True, True)
+        >>> issubclass(CommTimeoutError, CommError), issubclass(CommTimeoutError, TimeoutError)
         (True, True)
     """
 
 
-class PeerLostError(CommError):
+class PeerLostError(CommError, ConnectionError):
     """The connection to another rank is closed, most often because its process ended.
 
     Example:
@@ -85,7 +87,7 @@ class PeerLostError(CommError):
     """
 
 
-class CommTimeoutError(CommError):
+class CommTimeoutError(CommError, TimeoutError):
     """Another rank did not answer within the timeout.
 
     Example:

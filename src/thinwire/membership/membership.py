@@ -573,11 +573,11 @@ class Membership:
         """
         try:
             return within(_STORE_SECONDS, call)
+        except CommError:
+            raise
         except TimeoutError:
             problem = f"no answer within {_STORE_SECONDS:g} s"
         except (RuntimeError, OSError) as error:
-            if isinstance(error, CommError):
-                raise
             problem = str(error).partition("\n")[0][:200]
         raise StoreLostError(
             f"worker {self.worker}: the store that holds the list of workers cannot be reached ({problem}); this "
