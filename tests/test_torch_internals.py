@@ -75,6 +75,11 @@ class Seen(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def test_tensors_of_any_shapes_become_one_vector() -> None:
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor(7.0), torch.empty(0), torch.tensor([8.0])]
+    assert internals.flatten(tensors).tolist() == [0.0, 3.0, 1.0, 4.0, 2.0, 5.0, 7.0, 8.0]
+
+
 def test_clipping_calls_the_norm_of_lists() -> None:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([3.0, 4.0])

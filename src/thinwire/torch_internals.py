@@ -59,6 +59,11 @@ foreach: Any = SimpleNamespace(
 One call for many tensors: one kernel on a GPU. They are a family rather than a corner: torch has had them since 1.9,
 its own optimizers are built on them, and there is no public name. A missing one is an AttributeError.
 """
+
+flatten: Callable[[list[Tensor]], Tensor] = getattr(
+    vars(torch)["_utils"], "_flatten_dense_tensors", lambda tensors: torch.cat([x.reshape(-1) for x in tensors])
+)
+"""Copy dense tensors of any shapes into one vector, in one call, as torch's DDP does; without it in a call for each."""
 foreach_norm: Any = getattr(torch, "_foreach_norm", None)
 """What `torch.nn.utils.clip_grad_norm_` calls; None where torch lacks it, and then it calls a public function."""
 unscale_kernel: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)

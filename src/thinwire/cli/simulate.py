@@ -236,11 +236,12 @@ def _write(
     folder: RunFolder, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary
 ) -> None:
     """Write a run folder, which `thinwire report` reads."""
+    from thinwire.registry import canonical
     from thinwire.simulate.summary import intervals
 
     model = f"{command.parameters:g} parameters" if command.task is None else command.task
     facts = {
-        "strategy": str(strategy),
+        "strategy": canonical(strategy),
         "task": command.task or "quadratic",
         "model": model,
         "workers": command.workers,

@@ -79,6 +79,7 @@ class Topology:
         return 0
 
     def _show_one(self, name: str) -> None:
+        from thinwire.registry import canonical
         from thinwire.strategies.recipe import parse_topology
         from thinwire.topology.analysis import facts, matrices
         from thinwire.topology.base import check_edges, check_size
@@ -92,7 +93,7 @@ class Topology:
 
             self._draw(graph_picture(self.out.stem, str(graph), matrices(graph, self.workers)))
         if self.json:
-            described = {"topology": str(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
+            described = {"topology": canonical(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
             out.print(json_text.dumps({**described, "refused_by": refusals}), markup=False)
             return
         out.print(str(graph), style="bold", markup=False)
@@ -104,6 +105,7 @@ class Topology:
             out.print(f"  {line}", markup=False)
 
     def _show_all(self) -> None:
+        from thinwire.registry import canonical
         from thinwire.topology.analysis import disagreement, facts
         from thinwire.topology.base import check_edges, check_size
 
@@ -115,19 +117,19 @@ class Topology:
                 check_edges(graph, self.workers)
                 known[graph] = facts(graph, self.workers)
             except ConfigError as error:
-                refused[str(graph)] = str(error)
+                refused[canonical(graph)] = str(error)
         if not known:
             raise ConfigError(next(iter(refused.values())))
         if self.out is not None:
             from thinwire.report.graph import agreement_picture
 
-            curves = {str(graph): disagreement(graph, self.workers, _CURVE_STEPS).tolist() for graph in known}
+            curves = {canonical(graph): disagreement(graph, self.workers, _CURVE_STEPS).tolist() for graph in known}
             self._draw(agreement_picture(self.out.stem, curves, self.workers))
         if self.json:
-            rows = [{"topology": str(graph), **asdict(each), **self._cost(each)} for graph, each in known.items()]
+            rows = [{"topology": canonical(graph), **asdict(each), **self._cost(each)} for graph, each in known.items()]
             out.print(json_text.dumps({"workers": self.workers, "topologies": rows, "refused": refused}), markup=False)
             return
-        self._tabulate({str(graph): each for graph, each in known.items()})
+        self._tabulate({canonical(graph): each for graph, each in known.items()})
         for reason in refused.values():
             out.print(f"{reason}", markup=False)
 

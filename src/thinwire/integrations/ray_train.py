@@ -18,6 +18,7 @@ from torch import nn
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import Session, needs
+from thinwire.registry import canonical
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.recipe import parse
 from thinwire.worker.worker import Worker
@@ -47,7 +48,7 @@ class Config(TorchConfig):
 
     def __init__(self, strategy: Strategy | str, **torch_config: Any) -> None:
         super().__init__(**torch_config)
-        self.strategy = str(parse(strategy) if isinstance(strategy, str) else strategy)
+        self.strategy = canonical(parse(strategy) if isinstance(strategy, str) else strategy)
 
     @property
     def backend_cls(self) -> Any:
@@ -113,5 +114,5 @@ def report(worker: Worker, metrics: Mapping[str, Any], *, save: bool = True) -> 
     with TemporaryDirectory() as folder:
         session.save(folder)
         worker.export(Path(folder) / "model.safetensors")
-        Path(folder, "thinwire.json").write_text(json.dumps({"strategy": str(worker.strategy)}))
+        Path(folder, "thinwire.json").write_text(json.dumps({"strategy": canonical(worker.strategy)}))
         ray.train.report(figures, checkpoint=ray.train.Checkpoint.from_directory(folder))

@@ -8,8 +8,9 @@ from math import isfinite
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors  # pyright: ignore[reportPrivateUsage]
 from torch.nn.utils import get_total_norm
+
+from thinwire.torch_internals import flatten
 
 _SMALL = 16_384
 
@@ -34,7 +35,7 @@ def all_finite_each(tensors: Sequence[Tensor]) -> bool:
         for x in tensors:
             (small if x.numel() <= _SMALL else read).append(x)
         if small:
-            read.append(_flatten_dense_tensors(small))
+            read.append(flatten(small))
     return isfinite(get_total_norm(read).item()) or all(all_finite(x) for x in tensors)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.emulate import parse_links
+from thinwire.registry import canonical
 from thinwire.runs.baselines import Baseline
 from thinwire.runs.folder import Fields, RunFolder, Scalars
 from thinwire.runs.measure import Record, Totals, WireBytes
@@ -160,7 +161,7 @@ def _topology(settings: Settings) -> Fields | None:
     graph = topology_of(parse_recipe(settings.strategy, imports=False))
     if graph is None or not 1 < settings.copies <= _MOST_DRAWN:
         return None
-    return {"name": str(graph), "mixing": matrices(graph, settings.copies)[:_MOST_STEPS].round(6).tolist()}
+    return {"name": canonical(graph), "mixing": matrices(graph, settings.copies)[:_MOST_STEPS].round(6).tolist()}
 
 
 def _processor() -> str:
