@@ -113,7 +113,7 @@ def try_seed(each: Case, seed: int, seen: Seen) -> None:
     if ended.died:
         check_death(network, ended.failures, seen, wrong)
         seen.events["survivor"] += len(agreed)
-        # No other method goes on by itself; some of its workers may have ended before the loss.
+        # Other methods end with the loss; some of their workers may have finished before it.
         if isinstance(each.strategy, BackupWorkers) and any(not torch.equal(x, agreed[0]) for x in agreed[1:]):
             wrong("survivors end with different parameters")
         return
