@@ -112,7 +112,7 @@ def test_a_real_loop_sends_exactly_the_bytes_of_the_formula(strategy: Strategy, 
 @CASES
 def test_a_dry_run_sends_exactly_the_bytes_of_the_formula(strategy: Strategy, formula: Formula) -> None:
     for n in range(1, 9):
-        for rank in range(n) if "Irregular" in str(strategy) else [n - 1]:
+        for rank in range(n) if "Irregular" in repr(strategy) else [n - 1]:
             run = DryRun(strategy, SIZES, workers=n, rank=rank, dtype=torch.float32, bucket_bytes=1)
             steps = [run.step() for _ in range(STEPS)]
             assert run.comm.meter.payload_bytes == pytest.approx(formula(n, rank), rel=0, abs=0.01)

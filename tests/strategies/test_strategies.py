@@ -109,7 +109,7 @@ def test_every_strategy_equals_its_oracle_where_workers_disagree_most(n: int) ->
 def spoken(n: int, dtype: torch.dtype) -> list[Case]:
     """Every strategy, on the graphs that differ most; with five workers (no power of two) those that gossip."""
     left_out = ("Complete", "Hypercube", "Breathing")
-    chosen = [case for case in cases(n, dtype) if not any(graph in str(case[0]) for graph in left_out)]
+    chosen = [case for case in cases(n, dtype) if not any(graph in repr(case[0]) for graph in left_out)]
     return [case for case in chosen if n == 4 or isinstance(case[0], Gossip | PushSum)]
 
 
