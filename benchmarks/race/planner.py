@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
@@ -120,7 +121,7 @@ def _is(row: Row, recipe: str) -> bool:
     best = best_try(row.racer) if row.racer.outer else None
     written = row.racer.recipe.replace("{outer}", f"{best['outer']:g}" if best else "0.7")
     own, asked = (parse(text) for text in (written, recipe))
-    names = set(vars(own)) - {"outer"}
+    names = {each.name for each in fields(own)} - {"outer"}  # type: ignore[arg-type]
     return type(own) is type(asked) and all(getattr(own, name) == getattr(asked, name) for name in names)
 
 

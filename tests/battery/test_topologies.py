@@ -29,7 +29,7 @@ MOVE_THE_AVERAGE = ("Star(weights='push-sum')",)
 
 
 def sizes_of(topology: Topology) -> set[int]:
-    found = [sizes for name, sizes in SIZES_OF.items() if str(topology).startswith(name)]
+    found = [sizes for name, sizes in SIZES_OF.items() if repr(topology).startswith(name)]
     return found[0] if found else set(SIZES)
 
 
@@ -60,7 +60,7 @@ def test_both_ends_of_every_edge_agree_on_it(topology: Topology) -> None:
 @EVERY
 def test_every_worker_splits_its_whole_vector_and_the_average_is_kept_where_it_is_claimed(topology: Topology) -> None:
     for size in sizes_of(topology):
-        keeps = str(topology) not in MOVE_THE_AVERAGE or size <= 2
+        keeps = repr(topology) not in MOVE_THE_AVERAGE or size <= 2
         assert doubly_stochastic(topology, size) == keeps
         for step in range(topology.period(size)):
             ranks = [topology.peers(rank, size, step) for rank in range(size)]

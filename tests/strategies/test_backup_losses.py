@@ -8,6 +8,7 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -45,8 +46,8 @@ def dies(victims: dict[int, int], within: bool, backups: int, reduction: Reducti
         seen = train(worker, STEPS, pause, ends=False)
         with worker.consensus() as model:
             assert flat(model).tolist() == seen.values
-        with pytest.raises(PeerLostError, match=rf"save\(\): ranks? .*{min(victims)}"):
-            worker.save("nowhere")
+        with TemporaryDirectory() as folder, pytest.raises(PeerLostError, match=rf"save\(\): ranks? .*{min(victims)}"):
+            worker.save(folder)
         worker.detach()
         return seen
     finally:

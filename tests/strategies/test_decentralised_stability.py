@@ -272,7 +272,7 @@ def test_a_graph_is_refused_before_training_with_the_reason(world: int = 8) -> N
     strategy: Strategy = DecentLaM(OnePeerExponential())
     with pytest.raises(
         ConfigError,
-        match=r"DecentLaM\(topology=OnePeerExponential\(\), momentum=0.9.*with 8 workers: differences between workers "
+        match=r"DecentLaM\(topology=OnePeerExponential\(\)\) with 8 workers: differences between workers "
         r"would grow by 1\.1\d* a step, however small the learning rate; lower the momentum to 0\.\d\d",
     ):
         together(world, strategy, quadratic(world, DOUBLE), [0.1])

@@ -59,6 +59,25 @@ class Traits:
         lr_factor: the effective learning rate in the long run, while gradients stay alike, as a multiple of the
             optimizer's. A momentum of the strategy's own makes it larger, a pull to an older mean smaller. None where
             it is not known, or differs between workers, gradients or times.
+
+    Example:
+        >>> import thinwire
+        >>> thinwire.AllReduce().traits.equal_replicas, thinwire.LocalSGD(period=8).traits.period
+        (True, 8)
+
+        A strategy declares what differs from the defaults:
+
+        >>> from dataclasses import dataclass
+        >>> from functools import cached_property
+        >>> @dataclass(frozen=True)
+        ... class Halving(thinwire.Strategy):
+        ...     @cached_property
+        ...     def traits(self):
+        ...         return thinwire.Traits(reads_gradient=True)
+        ...     def before_step(self, r):
+        ...         r.g.mul_(0.5)
+        >>> Halving().traits.reads_gradient
+        True
     """
 
     period: int | None = None
