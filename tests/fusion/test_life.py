@@ -616,3 +616,13 @@ def test_values_are_given_and_returned_in_trees() -> None:
         found = fuse(models, loop=loop)({"x": X[0], "y": Each(values(2, 5))}, scale=2.0)
         assert found["kind"] == "pair" and found["found"].shape == (2, 12, 4)
         assert torch.equal(found["rest"][0], values(2, 5))
+
+
+def test_a_trainable_layer_that_models_share_is_refused_and_copies_are_not() -> None:
+    trunk = nn.Linear(3, 3)
+    models = [nn.Sequential(trunk, nn.Linear(3, 2)) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"models share the trainable parameter 0\.weight: .*copy\.deepcopy"):
+        fuse(models)
+    assert fuse([copy.deepcopy(model) for model in models]).size == 2
+    trunk.requires_grad_(False)
+    assert fuse(models).size == 2

@@ -57,7 +57,8 @@ def fuse(
             True loops over whole models. Recurrent layers are always looped over.
 
     Raises:
-        ConfigError: models differ in structure (it names the layer and the difference), or lists differ in length.
+        ConfigError: models differ in structure (it names the layer and the difference), lists differ in length, or
+            different models share a trainable parameter.
 
     Example:
         >>> import torch
@@ -87,7 +88,25 @@ def fuse(
                 raise ConfigError(
                     f"loop={path!r}: model {index} has no such layer; it has {', '.join(filter(None, known))}"
                 )
+    _check_shared(made)
     return FusedArray(made, seeds=seeds, loop=paths, states=states)
+
+
+def _check_shared(models: Sequence[nn.Module]) -> None:
+    """Refuse a trainable parameter that belongs to several models that are different objects.
+
+    Raises:
+        ConfigError: with the parameter. Each model would get a copy of its own, which its loss alone trains.
+    """
+    owners: dict[int, nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and owners.setdefault(id(parameter), model) is not model:
+                raise ConfigError(
+                    f"models share the trainable parameter {name}: in an array each model would train a copy of its "
+                    "own. Pass copy.deepcopy(model) for each if that is what you want, or freeze it with "
+                    "requires_grad_(False)"
+                )
 
 
 def _check_count(what: str, values: Any, size: int) -> None:
