@@ -132,10 +132,10 @@ def test_a_collective_call_is_none_of_messages() -> None:
 def test_a_wrapper_is_found_in_its_forward_pass_only() -> None:
     found: list[object] = []
     inner = nn.Linear(1, 1)
-    inner.register_forward_pre_hook(lambda *_: found.append(internals.active_ddp()))
+    inner.register_forward_pre_hook(lambda *_: found.append(getattr(type(wrapper), internals.ACTIVE_DDP)))
     wrapper = DistributedDataParallel(inner)
     wrapper(torch.ones(1, 1))
-    assert found == [wrapper] and internals.active_ddp() is None
+    assert found == [wrapper] and getattr(type(wrapper), internals.ACTIVE_DDP) is None
 
 
 # -- backward passes ---------------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 # Stable since torch 1.8, and the base of `torch.func` and of the profilers' counters. `torch.utils.pytree` lacks
@@ -95,12 +94,12 @@ operation_of: Callable[[Any], Any] = named(getattr(dist, "Work", None), "_get_op
 """Return which collective a `torch.distributed.Work` belongs to; refused where it is missing."""
 
 
-def active_ddp() -> DistributedDataParallel | None:
-    """Return the DistributedDataParallel whose forward pass is running, as torch's compiler finds it.
+ACTIVE_DDP = "_active_ddp_module"
+"""Attribute of the class DistributedDataParallel: the wrapper whose forward pass is running, for torch's compiler.
 
-    Where torch lacks it: None, so that a wrapper is found by its own hook only.
-    """
-    return getattr(DistributedDataParallel, "_active_ddp_module", None)
+A name and not a function, since every forward pass of an attached model reads it. Where torch lacks it, a wrapper is
+found by its own hook only.
+"""
 
 
 # -- backward passes ---------------------------------------------------------------------------------------------------
@@ -114,7 +113,7 @@ DDP and FSDP2 use it too.
 current_autograd_node: Callable[[], Any] | None = getattr(_C, "_current_autograd_node", None)
 """Return the node that the autograd engine runs on this thread, or None; None itself where torch lacks it.
 
-`worker/passes.py` then counts the engines on the stack, and refuses nested passes.
+`worker/buckets.py` then counts the engines on the stack, and refuses nested passes.
 """
 plain_tensors: Any = getattr(_C, "DisableTorchFunctionSubclass", None) or getattr(_C, "DisableTorchFunction", None)
 """Context manager: inside, subclasses of Tensor are computed with as plain tensors.

@@ -8,7 +8,7 @@ import pytest
 from benchmarks.hot_path import FOLLOWED, changes_of_file
 
 # Steps without an average, and steps with one.
-MOST = {"AllReduce": (40, 40), "LocalSGD": (12, 150), "DiLoCo": (25, 45), "PushSum": (30, 30)}
+MOST = {"AllReduce": (32, 32), "LocalSGD": (10, 147), "DiLoCo": (18, 39), "PushSum": (28, 28)}
 
 
 @pytest.mark.parametrize("recipe", FOLLOWED)

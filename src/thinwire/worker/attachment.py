@@ -23,7 +23,7 @@ from thinwire.errors import ConfigError
 from thinwire.replica.flat import views
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
-from thinwire.torch_internals import HOOK_TABLES, active_ddp, forward_pre_hooks
+from thinwire.torch_internals import ACTIVE_DDP, HOOK_TABLES, forward_pre_hooks
 from thinwire.worker.handshake import fingerprint
 from thinwire.worker.state import WorkerState
 
@@ -366,7 +366,9 @@ def _report_drift(module: nn.Module, use: str) -> None:
 
 
 def _wrapper_of(module: nn.Module) -> DistributedDataParallel | None:
-    return module if isinstance(module, DistributedDataParallel) else active_ddp()
+    if isinstance(module, DistributedDataParallel):
+        return module
+    return getattr(DistributedDataParallel, ACTIVE_DDP, None)
 
 
 def _look_for_ddp(module: nn.Module, inside_ddp: InsideDDP) -> None:

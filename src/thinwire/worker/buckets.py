@@ -4,20 +4,26 @@
 The flat vector follows the order of the model's parameters. Gradients become final in roughly the opposite order, so
 buckets are cut and sent from the end of the vector. Every rank sends them in the same order, whatever the order in
 which its gradients become final; otherwise messages of different buckets would be matched with each other.
+
+A backward pass may run others within it: reentrant checkpoints, tiled layers, tensor hooks. The autograd engine calls
+what is queued in an inner pass at the end of that one. The gradients are complete at the end of the outermost pass.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.codecs.feedback import of_server, of_worker
 from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
@@ -25,10 +31,10 @@ from thinwire.kernels import all_finite, all_finite_each
 from thinwire.replica.flat import Segment, copy_each_, views
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import is_sharded, local, plain, whole_like
-from thinwire.worker.passes import PassEnd, Passes
-from thinwire.worker.scaled_residuals import ScaledResiduals
+from thinwire.torch_internals import current_autograd_node, queue_callback
 
 _FIRST_BYTES = 1 << 20
+_STEADY_PASSES = 4
 _LOGGER = logging.getLogger("thinwire")
 Exchange = Callable[[Replica, slice], Work[Tensor] | None]
 
@@ -162,6 +168,228 @@ def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segme
         buckets.append(Bucket(replica, list(parameters[start:stop]), gradients[start:stop], part))
         stop, limit = start, bucket_bytes
     return buckets
+
+
+@dataclass
+class ScaledResiduals:
+    """Residuals of error feedback, scaled like the gradients while a backward pass exchanges these.
+
+    Between passes they are what they would be without a scaler, so that checkpoints, switches and other numbers of
+    workers need not know the scale. Scaling by a power of two, as a scaler's usual scales are, rounds nothing.
+
+    Attributes:
+        replicas: whose residuals they are.
+        scaler: the loop's.
+    """
+
+    replicas: Sequence[Replica]
+    scaler: torch.amp.GradScaler
+    _scale: float | None = None
+
+    def begin(self) -> None:
+        """Before the first bucket of a pass; does nothing where a worker was lost in it, and buckets are sent again."""
+        if self._scale is not None:
+            return
+        self._scale = self.scaler.get_scale()
+        for residual in self._residuals():
+            # One that is infinite would stay so. Gradients of that scale are infinite too, and their step is left out.
+            most = torch.finfo(residual.dtype).max
+            residual.mul_(self._scale).clamp_(-most, most)
+
+    def end(self) -> None:
+        """When all buckets of the pass have been waited for."""
+        if self._scale is None:
+            return
+        for residual in self._residuals():
+            residual.div_(self._scale)
+        self._scale = None
+
+    def _residuals(self) -> list[Tensor]:
+        return [x for r in self.replicas for name, x in r.state.items() if of_worker(name) or of_server(name)]
+
+
+# -- the end of a pass -------------------------------------------------------------------------------------------------
+
+
+class PassEnd:
+    """The callback at the end of the outermost backward pass.
+
+    The autograd engine holds the only reference. A pass that an exception has ended drops it, and members of the pass
+    find that out by their weak references.
+
+    Attributes:
+        node_frame: the Python frame that runs an inner pass, from the end of that inner pass until the node of the
+            outer pass that called it has ended; None otherwise.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish = finish
+        self.node_frame: FrameType | None = None
+
+    def queue(self) -> None:
+        """Have the engine call this at the end of the pass that is running."""
+        queue_callback(self)
+
+    def __call__(self) -> None:
+        """End the pass, or continue in the pass that this one runs within."""
+        node = _running_node()
+        if node is None:
+            self._finish()
+            return
+        # The end of an inner pass. Of the outer one this thread can only reach the node that called the inner pass.
+        self.node_frame = _node_frame()
+
+        def continue_outside(*_: object) -> None:
+            handle.remove()
+            # A pass that has failed in this node may leave the hook behind, on a graph that the loop still holds.
+            if self.node_frame is not None:
+                self.node_frame = None
+                self.queue()
+
+        handle = node.register_hook(continue_outside)
+
+    def is_abandoned(self) -> bool:
+        """Whether the outer pass failed before the node that called the inner one had ended."""
+        return self.node_frame is not None and not _on_stack(self.node_frame)
+
+    def forget(self) -> None:
+        """Never call `finish`."""
+        self.node_frame = None
+
+
+def _running_node() -> Any:
+    """The node of the outer pass that has called the pass that ends now; None at the end of an outermost pass."""
+    if current_autograd_node is not None:
+        return current_autograd_node()
+    if _count_engines() > 1:
+        raise ConfigError(
+            "a backward pass within a backward pass: this version of torch does not report the outer one. Use "
+            "checkpoint(..., use_reentrant=False), or another version of torch"
+        )
+    return None
+
+
+def _runs_engine(frame: FrameType) -> bool:
+    return "run_backward" in frame.f_code.co_names
+
+
+def _count_engines() -> int:
+    """How many calls of the autograd engine this thread is in."""
+    frame, count = inspect.currentframe(), 0
+    while frame is not None:
+        count += _runs_engine(frame)
+        frame = frame.f_back
+    return count
+
+
+def _node_frame() -> FrameType | None:
+    """The outermost frame of the node that has called the pass that ends now."""
+    frame, last, engines = inspect.currentframe(), None, 0
+    while frame is not None:
+        engines += _runs_engine(frame)
+        if engines == 2:
+            return last
+        frame, last = frame.f_back, frame
+    return last  # GPUs have a thread of their own for their nodes
+
+
+def _on_stack(wanted: FrameType) -> bool:
+    frame = inspect.currentframe()
+    while frame is not None:
+        if frame is wanted:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class Passes:
+    """Ends backward passes for all workers of one model, in the order in which these were attached.
+
+    The optimizers of one model may have a worker each. Ranks can use their parameters in different orders, or leave the
+    parameters of one worker out. All ranks must exchange the gradients of the same workers in the same order, so with
+    several workers each pass ends with a message of a few bytes.
+
+    Attributes:
+        members: the workers' gradients, in the order of attach.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[Backward] = []
+        self._always: list[Backward] = []
+        self._count = 0
+        self._end: ref[PassEnd] | None = None
+
+    def add(self, member: Backward) -> None:
+        """Take in the worker that was attached last."""
+        self._set([*self.members, member])
+
+    def leave(self, member: Backward) -> None:
+        """Forget a worker that is detached, or gets another strategy."""
+        self._set([each for each in self.members if each is not member])
+
+    def _set(self, members: list[Backward]) -> None:
+        self.members, self._always, self._count = members, list(members), 0
+
+    def sends_early(self, member: Backward) -> bool:
+        """Whether a member may send before the end of the pass, as on all ranks."""
+        first = self.members[0]
+        if len(self.members) == 1:
+            return True
+        # A rank that does not use the member must send what the others have sent before it learns of that.
+        if self._count < _STEADY_PASSES or not any(member is each for each in self._always):
+            return False
+        # Messages that share connections with those of other workers have one order on all ranks.
+        return member is first or member.comm.wires_key is not first.comm.wires_key
+
+    def enter(self) -> ref[PassEnd]:
+        """The end of the pass that is running; the first member that has a gradient queues it."""
+        end = None if self._end is None else self._end()
+        if end is None or end.is_abandoned():
+            end = PassEnd(self.flush)
+            self._end = ref(end)
+            end.queue()
+        assert self._end is not None
+        return self._end
+
+    def flush(self) -> None:
+        """End the pass of all members that any rank has used; or, without a pass, take part in that of the others."""
+        for member in list(self.members):
+            member.end_failed()
+        self._finish(lambda member: member.flush_own())
+
+    def end_failed(self, stepping: Backward, *, stepped: bool) -> None:
+        """End a pass that an exception has stopped on this rank, with the other ranks; see `Backward.end_failed`."""
+        states = {id(member): member.failed_state(stepped=stepped and member is stepping) for member in self.members}
+        self._finish(lambda member: member.finish_failed(states[id(member)]))
+
+    def _finish(self, finish: Callable[[Backward], None]) -> None:
+        if (end := None if self._end is None else self._end()) is not None:
+            end.forget()
+        self._end = None
+        used = self.members if len(self.members) == 1 else self._agree()
+        for member in list(used):
+            finish(member)
+
+    def _agree(self) -> list[Backward]:
+        """The members that any rank has used in this pass, and those that have sent already."""
+        sent = [member for member in self.members if self.sends_early(member)]
+        for member in sent:
+            member.launch_early()
+        first = self.members[0]
+        used = torch.tensor([int(member.in_pass) for member in self.members], dtype=torch.int32, device="cpu")
+        both = torch.cat([used, -used]).to(first.comm.check_device)
+        # The least of `used`, 1 where all ranks use a member, and the least of its negative, 0 where none does.
+        on_all, unused = first.comm.all_reduce_(both, op="min").wait().view(2, -1).tolist()
+        found = list(zip(self.members, on_all, unused, strict=True))
+        self._count += 1
+        kept = {id(member) for member in self._always}
+        self._always = [member for member, all_use, _ in found if all_use and id(member) in kept]
+        sent_already = {id(member) for member in sent}
+        # What no rank has used is left alone, unless it was sent already: then a missing gradient counts as zero.
+        return [member for member, _, least in found if least or id(member) in sent_already]
+
+
+# -- one worker's exchange ---------------------------------------------------------------------------------------------
 
 
 class NonFinite(NamedTuple):

@@ -7,8 +7,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.strategies.base import codecs_of, nested
 from thinwire.worker.attachment import workers_beside
-from thinwire.worker.buckets import Backward, cut
-from thinwire.worker.scaled_residuals import ScaledResiduals
+from thinwire.worker.buckets import Backward, ScaledResiduals, cut
 from thinwire.worker.state import WorkerState
 
 
