@@ -229,7 +229,7 @@ def worker(options: argparse.Namespace) -> None:
 
 def time_receiving(*, waiting: bool) -> None:
     """Print how long this worker receives each part of a state."""
-    from thinwire.worker import arriving, elastic, handover
+    from thinwire.worker import elastic, handover
 
     if waiting:
         elastic.can_copy = lambda _: False
@@ -242,7 +242,7 @@ def time_receiving(*, waiting: bool) -> None:
         print(json.dumps({"nbytes": content.numel(), "seconds": time.monotonic() - start}), flush=True)
         return content
 
-    handover.receive = arriving.receive = timed
+    handover.receive = timed
 
 
 def main() -> None:

@@ -35,7 +35,7 @@ from thinwire.membership.membership import Membership, RunEndedError
 from thinwire.membership.threads import ThreadConnector, ThreadNetwork
 from thinwire.membership.view import Progress, View
 from thinwire.storage.rank_file import RankFile
-from thinwire.worker import arriving, checkpoint, handover
+from thinwire.worker import checkpoint, handover
 from thinwire.worker.elastic import Elastic
 
 ROUNDS: list[Strategy] = [
@@ -99,7 +99,7 @@ def test_learning_rates_that_change_in_the_round_are_those_of_the_others() -> No
 
 def test_the_others_train_on_while_the_state_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     told = threading.Event()
-    sent = arriving.send
+    sent = handover.send
 
     def slow(comm: Comm, content: torch.Tensor, dst: int) -> None:
         if comm.size == 2 and comm.step == 0:  # a pair of their own
@@ -115,7 +115,7 @@ def test_the_others_train_on_while_the_state_is_sent(monkeypatch: pytest.MonkeyP
                 told.set()
             return super().step(closure)
 
-    monkeypatch.setattr(arriving, "send", slow)
+    monkeypatch.setattr(handover, "send", slow)
     ends = survivors(
         run_fleet(2, LocalSGD(period=3), joins=(3,), steps=150, optimizer=lambda m: Loud(m.parameters(), lr=0.05))
     )
@@ -126,15 +126,15 @@ def test_a_view_that_some_open_before_a_round_and_others_in_it_leaves_all_in_ste
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One worker fails before the average, the other one in it, where the first is missing."""
-    agreed, failed = arriving.Arrivals.agree, [False]
+    agreed, failed = handover.Arrivals.agree, [False]
 
-    def breaks(self: arriving.Arrivals, comm: Comm) -> None:
+    def breaks(self: handover.Arrivals, comm: Comm) -> None:
         agreed(self, comm)
         if comm.rank == 0 and not failed[0]:
             failed[0] = True
             raise PeerLostError("a connection was closed")
 
-    monkeypatch.setattr(arriving.Arrivals, "agree", breaks)
+    monkeypatch.setattr(handover.Arrivals, "agree", breaks)
     ends = survivors(run_fleet(3, LocalSGD(period=3), joins=(3,), steps=STEPS))
     assert failed[0]
     assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)
@@ -144,7 +144,7 @@ def test_a_view_that_some_open_before_a_round_and_others_in_it_leaves_all_in_ste
 def test_a_joiner_whose_sender_is_lost_gets_the_state_in_the_next_view(
     fails_at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent, calls = arriving.send, [0]
+    sent, calls = handover.send, [0]
 
     def breaks(comm: Comm, content: torch.Tensor, dst: int) -> None:
         calls[0] += 1
@@ -152,7 +152,7 @@ def test_a_joiner_whose_sender_is_lost_gets_the_state_in_the_next_view(
             raise PeerLostError("a connection was closed")
         sent(comm, content, dst)
 
-    monkeypatch.setattr(arriving, "send", breaks)
+    monkeypatch.setattr(handover, "send", breaks)
     ends = survivors(run_fleet(2, SlowMo(period=3), joins=(3,), steps=STEPS))
     assert joined(ends) < STEPS
     assert all(torch.equal(end.trace[STEPS], ends[0].trace[STEPS]) for end in ends)

@@ -19,8 +19,7 @@ from tests.pool import run_processes
 from thinwire import CheckpointError
 from thinwire.comm.group import comm_for
 from thinwire.integrations import dcp as ours
-from thinwire.worker.resizing import same
-from thinwire.worker.snapshot import state_of
+from thinwire.worker.replica_state import pack, same
 
 MIDDLE, SECOND, LAST = 5, 8, 11
 
@@ -40,9 +39,9 @@ def stage(folder: str, last: int, resume: bool, of_three: bool) -> list[str]:
         if resume:
             before = MIDDLE if last == SECOND else SECOND
             ours.load(worker, f"{folder}/{i}-{before}")
-            loaded = state_of(worker)
+            loaded = pack(worker)
             worker.load(own)
-            if worker.step != before or not same(loaded, state_of(worker)):
+            if worker.step != before or not same(loaded, pack(worker)):
                 wrong.append(str(each))
         go_on(worker, setting, last)
         worker.wait_pending()
@@ -148,12 +147,12 @@ def of_shards(folder: str) -> bool:
     worker = begun()
     steps(worker, 0, 5)
     dcp.save({"worker": worker}, checkpoint_id=folder)
-    saved = state_of(worker)
+    saved = pack(worker)
     worker.detach()
     again = begun()
     steps(again, 0, 2)
     ours.load(again, folder)
-    found = same(state_of(again), saved)
+    found = same(pack(again), saved)
     again.detach()
     return found
 

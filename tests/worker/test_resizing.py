@@ -40,7 +40,8 @@ from thinwire.strategies.gradients.fetch import FetchSGD
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.strategies.gradients.sketched import SketchedSGD
 from thinwire.strategies.gradients.zero_one import ZeroOne
-from thinwire.worker.resizing import load, same, saved_size
+from thinwire.worker.checkpoint import load, saved_size
+from thinwire.worker.replica_state import same
 
 Residual = Callable[[list[dict[str, Tensor]]], Tensor]
 SGD = torch.optim.SGD

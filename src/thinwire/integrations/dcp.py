@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from thinwire.errors import CheckpointError
 from thinwire.storage.files import local_path
-from thinwire.worker.snapshot import part_name
+from thinwire.worker.replica_state import part_name
 from thinwire.worker.worker import Worker
 
 

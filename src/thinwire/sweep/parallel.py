@@ -26,7 +26,7 @@ from thinwire.registry import canonical
 from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, codecs_of, nested
-from thinwire.worker import checkpoint, resizing, snapshot
+from thinwire.worker import checkpoint, replica_state
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
 from thinwire.worker.worker import Worker, attach
@@ -179,7 +179,7 @@ class ParallelArray:
         worker = self.worker
         outline = outline_of(self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
         content = {
-            "state": snapshot.state_of(worker),
+            "state": replica_state.pack(worker),
             "extra": {"array": outline, "own": dict(extra or {})},
             "random": outline["random"],
         }
@@ -228,7 +228,7 @@ class ParallelArray:
             for follower in (schedules, scaler):
                 if follower is not None:
                     follower.select(kept)
-        resizing.put_back(self.worker, state, same_size=same_size)  # `select` has replaced the worker
+        checkpoint.restore(self.worker, state, same_size=same_size)  # `select` has replaced the worker
         separate_step_counters(self.optimizer)
         restore_outline(outline, self.array, schedules=schedules, scaler=scaler, random=same_size)
         found: dict[str, Any] = first["extra"]["own"]
@@ -432,10 +432,10 @@ def _resized(contents: Sequence[dict[str, Any]], worker: Worker) -> dict[str, An
     """This rank's state in a world of another size; schedules and scaler must be equal on all ranks."""
     for name in ("rates", "schedules", "scaler"):
         if not all(
-            resizing.same(each["extra"]["array"][name], contents[0]["extra"]["array"][name]) for each in contents
+            replica_state.same(each["extra"]["array"][name], contents[0]["extra"]["array"][name]) for each in contents
         ):
             raise CheckpointError(
                 f"the {name} differ between workers, so the number of workers cannot change; resume with "
                 f"{len(contents)} workers"
             )
-    return resizing.resized([content["state"] for content in contents], worker)
+    return replica_state.merge([content["state"] for content in contents], worker)

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: safetensors and JSON, written atomically, read back bit for bit.
+"""Checkpoints: safetensors and JSON, written atomically, read back bit for bit, by any number of workers.
 
 A checkpoint is a folder `step-NNNNNNNN` with one `RankFile` per rank. Every rank first writes its file to disk under a
 temporary name; when all have done so, each renames its own. A checkpoint is complete when every rank's file has its
 name. Each part holds the step, the number of parts, and an id that rank 0 draws for every save, so that parts of two
 runs never load together. Ranks need not share a disk.
+
+The same number of workers continues bit for bit. Another number continues from what the old workers had in common:
+`Strategy.resume_point` for the parameters, `Strategy.resized` for the strategy's state, and means for the optimizer's
+state and buffers. All ranks check what they have read before any of them changes anything.
 """
 
 from __future__ import annotations
@@ -22,11 +26,28 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
+from thinwire.registry import canonical
 from thinwire.storage.files import local_path
 from thinwire.storage.rank_file import RankFile
+from thinwire.strategies.base import Strategy
+from thinwire.strategies.recipe import parse
+from thinwire.worker import switching
 from thinwire.worker.handshake import both, gather_texts
 from thinwire.worker.parameters import named_buffers, named_parameters, own_name
-from thinwire.worker.snapshot import is_count, mapping_of, state_of
+from thinwire.worker.replica_state import (
+    SIZE,
+    STRATEGY,
+    State,
+    check,
+    check_identity,
+    is_count,
+    mapping_of,
+    merge,
+    pack,
+    part_name,
+    same_names,
+    unpack,
+)
 from thinwire.worker.state import WorkerState
 
 T = TypeVar("T")
@@ -43,7 +64,7 @@ def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int 
     if keep is not None and keep < 1:
         raise ConfigError(f"keep={keep}: must be at least 1 checkpoint; None keeps all of them")
     content = {
-        "state": state_of(worker),
+        "state": pack(worker),
         "names": _names_in_state_dict(worker),
         "extra": extra,
         "random": _random_of(worker),
@@ -259,6 +280,153 @@ def step_of(home: Path) -> int | None:
 def whole_steps(folder: Path, rank: int) -> list[int]:
     """Steps of which this rank's part was committed, oldest first."""
     return [step for step, home in _steps(folder) if RankFile(home, rank).path.exists()]
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+
+
+def saved_step(folder: Path) -> int | None:
+    """The step of the newest checkpoint visible in a folder; None if there is none."""
+    return max(whole_steps(folder, 0), default=None)
+
+
+def saved_size(folder: Path) -> int | None:
+    """How many workers wrote the newest checkpoint visible in a folder; None if there is none."""
+    steps = whole_steps(folder, 0)
+    if not steps:
+        return None
+    return int(facts_of(RankFile(folder / f"step-{steps[-1]:08d}", 0).outline())["size"])
+
+
+def saved_extra(folder: Path, *, missing_ok: bool) -> dict[str, Any]:
+    """Return rank 0's `extra` of the newest checkpoint visible in a folder.
+
+    Args:
+        folder: of the checkpoints.
+        missing_ok: return {} where there is none.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    step = saved_step(folder)
+    if step is None:
+        if missing_ok:
+            return {}
+        raise CheckpointError(f"{folder} holds no whole checkpoint; look for step-* folders, or pass missing_ok=True")
+    content = mapping_of(RankFile(folder / f"step-{step:08d}", 0).read(), "a part")
+    return dict(mapping_of(content.get("extra"), "extra"))
+
+
+def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Resume from the newest complete checkpoint, whatever number of workers wrote it; returns its `extra`.
+
+    With another number, the state of torch's random generators is not restored, and every rank must see every part.
+    With `missing_ok`, and no checkpoint on any rank, it changes nothing and returns {}.
+
+    Raises:
+        CheckpointError: there is none, parts are damaged or do not belong together, they belong to another run, or
+            something in them cannot be given to another number of workers. Nothing has changed then, on any rank.
+    """
+    if missing_ok and not exists(worker, folder):
+        return {}
+    home, contents = newest(worker, folder)
+    same = contents[0]["save"]["size"] == worker.comm.size
+
+    def planned() -> State:
+        for content in contents:
+            same_names("a part", content, ("save", "state", "names", "extra", "random"))
+            mapping_of(content["extra"], "extra")
+            check_random(content["random"])
+            if content["state"]["step"] != content["save"]["step"]:
+                raise CheckpointError(f"holds step {content['state']['step']}, not that of its folder")
+        states = [content["state"] for content in contents]
+        state = states[0] if same else merge(states, worker)
+        check(state, worker, ranks=same, finite=True)
+        return state
+
+    before = _follow(worker, home, contents[0], same=same)
+    try:
+        # Checked on all ranks before any of them restores: a refusal changes nothing anywhere.
+        state = together(worker, home, planned)
+    except CheckpointError:
+        if worker.strategy is not before:
+            switching.switch(worker, before)
+        raise
+    restore(worker, state, same_size=same)
+    if same:
+        restore_random(worker, contents[0]["random"])
+        return contents[0]["extra"]
+    # A rank that existed before gets its own extra back; a new one gets rank 0's.
+    return {**contents[0]["extra"], **(contents[worker.comm.rank]["extra"] if worker.comm.rank < len(contents) else {})}
+
+
+def _follow(worker: WorkerState, home: Path, content: Mapping[str, Any], *, same: bool) -> Strategy:
+    """Where "auto" has chosen, go on with the checkpoint's strategy; returns the worker's own.
+
+    Links that are measured again may give another choice than those of the run that saved, and a guard may have fallen
+    back in one of the two.
+    """
+    before = worker.strategy
+    if not worker.automatic:
+        return before
+
+    def saved() -> Strategy:
+        theirs = mapping_of(content["state"]["identity"], "the identity")
+        named = theirs.get(STRATEGY)
+        if not isinstance(named, str) or named == canonical(before):
+            return before
+        check_identity(worker, {**theirs, STRATEGY: canonical(before)}, ranks=same)
+        try:
+            # Nothing that a file names is imported: the classes must be there.
+            return parse(named, imports=False)
+        except ConfigError as error:
+            raise CheckpointError(f"{STRATEGY} {named} in the checkpoint: {error}") from error
+
+    strategy = together(worker, home, saved)
+    if strategy != before:
+        switching.switch(worker, strategy)
+    return before
+
+
+def load_parts(worker: WorkerState, parts: Mapping[str, Any]) -> None:
+    """Continue from the `Worker.state_dict` of this rank, or from all ranks' where their number was another one.
+
+    Raises:
+        CheckpointError: they do not fit; nothing has changed then.
+    """
+    found = {name: _unwrapped(part) for name, part in mapping_of(parts, "the state").items()}
+    if not found:
+        raise CheckpointError("the state holds no rank's part; pass what Worker.state_dict() returned")
+    own = found.get(part_name(worker, worker.comm.rank), next(iter(found.values())))
+    written_by = mapping_of(own.get("identity"), "the identity").get(SIZE)
+    if written_by in (None, str(worker.comm.size)):
+        check(own, worker)
+        restore(worker, own, same_size=True)
+        return
+    names = [part_name(worker, rank) for rank in range(len(found))]
+    if written_by != str(len(found)) or set(names) != found.keys():
+        raise CheckpointError(
+            f"{written_by} workers have written the state, and {worker.comm.size} would go on: every rank needs the "
+            "parts of all of them; with torch.distributed.checkpoint use thinwire.integrations.dcp.load(worker, folder)"
+        )
+
+    def planned() -> State:
+        state = merge([found[name] for name in names], worker)
+        check(state, worker, ranks=False, finite=True)
+        return state
+
+    restore(worker, together(worker, Path("the state"), planned), same_size=False)
+
+
+def _unwrapped(part: Any) -> State:
+    return mapping_of(part[0] if isinstance(part, tuple) and part else part, "a rank's part")
+
+
+def restore(worker: WorkerState, state: State, *, same_size: bool) -> None:
+    """Restore a state that all ranks have checked; with another number of workers all ranks call together."""
+    unpack(state, worker, same_size=same_size)
+    if not same_size:
+        gathered(worker, None)  # no rank trains and sends messages before all ranks are ready
 
 
 # -- on all ranks ------------------------------------------------------------------------------------------------------

@@ -14,18 +14,19 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire.comm.base import Comm
 from thinwire.comm.work import Work
-from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
 from thinwire.membership.elastic_comm import ElasticComm
-from thinwire.membership.fleet import Fleet
+from thinwire.membership.fleet import Fleet, fleet_from_environment
 from thinwire.membership.membership import StoreLostError
 from thinwire.membership.patience import Patience
 from thinwire.membership.unconnected import Unconnected
@@ -34,9 +35,8 @@ from thinwire.quorum.elastic_sampler import Crew
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.wrapper import Wrapper
-from thinwire.worker.arriving import Arrivals, Offered, can_copy
 from thinwire.worker.first_steps import rebase
-from thinwire.worker.handover import hand_over
+from thinwire.worker.handover import Arrivals, Offered, can_copy, hand_over
 from thinwire.worker.handshake import Facts, agree, first_difference
 from thinwire.worker.state import WorkerState
 
@@ -738,6 +738,142 @@ class Elastic:
         if self._worker is not None:
             self._worker.undo.close()
         self.close()
+
+
+# -- attach ------------------------------------------------------------------------------------------------------------
+
+
+def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
+    """Enter an elastic run, and connect with the workers of its current view.
+
+    Raises:
+        ConfigError: the environment names no store that outlives the workers.
+        CommError: the others did not come, or do not take this worker in.
+    """
+    fleet = fleet_from_environment(timeout=timeout) if elastic is True else elastic
+    offered = Offered(fleet.membership, fleet.connector)
+    fleet.membership.on_offer = offered.take
+    try:
+        fleet.membership.enter(fleet.rank, fleet.size)
+        views = Elastic(fleet, ElasticComm(timeout=timeout), offered)
+        views.connect()
+    except BaseException:
+        fleet.withdraw()
+        raise
+    return views
+
+
+@contextmanager
+def leaves_on_failure(views: Elastic | None) -> Generator[ExitStack]:
+    """Within it, an error takes an elastic worker out of its run, and runs the callbacks of the stack."""
+    on_failure = ExitStack()
+    try:
+        yield on_failure
+    except BaseException:
+        if views is not None:
+            views.withdraw()
+        on_failure.close()
+        raise
+
+
+def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.device) -> None:
+    """Check that all ranks are started alike, and that who joins an elastic run is started as it was.
+
+    Raises:
+        MismatchError: with the first difference.
+    """
+    if views is None:
+        agree(comm, facts, device)
+    else:
+        views.agree(facts, device)
+
+
+class ElasticState(WorkerState):
+    """What an elastic worker knows of the others.
+
+    Attributes:
+        elastic: the views, and the rounds that survive a loss; None where the ranks are fixed.
+    """
+
+    elastic: Elastic | None = None
+
+    @property
+    def view(self) -> View:
+        """The workers that train together, under `attach(elastic=True)`; its `members` are in the order of ranks.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+        """
+        if self.elastic is None:
+            raise ConfigError("view: only workers of attach(elastic=True) have views; use worker.comm.rank and .size")
+        return self.elastic.view
+
+    @property
+    def worker_id(self) -> str:
+        """This worker's id among `view.members`, under `attach(elastic=True)`; unlike the rank it never changes.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+        """
+        if self.elastic is None:
+            raise ConfigError("worker_id: only workers of attach(elastic=True) have views; use worker.comm.rank")
+        return self.elastic.worker_id
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among those that train together, from 0; under `elastic=True` it changes with views."""
+        rank = None if self.elastic is None else self.elastic.view.rank(self.elastic.worker_id)
+        return self.comm.rank if rank is None else rank
+
+    @property
+    def size(self) -> int:
+        """How many workers train together; under `elastic=True` it changes with views."""
+        return self.comm.size if self.elastic is None else self.elastic.view.size
+
+    @property
+    def has_just_joined(self) -> bool:
+        """Whether this worker has joined an elastic run and taken no step in it yet."""
+        return self.elastic is not None and self.elastic.has_just_joined
+
+    @property
+    def crews(self) -> list[Crew]:
+        """Who took part from which step on, under `attach(elastic=True)`; by it `ElasticSampler.share` deals the data.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+        """
+        if self.elastic is None:
+            raise ConfigError(
+                "crews: only workers of attach(elastic=True) have views; all ranks take part in all steps"
+            )
+        return self.elastic.crews()
+
+    def on_view(self, call: Callable[[View], None]) -> None:
+        """Call a function with each new view, on every worker in it, between two steps or in a step that is repeated.
+
+        Args:
+            call: such as one that divides the data anew; it must not communicate.
+
+        Raises:
+            ConfigError: this worker is not elastic.
+        """
+        if self.elastic is None:
+            raise ConfigError("on_view: only workers of attach(elastic=True) have views")
+        self.elastic.on_view.append(call)
+
+    def _before(self, hook: Callable[[], None]) -> None:
+        hook() if self.elastic is None else self.elastic.before_step(hook)
+
+    def _after(self, hook: Callable[[], None]) -> None:
+        hook() if self.elastic is None else self.elastic.after_step(hook)
+
+    def _together(self, call: Callable[[], T]) -> T:
+        """What all ranks do together; an elastic worker does it again where one is lost in it.
+
+        A backward pass that has failed is ended before, in a round of its own: others may have been in one meanwhile.
+        """
+        self.end_failed_pass()
+        return call() if self.elastic is None else self.elastic.together(call)
 
 
 def _silent(strategy: Strategy) -> bool:

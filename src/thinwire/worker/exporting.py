@@ -20,8 +20,7 @@ from thinwire.storage.rank_file import RankFile
 from thinwire.strategies.recipe import parse
 from thinwire.worker import checkpoint
 from thinwire.worker.parameters import own_name
-from thinwire.worker.resizing import mean_of, resume_point
-from thinwire.worker.snapshot import STRATEGY
+from thinwire.worker.replica_state import STRATEGY, mean_of, resume_point
 from thinwire.worker.state import WorkerState
 
 _SUFFIX = ".safetensors"

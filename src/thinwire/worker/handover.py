@@ -1,24 +1,47 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a living worker for those that join: in chunks, each with a checksum."""
+"""Send the state of a running worker to joining workers, while all wait or while the others train.
+
+Where a strategy sends messages at every step, all wait while the state is sent (`hand_over`).
+
+Where workers train alone for a round, a thread of one running worker, the donor, sends it over connections of its own,
+in two parts. The early part is sent on request and may be a few rounds old: the optimizer's state, buffers and frozen
+parameters, which are a worker's own. The late part is sent from the end of a round on: the strategy's state, which does
+not change until the next round ends. Before the messages of that round all wait until the late part has arrived, and
+take the joining workers in. These join the round's mean with zero weight, receive its result like all others, and are
+equal to them from then on. The parameters are not sent at all, since they are that result.
+"""
 
 from __future__ import annotations
 
+import logging
+import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import lcm
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from thinwire.codecs.feedback import of_server
+from thinwire.codecs.feedback import of_server, residual_sizes
 from thinwire.comm.base import Comm
+from thinwire.comm.liveness import State
 from thinwire.comm.work import Work, completed
-from thinwire.errors import CommError
+from thinwire.errors import CommError, CommTimeoutError, PeerLostError
+from thinwire.membership.elastic_comm import Connector, ElasticComm
+from thinwire.membership.membership import Membership
+from thinwire.membership.view import View, is_worker
 from thinwire.quorum.state_transfer import pack, unpack_
 from thinwire.replica.replica import Replica
-from thinwire.worker.snapshot import others_of
+from thinwire.strategies.base import codecs_of, nested
+from thinwire.worker.replica_state import others_of
 from thinwire.worker.state import WorkerState
+
+_LOGGER = logging.getLogger("thinwire")
+_PENDING, _COMPLETE, _FAILED = 0, 1, 2
+_LOOKS_SECONDS = 0.2
+_WAITS = 0.9  # of the timeout, by the one that sends, so that it answers before the others give up
 
 _CHUNK_BYTES = 1 << 22
 _AHEAD = 4  # chunks on the way, so that the link is never idle
@@ -125,3 +148,218 @@ def receive(comm: Comm, src: int) -> Tensor:
 
 def _checksum(chunk: Tensor) -> int:
     return zlib.crc32(cast(Any, chunk.numpy()))
+
+
+# -- while the others train --------------------------------------------------------------------------------------------
+
+
+def can_copy(worker: WorkerState) -> bool:
+    """Whether a strategy's state lasts for a round, and the mean at its end makes a silent worker equal to the others.
+
+    Others send a part of their state at every step; who joins gets it all while they wait.
+    """
+    strategy = worker.strategy
+    weighted = any(strategy.weight(r) is not None for r in worker.replicas)
+    coded = any(True for each in nested(strategy) for _ in codecs_of(each))
+    period = lcm(*(each.traits.period or 1 for each in nested(strategy)))
+    return strategy.traits.local_rounds and strategy.averages_at(period) and not (weighted and coded)
+
+
+class Arrivals:
+    """Those that have asked to join, as one that trains sees them; the same on all that do.
+
+    Args:
+        worker: this one.
+        membership: of the run.
+        connector: opens connections.
+        upto: the number of the last request to be served; the same on all workers.
+
+    Attributes:
+        upto: the number of that request.
+        donor: the id of the worker whose state they get.
+        complete: whether they have all of it.
+        failed: whether it could not be sent; then they get it while the others wait.
+    """
+
+    def __init__(self, worker: WorkerState, membership: Membership, connector: Connector, upto: int) -> None:
+        assert membership.view is not None
+        self.upto = upto
+        self.donor = membership.view.members[upto % membership.view.size]
+        self.complete = self.failed = False
+        self._worker = worker
+        self._sender: _Sender | None = None
+        if self.donor == membership.worker:
+            early = packed(worker, lambda r: pack(r, [], x=False), others=True)
+            self._sender = _Sender(membership, connector, upto, early)
+            worker.comm.runtime.start_thread(self._sender.run)
+
+    def end_round(self) -> None:
+        """A round has ended; if the early part has arrived, the late one is sent from here on."""
+        if self._sender is not None and self._sender.wants_late.is_set() and self._sender.late is None:
+            self._sender.give(self._worker)
+
+    def agree(self, comm: ElasticComm) -> None:
+        """Let all know how far it is; waits for the late part, if it is on its way.
+
+        Raises:
+            CommError: a worker was lost.
+        """
+        mine = _PENDING if self._sender is None else self._sender.outcome(_WAITS * comm.timeout)
+        row = torch.tensor([mine], dtype=torch.int64, device=comm.check_device)
+        rows = comm.confirm(row).wait() if comm.size > 1 else [row]
+        outcome = max(int(each[0]) for each in rows)
+        self.complete, self.failed = outcome == _COMPLETE, outcome == _FAILED
+
+    def finish(self, worker: WorkerState, ranks: list[int]) -> None:
+        """Send to those that are in the view now what has changed since, such as sums of learning rates."""
+        if self._sender is not None:
+            content = self._sender.changes(worker)
+            for rank in ranks:
+                send(worker.comm, content, rank)
+
+    def close(self) -> None:
+        """Stop sending."""
+        if self._sender is not None:
+            self._sender.close()
+
+
+class _Sender:
+    """The thread that sends."""
+
+    def __init__(self, membership: Membership, connector: Connector, upto: int, early: Tensor) -> None:
+        self.wants_late = threading.Event()
+        self.late: Tensor | None = None
+        self._membership, self._connector, self._upto, self._early = membership, connector, upto, early
+        assert membership.view is not None
+        self._epoch = membership.view.epoch
+        self._given, self._ended = threading.Event(), threading.Event()
+        self._arrived = False
+        self._open: list[Comm] = []
+        self._closed = False
+        self._sent: list[dict[str, tuple[Tensor, int]]] = []
+
+    def give(self, worker: WorkerState) -> None:
+        """Take the late part, as it is now."""
+        self._sent = [{name: (r.state[name], r.state[name]._version) for name in _lasting(r)} for r in worker.replicas]
+        self.late = packed(worker, lambda r: pack(r, _lasting(r), x=False, moments=False), others=False)
+        self._given.set()
+
+    def changes(self, worker: WorkerState) -> Tensor:
+        """What has changed since then, and the settings of the optimizer."""
+
+        def changed(r: Replica, sent: dict[str, tuple[Tensor, int]]) -> list[str]:
+            return [
+                name
+                for name in _lasting(r)
+                if name not in sent or sent[name][0] is not r.state[name] or sent[name][1] != r.state[name]._version
+            ]
+
+        names = {id(r): changed(r, sent) for r, sent in zip(worker.replicas, self._sent, strict=True)}
+        return packed(worker, lambda r: pack(r, names[id(r)], x=False, moments=False), others=False)
+
+    def outcome(self, seconds: float) -> int:
+        """Whether both parts have arrived; waits for the late one."""
+        if not self._ended.wait(seconds if self._given.is_set() else 0.0) and not self._given.is_set():
+            return _PENDING
+        return _COMPLETE if self._arrived else _FAILED
+
+    def run(self) -> None:
+        """Send both parts to all that ask."""
+        own = self._membership
+        try:
+            asked = own.asked(self._upto)
+            for number, (worker, row) in asked.items():
+                self._send(number, worker, row, "early", self._early)
+            self.wants_late.set()
+            while not self._given.wait(_LOOKS_SECONDS) and not own.has_left:
+                pass
+            if self.late is None:
+                return
+            for number, (worker, row) in asked.items():
+                self._send(number, worker, row, "late", self.late)
+            self._arrived = True
+        except (PeerLostError, CommTimeoutError) as error:
+            if not self._closed:
+                _LOGGER.warning(
+                    "a worker that asks to join could not be sent its state while the others train: %s", error
+                )
+        finally:
+            self._ended.set()
+
+    def _send(self, number: int, worker: str, row: str, kind: str, content: Tensor) -> None:
+        own = self._membership
+        name = f"{self._epoch}/{own.worker}/{number}/{kind}"
+        own.offer(number, {"name": name, "kind": kind, "donor": own.worker, "row": own.row})
+        comm = self._connector.pair(name, 0, own.timeout, lambda: own.state_of(worker, row) is State.ENDED)
+        self._open.append(comm)
+        try:
+            if self._closed:
+                raise PeerLostError("this view has ended")
+            send(comm, content, 1)
+            comm.send_recv(
+                torch.zeros(1, dtype=torch.float32, device=comm.check_device), [], [1]
+            ).wait()  # that it has all arrived
+        finally:
+            self._connector.disconnect(comm)
+
+    def close(self) -> None:
+        """Let the thread end."""
+        self._closed = True
+        for comm in self._open:
+            self._connector.disconnect(comm)
+        self._given.set()
+
+
+class Offered:
+    """What a worker that joins was sent of the others' state so far.
+
+    Args:
+        membership: of the run.
+        connector: opens connections.
+    """
+
+    def __init__(self, membership: Membership, connector: Connector) -> None:
+        self._membership, self._connector = membership, connector
+        self._parts: dict[str, Tensor] = {}
+        self._donor = ""
+
+    def take(self, told: Any) -> None:
+        """Receive a part that is offered; one whose sender is lost meanwhile is none."""
+        fields = ("name", "kind", "donor", "row")
+        if not isinstance(told, dict) or not is_worker([told.get(name) for name in fields[2:]]):
+            return
+        if told["kind"] == "early":
+            self._parts.clear()
+        self._donor = told["donor"]
+        own = self._membership
+        try:
+            comm = self._connector.pair(
+                told["name"], 1, own.timeout, lambda: own.state_of(told["donor"], told["row"]) is State.ENDED
+            )
+            try:
+                self._parts[told["kind"]] = receive(comm, 0)
+                comm.send_recv(torch.zeros(1, dtype=torch.float32, device=comm.check_device), [0], []).wait()
+            finally:
+                self._connector.disconnect(comm)
+        except (PeerLostError, CommTimeoutError) as error:
+            self._parts.clear()
+            _LOGGER.warning("worker %s has to wait for a state: %s", own.worker, error)
+
+    def unpack(self, worker: WorkerState, view: View) -> None:
+        """Become what the others were when the round began, in which this worker is silent.
+
+        Raises:
+            PeerLostError: not all of it has arrived.
+        """
+        if self._parts.keys() != {"early", "late"} or self._donor != view.donor or view.donor not in view.ready:
+            raise PeerLostError(f"worker {self._membership.worker}: its sender was lost")
+        changes = receive(worker.comm, view.members.index(view.donor))
+        unpack(worker, self._parts["early"], anew=True)
+        unpack(worker, self._parts["late"], anew=False)
+        unpack(worker, changes, anew=False)
+        self._parts.clear()
+
+
+def _lasting(r: Replica) -> list[str]:
+    """The state of a replica but for the residuals of error feedback: what one has left out it will send itself."""
+    return [name for name in r.state if residual_sizes(name, [0]) is None]

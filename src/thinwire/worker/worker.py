@@ -24,7 +24,7 @@ from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy, pace_rule
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker import checkpoint, exporting, joining, resizing, snapshot, switching
+from thinwire.worker import checkpoint, exporting, joining, replica_state, switching
 from thinwire.worker.attachment import Attachment, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.chooser import check_not_automatic, choose
 from thinwire.worker.compatibility import (
@@ -35,8 +35,7 @@ from thinwire.worker.compatibility import (
     check_policy,
     check_skipped_steps,
 )
-from thinwire.worker.elastic_state import ElasticState
-from thinwire.worker.entering import agree_with, enter, leaves_on_failure
+from thinwire.worker.elastic import ElasticState, agree_with, enter, leaves_on_failure
 from thinwire.worker.exchanging import stop_watching, watch_gradients
 from thinwire.worker.first_steps import FirstSteps, rebase
 from thinwire.worker.grad_scaler import share_skips
@@ -332,7 +331,7 @@ class Worker(ElasticState):
         one, has no tensors yet that could be loaded into.
         """
         refuse_while_lent(self, "state_dict()")
-        return {snapshot.part_name(self, self.comm.rank): (snapshot.state_of(self),)}
+        return {replica_state.part_name(self, self.comm.rank): (replica_state.pack(self),)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, or from those of all ranks of another number of workers.
@@ -350,7 +349,7 @@ class Worker(ElasticState):
                 f"{self.step}. A worker that joins has the state of the run already. Skip the call where "
                 "worker.has_just_joined is true"
             )
-        resizing.load_parts(self, state)
+        checkpoint.load_parts(self, state)
         self._hooks.forget_closure()
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 3) -> Path:
@@ -426,11 +425,11 @@ class Worker(ElasticState):
             self.comm.check_in_step("load()").wait()
             with self.account.apart():
                 place = self.own_folder(checkpoint.on_disk(self, folder))
-                return resizing.load(self, place, missing_ok=missing_ok)
+                return checkpoint.load(self, place, missing_ok=missing_ok)
 
         self._hooks.forget_closure()
         if self.has_just_joined:
-            return resizing.saved_extra(self.own_folder(checkpoint.on_disk(self, folder)), missing_ok=missing_ok)
+            return checkpoint.saved_extra(self.own_folder(checkpoint.on_disk(self, folder)), missing_ok=missing_ok)
         if self.elastic is not None:
             self.elastic.drop_newcomers()
         return self._together(read)

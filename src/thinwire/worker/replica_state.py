@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The whole state of one rank, as nested dicts of named tensors and JSON values: taken, checked and put back.
+"""The state of one worker between two steps: packed, checked, unpacked, and merged for another number of workers.
 
-Everything is checked before anything is changed: a state that was damaged or forged is refused in words, and leaves the
-worker as it was.
+A state is nested dicts of named tensors and JSON values. Checkpoints write it to disk, and all other modules that save,
+restore or resize a worker use it too. `check` refuses a state that is damaged, forged or of another run before anything
+is changed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
+from itertools import pairwise
 from math import isnan
 from typing import Any, NamedTuple, cast
 
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from thinwire.codecs.feedback import residual_sizes
+from thinwire.comm.base import Comm
+from thinwire.comm.threads import run_threads
 from thinwire.comm.work import completed
 from thinwire.errors import CheckpointError
 from thinwire.registry import canonical
-from thinwire.replica.flat import views
+from thinwire.replica.flat import Segment, flatten, views
 from thinwire.replica.moments import fresh_optimizer, parts_of
 from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
@@ -44,8 +48,8 @@ def part_name(worker: WorkerState, rank: int) -> str:
     return f"{place}-rank-{rank:04d}" if place else f"rank-{rank:04d}"
 
 
-def state_of(worker: WorkerState) -> State:
-    """The whole state of one rank."""
+def pack(worker: WorkerState) -> State:
+    """Return the state of this rank; it shares no memory with the worker."""
     worker.wait_pending()
     worker.shards.read()
     return {
@@ -150,27 +154,37 @@ def _numbered_optimizer_state(worker: WorkerState, state: State) -> State:
 # -- putting it back ---------------------------------------------------------------------------------------------------
 
 
-def restore(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    """Restore what `state_of` returned; what does not fit is refused before anything is changed.
+def unpack(state: Mapping[str, Any], worker: WorkerState, *, same_size: bool = True) -> None:
+    """Restore a state that `check` has accepted.
 
-    Raises:
-        CheckpointError: it is of another run, or not a state; names the first difference.
+    Args:
+        state: from `pack`, or from `merge` where another number of workers has packed it.
+        worker: this rank's.
+        same_size: whether it is from `pack`. Otherwise all ranks must call together: strategies start at the parameters
+            of the state, and what was merged of their state then takes the place of what they start with.
     """
-    check_state(worker, state)
-    put_back(worker, state)
+    _unpack_parameters(worker, state)
+    with torch.no_grad():
+        for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
+            strategy, inflight = saved["state"], saved["inflight"]
+            if not same_size:
+                replica.equal_start = True
+                replace_state(replica, {}, {})
+                worker.strategy.start(replica)
+                strategy = {**replica.state, **strategy}
+                if any(each.traits.restarts_on_resize for each in nested(worker.strategy)):
+                    inflight = None
+            # In one call, because a message of a rank that trains already may be handled meanwhile.
+            replace_state(replica, strategy, inflight)
+        for name, x in others_of(worker).items():
+            x.copy_(state["others"][name])
+    worker.optimizer.load_state_dict(_numbered_optimizer_state(worker, state["optimizer"]))
+    rewrap_(worker.optimizer)
+    worker.resumed = True
+    rebase(worker)
 
 
-def put_back(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    """Restore a state that `check_state` has found to fit."""
-    put_back_parameters(worker, state)
-    for replica, saved in zip(worker.replicas, state["replicas"], strict=True):
-        # In one call, because a message of a rank that trains already may be handled meanwhile.
-        replace_state(replica, saved["state"], saved["inflight"])
-    put_back_rest(worker, state)
-
-
-def put_back_parameters(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    """The parameters and the step."""
+def _unpack_parameters(worker: WorkerState, state: Mapping[str, Any]) -> None:
     worker.wait_pending()
     with torch.no_grad():
         for name, x in _parameters(worker).items():
@@ -179,17 +193,6 @@ def put_back_parameters(worker: WorkerState, state: Mapping[str, Any]) -> None:
         replica.step = state["step"]
     worker.shards.write()
     worker.comm.step = worker.step
-
-
-def put_back_rest(worker: WorkerState, state: Mapping[str, Any]) -> None:
-    """Buffers, parameters that are not trained, and the optimizer's state."""
-    with torch.no_grad():
-        for name, x in others_of(worker).items():
-            x.copy_(state["others"][name])
-    worker.optimizer.load_state_dict(_numbered_optimizer_state(worker, state["optimizer"]))
-    rewrap_(worker.optimizer)
-    worker.resumed = True
-    rebase(worker)
 
 
 def replace_state(
@@ -221,13 +224,13 @@ def _device_for(fresh: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check_state(worker: WorkerState, state: Mapping[str, Any], *, ranks: bool = True, finite: bool = False) -> None:
+def check(state: object, worker: WorkerState, *, ranks: bool = True, finite: bool = False) -> None:
     """Refuse a state that does not fit the worker; nothing is changed.
 
     Args:
-        worker: that would restore it.
-        state: perhaps what `state_of` returned, perhaps anything.
-        ranks: whether it must be of this rank, among as many.
+        state: from `pack`, a file or a user; it may be anything.
+        worker: the worker that is to continue from it.
+        ranks: whether it must be of this rank and this number of workers.
         finite: whether parameters must be finite, as those that `Worker.save` writes are.
 
     Raises:
@@ -460,3 +463,219 @@ def fits(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
         return shape == (1,)
     rest = iter(parameter)
     return all(any(n in (1, m) for m in rest) for n in shape)
+
+
+# -- for another number of workers -------------------------------------------------------------------------------------
+
+
+def merge(states: Sequence[State], worker: WorkerState) -> State:
+    """Return this rank's state for another number of workers, from the states of all old ranks.
+
+    Raises:
+        CheckpointError: they are not states of one run of this recipe, or something cannot be redistributed.
+    """
+    first, size, rank = states[0], worker.comm.size, worker.comm.rank
+    for old, state in enumerate(states):
+        identity = mapping_of(state["identity"], "the identity")
+        check_identity(worker, identity, ranks=False)
+        if (identity[SIZE], identity[RANK]) != (str(len(states)), str(old)) or state["step"] != first["step"]:
+            raise CheckpointError(f"part {old} is not that of rank {old} among {len(states)} at step {first['step']}")
+        check(state, worker, ranks=False)
+    vectors = [_resized_vector(states, worker, i) for i in range(len(worker.replicas))]
+    replicas = [_resized_replica([state["replicas"][i] for state in states], worker) for i in range(len(vectors))]
+    return {
+        "identity": {**first["identity"], SIZE: str(size), RANK: str(rank)},
+        "step": first["step"],
+        "parameters": {
+            segment.name: view
+            for x, (_, segments) in zip(vectors, worker.layouts, strict=True)
+            for segment, view in zip(segments, views(x, segments), strict=True)
+        },
+        "replicas": replicas,
+        "others": {name: mean_of([state["others"][name] for state in states]) for name in first["others"]},
+        "optimizer": _merged_optimizer(
+            [state["optimizer"] for state in states],
+            {name: tuple(x.shape) for name, x in {**first["others"], **first["parameters"]}.items()},
+        ),
+    }
+
+
+def _resized_vector(states: Sequence[State], worker: WorkerState, i: int) -> Tensor:
+    """The parameters from which the new workers go on."""
+    replica, (_, segments) = worker.replicas[i], worker.layouts[i]
+    saved = [state["replicas"][i] for state in states]
+    xs = [flatten([state["parameters"][segment.name] for segment in segments], segments) for state in states]
+    # Equal vectors are not averaged: their mean could be rounded.
+    if all(torch.equal(x, xs[0]) for x in xs) and not any(s.traits.restarts_on_resize for s in nested(worker.strategy)):
+        return xs[0]
+    rate = replica.lr
+    return resume_point(
+        worker.strategy,
+        xs,
+        saved,
+        segments,
+        step=states[0]["step"],
+        seed=worker.seed,
+        lr=rate.cpu() if isinstance(rate, Tensor) else rate,
+        timeout=worker.comm.timeout,
+    )
+
+
+def resume_point(
+    strategy: Strategy,
+    xs: Sequence[Tensor],
+    saved: Sequence[Mapping[str, Any]],
+    segments: Sequence[Segment],
+    *,
+    step: int,
+    seed: int,
+    lr: float | Tensor = 0.0,
+    timeout: float = 60.0,
+    consensus: bool = False,
+) -> Tensor:
+    """What the workers that were agree on, by the strategy itself: they meet once more, as threads.
+
+    Args:
+        strategy: of the run.
+        xs: the parameters of each of them.
+        saved: their state and messages in flight, as `pack` has them.
+        segments: where parameters lie in the vectors.
+        step: at which they were saved.
+        seed: of the run.
+        lr: the learning rate.
+        timeout: of their calls, in seconds.
+        consensus: whether what they would evaluate is meant, and not where they would go on.
+    """
+
+    def compute(comm: Comm) -> Tensor:
+        x, own = xs[comm.rank].clone(), saved[comm.rank]
+        r = Replica(x, x.new_empty(0), comm, lr=lambda: lr, seed=seed, segments=segments)
+        r.step = comm.step = step
+        r.state.update({name: y.clone() for name, y in own["state"].items()})
+        r.inflight.update({name: completed([y.clone() for y in ys]) for name, ys in own["inflight"].items()})
+        with torch.no_grad():
+            return (strategy.consensus if consensus else strategy.resume_point)(r).clone()
+
+    found = run_threads(len(xs), compute, timeout=timeout)[0]
+    if found.shape != xs[0].shape or found.dtype != xs[0].dtype:
+        raise CheckpointError(
+            f"{type(strategy).__name__}: the workers that were agree on no vector like the parameters"
+        )
+    return found
+
+
+def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState) -> dict[str, Any]:
+    states = worker.strategy.resized([each["state"] for each in saved], worker.comm.size)
+    if states is None:
+        raise CheckpointError(
+            f"{type(worker.strategy).__name__} has state on every worker that cannot be redistributed over another "
+            f"number; resume with {len(saved)} workers"
+        )
+    # What each worker received for itself cannot be given to others; what it was for is in the resume point.
+    alike = all(same(each["inflight"], saved[0]["inflight"]) for each in saved)
+    return {
+        "layout": saved[0]["layout"],
+        "state": states[worker.comm.rank],
+        "inflight": saved[0]["inflight"] if alike else {},
+    }
+
+
+# -- means -------------------------------------------------------------------------------------------------------------
+
+
+def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, ...]]) -> State:
+    """One optimizer's state for all: means of moments, and the most steps where their numbers differ.
+
+    Args:
+        states: of all workers that were.
+        shapes: of the parameters, by name.
+    """
+    states = _with_most_steps(states)
+    first = states[0]
+    for name in first:
+        if name != "state" and not all(same(state.get(name), first[name]) for state in states):
+            raise CheckpointError(
+                f"the optimizer's {_difference([s[name] for s in states])} differs between workers, so their number "
+                "cannot change; let all use one schedule"
+            )
+    held = list(dict.fromkeys(name for state in states for name in state["state"]))
+    merged: State = {}
+    for parameter in held:
+        entries = [state["state"][parameter] for state in states if state["state"].get(parameter)]
+        names = list(dict.fromkeys(name for entry in entries for name in entry))
+        merged[parameter] = {
+            name: _merged_memory(name, parameter, [entry.get(name) for entry in entries], shapes.get(parameter))
+            for name in names
+        }
+    return {**first, "state": merged}
+
+
+def _with_most_steps(states: Sequence[State]) -> list[State]:
+    """The states with the most steps of any in the groups that count them, as LAMB's do.
+
+    A worker whose gradient was dropped has counted fewer.
+    """
+    most: list[dict[str, Any]] = []
+    for groups in zip(*(state["param_groups"] for state in states), strict=True):
+        steps = [group.get("step") for group in groups]
+        most.append({"step": max(steps)} if all(isinstance(each, int | float | Tensor) for each in steps) else {})
+    return [
+        {**state, "param_groups": [{**group, **step} for group, step in zip(state["param_groups"], most, strict=True)]}
+        for state in states
+    ]
+
+
+def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
+    # A worker whose parameter had no gradient yet remembers nothing of it; the others' mean is then that of fewer.
+    found = [value for value in values if value is not None]
+    if not found or all(same(value, found[0]) for value in found):
+        return found[0] if found else None
+    if all(isinstance(value, int | float) for value in found):
+        return max(found)
+    if all(isinstance(value, Tensor) and value.shape == found[0].shape for value in found):
+        tensors = cast(list[Tensor], found)
+        # A counter of steps is one number; so is the momentum of a parameter with one element, which is like it.
+        like = tensors[0].is_floating_point() and name != "step" and tuple(tensors[0].shape) == shape
+        if tensors[0].numel() == 1 and not like:
+            return torch.stack(tensors).amax(0)
+        # What is not like the parameter, such as a table of samples, belongs to the worker's own data.
+        if tensors[0].is_floating_point() and shape is not None and fits(tuple(tensors[0].shape), shape):
+            return mean_of(tensors)
+    raise CheckpointError(
+        f"what optimizers remember as {name!r} of {parameter} differs between workers and has no mean, so their number "
+        f"cannot change; resume with {len(values)} workers, or begin anew from exported weights"
+    )
+
+
+def _difference(values: Sequence[Any]) -> str:
+    """The name of the first hyperparameter that differs between workers."""
+    groups = cast(list[list[dict[str, Any]]], values)
+    if all(isinstance(each, list) for each in values):
+        for mine, theirs in pairwise(groups):
+            for i, (a, b) in enumerate(zip(mine, theirs, strict=False)):
+                for name in a:
+                    if not same(a[name], b.get(name)):
+                        return f"{name} of group {i}"
+    return "settings"
+
+
+def mean_of(tensors: Sequence[Tensor]) -> Tensor:
+    """What all workers' values of a buffer, or of a moment, become: their mean, or rank 0's where there is none."""
+    first = tensors[0]
+    dense = first.layout == torch.strided
+    # Equal tensors are not averaged: the mean could round them.
+    if not (dense and first.is_floating_point() and first.element_size() > 1) or all(same(x, first) for x in tensors):
+        return first
+    return torch.stack([x.double() for x in tensors]).mean(0).to(first.dtype)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of tensors and plain values are equal; NaN counts as equal to NaN."""
+    if isinstance(a, Tensor):
+        alike = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
+        return alike and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))
+    if isinstance(a, Mapping):
+        return isinstance(b, Mapping) and a.keys() == b.keys() and all(same(a[name], b[name]) for name in a)
+    if isinstance(a, list | tuple):
+        return isinstance(b, list | tuple) and len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b or (a != a and b != b))
