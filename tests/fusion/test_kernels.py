@@ -88,7 +88,7 @@ class Turned(nn.Module):
 
 NORMALISED: list[tuple[str, Callable[[], nn.Module], tuple[int, ...], list[str]]] = [
     ("layer norm", lambda: nn.LayerNorm(5), (4, 2, 5), ["normalise then scale", "loop", "kernel"]),
-    ("group norm", lambda: nn.GroupNorm(2, 4), (3, 4, 2, 3), ["channels", "loop", "kernel"]),
+    ("group norm", lambda: nn.GroupNorm(2, 4), (3, 4, 2, 3), ["channels", "loop"]),
     ("batch norm", lambda: nn.BatchNorm2d(4), (3, 4, 2, 3), ["channels", "loop", "kernel", "normalise once"]),
     ("batch norm of vectors", lambda: nn.BatchNorm1d(4), (6, 4), ["channels", "loop", "kernel", "normalise once"]),
 ]
@@ -194,11 +194,8 @@ def test_normalisation_by_kernel_keeps_the_axis_of_the_models() -> None:
         pytest.skip("no C compiler")
     x, affine = torch.ones(MODELS, 4, 6, 5), Batch(torch.ones(MODELS, 6), 0)
     for given, axis in ((Batch(x, 0), 0), (Batch(x.transpose(0, 1).contiguous(), 1), 1), (x[0], 0)):
-        for found in (
-            normalisation.group_norm_by_kernel(MODELS, 2, 1e-5, given, affine, affine),
-            normalisation.batch_norm_by_kernel(MODELS, 1e-5, given, affine, affine)[0],
-        ):
-            assert found.axis == axis and found.shape == (4, 6, 5) and found.tensor.is_contiguous()
+        found = normalisation.batch_norm_by_kernel(MODELS, 1e-5, given, affine, affine)[0]
+        assert found.axis == axis and found.shape == (4, 6, 5) and found.tensor.is_contiguous()
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -100,13 +99,13 @@ def test_rows_of_several_axes_are_normalised_as_flat_ones(native: str, monkeypat
     assert all(same(one.reshape(other.shape), other) for one, other in zip(found, back, strict=True))
 
 
-# -- by groups and by channels -----------------------------------------------------------------------------------------
+# -- by channels ------------------------------------------------------------------------------------------------------
 
 LAYOUTS = {"models first": 0, "samples first": 1, "shared": 1, "shared, models first": 0}
 
 
 def blocks_to_normalise(places: int, layout: str, samples: int = SAMPLES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """An input, a gain, a shift and a gradient, as the layout has them; one group, and one channel, hardly vary."""
+    """An input, a gain, a shift and a gradient, as the layout has them; one sample, and one channel, hardly vary."""
     draw = torch.Generator().manual_seed(places)
     shape = (MODELS, samples, CHANNELS, places)
     x, gradient = (torch.randn(shape, generator=draw) * 5 + 2 for _ in range(2))
@@ -118,30 +117,17 @@ def blocks_to_normalise(places: int, layout: str, samples: int = SAMPLES) -> tup
     return lying if layout.startswith("shared") else lying.contiguous(), gain, shift, gradient.contiguous()
 
 
-def functions(
-    groups: int | None, layout: str
-) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any], dict[str, Any]]:
-    """Forward, backward, torch's own for one model, and the settings; None are the channels over all samples."""
-
-    def batched(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-        return F.batch_norm(x, None, None, gain, shift, True, 0.0, EPS)
-
-    def grouped(x: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
-        return F.group_norm(x, groups or 1, gain, shift, EPS)
-
-    if groups is None:
-        return normalised.batch_norm, normalised.batch_norm_back, batched, {"axis": LAYOUTS[layout], "eps": EPS}
-    settings = {"axis": LAYOUTS[layout], "groups": groups, "eps": EPS}
-    return normalised.group_norm, normalised.group_norm_back, grouped, settings
+def settings_of(layout: str) -> dict[str, Any]:
+    return {"axis": LAYOUTS[layout], "eps": EPS}
 
 
 @pytest.mark.usefixtures("by_c")
 @pytest.mark.parametrize("places", [1, 7, 33, 300])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("groups", [1, 2, CHANNELS, None])
-def test_groups_and_channels_are_bit_by_bit_those_of_torch(groups: int | None, layout: str, places: int) -> None:
-    forward, backward, _, settings = functions(groups, layout)
-    theirs, back = getattr(reference, forward.__name__), getattr(reference, backward.__name__)
+def test_channels_are_bit_by_bit_those_of_torch(layout: str, places: int) -> None:
+    settings = settings_of(layout)
+    forward, backward = normalised.batch_norm, normalised.batch_norm_back
+    theirs, back = reference.batch_norm, reference.batch_norm_back
     x, gain, shift, gradient = blocks_to_normalise(places, layout)
     found, wanted = forward(x, gain, shift, **settings), theirs(x, gain, shift, *settings.values())
     assert all(same(one, other) for one, other in zip(found, wanted, strict=True))
@@ -159,19 +145,18 @@ def test_groups_and_channels_are_bit_by_bit_those_of_torch(groups: int | None, l
 @pytest.mark.parametrize("native", ["0", "1"])
 @pytest.mark.parametrize("samples", [1, SAMPLES])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("groups", [1, 2, CHANNELS, None])
-def test_groups_and_channels_and_their_gradients_are_torch_s_for_each_model(
-    groups: int | None, layout: str, samples: int, native: str, monkeypatch: pytest.MonkeyPatch
+def test_channels_and_their_gradients_are_torch_s_for_each_model(
+    layout: str, samples: int, native: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THINWIRE_NATIVE", native)
-    (forward, backward, by_torch, settings), axis = functions(groups, layout), LAYOUTS[layout]
+    settings, axis = settings_of(layout), LAYOUTS[layout]
     x, gain, shift, gradient = blocks_to_normalise(40, layout, samples)
-    found, *moments = forward(x, gain, shift, **settings)
-    of_x, *others = backward(gradient, x, gain, *moments, **settings)
+    found, *moments = normalised.batch_norm(x, gain, shift, **settings)
+    of_x, *others = normalised.batch_norm_back(gradient, x, gain, *moments, **settings)
     for place in range(MODELS):
         given, back = (each.select(axis, place).double() for each in (x, gradient))
         own = [given.requires_grad_(), *(each[place].double().requires_grad_() for each in (gain, shift))]
-        wanted = by_torch(*own)
+        wanted = F.batch_norm(own[0], None, None, own[1], own[2], True, 0.0, EPS)
         torch.testing.assert_close(found.select(axis, place).double(), wanted.detach(), rtol=1e-5, atol=1e-5)
         ours = of_x.select(axis, place), *(each[place] for each in others)
         for mine, theirs in zip(ours, torch.autograd.grad(wanted, own, back), strict=True):
@@ -179,9 +164,9 @@ def test_groups_and_channels_and_their_gradients_are_torch_s_for_each_model(
 
 
 @pytest.mark.usefixtures("by_c")
-@pytest.mark.parametrize("groups", [2, None])
-def test_places_of_several_axes_are_one_after_another(groups: int | None) -> None:
-    forward, backward, _, settings = functions(groups, "samples first")
+def test_places_of_several_axes_are_one_after_another() -> None:
+    settings = settings_of("samples first")
+    forward, backward = normalised.batch_norm, normalised.batch_norm_back
     x, gain, shift, gradient = blocks_to_normalise(12, "samples first")
     deep, back = x.unflatten(3, (3, 4)), gradient.unflatten(3, (3, 4))
     flat, found = forward(x, gain, shift, **settings), forward(deep, gain, shift, **settings)
@@ -204,15 +189,11 @@ def test_blocks_that_cannot_be_normalised_are_refused() -> None:
         ((torch.stack([x, x], 2)[:, :, 0], gain, shift), "contiguous"),
     ):
         with pytest.raises(ConfigError, match=words):
-            normalised.group_norm(*wrong, axis=0, groups=2, eps=EPS)
-        with pytest.raises(ConfigError, match=words):
             normalised.batch_norm(*wrong, axis=0, eps=EPS)
     with pytest.raises(ConfigError, match="samples, models, channels"):
         normalised.batch_norm(x, gain, shift, axis=1, eps=EPS)
     with pytest.raises(ConfigError, match="axis=2"):
         normalised.batch_norm(x, gain, shift, axis=2, eps=EPS)
-    with pytest.raises(ConfigError, match="groups=4 of 6 channels"):
-        normalised.group_norm(x, gain, shift, axis=0, groups=4, eps=EPS)
     moments = normalised.batch_norm(x, gain, shift, axis=0, eps=EPS)[1:]
     with pytest.raises(ConfigError, match="gradient of"):
         normalised.batch_norm_back(gradient[:, :1], x, gain, *moments, axis=0, eps=EPS)

@@ -176,9 +176,8 @@ def group_norm(
     def looped(input: Value, weight: Value | None, bias: Value | None) -> Batch:
         return loop(function, size, input, num_groups, weight, bias, eps)
 
+    # No kernel: a group is contiguous memory, and torch normalises those of all models as fast.
     candidates: dict[str, Implementation] = {"channels": channels, "loop": looped}
-    if has_kernel(input, weight, bias):
-        candidates["kernel"] = partial(group_norm_by_kernel, size, num_groups, eps)
     return run_fastest("group_norm", candidates, (input, weight, bias), (num_groups, eps))
 
 
@@ -244,18 +243,12 @@ def _autocast(tensor: Tensor) -> bool:
     return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
 
 
-# -- by compiled kernels: they keep the input and two numbers per row, group or channel --------------------------------
+# -- by compiled kernels: they keep the input and two numbers per row or channel --------------------------------
 
 
 def _layer_norm_by_kernel(size: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
     x = input.at(0).contiguous() if isinstance(input, Batch) else along(input, 0, size)
     return Batch(_LayerNorm.apply(x, *_affine(size, weight, bias), eps), 0)
-
-
-def group_norm_by_kernel(size: int, groups: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
-    """Normalise [n, c, s...] of one model by groups of channels; the models' axis stays 0 or 1."""
-    x, axis = _blocks(input, size)
-    return Batch(_GroupNorm.apply(x, *_affine(size, weight, bias), axis, groups, eps), axis)
 
 
 def batch_norm_by_kernel(
@@ -296,30 +289,6 @@ class _LayerNorm(torch.autograd.Function):
         return *kernels.layer_norm_back(gradient, x, gain, mean, scale, trained=ctx.needs_input_grad[0]), None
 
 
-class _GroupNorm(torch.autograd.Function):
-    """Group normalisation of [B, n, c, s...] (axis 0) or [n, B, c, s...] (axis 1)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float) -> Tensor:
-        """Normalise in one pass over memory."""
-        found, mean, variance = kernels.group_norm(x, gain, shift, axis=axis, groups=groups, eps=eps)
-        ctx.save_for_backward(x, gain, shift, mean, variance)
-        ctx.settings = axis, groups, eps
-        return found
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
-        """Differentiate in one pass; by torch where a graph is asked for."""
-        (gradient,), (x, gain, shift, mean, variance) = gradients, ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return differentiable_gradients(ctx, _group_norm_by_torch, gradient, (x, gain, shift), *ctx.settings)
-        (axis, groups, eps), trained = ctx.settings, ctx.needs_input_grad[0]
-        found = kernels.group_norm_back(
-            gradient, x, gain, mean, variance, axis=axis, groups=groups, eps=eps, trained=trained
-        )
-        return *found, None, None, None
-
-
 class _BatchNorm(torch.autograd.Function):
     """Batch normalisation of [B, n, c, s...] (axis 0) or [n, B, c, s...] (axis 1); no gradient reaches the moments."""
 
@@ -348,12 +317,6 @@ class _BatchNorm(torch.autograd.Function):
 def _layer_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> Tensor:
     own, moved = (value.view(len(x), *[1] * (x.dim() - value.dim()), *value.shape[1:]) for value in (gain, shift))
     return F.layer_norm(x, gain.shape[1:], eps=eps) * own + moved
-
-
-def _group_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float) -> Tensor:
-    merged = _samples_first(x, axis).flatten(1, 2)
-    found = F.group_norm(merged, len(gain) * groups, gain.flatten(), shift.flatten(), eps)
-    return _samples_first(found.unflatten(1, gain.shape), axis)
 
 
 def _batch_norm_by_torch(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> Tensor:

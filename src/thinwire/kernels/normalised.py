@@ -30,7 +30,7 @@ class _Blocks(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("x", "gain", "means", "variances")),
         *((name, ctypes.c_int64) for name in ("outer", "inner", "models_inner", "channels", "positions")),
-        *((name, ctypes.c_int64) for name in ("x_outer", "x_inner", "groups")),
+        *((name, ctypes.c_int64) for name in ("x_outer", "x_inner")),
         ("eps", ctypes.c_float),
     ]
 
@@ -93,12 +93,10 @@ def layer_norm_back(
     return of_x, of_gain, of_shift
 
 
-def group_norm(
-    x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    r"""$y_c = \gamma_{bc} (x_c - \mu) / \sqrt{\sigma^2 + \epsilon} + \beta_{bc}$, with moments of groups of channels.
+def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    r"""$y_c = \gamma_{bc} (x_c - \mu) / \sqrt{\sigma^2 + \epsilon} + \beta_{bc}$, with moments of each channel.
 
-    Wu and He, Group Normalization, arXiv:1803.08494, equations 1 to 7.
+    Ioffe and Szegedy, Batch Normalization, arXiv:1502.03167, algorithm 1.
 
     Args:
         x: fp32 [models, samples, channels, positions...], or with samples first; contiguous, or of stride 0 along the
@@ -106,72 +104,10 @@ def group_norm(
         gain: $\gamma$, fp32 [models, channels], contiguous.
         shift: $\beta$, as gain.
         axis: of the models, 0 or 1.
-        groups: a divisor of the channels.
         eps: $\epsilon$.
 
     Returns:
-        y, contiguous, and $\mu$ and $\sigma^2$, [models, samples, groups], or with samples first as in x.
-
-    Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
-    """
-    _check_blocks(x, gain, shift, axis)
-    _check_groups(x, groups)
-    library = compiled(x)
-    if library is None:
-        return reference.group_norm(x, gain, shift, axis, groups, eps)
-    found, mean, variance = x.new_empty(x.shape), *(x.new_empty(*x.shape[:2], groups) for _ in range(2))
-    blocks = _blocks(x, gain, mean, variance, axis, eps, groups)
-    library.thinwire_group_norm(ctypes.byref(blocks), *_addresses(shift, found))
-    return found, mean, variance
-
-
-def group_norm_back(
-    gradient: Tensor,
-    x: Tensor,
-    gain: Tensor,
-    mean: Tensor,
-    variance: Tensor,
-    *,
-    axis: int,
-    groups: int,
-    eps: float,
-    trained: bool = True,
-) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of the input, the gain and the shift of `group_norm`.
-
-    Args:
-        gradient: of y, as y; copied unless it is contiguous.
-        x: as passed to `group_norm`.
-        gain: as passed.
-        mean: as returned.
-        variance: as returned.
-        axis: as passed.
-        groups: as passed.
-        eps: as passed.
-        trained: whether the input's gradient is needed; else it is None.
-
-    Raises:
-        ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
-    """
-    _check_blocks(x, gain, gain, axis)
-    _check_groups(x, groups)
-    _check_gradient(gradient, x)
-    _check_moments(mean, variance, x, (*x.shape[:2], groups))
-    library = compiled(x)
-    if library is None:
-        found = reference.group_norm_back(gradient, x, gain, mean, variance, axis, groups, eps)
-        return found[0] if trained else None, *found[1:]
-    of_x, of_gain, of_shift = x.new_empty(x.shape) if trained else None, torch.zeros_like(gain), torch.zeros_like(gain)
-    given, blocks = gradient.contiguous(), _blocks(x, gain, mean, variance, axis, eps, groups)
-    library.thinwire_group_norm_back(ctypes.byref(blocks), *_addresses(given, of_x, of_gain, of_shift))
-    return of_x, of_gain, of_shift
-
-
-def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, *, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise as `group_norm`, with moments over all samples and positions of a channel, [models, channels].
-
-    Ioffe and Szegedy, Batch Normalization, arXiv:1502.03167, algorithm 1.
+        y, contiguous, and $\mu$ and $\sigma^2$ over all samples and positions of a channel, [models, channels].
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
@@ -197,7 +133,17 @@ def batch_norm_back(
     eps: float,
     trained: bool = True,
 ) -> tuple[Tensor | None, Tensor, Tensor]:
-    """Return the gradients of the input, the gain and the shift of `batch_norm`; arguments as for `group_norm_back`.
+    """Return the gradients of the input, the gain and the shift of `batch_norm`.
+
+    Args:
+        gradient: of y, as y; copied unless it is contiguous.
+        x: as passed to `batch_norm`.
+        gain: as passed.
+        mean: as returned.
+        variance: as returned.
+        axis: as passed.
+        eps: as passed.
+        trained: whether the input's gradient is needed; else it is None.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
@@ -234,11 +180,11 @@ def _rows(x: Tensor, gain: Tensor, shift: Tensor) -> tuple[int, int, int, int]:
     return own[0], x.numel() // gain.numel(), gain.numel() // own[0], x.stride(0)
 
 
-def _blocks(x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, eps: float, groups: int = 1) -> _Blocks:
+def _blocks(x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, eps: float) -> _Blocks:
     outer, inner, channels = x.shape[:3]
     positions = x.numel() // (outer * inner * channels)
     addresses = _addresses(x, gain, mean, variance)
-    return _Blocks(*addresses, outer, inner, axis, channels, positions, *x.stride()[:2], groups, eps)
+    return _Blocks(*addresses, outer, inner, axis, channels, positions, *x.stride()[:2], eps)
 
 
 def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
@@ -260,11 +206,6 @@ def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
 def _check_filled(x: Tensor) -> None:
     if not x.numel():
         raise ConfigError(f"an input of shape {list(x.shape)}: it has no numbers to normalise")
-
-
-def _check_groups(x: Tensor, groups: int) -> None:
-    if groups < 1 or x.shape[2] % groups:
-        raise ConfigError(f"groups={groups} of {x.shape[2]} channels: must be a divisor")
 
 
 def _check_gradient(gradient: Tensor, x: Tensor) -> None:

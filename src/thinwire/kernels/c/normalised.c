@@ -237,7 +237,7 @@ void thinwire_layer_norm_back(
             of_x ? of_x + b * count * n : 0, of_gain + b * n, of_shift + b * n, normal, count, n);
 }
 
-/* -- group norm and batch norm -- */
+/* -- batch norm -- */
 
 /* Mean and variance of `parts` blocks of `positions` numbers, `step` apart: each is summed in fp32, all in fp64. */
 static void moments(const float *x, int64_t step, int64_t parts, int64_t positions, float *mean, float *variance) {
@@ -263,77 +263,13 @@ INLINE void backward_block(
 }
 
 /* [outer][inner][channels][positions]; `models_inner` is 1 if the models are the inner axis. x has strides, 0 along an
-   axis that shares it; results are contiguous. Only group norm uses `groups`. */
+   axis that shares it; results are contiguous. */
 typedef struct {
     const float *x, *gain;
     float *means, *variances;
-    int64_t outer, inner, models_inner, channels, positions, x_outer, x_inner, groups;
+    int64_t outer, inner, models_inner, channels, positions, x_outer, x_inner;
     float eps;
 } blocks;
-
-void thinwire_group_norm(const blocks *b, const float *shift, float *out) {
-    const float *x = b->x, *gain = b->gain;
-    float *means = b->means, *variances = b->variances;
-    const int64_t outer = b->outer, inner = b->inner, models_inner = b->models_inner, channels = b->channels;
-    const int64_t groups = b->groups, parts = channels / groups, positions = b->positions;
-    const int64_t x_outer = b->x_outer, x_inner = b->x_inner;
-    for (int64_t row = 0; row < outer * inner; row++) {
-        const float *from = x + row / inner * x_outer + row % inner * x_inner;
-        const int64_t model = (models_inner ? row % inner : row / inner) * channels;
-        for (int64_t group = 0; group < groups; group++) {
-            int64_t set = row * groups + group, at = group * parts * positions;
-            /* How far back is a set with the same moments, because they share x; 0 if there is none. */
-            int64_t same = row % inner && !x_inner ? groups : row / inner && !x_outer ? inner * groups : 0;
-            if (same) {
-                means[set] = means[set - same];
-                variances[set] = variances[set - same];
-            } else moments(from + at, 0, 1, parts * positions, means + set, variances + set);
-            float scale = inverse_root(variances[set], b->eps);
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t own = model + group * parts + part, block = at + part * positions;
-                scale_block(
-                    from + block, out + row * channels * positions + block, positions, means[set], scale * gain[own],
-                    shift[own]);
-            }
-        }
-    }
-}
-
-/* Adds to of_gain and of_shift; of_x may be null. */
-void thinwire_group_norm_back(const blocks *b, const float *gradient, float *of_x, float *of_gain, float *of_shift) {
-    const float *x = b->x, *gain = b->gain, *means = b->means, *variances = b->variances;
-    const int64_t outer = b->outer, inner = b->inner, models_inner = b->models_inner, channels = b->channels;
-    const int64_t groups = b->groups, parts = channels / groups, positions = b->positions;
-    const int64_t x_outer = b->x_outer, x_inner = b->x_inner;
-    double count = (double)(parts * positions);
-    for (int64_t row = 0; row < outer * inner; row++) {
-        const float *from = x + row / inner * x_outer + row % inner * x_inner;
-        const int64_t model = (models_inner ? row % inner : row / inner) * channels;
-        for (int64_t group = 0; group < groups; group++) {
-            int64_t set = row * groups + group, at = group * parts * positions, to = row * channels * positions + at;
-            float mean = means[set], scale = inverse_root(variances[set], b->eps);
-            double first = 0.0, second = 0.0;
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t own = model + group * parts + part, block = part * positions;
-                const float *back = gradient + to + block;
-                float plain = total(back, positions);
-                float weighted = normal_dot(back, from + at + block, mean, scale, positions);
-                of_shift[own] = of_shift[own] + plain;
-                of_gain[own] = of_gain[own] + weighted;
-                first += (double)(plain * gain[own]);
-                second += (double)(weighted * gain[own]);
-            }
-            if (!of_x) continue;
-            float all = scale * (float)(first / count), some = scale * scale * (float)(second / count);
-            for (int64_t part = 0; part < parts; part++) {
-                int64_t own = model + group * parts + part, block = part * positions;
-                backward_block(
-                    gradient + to + block, from + at + block, of_x + to + block, positions, mean, scale * gain[own],
-                    all, some);
-            }
-        }
-    }
-}
 
 /* The strides of models and samples, in x and in the contiguous results. */
 typedef struct {

@@ -34,38 +34,6 @@ def layer_norm_back(
     return of_x.view_as(x), of_gain.view_as(gain), of_shift.view_as(gain)
 
 
-def group_norm(
-    x: Tensor, gain: Tensor, shift: Tensor, axis: int, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise by groups of channels; means and variances are [models, samples, groups], or in the order of x."""
-    blocks = _models_first(x, axis)
-    mean, variance = _moments(blocks.unflatten(2, (groups, 1, -1)).flatten(4))
-    apart = blocks.unflatten(2, (groups, -1))
-    factor = _scale(variance, eps).unsqueeze(3) * gain.unflatten(1, (groups, -1)).unsqueeze(1)
-    found = (apart - mean[..., None, None]) * factor.unsqueeze(4) + _among_groups(shift, groups)
-    mean, variance = (each.transpose(0, axis).contiguous() for each in (mean, variance))
-    return _as_given(found, x, axis), mean, variance
-
-
-def group_norm_back(
-    gradient: Tensor, x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, groups: int, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the input, the gain and the shift; the last two are summed sample after sample."""
-    mean, variance = mean.transpose(0, axis), variance.transpose(0, axis)
-    apart, back = (_models_first(each, axis).unflatten(2, (groups, -1)) for each in (x, gradient))
-    own, scale = gain.unflatten(1, (groups, -1)).unsqueeze(1), _scale(variance, eps).unsqueeze(3)
-    centred = apart - mean[..., None, None]
-    plain, weighted = _total(back).squeeze(4), _total(back * (centred * scale.unsqueeze(4))).squeeze(4)
-    first, second = (_mean(each * own, apart[0, 0, 0].numel()) for each in (plain, weighted))
-    all, some = scale * first.unsqueeze(3), scale * scale * second.unsqueeze(3)
-    of_x = back * (scale * own).unsqueeze(4) - (all.unsqueeze(4) + centred * some.unsqueeze(4))
-    of_gain, of_shift = torch.zeros_like(gain), torch.zeros_like(gain)
-    for sample in range(apart.shape[1]):
-        of_gain = of_gain + weighted[:, sample].flatten(1)
-        of_shift = of_shift + plain[:, sample].flatten(1)
-    return _as_given(of_x, x, axis), of_gain, of_shift
-
-
 def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Normalise each channel over all samples; means and variances are [models, channels]."""
     blocks = _models_first(x, axis)
@@ -127,11 +95,6 @@ def _sum_in_double(parts: Tensor) -> Tensor:
 
 def _scale(variance: Tensor, eps: float) -> Tensor:
     return 1 / exact_sqrt(variance + eps)
-
-
-def _among_groups(value: Tensor, groups: int) -> Tensor:
-    """View [models, channels] to broadcast with [models, samples, groups, parts, positions]."""
-    return value.unflatten(1, (groups, -1)).unsqueeze(1).unsqueeze(4)
 
 
 def _per_channel(value: Tensor) -> Tensor:
