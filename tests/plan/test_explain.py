@@ -385,7 +385,7 @@ KINDS = [kind for kind in KINDS if kind not in (torch.optim.SparseAdam, torch.op
 
 @pytest.mark.parametrize(
     "kind",
-    fast_where(lambda kind: kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Adafactor), KINDS),
+    fast_where(lambda kind: kind in (torch.optim.AdamW, torch.optim.Adafactor), KINDS),
     ids=lambda kind: kind.__name__,
 )
 def test_every_optimizer_of_torch_with_groups_sends_what_one_group_sends(kind: type[torch.optim.Optimizer]) -> None:
@@ -403,15 +403,18 @@ def test_every_optimizer_of_torch_with_groups_sends_what_one_group_sends(kind: t
 
 @pytest.mark.parametrize(
     "recipe",
-    [
-        "SketchedSGD()",
-        "FetchSGD()",
-        "DQSGD()",
-        "DecentLaM()",
-        "QuasiGlobal()",
-        "MinibatchLocalSGD()",
-        "DiLoCo(period=4)",
-    ],
+    fast_where(
+        lambda recipe: recipe in ("FetchSGD()", "DecentLaM()", "MinibatchLocalSGD()"),
+        [
+            "SketchedSGD()",
+            "FetchSGD()",
+            "DQSGD()",
+            "DecentLaM()",
+            "QuasiGlobal()",
+            "MinibatchLocalSGD()",
+            "DiLoCo(period=4)",
+        ],
+    ),
 )
 def test_groups_of_different_learning_rates_are_explained(recipe: str) -> None:
     def grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:

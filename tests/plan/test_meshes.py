@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from thinwire.cli import main
 from thinwire.cli.step_time import language_model
 from thinwire.plan.candidates import DENSE, Accuracy
 from thinwire.plan.meshes import LanguageModel, MeshShape, mesh_shapes, predict_mesh
-from thinwire.plan.predict import ModelTime
+from thinwire.plan.predict import ModelTime, Prediction
 from thinwire.plan.search import Job, Option, Planner, choose
 from thinwire.simulate import Network, Special
 from thinwire.simulate.wires import PAYLOAD_SHARE
@@ -39,6 +40,12 @@ SHAPES = fast_where(
     lambda shape: shape in (MeshShape(2, 1, 2), MeshShape(1, 2, 2)),
     [MeshShape(*shape) for shape in ((1, 1, 2), (1, 2, 1), (2, 1, 2), (2, 2, 1), (1, 2, 2), (1, 1, 4), (1, 4, 1))],
 )
+
+
+@cache
+def on_a_fast_link(shape: MeshShape) -> Prediction:
+    """The prediction that several tests look at."""
+    return predict_mesh(MODEL, shape, network=FAST, model_time=TIME)
 
 
 def sent(shape: MeshShape) -> float:
@@ -67,19 +74,19 @@ def sent(shape: MeshShape) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.copies}x{shape}")
 def test_predicted_bytes_are_those_of_a_real_step(shape: MeshShape) -> None:
-    assert predict_mesh(MODEL, shape, network=FAST, model_time=TIME).payload_bytes == sent(shape)
+    assert on_a_fast_link(shape).payload_bytes == sent(shape)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.copies}x{shape}")
 def test_on_a_link_without_limits_all_workers_share_the_products_evenly(shape: MeshShape) -> None:
     # Each worker's share of the larger batch is what it would compute alone; updates are of its blocks only.
-    found = predict_mesh(MODEL, shape, network=FAST, model_time=TIME)
+    found = on_a_fast_link(shape)
     wanted = TIME.forward + TIME.backward + TIME.update / (shape.rows * shape.columns)
     assert found.seconds == pytest.approx(wanted, rel=0.01)
 
 
 def test_a_slow_link_takes_at_least_as_long_as_its_bytes() -> None:
-    slow = predict_mesh(MODEL, MeshShape(1, 2, 2), network=Network(bits_per_second=1e6, latency=0.0), model_time=TIME)
+    slow = predict_mesh(MODEL, MeshShape(1, 1, 2), network=Network(bits_per_second=1e6, latency=0.0), model_time=TIME)
     assert slow.seconds >= TIME.forward + 8 * slow.busiest_bytes / (1e6 * PAYLOAD_SHARE)
 
 
@@ -90,9 +97,7 @@ def test_a_slow_worker_slows_its_mesh() -> None:
 
 
 def test_blocks_take_a_part_of_the_memory() -> None:
-    half, quarter = (
-        predict_mesh(MODEL, MeshShape(1, 1, n), network=FAST, model_time=TIME).memory_bytes for n in (2, 4)
-    )
+    half, quarter = (on_a_fast_link(shape).memory_bytes for shape in (MeshShape(1, 1, 2), MeshShape(1, 2, 2)))
     elements = sum(parameter.numel() for parameter in on_meta().parameters())
     # Positions and what normalises are held by several.
     assert 2 * 4 * elements / 4 <= quarter < 0.62 * half < 0.62 * 2 * 4 * elements
@@ -113,6 +118,12 @@ def planner(network: Network, model: LanguageModel | None, time: ModelTime = TIM
     return Planner(job, (DENSE,), own=lambda _: [0.0], model=model)
 
 
+@cache
+def equals() -> tuple[Option, ...]:
+    """Options that take as long, for nothing is waited for and nothing is saved."""
+    return tuple(planner(FAST, MODEL, ModelTime(0.02, 0.04)).options())
+
+
 def test_a_plan_ranks_meshes_with_the_recipes() -> None:
     options = planner(Network(bits_per_second=1e6), MODEL).options()
     assert {each.name for each in options} == {"AllReduce()", "mesh 1x2", "mesh 2x1"}
@@ -122,11 +133,11 @@ def test_a_plan_ranks_meshes_with_the_recipes() -> None:
 
 
 def test_of_equals_the_one_without_a_mesh_is_chosen() -> None:
-    assert choose(planner(FAST, MODEL, ModelTime(0.02, 0.04)).options()).mesh is None
+    assert choose(equals()).mesh is None
 
 
 def test_a_mesh_that_is_clearly_faster_is_chosen() -> None:
-    dense, *meshes = sorted(planner(FAST, MODEL).options(), key=lambda each: each.mesh is not None)
+    dense, *meshes = sorted(equals(), key=lambda each: each.mesh is not None)
     assert dense.prediction is not None
     slow = Option(DENSE, dense.prediction.__class__(**{**vars(dense.prediction), "seconds": 9.0}), dense.accuracy)
     assert isinstance(slow.accuracy, Accuracy)

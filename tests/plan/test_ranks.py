@@ -34,6 +34,7 @@ CODECS = [
 RECIPES = [f"LocalSGD(period=2, codec={codec})" for codec in CODECS]
 RECIPES += ["AllReduce", "AllReduce(Quantize(4))", "AllReduce(ErrorFeedback(OneBit))", "PushSum"]
 RECIPES += ["DiLoCo(period=2, codec=ErrorFeedback(Gathered(ChunkedTopK)))", "SlowMo(PushSum, period=2)"]
+KINDS = [RECIPES[place] for place in (0, 2, 5, 7, 8, 10, 11, 12)]
 
 
 def digits() -> nn.Module:
@@ -63,8 +64,8 @@ def bytes_of_ranks(strategy: Strategy, workers: int, period: int) -> list[float]
 
 @pytest.mark.parametrize(
     ("recipe", "workers"),
-    # Each recipe with one of the numbers of workers, in turn.
-    fast_where(lambda each: RECIPES.index(each[0]) % 2 == each[1] - 2, product(RECIPES, (2, 3))),
+    # Of each kind of traffic one recipe, with one of the numbers of workers in turn.
+    fast_where(lambda each: each[0] in KINDS and KINDS.index(each[0]) % 2 == each[1] - 2, product(RECIPES, (2, 3))),
 )
 def test_explain_and_the_planner_give_the_bytes_of_every_rank_of_a_run(recipe: str, workers: int) -> None:
     strategy = parse(recipe)
@@ -108,18 +109,20 @@ def every_rank(strategy: Strategy, sizes: list[int], workers: int) -> tuple[Look
     ("recipe", "workers"),
     [
         ("AllReduce", 12),
-        ("AllReduce(Quantize(4, 64))", 12),
-        ("AllReduce(Quantize(4, 2048))", 12),
-        ("LocalSGD(2, weights='samples')", 7),
-        ("LocalSGD(3, codec=BetweenNodes(Quantize(4, 512), node_size=3))", 6),
+        ("AllReduce(Quantize(4, 2048))", 6),
+        ("LocalSGD(2, weights='samples')", 3),
+        ("LocalSGD(1, codec=BetweenNodes(Quantize(4, 512), node_size=2))", 4),
         *(
             pytest.param(recipe, workers, marks=pytest.mark.slow)
             for recipe, workers in (
+                ("AllReduce(Quantize(4, 64))", 12),
+                ("AllReduce(Quantize(4, 2048))", 12),
+                ("LocalSGD(3, codec=BetweenNodes(Quantize(4, 512), node_size=3))", 6),
                 ("LocalSGD(3, codec=BetweenNodes(Quantize(4, 512), node_size=3))", 12),
                 ("LocalSGD(2, codec=BetweenNodes(ErrorFeedback(OneBit), node_size=2))", 8),
             )
         ),
-        ("SlowMo(PushSum, period=3)", 5),
+        ("SlowMo(PushSum, period=2)", 3),
     ],
 )
 def test_the_ranks_that_are_looked_at_stand_for_all(recipe: str, workers: int) -> None:

@@ -258,17 +258,21 @@ def test_every_registered_strategy_is_in_the_table() -> None:
         assert all(type(case.strategy).__name__ == name for case in cases)
 
 
-CODED = (AllReduce, CompressedMomentum, DQSGD, LocalSGD, OverlapLocalSGD, SketchedSGD, DiLoCo, Budget)
+# One for each kind of traffic, and those whose traffic depends on timing; tests/battery counts that of every class.
+KINDS = (AllReduce, LocalSGD, PushSum, LeaderSGD, CompressedMomentum, SketchedSGD, Sharded, Streaming)
+TIMED = (ADPSGD, AsyncLeaderSGD, BackupWorkers, EagerPushSum, ParameterServer)
+CODED = (AllReduce, DiLoCo, Budget)
 
 
 def settings() -> list[Any]:
-    """The first case of each class on four workers, of some another on two; all in all ways where there is time."""
+    """The first case of each kind on four workers, of some another on two; all in all ways where there is time."""
     return [
         pytest.param(case, n, model, id=f"{case}-{n}-{model.__name__}", marks=() if always else pytest.mark.slow)
         for cases in CASES.values()
         for place, case in enumerate(cases)
         for n, model, always in (
-            *((2, Tied, place == 1 and type(case.strategy) in CODED), (4, Perceptron, place == 0)),
+            (2, Tied, place == 1 and type(case.strategy) in CODED),
+            (4, Perceptron, place == 0 and type(case.strategy) in (*KINDS, *TIMED)),
             *((4, Tied, False), (2, Perceptron, False)),
         )
     ]
