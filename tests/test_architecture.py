@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import inspect
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -118,14 +119,32 @@ PATHS = {name_of(path): path for path in FILES}
 MODULES = set(PATHS)
 
 
-def imports_of(path: Path) -> Iterator[tuple[str, str]]:
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(tree_of(path)))
+
+
+@cache
+def words(node: ast.AST) -> str:
+    """The code of a node; dotted names, which are most of what is asked for, without the machinery for all others."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name | ast.Attribute):
+        return f"{words(node.value)}.{node.attr}"
+    return ast.unparse(node)
+
+
+@cache
+def imports_of(path: Path) -> list[tuple[str, str]]:
     """(module, name) of every import, for type checkers too; name is empty for a plain `import module`."""
-    for node in ast.walk(tree_of(path)):
+    found: list[tuple[str, str]] = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
 
 
 # Functions that import a module by a string. A name in the string counts like one in a statement.
@@ -147,18 +166,17 @@ LOADERS = {
 
 def string_imports(path: Path) -> Iterator[tuple[str, bool]]:
     """(module, whether more follows) of every import by a string; an empty name stands for one that is not written."""
-    tree = tree_of(path)
     functions = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes_of(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name in STRING_IMPORTS
     }
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if not isinstance(node, ast.Call):
             continue
-        called = ast.unparse(node.func).rpartition(".")[2]
+        called = words(node.func).rpartition(".")[2]
         if called in STRING_IMPORTS | functions:
             given = [*node.args, *(keyword.value for keyword in node.keywords)]
             first = given[0] if given else None
@@ -168,7 +186,8 @@ def string_imports(path: Path) -> Iterator[tuple[str, bool]]:
             yield (text.value.partition(":")[0] if known else "", open_end)
 
 
-def own_imports(path: Path) -> set[str]:
+@cache
+def own_imports(path: Path) -> frozenset[str]:
     """The modules of thinwire that a file imports, within thinwire; "" is the whole of it.
 
     Every way counts alike: at the top, for type checkers, inside a function, and by a string. An import that comes
@@ -181,14 +200,14 @@ def own_imports(path: Path) -> set[str]:
             deeper = f"{inner}.{name}".strip(".")
             found.add(deeper if deeper in MODULES else inner)
     if name_of(path) in LOADERS:
-        return found
+        return frozenset(found)
     for module, open_end in string_imports(path):
         if module == "thinwire" or module.startswith("thinwire."):
             inner = module.removeprefix("thinwire").removeprefix(".")
             # `__main__` is run, and never imported.
             begun = {each for each in MODULES if each.startswith(inner) and not each.endswith("__main__")}
             found |= begun if open_end else {inner}
-    return found
+    return frozenset(found)
 
 
 def floor_of(room: str) -> int:
@@ -324,7 +343,7 @@ def test_only_the_group_comm_and_whole_runs_know_torch_distributed() -> None:
         if place in TALKERS or place.startswith("runs/"):
             continue
         used = [f"{module}.{name}".removesuffix(".") for module, name in imports_of(path)]
-        used += [ast.unparse(node) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Attribute)]
+        used += [words(node) for node in nodes_of(path) if isinstance(node, ast.Attribute)]
         wrong += [f"{place}: {word}" for word in used if word.startswith("torch.distributed")]
     assert not wrong, wrong
 
@@ -346,8 +365,8 @@ def private(name: str) -> bool:
 def private_names_of(path: Path) -> set[str]:
     """Attributes of other objects, and strings, that begin with an underscore."""
     found: set[str] = set()
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+    for node in nodes_of(path):
+        if isinstance(node, ast.Attribute) and words(node.value) not in ("self", "cls"):
             found.add(node.attr)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             found.add(node.value)
@@ -361,11 +380,11 @@ def torch_internals_in(path: Path, known: set[str]) -> set[str]:
         parts = [*module.split("."), name]
         if parts[0] == "torch" and any(map(private, parts)):
             found.add(f"{module}.{name}")
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Attribute):
-            parts = ast.unparse(node).split(".")
+            parts = words(node).split(".")
             if parts[0] in TORCH_ROOTS and all(map(str.isidentifier, parts)) and any(map(private, parts)):
-                found.add(ast.unparse(node))
+                found.add(words(node))
     return found
 
 
@@ -399,9 +418,9 @@ OBJECT_CALLS = {
 
 
 def calls_in(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    for node in ast.walk(tree_of(path)):
+    for node in nodes_of(path):
         if isinstance(node, ast.Call):
-            yield ast.unparse(node.func), node
+            yield words(node.func), node
 
 
 def literal(call: ast.Call, name: str) -> Any:
@@ -425,7 +444,7 @@ def test_nothing_that_is_read_can_run(path: Path) -> None:
 
 @for_each(FILES, name_of)
 def test_nothing_is_left_to_be_done(path: Path) -> None:
-    names = {node.id for node in ast.walk(tree_of(path)) if isinstance(node, ast.Name)}
+    names = {node.id for node in nodes_of(path) if isinstance(node, ast.Name)}
     assert "NotImplementedError" not in names
     assert not [word for word in ("TODO", "FIXME", "XXX", "HACK") if word in path.read_text()]
 
@@ -485,9 +504,8 @@ def test_strategies_are_not_searched_for_hyperparameters(path: Path) -> None:
 
 def test_the_public_names_are_listed_once_and_the_stub_says_the_same() -> None:
     assert len(set(thinwire.__all__)) == len(thinwire.__all__)
-    command = [sys.executable, str(REPOSITORY / "tools" / "write_stub.py"), "--check"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    tool = runpy.run_path(str(REPOSITORY / "tools" / "write_stub.py"))
+    assert tool["main"](["--check"]) == 0
 
 
 def test_no_package_bears_the_name_of_a_public_one() -> None:
@@ -495,37 +513,20 @@ def test_no_package_bears_the_name_of_a_public_one() -> None:
     assert not packages & set(thinwire.__all__)
 
 
-@pytest.mark.parametrize(
-    "first",
-    [
-        "import thinwire.worker.worker",
-        *(
-            pytest.param(each, marks=pytest.mark.slow)
-            for each in ("", "from thinwire import *", "import thinwire.runs", "import thinwire.cli.commands")
-        ),
-    ],
+FIRST = (
+    "import thinwire.worker.worker",
+    "",
+    "from thinwire import *",
+    "import thinwire.runs",
+    "import thinwire.cli.commands",
 )
-def test_attach_is_a_function_in_every_order_of_imports(first: str) -> None:
-    modules = "import thinwire.reduce, thinwire.fusion.array, thinwire.tensor2d.parallelize, thinwire.strategies.recipe"
-    code = f"""
-{first}
+CALLABLE = """
 import thinwire
-{modules}
+import thinwire.reduce, thinwire.fusion.array, thinwire.tensor2d.parallelize, thinwire.strategies.recipe
 print(all(map(callable, (thinwire.attach, thinwire.fuse, thinwire.parse, thinwire.parallelize_2d))))
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert found.stdout.strip() == "True", found.stderr
-
-
-def test_the_command_line_does_not_wait_for_torch() -> None:
-    code = "import sys, thinwire.cli.commands; print('torch' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert found.stdout.strip() == "False"
-
-
-def test_the_planner_is_imported_where_auto_is_asked_for_and_not_before() -> None:
-    code = """
-import sys, thinwire
+PLANNER = """
+import thinwire
 def train(comm):
     import torch
     model = torch.nn.Linear(1, 1)
@@ -535,8 +536,51 @@ def train(comm):
     return before, thinwire.attach(model, optimizer, "auto", comm=comm).strategy, "thinwire.plan" in sys.modules
 print("thinwire.plan" in sys.modules, *thinwire.run_threads(1, train))
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
-    assert found.stdout.strip() == "False (False, AllReduce(codec=None), True)", found.stderr
+OPTIONAL = """
+before = set(sys.modules)
+import thinwire
+thinwire.attach, thinwire.parse
+optional = "matplotlib rich tyro sklearn safetensors PIL datasets tensorboard zmq pyarrow".split()
+print([name for name in optional if name in sys.modules and name not in before])
+"""
+IN_FORKS = """
+import os, sys, torch
+for number, code in enumerate(sys.argv[1:]):
+    print("---", flush=True)
+    process = os.fork()
+    if not process:
+        exec(code)
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(process, 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def printed() -> dict[str, str]:
+    """What each program prints in a process that has imported torch and nothing else, which takes seconds."""
+    codes = [*(f"{first}\n{CALLABLE}" for first in FIRST), PLANNER, OPTIONAL]
+    found = subprocess.run([sys.executable, "-c", IN_FORKS, *codes], capture_output=True, text=True, timeout=100)
+    assert not found.stderr and found.returncode == 0, found.stderr
+    return dict(zip(codes, map(str.strip, found.stdout.split("---")[1:]), strict=True))
+
+
+def test_attach_is_a_function_in_every_order_of_imports(printed: dict[str, str]) -> None:
+    assert {first: printed[f"{first}\n{CALLABLE}"] for first in FIRST} == dict.fromkeys(FIRST, "True")
+
+
+def test_the_command_line_does_not_wait_for_torch() -> None:
+    code = "import sys, thinwire.cli.commands; print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
+    assert found.stdout.strip() == "False"
+
+
+def test_the_planner_is_imported_where_auto_is_asked_for_and_not_before(printed: dict[str, str]) -> None:
+    assert printed[PLANNER] == "False (False, AllReduce(codec=None), True)"
+
+
+def test_importing_thinwire_needs_torch_and_nothing_else(printed: dict[str, str]) -> None:
+    assert printed[OPTIONAL] == "[]"
 
 
 @for_each(name for name in thinwire.__all__ if name != "__version__")
@@ -548,30 +592,6 @@ def test_every_public_name_is_documented(name: str) -> None:
     for attribute, value in vars(thing).items():
         if not attribute.startswith("_") and (inspect.isfunction(value) or isinstance(value, property)):
             assert inspect.getdoc(getattr(thing, attribute)), f"{name}.{attribute}"
-
-
-def test_importing_thinwire_needs_torch_and_nothing_else() -> None:
-    optional = [
-        "matplotlib",
-        "rich",
-        "tyro",
-        "sklearn",
-        "safetensors",
-        "PIL",
-        "datasets",
-        "tensorboard",
-        "zmq",
-        "pyarrow",
-    ]
-    code = f"""
-import sys, torch
-before = set(sys.modules)
-import thinwire
-thinwire.attach, thinwire.parse
-print([name for name in {optional} if name in sys.modules and name not in before])
-"""
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100)
-    assert found.stdout.strip() == "[]"
 
 
 # -- recipes -----------------------------------------------------------------------------------------------------------

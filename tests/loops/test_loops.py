@@ -19,11 +19,21 @@ TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 4e-2, torch.float64: 1e-6}
 
 
 def cases() -> list[Any]:
+    """Each loop under each method and dtype; in the fast tests dtypes take turns, so that each loop has met all."""
+
+    def is_fast(number: int, turn: int, dtype: torch.dtype, case: Case) -> bool:
+        return not case.slow and dtype == case.dtypes[(number + turn) % len(case.dtypes)]
+
     return [
-        pytest.param(name, recipe, dtype, id=f"{name}-{recipe.partition('(')[0]}-{str(dtype)[6:]}", marks=marks)
-        for name, case in LOOPS.items()
-        for marks in [[pytest.mark.slow] if case.slow else []]
-        for recipe in METHODS
+        pytest.param(
+            name,
+            recipe,
+            dtype,
+            id=f"{name}-{recipe.partition('(')[0]}-{str(dtype)[6:]}",
+            marks=() if is_fast(number, turn, dtype, case) else pytest.mark.slow,
+        )
+        for number, (name, case) in enumerate(LOOPS.items())
+        for turn, recipe in enumerate(METHODS)
         for dtype in case.dtypes
     ]
 

@@ -84,6 +84,12 @@ def run_folder(tmp_path) -> Path:
     return write_run(tmp_path / "run", SAMPLES[2], steps=24, workers=2)
 
 
+def without_curves(folder: Path) -> None:
+    """What is looked at is no curve: these pictures take most of the time of a report."""
+    for name in ("metrics.jsonl", "timeline.jsonl"):
+        (folder / name).unlink()
+
+
 def words_of(folder: Path) -> str:
     collection = read(folder)
     styles = looks([run.strategy for run in collection.runs])
@@ -170,8 +176,10 @@ def test_plots_are_images_of_a_good_size(comparison):
         assert height >= 150
 
 
-def test_a_report_is_the_same_when_written_again(run_folder):
+def test_a_single_run_has_no_trade_off_and_its_report_is_the_same_when_written_again(run_folder):
     written_files = write_report(run_folder)
+    assert not {"pareto", "memory"} & {path.stem for path in written_files.plots}
+    assert 'href="#trade"' not in written_files.report.read_text()
     first = [path.read_bytes() for path in (written_files.report, *written_files.plots)]
     again = write_report(run_folder)
     assert [path.read_bytes() for path in (again.report, *again.plots)] == first
@@ -213,6 +221,7 @@ def test_links_of_a_simulated_network_are_not_called_unlimited(run_folder, simul
         (run_folder / name).write_text(json.dumps({**facts, "link": None, "simulated": simulated}))
     links = [{**each, "bits_per_second": None} for each in json.loads((run_folder / "links.json").read_text())]
     (run_folder / "links.json").write_text(json.dumps(links))
+    without_curves(run_folder)
     text = write_report(run_folder).report.read_text()
     shown, other = "links of a simulated network", "links not limited"
     wanted, unwanted = (shown, other) if simulated else (other, shown)
@@ -314,8 +323,7 @@ def test_a_comparison_without_runs_is_refused(tmp_path, runs):
 def test_words_from_files_are_shown_and_never_interpreted(tmp_path):
     folder = write_comparison(tmp_path / "markup", (Sample("a", "<b>Bold</b> & 'co'"),), steps=6)
     (folder / "comparison.json").write_text(json.dumps({"runs": ["a"], "title": "<script>1</script>"}))
-    for name in ("metrics.jsonl", "timeline.jsonl"):
-        (folder / "a" / name).unlink()
+    without_curves(folder / "a")
     page = Page(write_report(folder).report.read_text(encoding="utf-8"))
     assert "<script>1</script>" in page.words
     assert "<b>Bold</b> & 'co'" in page.words

@@ -10,6 +10,7 @@ import pytest
 
 import thinwire
 from tests.report.samples import SAMPLES, write_comparison, write_run
+from tests.report.test_page import without_curves
 from thinwire.report import read, write_report
 from thinwire.report.tradeoff import front, spread
 from thinwire.topology.analysis import matrices
@@ -30,6 +31,7 @@ def comparison(tmp_path: Path) -> Path:
             reached = 10.0 + number if sample.folder == "push-sum" else None
             facts = {"eval_loss": 2.0 + number, "target_loss": 2.5, "seconds_to_target": reached}
             changed(tmp_path / name / "summary.json", **facts, peak_memory_bytes=3e8)
+            without_curves(tmp_path / name)
     changed(tmp_path / "comparison.json", rounds={s.folder: [s.folder, f"{s.folder}.2"] for s in chosen})
     return tmp_path
 
@@ -82,9 +84,3 @@ def test_rounds_outside_the_folder_are_not_read(comparison: Path) -> None:
     changed(comparison / "comparison.json", rounds={"ddp": ["ddp", "../ddp.2"], "push-sum": "push-sum"})
     first, second = read(comparison).runs
     assert len(first.rounds) == 1 and second.rounds == ()
-
-
-def test_a_single_run_has_no_trade_off(tmp_path: Path) -> None:
-    written = write_report(write_run(tmp_path / "run", SAMPLES[2], steps=24, workers=2))
-    assert not {"pareto", "memory"} & {path.stem for path in written.plots}
-    assert 'href="#trade"' not in written.report.read_text()
