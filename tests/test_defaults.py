@@ -516,7 +516,7 @@ def test_a_state_that_is_sent_to_a_late_rank_arrives_alike() -> None:
         first.state.update(empty=x[:0], number=x[0])
         with inside():
             begin_log(first)
-            unpack_(second, pack(first, list(first.state), moments=False))
+            unpack_(second, pack(first, list(first.state)))
             return [[each.clone() for _, each in sorted(r.state.items())] for r in (first, second)]
 
     x = torch.linspace(-1, 1, 5)

@@ -22,6 +22,7 @@ from thinwire import (
     BaseGraph,
     BitBudget,
     Budget,
+    CheckpointError,
     ConfigError,
     DiLoCo,
     DoubleAveraging,
@@ -340,6 +341,24 @@ def test_a_joiner_gets_the_residual_of_a_worker_and_none_of_a_server() -> None:
     (there, error), _, (joined, copy) = thinwire.run_threads(3, body)
     assert "server_error" in there and set(joined) == {"error"}
     assert torch.equal(copy, error)
+
+
+def test_a_joiner_refuses_a_state_that_does_not_fit_before_it_changes_anything() -> None:
+    def body(comm: thinwire.Comm) -> bool:
+        torch.manual_seed(comm.rank)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        worker = thinwire.attach(model, optimizer, "SlowMo(period=2)", comm=comm)
+        if comm.rank == 0:
+            hand_over(worker, [1], 0)
+            return True
+        before = model.weight.detach().clone()
+        worker.seed = 7
+        with pytest.raises(CheckpointError, match=r"the seed is 0 .* and 7 in this run"):
+            hand_over(worker, [1], 0)
+        return torch.equal(model.weight, before) and not optimizer.state
+
+    assert thinwire.run_threads(2, body) == [True, True]
 
 
 def test_a_worker_joins_after_another_was_lost() -> None:

@@ -494,6 +494,24 @@ def test_the_state_of_another_rank_is_refused() -> None:
     run_threads(2, work)
 
 
+def test_optimizer_state_of_a_wider_dtype_than_the_parameters_resumes_bitwise(tmp_path: Path) -> None:
+    """Torch casts all state but `step` to the dtype of the parameter when it loads it."""
+
+    def begun(seed: int) -> Worker:
+        return attach(None, LocalSGD(2), model=drawn(nn.Linear(3, 2), seed).bfloat16(), optimizer=nadam)
+
+    def nadam(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.NAdam(model.parameters(), lr=0.1)
+
+    data = [(x.bfloat16(), y.bfloat16()) for x, y in batches(0, 6)]
+    first = steps(begun(0), data[:3])
+    first.save(tmp_path)
+    steps(first, data[3:])
+    second = begun(1)
+    second.load(tmp_path)
+    assert equal(everything(steps(second, data[3:])), everything(first))
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_parameters_that_are_not_finite_are_refused_and_the_last_good_checkpoint_stays(
     value: float, tmp_path: Path

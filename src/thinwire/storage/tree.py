@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor
 from thinwire.errors import CheckpointError
 
 Json = Any
+_TREE = "$tree"
 _RESERVED_KEYS = ("$tensor", "$tuple", "$items", "$sparse")
 # What a missing key of a defaultdict may begin with: only these functions have names that can be read back safely.
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -113,6 +115,28 @@ def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
         items = {unpack(k, tensors): unpack(v, tensors) for k, v in tree["$items"]}
         return _of_kind(items, tree.get("kind"), tree.get("factory"))
     return {k: unpack(v, tensors) for k, v in tree.items()}
+
+
+def to_bytes(value: Any) -> Tensor:
+    """Return a nested value as bytes, a vector of uint8 on the CPU: safetensors, with the JSON tree among them.
+
+    Raises:
+        CheckpointError: as `pack`.
+    """
+    from safetensors.torch import save  # here, so that `import thinwire` needs torch alone
+
+    tree, tensors = pack(value)
+    tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+
+
+def from_bytes(data: Tensor) -> Any:
+    """Restore the value that `to_bytes` returned the bytes of."""
+    from safetensors.torch import load
+
+    with torch.device("cpu"):  # safetensors makes empty tensors on the default device
+        tensors = load(data.numpy().tobytes())
+    return unpack(json.loads(tensors.pop(_TREE).numpy().tobytes()), tensors)
 
 
 def _of_kind(items: dict[Any, Any], kind: object, factory: object) -> dict[Any, Any]:

@@ -17,7 +17,7 @@ import logging
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import lcm
 from typing import Any, cast
 
@@ -27,15 +27,15 @@ from torch import Tensor
 from thinwire.codecs.feedback import of_server, residual_sizes
 from thinwire.comm.base import Comm
 from thinwire.comm.liveness import State
-from thinwire.comm.work import Work, completed
+from thinwire.comm.work import Work
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError
 from thinwire.membership.elastic_comm import Connector, ElasticComm
 from thinwire.membership.membership import Membership
 from thinwire.membership.view import View, is_worker
-from thinwire.quorum.state_transfer import pack, unpack_
 from thinwire.replica.replica import Replica
+from thinwire.storage.tree import from_bytes, to_bytes
 from thinwire.strategies.base import codecs_of, nested
-from thinwire.worker.replica_state import others_of
+from thinwire.worker.replica_state import PARTS, check, optimizer_groups, pack, unpack
 from thinwire.worker.state import WorkerState
 
 _LOGGER = logging.getLogger("thinwire")
@@ -62,54 +62,30 @@ def hand_over(worker: WorkerState, joined: Sequence[int], source: int) -> None:
     """
     comm = worker.comm
     if comm.rank == source:
-        content = packed(worker, _whole, others=True)
+        # A server's residual is of a piece that one rank alone adds up: a copy would enter the mean a second time.
+        content = to_bytes(_packed(worker, PARTS, lambda _, name: not of_server(name)))
         for rank in joined:
             send(comm, content, rank)
     elif comm.rank in joined:
-        unpack(worker, receive(comm, source), anew=True)
+        _unpack(worker, from_bytes(receive(comm, source)))
 
 
-def _whole(r: Replica) -> Tensor:
-    # A server's residual is of a piece that one rank alone adds up: a copy would enter the mean a second time.
-    return pack(r, [name for name in r.state if not of_server(name)])
+def _packed(worker: WorkerState, parts: Collection[str], keeps: Callable[[Replica, str], bool]) -> dict[str, Any]:
+    """The state without messages in flight, which are not handed over, and may be of a worker that is lost."""
+    packed = pack(worker, parts, keeps=keeps, inflight=False)
+    if any(r.inflight for r in worker.replicas):
+        # The others drop theirs, which `change_view` does where there are any.
+        for each in packed["replicas"]:
+            each["inflight"] = {"dropped": []}
+    return packed
 
 
-def packed(worker: WorkerState, each: Callable[[Replica], Tensor], *, others: bool) -> Tensor:
-    """All replicas' states, each behind its length; then what is not trained, if that is asked for."""
-    rest = [x.detach().cpu().contiguous().view(-1).view(torch.uint8) for x in others_of(worker).values() if others]
-    parts = [each(r) for r in worker.replicas]
-    parts += [torch.cat(rest) if rest else torch.empty(0, dtype=torch.uint8, device="cpu")]
-    in_flight = sum(len(r.inflight) for r in worker.replicas)
-    lengths = torch.tensor([worker.step, in_flight, *(len(part) for part in parts)], dtype=torch.int64, device="cpu")
-    return torch.cat([lengths.view(torch.uint8), *parts])
-
-
-def unpack(worker: WorkerState, content: Tensor, *, anew: bool) -> None:
-    """Take over what was packed.
-
-    Args:
-        worker: this rank's.
-        content: of `packed`.
-        anew: whether the strategy's state so far is dropped.
-    """
-    head = 8 * (len(worker.replicas) + 3)
-    step, in_flight, *lengths = content[:head].clone().view(torch.int64).tolist()
-    *states, rest = content[head:].split(lengths)
-    with torch.no_grad():
-        for r, state in zip(worker.replicas, states, strict=True):
-            if anew:
-                # Of an earlier view, which has ended before it was in step with the others.
-                r.state.clear()
-                r.inflight.clear()
-            unpack_(r, state)
-            r.step = step
-            if in_flight:
-                # Messages are not handed over. The others drop theirs, which `change_view` sees by there being some.
-                r.launch("dropped", completed([]))
-        for x in others_of(worker).values() if len(rest) else ():
-            own, rest = rest[: x.nbytes], rest[x.nbytes :]
-            x.copy_(own.clone().view(x.dtype).view(x.shape))
-    worker.comm.step = step
+def _unpack(worker: WorkerState, packed: dict[str, Any]) -> None:
+    """Take the state of another worker, if it fits, in place of this worker's own."""
+    check(packed, worker, ranks=False)
+    for r in worker.replicas:
+        r.inflight.clear()  # of an earlier view, which has ended before this worker was in step with the others
+    unpack(packed, worker)
 
 
 def send(comm: Comm, content: Tensor, dst: int) -> None:
@@ -189,7 +165,7 @@ class Arrivals:
         self._worker = worker
         self._sender: _Sender | None = None
         if self.donor == membership.worker:
-            early = packed(worker, lambda r: pack(r, [], x=False), others=True)
+            early = to_bytes(pack(worker, ("others", "optimizer"), inflight=False))
             self._sender = _Sender(membership, connector, upto, early)
             worker.comm.runtime.start_thread(self._sender.run)
 
@@ -236,26 +212,25 @@ class _Sender:
         self._arrived = False
         self._open: list[Comm] = []
         self._closed = False
-        self._sent: list[dict[str, tuple[Tensor, int]]] = []
+        self._sent: dict[tuple[int, str], tuple[Tensor, int]] = {}
 
     def give(self, worker: WorkerState) -> None:
         """Take the late part, as it is now."""
-        self._sent = [{name: (r.state[name], r.state[name]._version) for name in _lasting(r)} for r in worker.replicas]
-        self.late = packed(worker, lambda r: pack(r, _lasting(r), x=False, moments=False), others=False)
+        self._sent = {
+            (id(r), name): (x, x._version) for r in worker.replicas for name, x in r.state.items() if _lasts(r, name)
+        }
+        self.late = to_bytes(_packed(worker, ("identity", "replicas"), _lasts))
         self._given.set()
 
     def changes(self, worker: WorkerState) -> Tensor:
         """What has changed since then, and the settings of the optimizer."""
 
-        def changed(r: Replica, sent: dict[str, tuple[Tensor, int]]) -> list[str]:
-            return [
-                name
-                for name in _lasting(r)
-                if name not in sent or sent[name][0] is not r.state[name] or sent[name][1] != r.state[name]._version
-            ]
+        def changed(r: Replica, name: str) -> bool:
+            x = r.state[name]
+            sent, version = self._sent.get((id(r), name), (None, -1))
+            return _lasts(r, name) and (sent is not x or version != x._version)
 
-        names = {id(r): changed(r, sent) for r, sent in zip(worker.replicas, self._sent, strict=True)}
-        return packed(worker, lambda r: pack(r, names[id(r)], x=False, moments=False), others=False)
+        return to_bytes({**_packed(worker, ("step", "replicas"), changed), "groups": optimizer_groups(worker)})
 
     def outcome(self, seconds: float) -> int:
         """Whether both parts have arrived; waits for the late one."""
@@ -353,13 +328,19 @@ class Offered:
         """
         if self._parts.keys() != {"early", "late"} or self._donor != view.donor or view.donor not in view.ready:
             raise PeerLostError(f"worker {self._membership.worker}: its sender was lost")
-        changes = receive(worker.comm, view.members.index(view.donor))
-        unpack(worker, self._parts["early"], anew=True)
-        unpack(worker, self._parts["late"], anew=False)
-        unpack(worker, changes, anew=False)
+        changes = from_bytes(receive(worker.comm, view.members.index(view.donor)))
+        packed = {**from_bytes(self._parts["early"]), **from_bytes(self._parts["late"])}
         self._parts.clear()
+        replicas = [
+            {**before, "state": {**before["state"], **after["state"]}, "inflight": after["inflight"]}
+            for before, after in zip(packed["replicas"], changes["replicas"], strict=True)
+        ]
+        optimizer = {**packed["optimizer"], "param_groups": changes["groups"]}
+        # The parameters will be the others' mean at the end of the round, so that these are kept until then.
+        own = pack(worker, ("parameters",), inflight=False)
+        _unpack(worker, {**packed, **own, "step": changes["step"], "replicas": replicas, "optimizer": optimizer})
 
 
-def _lasting(r: Replica) -> list[str]:
-    """The state of a replica but for the residuals of error feedback: what one has left out it will send itself."""
-    return [name for name in r.state if residual_sizes(name, [0]) is None]
+def _lasts(_: Replica, name: str) -> bool:
+    """Whether state is handed over; not residuals of error feedback: what one has left out it will send itself."""
+    return residual_sizes(name, [0]) is None

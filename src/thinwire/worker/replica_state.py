@@ -8,8 +8,7 @@ is changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isnan
 from typing import Any, NamedTuple, cast
@@ -27,7 +26,8 @@ from thinwire.registry import canonical
 from thinwire.replica.flat import Segment, flatten, views
 from thinwire.replica.moments import fresh_optimizer, parts_of
 from thinwire.replica.replica import Replica
-from thinwire.replica.shards import local, rewrap_, unwrap_dtensors
+from thinwire.replica.shards import local
+from thinwire.replica.state import SCHEDULED, load_optimizer, pack_optimizer, parameter_names
 from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.worker.first_steps import rebase
 from thinwire.worker.handshake import describe_tensor
@@ -36,10 +36,8 @@ from thinwire.worker.state import WorkerState
 
 State = dict[str, Any]
 STRATEGY, SIZE, RANK = "the strategy", "the number of workers", "the rank"
-_PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
+PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _OWN = "thinwire."
-# What torch's schedulers add to a group when they are made, which may be after a checkpoint was written or loaded.
-_SCHEDULED = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 
 
 def part_name(worker: WorkerState, rank: int) -> str:
@@ -48,27 +46,44 @@ def part_name(worker: WorkerState, rank: int) -> str:
     return f"{place}-rank-{rank:04d}" if place else f"rank-{rank:04d}"
 
 
-def pack(worker: WorkerState) -> State:
-    """Return the state of this rank; it shares no memory with the worker."""
-    worker.wait_pending()
+def pack(
+    worker: WorkerState,
+    parts: Collection[str] = PARTS,
+    *,
+    keeps: Callable[[Replica, str], bool] = lambda replica, name: True,
+    inflight: bool = True,
+) -> State:
+    """Return the state of this rank; it shares no memory with the worker.
+
+    Args:
+        worker: this rank's.
+        parts: which parts of the state; all unless given.
+        keeps: whether an entry of a strategy's state is packed, from its replica and its name.
+        inflight: wait for messages in flight, and pack what was received.
+    """
+    if inflight:
+        worker.wait_pending()
     worker.shards.read()
-    return {
-        "identity": identity_of(worker),
-        "step": worker.step,
-        "parameters": {name: x.clone() for name, x in _parameters(worker).items()},
-        "replicas": [
+    packers: dict[str, Callable[[], Any]] = {
+        "identity": lambda: identity_of(worker),
+        "step": lambda: worker.step,
+        "parameters": lambda: {name: x.clone() for name, x in _parameters(worker).items()},
+        "replicas": lambda: [
             {
                 # In this order, and with these strides, they lie in the vectors of the strategy's state.
                 "layout": layout_of(worker, i),
-                "state": {name: x.clone() for name, x in replica.state.items()},
+                "state": {name: x.clone() for name, x in replica.state.items() if keeps(replica, name)},
                 # Saved as what was received: the resumed run collects it as if it had just arrived.
-                "inflight": {name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items()},
+                "inflight": {
+                    name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items() if inflight
+                },
             }
             for i, replica in enumerate(worker.replicas)
         ],
-        "others": {name: x.clone() for name, x in others_of(worker).items()},
-        "optimizer": deepcopy(_named_optimizer_state(worker)),
+        "others": lambda: {name: x.clone() for name, x in others_of(worker).items()},
+        "optimizer": lambda: pack_optimizer(worker.optimizer, _optimizer_names(worker)),
     }
+    return {part: packers[part]() for part in PARTS if part in parts}
 
 
 def layout_of(worker: WorkerState, replica: int) -> list[list[Any]]:
@@ -120,38 +135,15 @@ def identity_of(worker: WorkerState) -> dict[str, str]:
 
 def _optimizer_names(worker: WorkerState) -> list[str]:
     """The names of the optimizer's parameters, in the order in which torch numbers them."""
-    names = {id(p): name for name, p in named_parameters(worker.model).items()}
-    every = [p for group in worker.optimizer.param_groups for p in group["params"]]
-    return [names.get(id(p), f"parameter {i}") for i, p in enumerate(every)]
+    return parameter_names(worker.optimizer, {id(p): name for name, p in named_parameters(worker.model).items()})
 
 
-def _named_optimizer_state(worker: WorkerState) -> State:
-    """The optimizer's `state_dict`, with the names of parameters in place of their numbers."""
-    names, state = _optimizer_names(worker), unwrap_dtensors(worker.optimizer.state_dict())
-    groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
-    held = {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
-    return {**state, "state": held, "param_groups": groups}
+def optimizer_groups(worker: WorkerState) -> list[dict[str, Any]]:
+    """The optimizer's groups, with the names of parameters in place of their numbers."""
+    return pack_optimizer(worker.optimizer, _optimizer_names(worker), only=())["param_groups"]
 
 
-def _numbered_optimizer_state(worker: WorkerState, state: State) -> State:
-    """The inverse of `_named_optimizer_state`, a copy; the parameters are numbered as those of this optimizer.
-
-    What a scheduler of this run has added to a group, and the state lacks, stays: torch replaces groups as a whole.
-    """
-    # Optimizers keep the tensors they are given and change them in place; the caller's state must stay as it is.
-    state = deepcopy(state)
-    numbers = {name: number for number, name in enumerate(_optimizer_names(worker))}
-    own = iter(range(len(numbers)))
-    added = [{k: group[k] for k in _SCHEDULED & group.keys()} for group in worker.optimizer.param_groups]
-    groups = [
-        {**mine, **group, "params": [next(own) for _ in group["params"]]}
-        for mine, group in zip(added, state["param_groups"], strict=True)
-    ]
-    held = {numbers.get(name, name): value for name, value in state["state"].items()}
-    return {**state, "state": held, "param_groups": groups}
-
-
-# -- putting it back ---------------------------------------------------------------------------------------------------
+# -- check and unpack --------------------------------------------------------------------------------------------------
 
 
 def unpack(state: Mapping[str, Any], worker: WorkerState, *, same_size: bool = True) -> None:
@@ -178,8 +170,7 @@ def unpack(state: Mapping[str, Any], worker: WorkerState, *, same_size: bool = T
             replace_state(replica, strategy, inflight)
         for name, x in others_of(worker).items():
             x.copy_(state["others"][name])
-    worker.optimizer.load_state_dict(_numbered_optimizer_state(worker, state["optimizer"]))
-    rewrap_(worker.optimizer)
+    load_optimizer(worker.optimizer, _optimizer_names(worker), state["optimizer"])
     worker.resumed = True
     rebase(worker)
 
@@ -237,7 +228,7 @@ def check(state: object, worker: WorkerState, *, ranks: bool = True, finite: boo
         CheckpointError: naming the first thing that does not fit.
     """
     parts = mapping_of(state, "the state")
-    same_names("the state", parts, _PARTS)
+    same_names("the state", parts, PARTS)
     check_identity(worker, mapping_of(parts["identity"], "the identity"), ranks=ranks)
     if not is_count(parts["step"]):
         raise CheckpointError(f"step={parts['step']!r}: must be a number of steps")
@@ -362,7 +353,7 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(f"the optimizer must have {len(ours['param_groups'])} parameter groups")
     for i, (mine, theirs) in enumerate(zip(ours["param_groups"], cast(list[Any], groups), strict=True)):
         what = f"optimizer group {i}"
-        one_only = (mapping_of(theirs, what).keys() ^ mine.keys()) & _SCHEDULED
+        one_only = (mapping_of(theirs, what).keys() ^ mine.keys()) & SCHEDULED
         same_names(what, theirs.keys() - one_only, mine.keys() - one_only)
         for name in one_only & theirs.keys():
             _check_setting(f"{name} of {what}", theirs[name], 0.0)
