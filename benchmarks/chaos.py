@@ -509,7 +509,7 @@ def run_all(numbers: list[int], seed: int) -> int:
 
     torch.set_num_threads(1)
     # Optimizers import the first when they are made. Workers are forks, which then import nothing.
-    for module in ("torch._dynamo", "thinwire.worker.worker", "thinwire.worker.notice", "thinwire.strategies.recipe"):
+    for module in ("torch._dynamo", "thinwire.worker.attach", "thinwire.worker.notice", "thinwire.strategies.recipe"):
         import_module(module)
     for recipe in RECIPES:
         import_module("thinwire").parse(recipe)

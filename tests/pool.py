@@ -22,7 +22,7 @@ context.set_forkserver_preload(
         "torch.distributed",
         "pytest",
         "hypothesis",
-        "thinwire.worker.worker",
+        "thinwire.worker.attach",
         "thinwire.strategies.recipe",
         "tests.pool",
     ]

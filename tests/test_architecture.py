@@ -514,7 +514,7 @@ def test_no_package_bears_the_name_of_a_public_one() -> None:
 
 
 FIRST = (
-    "import thinwire.worker.worker",
+    "import thinwire.worker.attach",
     "",
     "from thinwire import *",
     "import thinwire.runs",

@@ -37,8 +37,9 @@ OTHER_NAMES = {
     "strategies.traits": "Traits",
     "tensor2d.parallelize": "parallelize_2d",
     "topology.base": "Topology",
-    "worker.stats": "Stats",
-    "worker.worker": "Worker attach",
+    "worker.state": "Stats",
+    "worker.attach": "attach",
+    "worker.worker": "Worker",
 }
 
 

@@ -22,7 +22,8 @@ from thinwire.quorum.rules import best_number
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.stragglers.parameter_server import ParameterServer
 from thinwire.tasks import Task
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 Delays = Callable[[int, int], Straggler]
 """Of (rank, seed): what makes a worker late."""

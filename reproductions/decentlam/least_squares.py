@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.strategies.base import Strategy
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 Matrix = NDArray[np.float64]
 _STILL = 1e-12

@@ -19,7 +19,7 @@ from thinwire.strategies.gradients.bits import contraction, error_weights, fewes
 from thinwire.strategies.gradients.dynamic_quantization import DQSGD
 from thinwire.tasks import Task
 from thinwire.tasks.data.examples import ExampleSet
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 
 @dataclass(frozen=True, eq=False)

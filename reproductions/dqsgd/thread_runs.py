@@ -15,7 +15,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Task
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 PATIENCE_SECONDS = 3600.0  # threads are not lost; but a long run may be put aside for others, or asleep
 

@@ -19,7 +19,8 @@ from thinwire.strategies.base import Strategy
 from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.local.local_sgd import LocalSGD
 from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 _PERIOD, _ROUNDS, _RATE, _INNER = 4, 5, 2.0, 0.3
 

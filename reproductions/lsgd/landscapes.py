@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.strategies.base import Strategy
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 EVERY = 10
 Loss = Callable[[Tensor], Tensor]

@@ -16,7 +16,7 @@ from thinwire.comm.threads import run_threads
 from thinwire.errors import NonFiniteError
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Evaluation, Task
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 Found = TypeVar("Found")
 

@@ -20,7 +20,8 @@ from thinwire.storage.files import write_atomically
 from thinwire.strategies.recipe import parse
 from thinwire.tasks import Batch, Task
 from thinwire.tasks.base import evaluating
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,8 @@ from thinwire.topology.graphs import Star as Star
 from thinwire.topology.graphs import Torus as Torus
 from thinwire.topology.matching import RandomMatching as RandomMatching
 from thinwire.topology.periodic import Periodic as Periodic
-from thinwire.worker.stats import Stats as Stats
+from thinwire.worker.attach import attach as attach
+from thinwire.worker.state import Stats as Stats
 from thinwire.worker.worker import Worker as Worker
-from thinwire.worker.worker import attach as attach
 
 __version__: str

@@ -21,7 +21,7 @@ from thinwire.comm.rendezvous import start_of_ranks
 from thinwire.emulate.rendezvous import free_port
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "thinwire.worker.worker"])
+_context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "thinwire.worker.attach"])
 
 
 def _work(outbox: Connection, rank: int, size: int, port: int, timeout: float) -> None:

@@ -21,7 +21,7 @@ from thinwire.optimizers.one_bit_adam import OneBitAdam
 from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.plan import explain
 from thinwire.strategies.gradients.one_bit import CompressedMomentum
-from thinwire.worker.grad_scaler import share_skips
+from thinwire.worker.exchanging import share_skips
 
 SMALL = CompressedMomentum(OneBit(block=8), warmup_steps=4)
 OVERLAPPED = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=True)

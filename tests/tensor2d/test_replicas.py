@@ -34,7 +34,7 @@ from thinwire.strategies.push_sum.push_sum import PushSum
 from thinwire.tensor2d import clip_gradient_norm_, whole_state
 from thinwire.tensor2d.lamb import Lamb2D
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d, run_mesh_3d_threads
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 STEPS = 5
 Make = Callable[[nn.Module, Mesh2D | None], Optimizer]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.engine import attach, batches, drawn, net, steps
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, MismatchError, run_threads
-from thinwire.worker.aliases import find_alias
+from thinwire.worker.parameters import find_alias
 
 Model = Callable[[], nn.Module]
 

@@ -17,7 +17,8 @@ from tests.pool import run_processes
 from thinwire.comm.base import Comm
 from thinwire.comm.threads import run_threads
 from thinwire.errors import ConfigError, MismatchError
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 _DRAWING = Lock()
 """Threads share one global generator: who seeds it draws before another seeds it again."""

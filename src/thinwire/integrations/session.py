@@ -18,8 +18,9 @@ from thinwire.errors import CheckpointError, ConfigError
 from thinwire.replica.shards import is_sharded
 from thinwire.strategies.base import Strategy
 from thinwire.torch_internals import compiled_module
+from thinwire.worker.attach import attach
 from thinwire.worker.checkpoint import remove_others
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.worker import Worker
 
 FOLDER = "thinwire"
 """The subfolder for every rank's state in a checkpoint folder of another tool."""

@@ -27,6 +27,7 @@ from thinwire.comm.base import Comm
 from thinwire.comm.work import synchronize
 from thinwire.errors import ConfigError
 from thinwire.plan.candidates import CANDIDATES, DENSE, measured
+from thinwire.plan.guard import Guard
 from thinwire.plan.networks import network_of_all_reduces
 from thinwire.plan.predict import ModelTime, own_work
 from thinwire.plan.search import FEW_WORKERS, Job, Planner, choose
@@ -37,7 +38,6 @@ from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.strategies.recipe import parse
 from thinwire.worker.chooser import Watch
 from thinwire.worker.compatibility import check_compatible
-from thinwire.worker.guard import Guard
 from thinwire.worker.handshake import gather_texts
 
 FILE = "THINWIRE_PLAN"

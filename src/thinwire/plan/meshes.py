@@ -29,7 +29,7 @@ from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D
 from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.torch_internals import TorchDispatchMode
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 _WARM_UP, _COUNTED = 1, 1
 

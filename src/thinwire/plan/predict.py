@@ -30,7 +30,8 @@ from thinwire.simulate import DeadlockError, Network, SimulatedComm, UnlikeError
 from thinwire.simulate.durations import Duration
 from thinwire.strategies.base import Strategy
 from thinwire.strategies.local.local_sgd import Local
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 _FEWEST_STEPS, _MOST_STEPS = 8, 256
 _BUCKET_BYTES = 8 << 20

@@ -24,8 +24,8 @@ from thinwire.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.strategies.base import Strategy
 from thinwire.topology.base import Topology
+from thinwire.worker.attach import attach
 from thinwire.worker.compatibility import evaluates_several_gradients
-from thinwire.worker.worker import attach
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -23,7 +23,7 @@ from thinwire.runs.switches import check_switches
 from thinwire.runs.tensor import check_tensor_parallel, size_for
 from thinwire.strategies.base import check_workers
 from thinwire.tasks import Task, load
-from thinwire.worker.survivable import check_survives
+from thinwire.worker.compatibility import check_survives
 
 _STEPS = 200
 # The limit of a run with only a target, which may never be reached.

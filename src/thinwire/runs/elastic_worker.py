@@ -23,8 +23,9 @@ from thinwire.runs.recipes import parse_recipe
 from thinwire.runs.settings import Settings
 from thinwire.strategies.base import Strategy
 from thinwire.tasks import Shard, Task
+from thinwire.worker.attach import attach
 from thinwire.worker.notice import Notice
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.worker import Worker
 
 _REPORT_SECONDS = 0.25
 _NOTICE_STEPS = 10  # between two messages about signals

@@ -24,7 +24,7 @@ from thinwire.tensor2d.lamb import Lamb2D
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d
 from thinwire.tensor2d.parallelize import parallelize_2d
-from thinwire.worker.worker import attach
+from thinwire.worker.attach import attach
 
 
 def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> None:

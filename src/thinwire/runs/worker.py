@@ -38,9 +38,9 @@ from thinwire.runs.virtual import VirtualEngine
 from thinwire.runs.writer import Writer
 from thinwire.simulate import SimulatedComm
 from thinwire.strategies.base import Strategy
+from thinwire.worker.attach import attach
 from thinwire.worker.checkpoint import saved_step
 from thinwire.worker.handshake import agree, gather_texts
-from thinwire.worker.worker import attach
 
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")

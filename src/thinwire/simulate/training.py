@@ -15,7 +15,8 @@ from thinwire import tasks
 from thinwire.errors import ConfigError
 from thinwire.simulate.comm import SimulatedComm
 from thinwire.strategies.base import Strategy
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _LARGEST_TENSOR = 1 << 20

@@ -27,9 +27,10 @@ from thinwire.replica.flat import Segment, copy_each_, flatten, lay_out, views
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.worker import checkpoint, replica_state
+from thinwire.worker.attach import attach
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
-from thinwire.worker.worker import Worker, attach
+from thinwire.worker.worker import Worker
 
 # State that is one number while all models have the same learning rate, and a vector like `x` otherwise.
 _LR_STATE = ("lr_sum",)

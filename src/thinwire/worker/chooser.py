@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from thinwire.errors import ConfigError
-
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
@@ -36,7 +34,9 @@ def register_chooser(load: Callable[[], Chooser]) -> None:
     _registered[:] = [load]
 
 
-def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) -> tuple[Strategy, Watch | None]:
+def choose_strategy(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm
+) -> tuple[Strategy, Watch | None]:
     """Choose a strategy for these ranks, which have agreed that all ask for one.
 
     Returns:
@@ -44,16 +44,3 @@ def choose(optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm) 
     """
     (load,) = _registered
     return load()(optimizer, named, comm)
-
-
-def check_not_automatic(*, automatic: bool) -> None:
-    """Refuse strategy="auto" for elastic workers.
-
-    Raises:
-        ConfigError: it is asked for.
-    """
-    if automatic:
-        raise ConfigError(
-            "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the others; "
-            "name the strategy, such as the one that `thinwire plan` recommends"
-        )

@@ -35,7 +35,7 @@ from thinwire.quorum.elastic_sampler import Crew
 from thinwire.replica.replica import Replica
 from thinwire.strategies.base import Strategy, check_workers, nested
 from thinwire.strategies.wrapper import Wrapper
-from thinwire.worker.first_steps import rebase
+from thinwire.worker.guards import rebase
 from thinwire.worker.handover import Arrivals, Offered, can_copy, hand_over
 from thinwire.worker.handshake import Facts, agree, first_difference
 from thinwire.worker.state import WorkerState

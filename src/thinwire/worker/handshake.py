@@ -17,8 +17,7 @@ from thinwire.comm.base import Comm
 from thinwire.errors import MismatchError
 from thinwire.kernels.decisions import decide
 from thinwire.replica.shards import describe_shard
-from thinwire.worker.aliases import find_alias
-from thinwire.worker.parameters import named_buffers, named_parameters
+from thinwire.worker.parameters import find_alias, named_buffers, named_parameters
 
 Facts = list[tuple[str, str]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -29,7 +29,7 @@ from thinwire.replica.replica import Replica
 from thinwire.replica.shards import local
 from thinwire.replica.state import SCHEDULED, load_optimizer, pack_optimizer, parameter_names
 from thinwire.strategies.base import Strategy, codecs_of, nested
-from thinwire.worker.first_steps import rebase
+from thinwire.worker.guards import rebase
 from thinwire.worker.handshake import describe_tensor
 from thinwire.worker.parameters import named_buffers, named_parameters
 from thinwire.worker.state import WorkerState

@@ -17,11 +17,10 @@ from thinwire.reduce.compressed_all_reduce import mean_
 from thinwire.replica.flat import views
 from thinwire.replica.shards import plain
 from thinwire.strategies.base import Strategy
-from thinwire.worker.attachment import Attachment
 from thinwire.worker.buckets import Bucket, NonFinite
 from thinwire.worker.compatibility import several_evaluations
-from thinwire.worker.first_steps import FirstSteps, check_loaded
-from thinwire.worker.lending import refuse_while_lent
+from thinwire.worker.consensus import refuse_while_lent
+from thinwire.worker.guards import Attachment, FirstSteps, check_loaded
 from thinwire.worker.state import WorkerState
 from thinwire.worker.switching import check_first_gradient
 

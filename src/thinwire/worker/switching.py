@@ -31,8 +31,7 @@ from thinwire.worker.compatibility import (
     check_mesh,
     check_skipped_steps,
 )
-from thinwire.worker.exchanging import watch_gradients
-from thinwire.worker.grad_scaler import share_skips
+from thinwire.worker.exchanging import share_skips, watch_gradients
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import learning_rate
 from thinwire.worker.state import WorkerState

@@ -11,7 +11,7 @@ import torch
 import thinwire
 from tests.engine import attach, batches, flat, steps
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Strategy
-from thinwire.worker.guard import Guard, Verdict
+from thinwire.plan.guard import Guard, Verdict
 
 
 class Clock:

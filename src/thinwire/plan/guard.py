@@ -71,7 +71,7 @@ class Guard:
 
     Example:
         >>> import torch, thinwire
-        >>> from thinwire.worker.guard import Guard
+        >>> from thinwire.plan.guard import Guard
         >>> def train(comm):
         ...     model = torch.nn.Linear(1, 1)
         ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

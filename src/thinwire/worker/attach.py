@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attach a strategy to a model and an optimizer: check what was given, make flat vectors, and hook them to the step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.comm.base import RULE, Comm
+from thinwire.comm.group import Group, comm_for
+from thinwire.comm.pending import PendingMeans
+from thinwire.errors import ConfigError
+from thinwire.membership.fleet import Fleet
+from thinwire.registry import canonical
+from thinwire.replica.flat import flatten, lay_out, views
+from thinwire.replica.moments import Moments
+from thinwire.replica.replica import Replica
+from thinwire.replica.shards import Shards, is_sharded, local
+from thinwire.strategies.base import Strategy, gradient_buffer, pace_rule
+from thinwire.strategies.gradients.all_reduce import AllReduce
+from thinwire.tensor2d.mesh import Mesh3D
+from thinwire.worker.chooser import choose_strategy
+from thinwire.worker.compatibility import (
+    check_arguments,
+    check_closures,
+    check_compatible,
+    check_elastic,
+    check_mesh,
+    check_policy,
+    check_skipped_steps,
+    check_start,
+)
+from thinwire.worker.consensus import broadcast_others
+from thinwire.worker.elastic import agree_with, enter, leaves_on_failure
+from thinwire.worker.exchanging import share_skips, stop_watching, watch_gradients
+from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
+from thinwire.worker.handshake import agree, equal_on_all, facts_of
+from thinwire.worker.parameters import check_aliases, learning_rate, trained, vectors_of
+from thinwire.worker.state import Policy, WorkerState
+from thinwire.worker.step import Step
+from thinwire.worker.worker import Worker
+
+_BUCKET_BYTES = 8 << 20
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    strategy: Strategy | str,
+    *,
+    group: Group = None,
+    comm: Comm | None = None,
+    mesh: Mesh3D | None = None,
+    init: Literal["broadcast", "own"] = "broadcast",
+    seed: int = 0,
+    scaler: torch.amp.GradScaler | None = None,
+    find_unused: bool = False,
+    bucket_bytes: int = _BUCKET_BYTES,
+    nonfinite: Policy = "raise",
+    inside_ddp: InsideDDP = "refuse",
+    elastic: bool | Fleet = False,
+    timeout: float = 60.0,
+) -> Worker:
+    """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
+
+    Parameters become views of one flat vector per (dtype, device), in place: keep using the model, but do not move it
+    to another device or dtype afterwards. After `backward()` each parameter's gradient is final: the mean over workers
+    where the strategy exchanges gradients, else this worker's own. Clip it there: the optimizer uses that gradient.
+
+    Args:
+        model: already on its device. Frozen parameters are compared and sent once, from rank 0.
+        optimizer: any torch optimizer over parameters of `model`; parameters that it does not hold are not trained.
+        strategy: the recipe, as an object or as text, such as "SlowMo(base=PushSum(), period=48)" (see `parse`); or
+            "auto", which measures the links between the ranks and takes what `thinwire plan` would recommend: rank 0
+            logs why, and `worker.strategy` says which it is. A training step's time is not known here: it is read on
+            rank 0 from the file of `thinwire doctor --out` that THINWIRE_PLAN names, and otherwise assumed. The first
+            steps are measured, and `AllReduce()` takes over if it is faster (see `thinwire.plan.guard.Guard`).
+        group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
+            there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
+            CUDA, otherwise Gloo), and destroyed when the process ends.
+        comm: the ranks as a Comm, instead of `group` (threads, simulation).
+        mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
+        init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's, and refuses
+            parameters that differ where the strategy would never make them equal. The optimizer's state is each rank's
+            own either way.
+        seed: seed of the strategy's random draws; equal on all ranks.
+        scaler: the loop's GradScaler; all ranks then skip the same steps.
+        find_unused: leave parameters that have no gradient on any rank without one, at 4 bytes per tensor and step;
+            otherwise a missing gradient counts as zero. Only matters where gradients are exchanged.
+        bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
+        nonfinite: what to do with a gradient that is NaN or infinite, unless a GradScaler skips the step: "raise" on
+            all ranks; "skip" the optimizer's step, of all workers where they exchange gradients, else of this one only;
+            or "ignore" it. "skip" is refused for optimizers with several gradients a step, such as LBFGS and SVRG.
+        inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
+            "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
+            exchange off until `detach`.
+        elastic: go on when workers are lost, and take in those that come later: `Worker.view` says who trains, and
+            `docs/how-to/elastic.md` how to start the workers and what survives. A `Fleet` says how this worker enters
+            the run; True reads that from the environment.
+        timeout: how long one wait may last, in seconds.
+
+    Raises:
+        ConfigError: the recipe cannot serve this model, this optimizer or this number of workers.
+        CommTimeoutError: not all ranks connected in time.
+        MismatchError: ranks were started with different models, recipes, versions or seeds.
+        NonFiniteError: in a step, on all ranks, if a gradient is not finite; with the rank and the parameter.
+
+    Example:
+        Two workers as threads. Rank 0's parameters are used on both, and each step takes the mean gradient.
+
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(2, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.AllReduce(), comm=comm)
+        ...     model(torch.tensor([[1.0, comm.rank]])).sum().backward()
+        ...     optimizer.step()
+        ...     return model.weight.tolist()
+        >>> thinwire.run_threads(2, train)
+        [[[-0.5, -0.25]], [[-0.5, -0.25]]]
+    """
+    automatic = strategy == "auto"
+    strategy = check_arguments(model, optimizer, AllReduce() if automatic else strategy)
+    named = trained(model, optimizer)
+    scaled = scaler is not None and scaler.is_enabled()
+    device = next(iter(named.values())).device
+    views = watch = None
+    if elastic:
+        if automatic:
+            raise ConfigError(
+                "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the "
+                "others; name the strategy, such as the one that `thinwire plan` recommends"
+            )
+        check_new(named, optimizer)
+        check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
+        views = enter(elastic, timeout)
+        comm = views.comm
+    with leaves_on_failure(views) as on_failure:
+        given = mesh.data if mesh is not None else comm
+        comm = given or comm_for(group, timeout=timeout, device=device)
+        if given is None:
+            on_failure.callback(comm.disconnect)
+        settings = {
+            "the number of workers": comm.size,
+            "the strategy": "auto" if automatic else canonical(strategy),
+            "the seed": seed,
+            "init": init,
+            "bucket_bytes": bucket_bytes,
+            "find_unused": find_unused,
+            "the use of a scaler": scaled,
+            "nonfinite": nonfinite,
+            "inside_ddp": inside_ddp,
+            "elastic": views is not None,
+        }
+        facts = facts_of(model, optimizer, named, settings)
+        # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
+        # waiting for a rank that has raised.
+        agree_with(views, comm, facts, device)
+        if automatic:
+            strategy, watch = choose_strategy(optimizer, named, comm)
+        worker = Worker(model, optimizer, strategy, comm, seed=seed)
+        if given is None:
+            worker.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
+        worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
+        comm.in_step = comm.in_step and not strategy.traits.timing_dependent
+        comm.rule = pace_rule(strategy) if strategy.traits.meets_every > 1 else RULE
+        check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
+        check_wrappers(model, inside_ddp)
+        check_new(named, optimizer)
+        check_beside(model, strategy)
+        check_policy(nonfinite, named.values(), 1 if mesh is None else mesh.block.whole.size, optimizer)
+        check_compatible(strategy, optimizer, comm.size, named.values())
+        check_closures(strategy, optimizer)
+        if mesh is not None:
+            check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
+            agree(mesh.block.whole, facts, device)
+            worker.block = mesh.folder
+        make_replicas(worker, named, mesh)
+        if views is None or not views.joins:  # who joins gets parameters and state from another worker
+            start(worker, init)
+        worker.nonfinite = nonfinite
+        if views is not None:
+            worker.elastic, worker.survives, worker.start_step = views, views.gradients, views.start_step
+        watch_gradients(worker)
+        worker.undo.callback(stop_watching, worker)
+        hooks = Step(worker, rounds=views, compare=worker._compare)  # pyright: ignore[reportPrivateUsage]
+        worker._hooks = hooks  # pyright: ignore[reportPrivateUsage]
+        if views is not None:
+            views.begin(worker, hooks.strategy_after)
+        worker.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in worker.replicas]
+        hooks.watch(Attachment(worker, inside_ddp), FirstSteps(worker, init))
+        share_skips(worker)
+        worker.automatic = automatic
+        if watch is not None:
+            watch(worker)
+        worker.account.begin()
+        return worker
+
+
+def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:
+    """The parameters of the first step, and the strategy's state."""
+    if init == "broadcast":
+        broadcast(worker)
+    else:
+        equals = [equal_on_all(worker.comm, replica.x) for replica in worker.replicas]
+        check_start(worker.strategy, equal=all(equals))
+        for replica in worker.replicas:
+            replica.equal_start = all(equals)
+    with torch.no_grad():
+        for replica in worker.replicas:
+            worker.strategy.start(replica)
+
+
+def broadcast(worker: WorkerState) -> None:
+    """Start every rank from rank 0's parameters (frozen ones too) and buffers."""
+    with torch.no_grad():
+        for replica in worker.replicas:
+            worker.comm.broadcast_(replica.x, 0).wait()
+        worker.shards.write()
+        broadcast_others(worker)
+
+
+def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:
+    """Copy the parameters into flat vectors, and let each parameter be a view of its vector.
+
+    Raises:
+        ConfigError: on all ranks, where a parameter would be untied from a tensor in the same memory.
+    """
+    check_aliases(worker.model, named)
+    names = {id(p): name for name, p in named.items()}
+    sharded: list[tuple[Tensor, Tensor]] = []
+    # One for all replicas: a step is skipped by all of them or by none.
+    means = PendingMeans()
+    for parameters in vectors_of(worker.model, named, mesh):
+        segments = lay_out([(names[id(p)], local(p)) for p in parameters])
+        x = flatten([local(p) for p in parameters], segments)
+        for parameter, view in zip(parameters, views(x, segments), strict=True):
+            if is_sharded(parameter):
+                # Its storage belongs to FSDP2; its part of the vector is copied back and forth instead.
+                sharded.append((parameter, view))
+            else:
+                parameter.data = view
+        g = gradient_buffer(worker.strategy, x)
+        lr = learning_rate(worker.optimizer, parameters, segments, x)
+        moments = Moments(worker.optimizer, parameters, segments)
+        replica = Replica(
+            x, g, worker.comm, lr=lr, seed=worker.seed, segments=segments, moments=moments, pending_means=means
+        )
+        worker.replicas.append(replica)
+        worker.layouts.append((parameters, segments))
+    worker.shards = Shards(worker.model, sharded)

@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The model that all workers agree on, put in place of a worker's own for a while; ranks that are lost or unequal."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.base import Comm
+from thinwire.errors import ConfigError, MismatchError, PeerLostError
+from thinwire.kernels.decisions import decide
+from thinwire.replica.flat import copy_each_, flatten, lay_out, views
+from thinwire.replica.shards import local
+from thinwire.worker.guards import refuse
+from thinwire.worker.handshake import agree, describe_tensor, hash_of
+from thinwire.worker.parameters import by_kind, named_buffers, named_parameters
+from thinwire.worker.state import WorkerState
+
+_COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
+_SMALLEST_SUMMED = 2  # bytes of an element; torch does not add float8 numbers
+_LOGGER = logging.getLogger("thinwire")
+# Of the norm. What is rounded otherwise in five hundred steps is far less in fp32. In 16 bits a single digit is more:
+# the limit there is the largest share of a number that its last digit can be, so that one digit of each may differ.
+_MOST = 1e-5
+
+
+@contextmanager
+def lends(
+    worker: WorkerState, together: Callable[[Callable[[], None]], None], *, averaged: bool = False
+) -> Generator[None]:
+    """Put what all workers agree on in the place of this worker's own parameters and buffers, which come back.
+
+    Args:
+        worker: of this rank; every rank must enter.
+        together: runs what needs all ranks, as the worker does.
+        averaged: whether the parameters are the consensus already, so that only buffers are sent.
+    """
+    worker.shards.read()
+    own = [replica.x.clone() for replica in worker.replicas]
+    buffers = {name: buffer.clone() for name, buffer in named_buffers(worker.model).items()}
+    worker.lent += 1
+    try:
+        together(lambda: _agree(worker, averaged=averaged))
+        worker.shards.write()
+        yield
+    finally:
+        worker.lent -= 1
+        with torch.no_grad():
+            for replica, x in zip(worker.replicas, own, strict=True):
+                replica.x.copy_(x)
+            worker.shards.write()
+            for name, buffer in named_buffers(worker.model).items():
+                # A cache may have grown, or come new, in a forward pass.
+                if name in buffers and buffer.shape == buffers[name].shape and is_writable(buffer):
+                    buffer.copy_(buffers[name])
+
+
+def _agree(worker: WorkerState, *, averaged: bool) -> None:
+    with torch.no_grad():
+        if not averaged:
+            for replica in worker.replicas:
+                replica.x.copy_(worker.strategy.consensus(replica))
+        average_buffers(worker)
+
+
+def refuse_while_lent(worker: WorkerState, call: str) -> None:
+    """Refuse what would save, change or train the parameters that are lent.
+
+    Raises:
+        ConfigError: on all ranks, within `consensus()`.
+    """
+    if worker.lent:
+        refuse(
+            worker,
+            f"{call} within consensus(), where the model has the parameters that all workers agree on, which are only "
+            "lent; leave the `with` block first",
+        )
+
+
+# -- lost ranks --------------------------------------------------------------------------------------------------------
+
+
+def lost_ranks(worker: WorkerState) -> list[int]:
+    """The ranks that are lost, and that the strategy goes on without."""
+    return sorted({rank for replica in worker.replicas for rank in worker.strategy.lost(replica)})
+
+
+def check_all_there(worker: WorkerState, call: str) -> None:
+    """Refuse a call that needs all ranks, where some are lost.
+
+    Raises:
+        PeerLostError: with the ranks and what can be done.
+    """
+    if lost := lost_ranks(worker):
+        comm, be = worker.comm, "is" if len(lost) == 1 else "are"
+        raise PeerLostError(
+            f"{comm.name(comm.rank)}, step {worker.step}, {call}: {comm.names(lost)} {be} lost, and this needs all "
+            "ranks. All others hold the same parameters after detach() and at consensus(): write "
+            "model.state_dict() on one of them, and start anew from it"
+        )
+
+
+# -- tensors that are not trained --------------------------------------------------------------------------------------
+
+
+def broadcast_others(worker: WorkerState) -> None:
+    """Replace buffers and frozen parameters by rank 0's.
+
+    Raises:
+        ConfigError: on all ranks, if a tensor that cannot be received in place, such as a sparse one, differs between
+            ranks.
+    """
+    flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
+    others = {name: local(p.data) for name, p in named_parameters(worker.model).items() if id(p) not in flat}
+    others |= named_buffers(worker.model)
+    fixed = {name: x for name, x in others.items() if not is_writable(x)}
+    _refuse_different(worker, fixed)
+    for group in by_kind(x for name, x in others.items() if name not in fixed).values():
+        _broadcast_(worker.comm, group)
+
+
+def average_buffers(worker: WorkerState) -> None:
+    """Make all buffers equal on all ranks.
+
+    A buffer with the same bits on all ranks, such as a mask, is left unchanged. Of the others, buffers of floating
+    dtype become their mean over ranks, computed in fp32 at least, and the rest (integers, complex numbers, float8)
+    become rank 0's.
+
+    Raises:
+        MismatchError: on all ranks, if a buffer has another shape on another rank, as caches may that grow.
+        ConfigError: on all ranks, if a sparse buffer differs between ranks.
+    """
+    named = named_buffers(worker.model)
+    if not named or worker.comm.size == 1:
+        return
+    # Vectors of different sizes would end a process inside Gloo without an error.
+    facts = [(f"buffer {name}", describe_tensor(buffer)) for name, buffer in named.items()]
+    agree(worker.comm, facts, worker.replicas[0].x.device, how="have different buffers")
+    named = _different(worker, named)
+    _refuse_different(worker, {name: x for name, x in named.items() if not is_writable(x)}, compared=True)
+    for group in by_kind(named.values()).values():
+        if group[0].is_floating_point() and group[0].element_size() >= _SMALLEST_SUMMED:
+            _average_(worker.comm, group)
+        else:
+            _broadcast_(worker.comm, group)
+
+
+def _average_(comm: Comm, group: list[Tensor]) -> None:
+    vector = flatten(group, layout := lay_out([("", x) for x in group]))
+    # Divided first, so that the sum of large numbers whose mean is finite does not overflow.
+    exact = vector.to(torch.promote_types(vector.dtype, torch.float32)).div_(comm.size)
+    comm.all_reduce_(exact).wait()
+    copy_each_(group, views(exact, layout))
+
+
+def _broadcast_(comm: Comm, group: list[Tensor]) -> None:
+    vector = flatten(group, layout := lay_out([("", x) for x in group]))
+    # As bytes, because backends do not know every dtype.
+    comm.broadcast_(vector.view(torch.uint8), 0).wait()
+    copy_each_(group, views(vector, layout))
+
+
+def _different(worker: WorkerState, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message."""
+    device = worker.replicas[0].x.device
+    hashes = torch.stack([_hash_of(name, x).to(device) for name, x in named.items()])
+    n = len(named)
+    least = worker.comm.all_reduce_(torch.cat([hashes, ~hashes]), op="min").wait()
+    equal = decide(least, lambda: (least[:n] == ~least[n:]).tolist(), most=[False] * n, least=[True] * n)
+    return {name: x for (name, x), same in zip(named.items(), equal, strict=True) if not same}
+
+
+def _refuse_different(worker: WorkerState, named: Mapping[str, Tensor], *, compared: bool = False) -> None:
+    """Refuse tensors that differ between ranks.
+
+    Args:
+        worker: of this rank.
+        named: tensors that cannot be received in place.
+        compared: whether they are known to differ.
+
+    Raises:
+        ConfigError: naming the first of them, on all ranks.
+    """
+    for name, x in (named if compared or not named else _different(worker, named)).items():
+        kind = "shares memory between its elements" if x.layout == torch.strided else f"has layout {x.layout}"
+        raise ConfigError(
+            f"{name} {kind} and differs between ranks. Such a buffer or frozen parameter is neither averaged nor sent. "
+            "Make it equal on all ranks, or keep it outside the model"
+        )
+
+
+def is_writable(x: Tensor) -> bool:
+    """Whether values can be copied into a tensor: it is dense, and each element has memory of its own."""
+    if x.layout != torch.strided:
+        return False
+    return all(stride != 0 or n == 1 for n, stride in zip(x.shape, x.stride(), strict=True)) or not x.numel()
+
+
+def _hash_of(name: str, x: Tensor) -> Tensor:
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for piece in _pieces(name, x.detach()):
+        total = total.mul(31).add(hash_of(piece))
+    return total
+
+
+def _pieces(name: str, x: Tensor) -> Sequence[Tensor]:
+    """The dense tensors that a tensor consists of."""
+    if x.layout == torch.strided:
+        return [x]
+    if x.layout == torch.sparse_coo:
+        x = x.coalesce()
+        return [x.indices(), x.values()]
+    if x.layout in _COMPRESSED_ROWS:
+        return [x.crow_indices(), x.col_indices(), x.values()]
+    if x.layout in _COMPRESSED_COLUMNS:
+        return [x.ccol_indices(), x.row_indices(), x.values()]
+    raise ConfigError(
+        f"{name} has layout {x.layout}. Buffers must be dense or sparse, so that ranks can compare them. Keep it "
+        "outside the model"
+    )
+
+
+# -- parameters that differ by rounding --------------------------------------------------------------------------------
+
+
+def settle(worker: WorkerState, odd: Sequence[int]) -> None:
+    """Where the parameters of some ranks differ by rounding, let all go on with rank 0's; every rank calls.
+
+    Gradients are the same bits on all ranks. But what each computes of them by itself, such as the norm by which they
+    are clipped, has another last digit on a processor of another kind, or with another number of threads.
+
+    Where a difference comes from cannot be seen in it: settings of a rank that are wrong by so little that they change
+    the parameters by no more than rounding does, until they are compared, are put right too, and told in the same
+    words. In 16 bits that is most: there a last digit is up to 0.8% of a number (bfloat16) or 0.1% (float16).
+
+    Args:
+        worker: of this rank.
+        odd: the ranks whose parameters are not those of most.
+
+    Raises:
+        MismatchError: on all ranks, if they differ by more.
+    """
+    comm = worker.comm
+    worker.shards.read()
+    with torch.no_grad():
+        firsts = [comm.broadcast_(replica.x.clone(), 0).wait() for replica in worker.replicas]
+        pairs = list(zip(worker.replicas, firsts, strict=True))
+        shares = [_distance(replica.x, first) / _allowed(first) for replica, first in pairs]
+        # NaN too is more than is allowed; and all ranks decide by the same number. Replicas may be on several devices.
+        own = torch.tensor([max(shares)], dtype=torch.float32, device=comm.check_device)
+        share = torch.stack(comm.all_gather(own).wait()).amax().item()
+        if not share <= 1:
+            comm.raise_on_all(
+                MismatchError(
+                    f"step {worker.step}: the parameters of {comm.names(odd)} differ from those of the "
+                    "others by more than rounding, and this strategy keeps them equal; give all ranks the same "
+                    "weights, optimizer settings and learning rates"
+                )
+            )
+        for replica, first in pairs:
+            replica.x.copy_(first)
+    worker.shards.write()
+    if comm.rank == 0 and not worker.told_rounding:
+        _LOGGER.warning(
+            "step %d: the parameters of %s differ from those of the others by rounding, as on processors of different "
+            "kinds or with other numbers of threads; all ranks go on with rank 0's, now and whenever this is found; if "
+            "their machines are alike, compare their settings",
+            *(worker.step, comm.names(odd)),
+        )
+    worker.told_rounding = True
+
+
+def _distance(x: Tensor, first: Tensor) -> float:
+    """The norm of the difference, over that of the vector; infinite where one of them is not finite."""
+    gap, whole = (torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in (x - first, first))
+    if gap == 0:
+        return 0.0
+    return gap / whole if whole and math.isfinite(gap / whole) else math.inf
+
+
+def _allowed(x: Tensor) -> float:
+    return max(_MOST, torch.finfo(x.dtype).eps)
