@@ -22,6 +22,7 @@ import pytest
 
 from tests.fragments import PROCESSES, run_fragments
 from tests.pool import run_processes
+from tests.rules import for_each
 from tests.test_docs import PAGES, ROOT, STEP_BY_STEP, blocks, inline, text
 from tests.tutorial import assert_printed, patched, steps_of
 from thinwire.emulate import available
@@ -241,7 +242,7 @@ def test_what_is_to_be_installed_exists() -> None:
             assert set(named.split(",")) <= extras.keys(), line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=str)
+@for_each(PAGES)
 def test_every_command_in_the_text_has_options_that_exist(page: Path) -> None:
     commands = pytest.importorskip("thinwire.cli.commands")
     for line in inline(page) if page.name.lower() != "changelog.md" else ():

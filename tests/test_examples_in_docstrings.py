@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import thinwire
+from tests.rules import for_each
 from thinwire.registry import REGISTERED
 
 ROOT = Path(thinwire.__file__).parent
@@ -37,7 +38,7 @@ def test_examples_print_what_they_say(name: str) -> None:
     assert found.failed == 0
 
 
-@pytest.mark.parametrize("name", [name for name in thinwire.__all__ if name != "__version__"])
+@for_each(name for name in thinwire.__all__ if name != "__version__")
 def test_every_public_name_has_an_example(name: str) -> None:
     thing = getattr(thinwire, name)
     if inspect.isclass(thing) and issubclass(thing, Exception):

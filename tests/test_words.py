@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.rules import for_each
+
 ROOT = Path(__file__).parents[1]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
 PYTHON = [ROOT / name for name in TRACKED if name.endswith(".py")]
@@ -48,13 +50,14 @@ def identifiers() -> dict[str, str]:
 
 
 @pytest.mark.skipif(not TRACKED, reason="not a checkout")
-@pytest.mark.parametrize("name", GONE)
+@for_each(GONE)
 def test_an_old_name_is_no_identifier(name: str) -> None:
     assert name not in identifiers(), identifiers()[name]
 
 
-@pytest.mark.parametrize(("place", "name"), MEMBERS)
-def test_an_old_name_is_no_member(place: str, name: str) -> None:
+@for_each(MEMBERS)
+def test_an_old_name_is_no_member(member_of_place: tuple[str, str]) -> None:
+    place, name = member_of_place
     module, _, member = place.rpartition(".")
     try:
         thing = importlib.import_module(place)
@@ -79,7 +82,7 @@ TEXTS = [ROOT / name for name in TRACKED if re.match(r"(README|CONTRIBUTING|docs
 
 
 @pytest.mark.skipif(not TRACKED, reason="not a checkout")
-@pytest.mark.parametrize("word", PRIVATE)
+@for_each(PRIVATE)
 def test_a_private_word_is_not_used(word: str) -> None:
     pattern = re.compile(rf"\b{word}s?\b", re.IGNORECASE)
     found = [path.relative_to(ROOT).as_posix() for path in TEXTS if pattern.search(path.read_text(encoding="utf-8"))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -111,8 +112,10 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> bool:
     return one.shape == other.shape and bool(torch.allclose(one, other, rtol=tolerance, atol=tolerance))
 
 
-@pytest.mark.parametrize("rows", [True, False], ids=["rows", "at once"])
-@pytest.mark.parametrize("name", fast_where(lambda name: name in ("SGD", "AdamW"), CASES))
+@pytest.mark.parametrize(
+    ("name", "rows"),
+    fast_where(lambda each: each in (("SGD", True), ("AdamW", False)), product(CASES, (True, False))),
+)
 def test_fifty_steps_equal_separate_training_with_mixed_hyperparameters_and_schedules(name: str, rows: bool) -> None:
     models, most = make(Net), [0.5, 1.0, 2.0]
     array = fuse(models, seeds=range(3))

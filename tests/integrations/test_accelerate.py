@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from tests.integrations.small import HALF, STEPS, Net, batch_of, equal, optimizer_of, plain_loop, weights
 from tests.pool import run_processes
 
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytestmark = pytest.mark.skipif(find_spec("accelerate") is None, reason="needs accelerate")
 
 
 def prepared(recipe: str, *, width: int = 16, **settings: Any) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import pytest
 from tests.integrations.small import BATCH, HALF, RATE, STEPS, Net, Rows, equal, optimizer_of, plain_loop, weights
 from tests.pool import run_processes
 
-pytest.importorskip("transformers", reason="needs transformers")
-pytest.importorskip("accelerate", reason="needs accelerate")
+pytestmark = pytest.mark.skipif(
+    not (find_spec("transformers") and find_spec("accelerate")), reason="needs transformers and accelerate"
+)
 
 
 def trainer_of(folder: str, recipe: str, steps: int, *, width: int = 16, **settings: Any) -> Any:

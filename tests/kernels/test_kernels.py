@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import fast_where
 from tests.kernels.natives import drawn, mixed, same_bits
 from tests.kernels.natives import implementation as implementation
 from thinwire import ConfigError
@@ -55,29 +56,29 @@ def scales_of(payload: Tensor, count: int, scale_bytes: int) -> list[float]:
 # -- signs -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", SIZES)
 @pytest.mark.parametrize(
     ("block", "norm", "scale_bytes"), [(8, "l1", 4), (13, "l2", 2), (2048, "l2", 4), (64, "l1", 2)]
 )
-def test_signs_and_scales_are_those_of_the_formula(n: int, block: int, norm: str, scale_bytes: int) -> None:
-    x, error = special(n), 0.3 * special(n + 1)[:n]
-    residual, rest = x + error, error.clone()
-    payload = encoded(x, rest, block=block, norm=norm, scale_bytes=scale_bytes)
-    blocks = residual.double().split(block) if n else ()
-    assert len(payload) == -(-n // block) * scale_bytes + -(-n // 8)
-    found = scales_of(payload, len(blocks), scale_bytes)
-    for scale, part in zip(found, blocks, strict=True):
-        true = part.abs().mean() if norm == "l1" else part.square().mean().sqrt()
-        assert scale == pytest.approx(float(true), rel=1e-6 if scale_bytes == 4 else 2**-8, abs=1e-44)
-    stream = payload[len(blocks) * scale_bytes :].tolist()
-    assert [stream[i // 8] >> i % 8 & 1 for i in range(n)] == torch.signbit(residual).int().tolist()
-    decoded = torch.empty(n)
-    decode_signs_(payload, decoded, block=block, scale_bytes=scale_bytes)
-    expected = [
-        math.copysign(found[i // block], value) if found[i // block] else 0.0 for i, value in enumerate(residual)
-    ]
-    assert same_bits(decoded, torch.tensor(expected, dtype=torch.float32))
-    assert same_bits(rest, residual - decoded)
+def test_signs_and_scales_are_those_of_the_formula(block: int, norm: str, scale_bytes: int) -> None:
+    for n in SIZES:
+        x, error = special(n), 0.3 * special(n + 1)[:n]
+        residual, rest = x + error, error.clone()
+        payload = encoded(x, rest, block=block, norm=norm, scale_bytes=scale_bytes)
+        blocks = residual.double().split(block) if n else ()
+        assert len(payload) == -(-n // block) * scale_bytes + -(-n // 8)
+        found = scales_of(payload, len(blocks), scale_bytes)
+        for scale, part in zip(found, blocks, strict=True):
+            true = part.abs().mean() if norm == "l1" else part.square().mean().sqrt()
+            assert scale == pytest.approx(float(true), rel=1e-6 if scale_bytes == 4 else 2**-8, abs=1e-44)
+        stream = payload[len(blocks) * scale_bytes :].tolist()
+        assert [stream[i // 8] >> i % 8 & 1 for i in range(n)] == torch.signbit(residual).int().tolist()
+        decoded = torch.empty(n)
+        decode_signs_(payload, decoded, block=block, scale_bytes=scale_bytes)
+        expected = [
+            math.copysign(found[i // block], value) if found[i // block] else 0.0 for i, value in enumerate(residual)
+        ]
+        assert same_bits(decoded, torch.tensor(expected, dtype=torch.float32))
+        assert same_bits(rest, residual - decoded)
 
 
 def test_what_is_left_of_the_last_byte_is_zero() -> None:
@@ -207,22 +208,22 @@ def codes_of(payload: Tensor, n: int, bits: int, head: int) -> list[int]:
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("n", [0, 1, 7, 8, 9, 130, 1100])
-def test_codes_are_those_of_the_formula(bits: int, n: int) -> None:
-    x, levels = special(n), 2 ** (bits - 1) - 1
-    payload, decoded = quantized(x, bits=bits, block=40)
-    draws, count = uniform(n, 3).double(), -(-n // 40)
-    assert len(payload) == 4 * count + bits * -(-n // 8)
-    for i, code in enumerate(codes_of(payload, n, bits, 4 * count)):
-        scale = float(x[i // 40 * 40 : i // 40 * 40 + 40].abs().max())
-        ratio = float(x[i]) / scale if scale else 0.0
-        place = (ratio + 1) / 2 if bits == 1 else ratio * levels + levels
-        # fp32 may round a sum up to the next level.
-        assert math.floor(place + float(draws[i])) in (code, code - 1)
-        assert abs(place + float(draws[i]) - code) < 1 + 1e-4
-        assert 0 <= code <= max(1, 2 * levels)
-        centre, half = (0.5, 0.5) if bits == 1 else (levels, levels)
-        assert float(decoded[i]) == pytest.approx((code - centre) / half * scale, rel=1e-6, abs=1e-44)
+def test_codes_are_those_of_the_formula(bits: int) -> None:
+    for n in (0, 1, 7, 8, 9, 130, 1100):
+        x, levels = special(n), 2 ** (bits - 1) - 1
+        payload, decoded = quantized(x, bits=bits, block=40)
+        draws, count = uniform(n, 3).double(), -(-n // 40)
+        assert len(payload) == 4 * count + bits * -(-n // 8)
+        for i, code in enumerate(codes_of(payload, n, bits, 4 * count)):
+            scale = float(x[i // 40 * 40 : i // 40 * 40 + 40].abs().max())
+            ratio = float(x[i]) / scale if scale else 0.0
+            place = (ratio + 1) / 2 if bits == 1 else ratio * levels + levels
+            # fp32 may round a sum up to the next level.
+            assert math.floor(place + float(draws[i])) in (code, code - 1)
+            assert abs(place + float(draws[i]) - code) < 1 + 1e-4
+            assert 0 <= code <= max(1, 2 * levels)
+            centre, half = (0.5, 0.5) if bits == 1 else (levels, levels)
+            assert float(decoded[i]) == pytest.approx((code - centre) / half * scale, rel=1e-6, abs=1e-44)
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -238,7 +239,12 @@ def test_the_largest_element_is_exact_except_for_its_scale(bits: int, scale_byte
             assert float(decoded[place]) == pytest.approx(float(x[place]), rel=2e-7)
 
 
-@pytest.mark.parametrize(("bits", "norm"), [(1, "max"), (2, "max"), (4, "max"), (2, "l2"), (4, "l2")])
+@pytest.mark.parametrize(
+    ("bits", "norm"),
+    fast_where(
+        lambda each: each in ((1, "max"), (4, "l2")), [(1, "max"), (2, "max"), (4, "max"), (2, "l2"), (4, "l2")]
+    ),
+)
 def test_codes_are_right_in_the_mean(bits: int, norm: str) -> None:
     x = torch.cat([torch.tensor([1.0, -1.0, 0.0, 1 / 7, -3 / 7, 1e-3]), 0.3 * drawn(26)]).clamp(-1, 1)
     draws = 800

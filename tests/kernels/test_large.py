@@ -84,15 +84,15 @@ def test_nan_is_refused() -> None:
 # -- indices as bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 8, 9, 1000, 2**31, 2**40 + 1, 2**62 + 1])
 @pytest.mark.parametrize("k", [0, 1, 2, 7, 100])
-def test_indices_take_the_bits_they_need_and_are_restored(n: int, k: int) -> None:
-    places = (uniform(k, n).double() * n).long().clamp(max=n - 1)
-    packed = pack_indices(places, n)
-    width = math.ceil(math.log2(n)) if n < 2**50 else 63
-    assert packed.dtype == torch.uint8
-    assert packed.numel() == packed_nbytes(k, n) == math.ceil(k * width / 8)
-    assert unpack_indices(packed, n, k).equal(places)
+def test_indices_take_the_bits_they_need_and_are_restored(k: int) -> None:
+    for n in (1, 2, 3, 8, 9, 1000, 2**31, 2**40 + 1, 2**62 + 1):
+        places = (uniform(k, n).double() * n).long().clamp(max=n - 1)
+        packed = pack_indices(places, n)
+        width = math.ceil(math.log2(n)) if n < 2**50 else 63
+        assert packed.dtype == torch.uint8
+        assert packed.numel() == packed_nbytes(k, n) == math.ceil(k * width / 8)
+        assert unpack_indices(packed, n, k).equal(places)
 
 
 def test_indices_are_end_to_end_with_their_lowest_bits_first() -> None:

@@ -9,6 +9,7 @@ from statistics import fmean
 import pytest
 import torch
 
+from tests.grids import fast_where
 from tests.quorum.simulation import Simulation
 from thinwire.quorum.coordinator import Coordinator
 from thinwire.quorum.messages import ControlMessage, Kind, control_length, decode_control
@@ -83,7 +84,7 @@ def test_a_member_that_holds_the_mean_is_not_taken_for_stopped() -> None:
 
 
 @pytest.mark.parametrize("use_all_reduce", [False, True])
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", fast_where(lambda seed: seed < 4, range(12)))
 @pytest.mark.parametrize(("size", "least"), [(2, 1), (4, 3), (5, 3), (9, 7)])
 def test_each_step_is_committed_once_with_the_same_members_on_all_ranks_whoever_stops(
     size: int, least: int, seed: int, use_all_reduce: bool

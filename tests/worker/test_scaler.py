@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, flat, momentum, net, threads
+from tests.grids import fast_where
 from thinwire import (
     AllReduce,
     Bf16,
@@ -68,8 +70,11 @@ def scaled(comm: Comm, strategy: Strategy, *, bad_rank: int, clip: bool = False,
     return flat(worker.model), scales, moved, worker.step
 
 
-@pytest.mark.parametrize("clip", [False, True])
-@pytest.mark.parametrize("strategy", STRATEGIES, ids=repr)
+@pytest.mark.parametrize(
+    ("strategy", "clip"),
+    fast_where(lambda each: STRATEGIES.index(each[0]) % 2 == each[1], product(STRATEGIES, (False, True))),
+    ids=repr,
+)
 def test_an_overflow_on_one_rank_skips_the_step_on_all(strategy: Strategy, clip: bool) -> None:
     for x, scales, moved, step in run_threads(3, lambda c: scaled(c, strategy, bad_rank=1, clip=clip)):
         assert scales == [8.0, 16.0, 8.0, 8.0, 16.0]
