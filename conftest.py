@@ -55,7 +55,7 @@ def nothing_is_left_behind() -> Iterator[None]:
 @pytest.fixture
 def fresh_autotune_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Autotuning starts without measurements, and its cache file is in a temporary folder."""
-    from thinwire.fusion import autotune_cache, clear_autotune_cache
+    from thinwire.arrays.fusion import autotune_cache, clear_autotune_cache
 
     monkeypatch.setattr(autotune_cache, "cache_path", lambda: tmp_path / "autotune.json")
     clear_autotune_cache()

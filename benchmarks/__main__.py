@@ -19,9 +19,9 @@ from typing import Any
 
 from benchmarks import compressed, coreset, stragglers
 from benchmarks.paired import run_in_turns
-from thinwire.emulate import available
-from thinwire.runs.comparison import Comparison, compare
-from thinwire.runs.defaults import resolve
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import Comparison, compare
+from thinwire.lab.runs.defaults import resolve
 
 WORKERS = 4
 Row = tuple[str, str, str, str]

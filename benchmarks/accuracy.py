@@ -29,14 +29,15 @@ from typing import Any
 import torch
 
 import thinwire
-from thinwire import simulate, tasks
+from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError, NonFiniteError
-from thinwire.plan.candidates import CANDIDATES, DENSE, TABLE
-from thinwire.simulate import SimulatedComm
-from thinwire.storage.files import write_atomically
-from thinwire.tasks.language import text
-from thinwire.tasks.models.base import Network, build
-from thinwire.tasks.models.gpt import GPT, GPTSize
+from thinwire.lab import tasks
+from thinwire.lab.tasks.language import text
+from thinwire.lab.tasks.models.base import Network, build
+from thinwire.lab.tasks.models.gpt import GPT, GPTSize
+from thinwire.planning import simulate
+from thinwire.planning.plan.candidates import CANDIDATES, DENSE, TABLE
+from thinwire.planning.simulate import SimulatedComm
 
 WORKERS = 4
 AVERAGED = 3
@@ -52,7 +53,7 @@ class Setting:
     """What is trained.
 
     Args:
-        task: of `thinwire.tasks`.
+        task: of `thinwire.lab.tasks`.
         model: in words.
         build: makes the model; None for the task's default.
         optimizer: with the task's settings for it.

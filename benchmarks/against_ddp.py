@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from benchmarks.paired import Step, report, start, take_turns
-from thinwire import tasks
-from thinwire.tasks.models.base import build
-from thinwire.tasks.models.gpt import GPT, GPTSize
+from thinwire.lab import tasks
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT, GPTSize
 
 # By about how many million parameters they have.
 SIZES = {"0.5": GPTSize(4, 96, 3), "2": GPTSize(6, 160, 5), "6": GPTSize(8, 256, 4), "20": GPTSize(8, 448, 7)}

@@ -26,7 +26,7 @@ from torch import nn
 
 import thinwire
 from benchmarks.paired import start
-from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.lab.emulate import Network, available, parse_links, run_workers
 
 RECIPES = (
     "AllReduce(ErrorFeedback(Nearest()))",

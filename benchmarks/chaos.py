@@ -179,7 +179,7 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
     import torch
 
     import thinwire
-    from thinwire.quorum.elastic_sampler import ElasticSampler
+    from thinwire.elastic.sampler import ElasticSampler
     from thinwire.worker.notice import Notice
 
     def tell(**fields: Any) -> None:
@@ -424,7 +424,7 @@ class Run:
         """Return the batch of the step that a lost worker could not report."""
         from types import SimpleNamespace
 
-        from thinwire.quorum.elastic_sampler import Crew, ElasticSampler
+        from thinwire.elastic.sampler import Crew, ElasticSampler
 
         known = [Crew(begins, tuple(members), tuple(left), unused) for begins, members, left, unused in crews]
         known = [crew for crew in known if crew.begins <= step]
@@ -441,8 +441,8 @@ class Run:
 
     def unreadable(self, ends: list[Log]) -> list[str]:
         """Check that the last checkpoint that a worker has saved can be read."""
+        from thinwire.core.storage.rank_file import RankFile
         from thinwire.errors import ThinwireError
-        from thinwire.storage.rank_file import RankFile
         from thinwire.worker import checkpoint
 
         saves = [log.saves[-1] for log in ends if log.saves]
@@ -490,7 +490,7 @@ def host_in_child() -> tuple[int, int]:
     source, out = os.pipe()
     pid = os.fork()
     if pid == 0:
-        from thinwire.comm.rendezvous import host_store
+        from thinwire.core.comm.rendezvous import host_store
 
         store = host_store("127.0.0.1", 0)
         os.write(out, f"{store.port}\n".encode())
@@ -509,7 +509,12 @@ def run_all(numbers: list[int], seed: int) -> int:
 
     torch.set_num_threads(1)
     # Optimizers import the first when they are made. Workers are forks, which then import nothing.
-    for module in ("torch._dynamo", "thinwire.worker.attach", "thinwire.worker.notice", "thinwire.strategies.recipe"):
+    for module in (
+        "torch._dynamo",
+        "thinwire.worker.attach",
+        "thinwire.worker.notice",
+        "thinwire.methods.strategies.recipe",
+    ):
         import_module(module)
     for recipe in RECIPES:
         import_module("thinwire").parse(recipe)

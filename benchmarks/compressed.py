@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns
-from thinwire import tasks
-from thinwire.emulate import available
+from thinwire.lab import tasks
+from thinwire.lab.emulate import available
 
 WORKERS = 4
 LINKS: tuple[str | None, ...] = ("100mbit", "1gbit", None)

@@ -21,13 +21,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire import fusion
-from thinwire.fusion import Each, clear_autotune_cache, fuse, keep_memory, measuring
-from thinwire.sweep.sampling import RandomSampler
-from thinwire.sweep.space import Space, parse_domain
-from thinwire.sweep.sweeping import sweep
-from thinwire.sweep.training import Plan, train_alone
-from thinwire.tasks import load
+from thinwire.arrays import fusion
+from thinwire.arrays.fusion import Each, clear_autotune_cache, fuse, keep_memory, measuring
+from thinwire.arrays.sweep.sampling import RandomSampler
+from thinwire.arrays.sweep.space import Space, parse_domain
+from thinwire.arrays.sweep.sweeping import sweep
+from thinwire.arrays.sweep.training import Plan, train_alone
+from thinwire.lab.tasks import load
 
 Row = tuple[str, ...]
 Work = Callable[[], object]

@@ -65,10 +65,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers import install, installed, python_of
-from thinwire.emulate import Network, parse_links
-from thinwire.emulate.launch import Workers
-from thinwire.emulate.network import RENDEZVOUS_PORT, address
-from thinwire.emulate.worker import WorkerExit
+from thinwire.lab.emulate import Network, parse_links
+from thinwire.lab.emulate.launch import Workers
+from thinwire.lab.emulate.network import RENDEZVOUS_PORT, address
+from thinwire.lab.emulate.worker import WorkerExit
 
 RESULTS = Path(__file__).parent / "results" / "survival"
 PERIOD = 8
@@ -347,9 +347,9 @@ class Loop:
         import torch
 
         from benchmarks.against_ddp import SIZES
-        from thinwire import tasks
-        from thinwire.tasks.models.base import build
-        from thinwire.tasks.models.gpt import GPT
+        from thinwire.lab import tasks
+        from thinwire.lab.tasks.models.base import build
+        from thinwire.lab.tasks.models.gpt import GPT
 
         torch.set_num_threads(1)
         self._slot = slot
@@ -470,7 +470,7 @@ def host(kind: str) -> None:
             bind=f"0.0.0.0:{LIGHTHOUSE_PORT}", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100
         )
     else:
-        from thinwire.comm.rendezvous import host_store
+        from thinwire.core.comm.rendezvous import host_store
 
         _store = host_store(address(0), RENDEZVOUS_PORT)  # lives as long as the object
     signal.pause()

@@ -24,9 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import thinwire
-from thinwire.emulate import Network, parse_links, run_workers
-from thinwire.tasks.models.base import build
-from thinwire.tasks.models.gpt import GPT, GPT_SIZES
+from thinwire.lab.emulate import Network, parse_links, run_workers
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
 
 VOCABULARY = 50_257
 RECIPE = "DiLoCo(period=8, fragments=4, delay=2, mixing=0.5, codec=Quantize(4))"

@@ -22,12 +22,12 @@ from torch import Tensor
 
 import thinwire
 from benchmarks.paired import Step, start, take_turns
-from thinwire import kernels
-from thinwire.comm.threads import Hub, ThreadComm
-from thinwire.kernels import adaptive
-from thinwire.kernels.base import compiled
-from thinwire.kernels.reference import adaptive as by_torch
-from thinwire.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
+from thinwire.core import kernels
+from thinwire.core.comm.threads import Hub, ThreadComm
+from thinwire.core.kernels import adaptive
+from thinwire.core.kernels.base import compiled
+from thinwire.core.kernels.reference import adaptive as by_torch
+from thinwire.core.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
 
 Row = tuple[str, str, str, str, str]
 Work = Callable[[], object]

@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 import thinwire
 from benchmarks.paired import start
-from thinwire.emulate import Network, Straggler, available, parse_links, run_workers
-from thinwire.strategies.base import Strategy
-from thinwire.tasks import Task, load
+from thinwire.lab.emulate import Network, Straggler, available, parse_links, run_workers
+from thinwire.lab.tasks import Task, load
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.worker import Worker
 
 WORKERS = 4

@@ -35,12 +35,12 @@ import torch.distributed as dist
 
 import thinwire
 from benchmarks.paired import start, together
-from thinwire import tasks
-from thinwire.emulate import Network, available, parse_links, run_workers
-from thinwire.runs.comparison import short_name
-from thinwire.runs.defaults import resolve
-from thinwire.runs.folder import RunFolder
-from thinwire.runs.launcher import launch
+from thinwire.lab import tasks
+from thinwire.lab.emulate import Network, available, parse_links, run_workers
+from thinwire.lab.runs.comparison import short_name
+from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs.folder import RunFolder
+from thinwire.lab.runs.launcher import launch
 
 WORKERS, PERIOD = 4, 8
 ALONE, LOCAL = "Local()", f"LocalSGD(period={PERIOD})"

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.emulate import Network, parse_links, run_workers
+from thinwire.lab.emulate import Network, parse_links, run_workers
 
 Step = Callable[[], None]
 

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from benchmarks.paired import Step, start, take_turns
 from benchmarks.sparse import run
-from thinwire import tasks
-from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.lab import tasks
+from thinwire.lab.emulate import Network, available, parse_links, run_workers
 
 WORKERS, RANKS = 4, (1, 2, 4)
 STEPS, SEEDS, DENSE = 240, (0, 1, 2), 10

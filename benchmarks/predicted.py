@@ -53,16 +53,16 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
-from thinwire.comm.base import Comm
-from thinwire.comm.group import GroupComm
-from thinwire.doctor.speeds import time_all_reduces, time_steps
-from thinwire.emulate import Network as Emulated
-from thinwire.emulate import parse_links, run_workers
-from thinwire.plan.networks import fitted, network_of_links
-from thinwire.plan.predict import ModelTime, own_work, predict
-from thinwire.plan.traffic import cycle
-from thinwire.storage.files import write_atomically
-from thinwire.strategies.recipe import parse
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.group import GroupComm
+from thinwire.core.storage.files import write_atomically
+from thinwire.lab.emulate import Network as Emulated
+from thinwire.lab.emulate import parse_links, run_workers
+from thinwire.methods.strategies.recipe import parse
+from thinwire.planning.doctor.speeds import time_all_reduces, time_steps
+from thinwire.planning.plan.networks import fitted, network_of_links
+from thinwire.planning.plan.predict import ModelTime, own_work, predict
+from thinwire.planning.plan.traffic import cycle
 
 FIRST = Path(__file__).parent / "results" / "predicted"
 RESULTS = FIRST.with_name("predicted-2")
@@ -321,8 +321,8 @@ def _line(cell: dict[str, Any]) -> str:
 
 def draw(found: Sequence[dict[str, Any]], path: Path) -> None:
     """Predicted against measured, a point for each cell."""
-    from thinwire.report.palette import MUTED, PAPER, looks
-    from thinwire.report.picture import canvas, key, legend, plain
+    from thinwire.lab.report.palette import MUTED, PAPER, looks
+    from thinwire.lab.report.picture import canvas, key, legend, plain
 
     figure = canvas(6.0, 5.2)
     axes = figure.add_subplot()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from benchmarks.paired import Step, report, start, take_turns
-from thinwire import tasks
+from thinwire.lab import tasks
 
 PERIOD = 8
 RECIPES = {

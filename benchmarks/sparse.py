@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.overlapped import with_range
-from thinwire.emulate import available
-from thinwire.runs.defaults import resolve
-from thinwire.runs.folder import RunFolder
-from thinwire.runs.launcher import launch
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs.folder import RunFolder
+from thinwire.lab.runs.launcher import launch
 
 WORKERS = 4
 SPARSE_CODEC = "ErrorFeedback(Gathered(ChunkedTopK(kept=64, chunk=4096, bits=2)), decay=0.95)"

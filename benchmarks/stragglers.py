@@ -30,12 +30,12 @@ import torch.distributed as dist
 import thinwire
 from benchmarks.paired import start
 from benchmarks.stragglers_ideal import ideal_seconds
-from thinwire.emulate import run_workers
-from thinwire.emulate.straggler import Straggler
-from thinwire.quorum.messages import ControlMessage
-from thinwire.quorum.participant import Participant
-from thinwire.quorum.rounds import Round
-from thinwire.quorum.rules import Reduction
+from thinwire.asynchronous.quorum.messages import ControlMessage
+from thinwire.asynchronous.quorum.participant import Participant
+from thinwire.asynchronous.quorum.rounds import Round
+from thinwire.asynchronous.quorum.rules import Reduction
+from thinwire.lab.emulate import run_workers
+from thinwire.lab.emulate.straggler import Straggler
 
 WORKERS = 4
 STOPPED_SECONDS = 5.0

@@ -39,9 +39,9 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from thinwire.emulate import Network, parse_links
-from thinwire.emulate.launch import Workers
-from thinwire.emulate.network import RENDEZVOUS_PORT, address
+from thinwire.lab.emulate import Network, parse_links
+from thinwire.lab.emulate.launch import Workers
+from thinwire.lab.emulate.network import RENDEZVOUS_PORT, address
 
 RESULTS = Path(__file__).parent / "results" / "survival"
 RECIPES = ("AllReduce()", "LocalSGD(period=8)", "SlowMo(period=8)", "DiLoCo(period=8)", "PushSum(staleness=1)")
@@ -191,7 +191,7 @@ def worker(options: argparse.Namespace) -> None:
     """Host the store, train, or wait to be told to join."""
     rank = int(os.environ["RANK"])
     if rank == 0:
-        from thinwire.comm.rendezvous import host_store
+        from thinwire.core.comm.rendezvous import host_store
 
         _store = host_store(address(0), RENDEZVOUS_PORT)  # lives as long as the object
         signal.pause()
@@ -200,9 +200,10 @@ def worker(options: argparse.Namespace) -> None:
     import torch
 
     from benchmarks.against_ddp import SIZES
-    from thinwire import attach, tasks
-    from thinwire.tasks.models.base import build
-    from thinwire.tasks.models.gpt import GPT
+    from thinwire import attach
+    from thinwire.lab import tasks
+    from thinwire.lab.tasks.models.base import build
+    from thinwire.lab.tasks.models.gpt import GPT
 
     torch.set_num_threads(1)
     task = tasks.load("text")

@@ -33,11 +33,11 @@ import torch
 
 import thinwire
 from benchmarks.against_ddp import SIZES
-from thinwire import tasks
-from thinwire.membership.threads import ThreadConnector, ThreadNetwork
-from thinwire.quorum.elastic_sampler import ElasticSampler
-from thinwire.tasks.models.base import build
-from thinwire.tasks.models.gpt import GPT
+from thinwire.elastic.sampler import ElasticSampler
+from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
+from thinwire.lab import tasks
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT
 
 RESULTS = Path(__file__).parent / "results" / "survival"
 RECIPES = ("DiLoCo(period=8)", "LocalSGD(period=8)", "AllReduce()")

@@ -39,11 +39,11 @@ import torch
 
 import thinwire
 from benchmarks.against_ddp import SIZES
-from thinwire import tasks
-from thinwire.emulate import Network, parse_links
-from thinwire.emulate.launch import Workers
-from thinwire.tasks.models.base import build
-from thinwire.tasks.models.gpt import GPT
+from thinwire.lab import tasks
+from thinwire.lab.emulate import Network, parse_links
+from thinwire.lab.emulate.launch import Workers
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT
 
 RESULTS = Path(__file__).parent / "results" / "survival"
 BASES = ("LocalSGD(period=32)", "SlowMo(period=32)", "DiLoCo(period=32)")

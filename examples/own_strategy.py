@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire import tasks
-from thinwire.reduce.compressed_all_reduce import mean_
+from thinwire.lab import tasks
+from thinwire.methods.reduce.compressed_all_reduce import mean_
 
 # own strategy: begin
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from thinwire import tasks
+from thinwire.lab import tasks
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import thinwire
-from thinwire import fusion
+from thinwire.arrays import fusion
 
 Names = dict[str, Any]
 
@@ -176,7 +176,7 @@ def coresets(names: Names) -> Names:
         "own_rows": inputs,
         "labels": labels,
         "own_labels": labels,
-        "comm": thinwire.comm.group.comm_for(),
+        "comm": thinwire.core.comm.group.comm_for(),
         "plain_dataset": dataset,
         "dataset": dataset,
         "rank": 0,
@@ -213,7 +213,7 @@ def asynchronous(names: Names) -> Names:
 
 def elastic(names: Names) -> Names:
     """A new worker, as the page's first loop ends with `detach`."""
-    from thinwire.quorum.elastic_sampler import ElasticSampler
+    from thinwire.elastic.sampler import ElasticSampler
 
     return {
         **attached(names, thinwire.BackupWorkers(backups=1)),
@@ -225,7 +225,7 @@ def elastic(names: Names) -> Names:
 
 def scored(names: Names) -> Names:
     """A batch that all workers have in common."""
-    from thinwire.strategies.leader.election import ScoreFunction
+    from thinwire.methods.strategies.leader.election import ScoreFunction
 
     return {"common_inputs": names["inputs"], "common_targets": names["targets"], "ScoreFunction": ScoreFunction}
 

@@ -23,7 +23,7 @@ context.set_forkserver_preload(
         "pytest",
         "hypothesis",
         "thinwire.worker.attach",
-        "thinwire.strategies.recipe",
+        "thinwire.methods.strategies.recipe",
         "tests.pool",
     ]
 )

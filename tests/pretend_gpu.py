@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from thinwire import Comm
-from thinwire.kernels import base
+from thinwire.core.kernels import base
 
 GPU = torch.device("cuda", 0)
 REAL = torch.cuda.is_available()

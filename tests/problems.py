@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.oracles.common import irregular_targets
 from thinwire import Comm, Replica, Strategy, Topology, Worker
-from thinwire.topology import Peers
+from thinwire.methods.topology import Peers
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import threading
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
-from thinwire.emulate.fork_server import kept
+from thinwire.lab.emulate.fork_server import kept
 
 
 def left_behind(threads: set[threading.Thread], processes: set[int]) -> list[str]:

@@ -21,10 +21,10 @@ from torch.utils._device import _device_constructors
 import thinwire
 from tests.rules import for_each
 from thinwire import Bf16, Codec, ConfigError, Gossip, Hypercube, LocalSGD, PushSum, SlowMo, Strategy, Topology, parse
-from thinwire.codecs.base import CodecWrapper
+from thinwire.methods.codecs.base import CodecWrapper
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import recipe_classes
-from thinwire.strategies.traits import Traits
-from thinwire.strategies.wrapper import Wrapper
 
 ROOT = Path(thinwire.__file__).parent
 REPOSITORY = Path(__file__).parents[1]
@@ -256,13 +256,13 @@ def test_only_loaders_import_modules_that_their_code_does_not_name() -> None:
 @pytest.mark.parametrize(
     ("code", "found"),
     [
-        ('import_module("thinwire.plan.auto")', {"plan.auto"}),
-        ('importlib.import_module(name="thinwire.plan.auto")', {"plan.auto"}),
-        ('__import__("thinwire.plan.auto")', {"plan.auto"}),
-        ('pkgutil.resolve_name("thinwire.plan.auto:choose_for")', {"plan.auto"}),
-        ('from importlib import import_module as load\nload("thinwire.plan.auto")', {"plan.auto"}),
-        ('import_module(f"thinwire.storage.{name}")', {"storage.files", "storage.rank_file", "storage.tree"}),
-        ("def late():\n    from thinwire.plan import auto", {"plan.auto"}),
+        ('import_module("thinwire.planning.plan.auto")', {"plan.auto"}),
+        ('importlib.import_module(name="thinwire.planning.plan.auto")', {"plan.auto"}),
+        ('__import__("thinwire.planning.plan.auto")', {"plan.auto"}),
+        ('pkgutil.resolve_name("thinwire.planning.plan.auto:choose_for")', {"plan.auto"}),
+        ('from importlib import import_module as load\nload("thinwire.planning.plan.auto")', {"plan.auto"}),
+        ('import_module(f"thinwire.core.storage.{name}")', {"storage.files", "storage.rank_file", "storage.tree"}),
+        ("def late():\n    from thinwire.planning.plan import auto", {"plan.auto"}),
         ('import_module("thinwire")', {""}),
         ('import_module("numpy")', set()),
     ],
@@ -517,12 +517,12 @@ FIRST = (
     "import thinwire.worker.attach",
     "",
     "from thinwire import *",
-    "import thinwire.runs",
+    "import thinwire.lab.runs",
     "import thinwire.cli.commands",
 )
 CALLABLE = """
 import thinwire
-import thinwire.reduce, thinwire.fusion.array, thinwire.tensor2d.parallelize, thinwire.strategies.recipe
+import thinwire.methods.reduce, thinwire.arrays.fusion.array, thinwire.tensor2d.parallelize, thinwire.methods.strategies.recipe
 print(all(map(callable, (thinwire.attach, thinwire.fuse, thinwire.parse, thinwire.parallelize_2d))))
 """
 PLANNER = """
@@ -532,9 +532,9 @@ def train(comm):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     thinwire.attach(model, optimizer, "AllReduce()", comm=comm).detach()
-    before = "thinwire.plan" in sys.modules
-    return before, thinwire.attach(model, optimizer, "auto", comm=comm).strategy, "thinwire.plan" in sys.modules
-print("thinwire.plan" in sys.modules, *thinwire.run_threads(1, train))
+    before = "thinwire.planning.plan" in sys.modules
+    return before, thinwire.attach(model, optimizer, "auto", comm=comm).strategy, "thinwire.planning.plan" in sys.modules
+print("thinwire.planning.plan" in sys.modules, *thinwire.run_threads(1, train))
 """
 OPTIONAL = """
 before = set(sys.modules)

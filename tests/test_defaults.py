@@ -24,34 +24,35 @@ from torch.optim import lr_scheduler
 from torch.utils import _pytree as pytree
 
 import thinwire
+from tests.arrays.fusion.test_life import same, whole
+from tests.arrays.fusion.test_training import X, Y
 from tests.battery.cases import CODECS, STRATEGIES, CodecCase, is_first, is_of_a_family
 from tests.battery.runs import BUCKET_BYTES, Case, Setting, go_on, smallest, together, with_
 from tests.battery.test_codecs import using
 from tests.coreset.test_training_sampler import POLICIES, data, net, points_of
-from tests.fusion.test_life import same, whole
-from tests.fusion.test_training import X, Y
 from tests.grids import fast_where, one_of_each
 from tests.oracles.coreset import blobs
 from tests.oracles.fusion import make, values
 from tests.oracles.tensor2d import Encoder, tokens
 from tests.problems import flat
-from thinwire import AllReduce, Comm, CountingComm, LocalSGD, OuterOptimizer, Replica, fusion
-from thinwire.codecs.base import draw_key
+from thinwire import AllReduce, Comm, CountingComm, LocalSGD, OuterOptimizer, Replica
+from thinwire.arrays import fusion
+from thinwire.arrays.fusion import autotune, checkpoints, fuse, members
+from thinwire.arrays.sweep.plan import Plan
+from thinwire.arrays.sweep.training import TrialArray, train_alone, train_together
+from thinwire.arrays.sweep.trials import Halving, Trial
+from thinwire.asynchronous.quorum.log import begin_log
+from thinwire.asynchronous.quorum.state_transfer import pack, unpack_
+from thinwire.core.replica.moments import moment_names
 from thinwire.coreset import Coreset, CraigSampler, Selector, Weighted, select, weighted_mean
 from thinwire.coreset.policy import Policy
 from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import optimum_gaps, quality, random_subset
-from thinwire.fusion import autotune, checkpoints, fuse, members
-from thinwire.optimizers.adaptive import divides_by_size
-from thinwire.plan.traffic import DryRun
-from thinwire.quorum.log import begin_log
-from thinwire.quorum.state_transfer import pack, unpack_
-from thinwire.replica.moments import moment_names
-from thinwire.simulate import simulate
-from thinwire.simulate.training import Training
-from thinwire.sweep.plan import Plan
-from thinwire.sweep.training import TrialArray, train_alone, train_together
-from thinwire.sweep.trials import Halving, Trial
+from thinwire.lab.runs.simulated_training import Training
+from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.optimizers.adaptive import divides_by_size
+from thinwire.planning.plan.traffic import DryRun
+from thinwire.planning.simulate import simulate
 from thinwire.tensor2d import (
     Mesh2D,
     cross_entropy_2d,
@@ -425,7 +426,7 @@ def test_ranks_choose_together_alike() -> None:
 
 def test_a_sweep_goes_on_alike(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
-    from thinwire.tasks import load
+    from thinwire.lab.tasks import load
 
     plan = Plan(load("digits"), steps=4, eval_limit=32, schedule="cosine", halving=Halving(first=2, keep=2))
     trials = [Trial(number, {"lr": 0.1 / (number + 1), "momentum": 0.3 * number}) for number in range(3)]

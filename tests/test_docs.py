@@ -31,10 +31,10 @@ from tests.browser import BROWSER, QUIET
 from tests.rules import for_each
 from thinwire.cli.commands import COMMANDS
 from thinwire.cli.demo import Demo
-from thinwire.emulate.rendezvous import free_port
+from thinwire.lab.emulate.rendezvous import free_port
+from thinwire.lab.runs.recipes import BASELINES, parse_recipe
+from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import recipe_classes
-from thinwire.runs.recipes import BASELINES, parse_recipe
-from thinwire.strategies.traits import Traits
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -291,7 +291,7 @@ def test_the_words_by_which_an_error_is_found_are_in_it() -> None:
 
 
 def test_the_run_folder_is_as_described(tmp_path: Path) -> None:
-    from thinwire.runs import resolve, work
+    from thinwire.lab.runs import resolve, work
 
     asked = {"task": "digits", "strategy": "LocalSGD(period=2)", "steps": 4, "eval_every": 2, "save_every": 4}
     summary = work(resolve({**asked, "workers": 1, "threads": 1}), tmp_path)

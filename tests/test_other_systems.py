@@ -113,7 +113,7 @@ def test_what_needs_linux_says_so_elsewhere(system: str) -> None:
         system,
         """
         from thinwire.cli import main
-        from thinwire.emulate import available
+        from thinwire.lab.emulate import available
         print(available())
         sys.argv[1:] = []
         print(main(["train", "--task", "digits", "--link", "100mbit"]), main(["tools"]))

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.overrides import TorchFunctionMode
 
 from thinwire import ConfigError
-from thinwire import torch_internals as internals
-from thinwire.comm.view_group import _COLLECTIVES
+from thinwire.core import torch_internals as internals
+from thinwire.core.comm.view_group import _COLLECTIVES
 
 
 @pytest.fixture

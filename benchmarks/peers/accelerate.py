@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from benchmarks.peers.base import LibraryEngine, LibraryMethod
-from thinwire.comm.base import Comm
-from thinwire.runs.baselines import BaselineEngine
+from thinwire.core.comm.base import Comm
+from thinwire.lab.runs.baselines import BaselineEngine
 
 
 class AccelerateEngine(LibraryEngine):

@@ -14,10 +14,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.base import Comm
-from thinwire.comm.work import nbytes_of
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.work import nbytes_of
 from thinwire.errors import ConfigError
-from thinwire.runs.baselines import Baseline, BaselineEngine, PayloadCounter
+from thinwire.lab.runs.baselines import Baseline, BaselineEngine, PayloadCounter
 
 
 def own_address() -> str:

@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from benchmarks.peers.base import Held, LibraryEngine, LibraryMethod, own_address
-from thinwire.comm.base import Comm
+from thinwire.core.comm.base import Comm
 from thinwire.errors import CommError
-from thinwire.runs.baselines import BaselineEngine
+from thinwire.lab.runs.baselines import BaselineEngine
 from thinwire.worker.handshake import gather_texts
 
 _ROUND_SECONDS = 120.0

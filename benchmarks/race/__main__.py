@@ -14,7 +14,7 @@ from benchmarks.race.jobs import PARTS, jobs, missing, run_next
 from benchmarks.race.page import PAGE, README, page, readme
 from benchmarks.race.racers import LINKS, PLACES
 from benchmarks.race.table import table
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 
 def main() -> int:

@@ -39,7 +39,7 @@ from benchmarks.race.racers import (
 )
 from benchmarks.race.results import PAIRED, RESULTS, Fields, best_try, is_enough, result, tune_names
 from benchmarks.race.runs import curve, made, settings_of, step_times, steps_timed
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.

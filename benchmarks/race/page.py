@@ -14,7 +14,7 @@ from benchmarks.race.checks import check_lines, whole_runs
 from benchmarks.race.racers import LOCALS, OUTER, OUTER_RATES, PLACES, RACERS, SIZES, Racer, ddp_of, named
 from benchmarks.race.results import RESULTS, best_try, final_of_try, result, tries
 from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table, wall_seconds
-from thinwire.strategies.recipe import parse
+from thinwire.methods.strategies.recipe import parse
 
 PAGE = Path(__file__).parents[2] / "docs" / "race.md"
 README = PAGE.parents[1] / "README.md"

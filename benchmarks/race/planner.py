@@ -18,8 +18,8 @@ from typing import Any
 from benchmarks.race.racers import LINKS, SIZES, WORKS
 from benchmarks.race.results import RESULTS, Fields, best_try, result
 from benchmarks.race.table import NOT_RUN, Row, rows
-from thinwire.storage.files import write_atomically
-from thinwire.strategies.recipe import parse
+from thinwire.core.storage.files import write_atomically
+from thinwire.methods.strategies.recipe import parse
 
 NAME = "planner"
 NEAR = 0.15

@@ -26,9 +26,9 @@ from benchmarks.race.racers import (
     Racer,
 )
 from thinwire.errors import ThinwireError
-from thinwire.runs import Settings, launch
-from thinwire.runs.defaults import resolve
-from thinwire.tasks import load
+from thinwire.lab.runs import Settings, launch
+from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.tasks import load
 
 Fields = dict[str, Any]
 Enough = Callable[[Fields], bool]

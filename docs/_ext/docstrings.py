@@ -10,7 +10,7 @@ from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.util.typing import ExtensionMetadata
 
-PUBLIC = ("thinwire", "thinwire.tasks", "thinwire.emulate", "thinwire.report")
+PUBLIC = ("thinwire", "thinwire.lab.tasks", "thinwire.lab.emulate", "thinwire.lab.report")
 WIDEST = 150
 """Formulas side by side that have more characters of TeX than this are put on separate lines."""
 

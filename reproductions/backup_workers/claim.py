@@ -12,11 +12,11 @@ from statistics import fmean, stdev
 from reproductions.backup_workers.race import Delays, Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least
-from thinwire.emulate import Straggler
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.stragglers.backup_workers import BackupWorkers
-from thinwire.strategies.stragglers.parameter_server import ParameterServer
-from thinwire.tasks import Task, load
+from thinwire.asynchronous.backup_workers import BackupWorkers
+from thinwire.asynchronous.parameter_server import ParameterServer
+from thinwire.lab.emulate import Straggler
+from thinwire.lab.tasks import Task, load
+from thinwire.methods.strategies.base import Strategy
 
 WORKERS = 4
 ALL, ASYNCHRONOUS = "b = 0", "asynchronous"

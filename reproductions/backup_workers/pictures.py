@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from reproductions.backup_workers.race import Ran
-from thinwire.report.palette import looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 Chosen = Mapping[tuple[str, str], Sequence[Ran]]
 """Of (which workers are late, method): its races at the best learning rate, one for each seed."""

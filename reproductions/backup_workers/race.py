@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 from reproductions.shared.threads import unless_diverged
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.emulate import Straggler
-from thinwire.quorum.log import memberships
-from thinwire.quorum.rules import best_number
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.stragglers.parameter_server import ParameterServer
-from thinwire.tasks import Task
+from thinwire.asynchronous.parameter_server import ParameterServer
+from thinwire.asynchronous.quorum.log import memberships
+from thinwire.asynchronous.quorum.rules import best_number
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.lab.emulate import Straggler
+from thinwire.lab.tasks import Task
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker
 

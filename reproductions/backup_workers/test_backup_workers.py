@@ -24,11 +24,11 @@ from reproductions.backup_workers.claim import (
 from reproductions.backup_workers.pictures import ends_picture, time_picture
 from reproductions.backup_workers.race import Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
-from thinwire.emulate import Straggler
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.stragglers.backup_workers import BackupWorkers
-from thinwire.strategies.stragglers.parameter_server import ParameterServer
-from thinwire.tasks import load
+from thinwire.asynchronous.backup_workers import BackupWorkers
+from thinwire.asynchronous.parameter_server import ParameterServer
+from thinwire.lab.emulate import Straggler
+from thinwire.lab.tasks import load
+from thinwire.methods.strategies.base import Strategy
 
 
 def ran(loss: float) -> Ran:

@@ -19,8 +19,8 @@ from thinwire.coreset.baselines import Random
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.subset import Subset, budget_of, keyed
-from thinwire.runs.coreset import ChosenData
-from thinwire.tasks import Task, load
+from thinwire.lab.runs.coreset import ChosenData
+from thinwire.lab.tasks import Task, load
 
 POINTS = 0.01
 _APART = 1000

@@ -27,8 +27,8 @@ from reproductions.craig.incremental import (
     seconds_per_gradient,
 )
 from thinwire.coreset.subset import Subset
-from thinwire.tasks import Task, load
-from thinwire.tasks.data.examples import ExampleSet
+from thinwire.lab.tasks import Task, load
+from thinwire.lab.tasks.data.examples import ExampleSet
 
 TARGET = 0.01
 # Rates and decays are chosen with the first, sizes with all of them; none is judged.

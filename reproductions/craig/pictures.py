@@ -12,7 +12,7 @@ from typing import Any
 
 from reproductions.craig.deep import DeepCourse
 from reproductions.craig.incremental import Course
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 _COLOURS = {"full": "#4e4a54", "craig": "#bf3600", "random": "#0068b5", "weighted": "#6b4fbb", "strata": "#12965a"}
 _DASHES = ("-", "--", ":", "-.", (0, (1, 3)))

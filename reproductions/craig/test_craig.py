@@ -37,7 +37,7 @@ from reproductions.craig.pictures import draw_accuracies, draw_floors, draw_resi
 from thinwire.coreset.baselines import Random
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.subset import Subset, keyed
-from thinwire.tasks import load
+from thinwire.lab.tasks import load
 
 
 def problem(classes: int = 2) -> Regression:

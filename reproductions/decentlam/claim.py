@@ -17,8 +17,8 @@ from reproductions.decentlam.methods import METHODS, Method
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, judged
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
-from thinwire.tasks import Evaluation, load
-from thinwire.topology.graphs import Ring
+from thinwire.lab.tasks import Evaluation, load
+from thinwire.methods.topology.graphs import Ring
 
 WORKERS = 8
 MOMENTUM = 0.9

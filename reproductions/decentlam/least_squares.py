@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.strategies.base import Strategy
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 
 Matrix = NDArray[np.float64]

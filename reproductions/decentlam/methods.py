@@ -9,14 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from reproductions.decentlam.least_squares import LeastSquares, Matrix
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gossip.decentlam import DecentLaM
-from thinwire.strategies.gossip.double_averaging import DoubleAveraging
-from thinwire.strategies.gossip.exact_diffusion import ExactDiffusion
-from thinwire.strategies.gossip.gossip import Gossip
-from thinwire.strategies.gossip.quasi_global import QuasiGlobal
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.topology.base import Topology
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.gossip.decentlam import DecentLaM
+from thinwire.methods.strategies.gossip.double_averaging import DoubleAveraging
+from thinwire.methods.strategies.gossip.exact_diffusion import ExactDiffusion
+from thinwire.methods.strategies.gossip.gossip import Gossip
+from thinwire.methods.strategies.gossip.quasi_global import QuasiGlobal
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.topology.base import Topology
 
 Pull = Callable[[Matrix, float], Matrix]
 

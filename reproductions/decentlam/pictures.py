@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from reproductions.decentlam.methods import METHODS
-from thinwire.report.palette import Look, looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import Look, looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 _NAMES = [method.name for method in METHODS]
 _REFERENCE = "PmSGD"

@@ -17,7 +17,7 @@ from reproductions.shared.claims import Attempt, claim, write_result
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
 from thinwire import Complete, Gossip, OnePeerExponential, Ring
-from thinwire.tasks import load
+from thinwire.lab.tasks import load
 
 BY_NAME = {method.name: method for method in METHODS}
 

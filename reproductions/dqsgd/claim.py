@@ -14,14 +14,14 @@ from reproductions.dqsgd.regression import Kept, kept, parity
 from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.threads import Schedule
-from thinwire.codecs.majority import MajorityVote
-from thinwire.codecs.qsgd import QSGD
-from thinwire.codecs.terngrad import TernGrad
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
-from thinwire.strategies.gradients.dynamic_quantization import DQSGD
-from thinwire.tasks import Task, load
+from thinwire.lab.tasks import Task, load
+from thinwire.methods.codecs.majority import MajorityVote
+from thinwire.methods.codecs.qsgd import QSGD
+from thinwire.methods.codecs.terngrad import TernGrad
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
+from thinwire.methods.strategies.gradients.dynamic_quantization import DQSGD
 
 WORKERS = 4
 _BLOCK = 512  # as QSGD's buckets

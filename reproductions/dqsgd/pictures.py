@@ -8,8 +8,8 @@ from statistics import fmean
 
 from reproductions.dqsgd.regression import Kept
 from reproductions.dqsgd.thread_runs import Learned
-from thinwire.report.palette import looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 
 def accuracy_picture(name: str, runs: Mapping[str, Sequence[Learned]], *, logarithmic: bool = True) -> Picture:

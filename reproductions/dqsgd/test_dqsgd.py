@@ -16,10 +16,10 @@ from reproductions.dqsgd.thread_runs import Learned, learned
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd import claim as sketched_sgd
 from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
-from thinwire.runs.launcher import ignore_event
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.gradients.sketched import SketchedSGD
-from thinwire.tasks import load
+from thinwire.lab.runs.launcher import ignore_event
+from thinwire.lab.tasks import load
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.strategies.gradients.sketched import SketchedSGD
 
 GOOD = Kept(gap=1e-6, bound=1e-5, added=0.9, bits=(3,) * 100, fewest=299, squares=(1.0,) * 100)
 RUN = Learned(accuracy=0.9, loss=0.3, payload_bytes=750.0, steps=10, parameters=100)

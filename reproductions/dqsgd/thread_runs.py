@@ -11,10 +11,10 @@ import torch
 
 from reproductions.shared.claims import Outcome
 from reproductions.shared.threads import Schedule, unless_diverged
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.strategies.base import Strategy
-from thinwire.tasks import Task
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.lab.tasks import Task
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 
 PATIENCE_SECONDS = 3600.0  # threads are not lost; but a long run may be put aside for others, or asleep

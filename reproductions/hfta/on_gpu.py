@@ -26,9 +26,9 @@ import torch
 
 from reproductions.hfta.training import STEPS, WAYS, Pace, Step, cached, loop_step, seconds_per_step, warmed_up
 from reproductions.hfta.workloads import Workload, every
-from thinwire.emulate import run_workers
+from thinwire.arrays.fusion import save_autotune_cache
 from thinwire.errors import ThinwireError
-from thinwire.fusion import save_autotune_cache
+from thinwire.lab.emulate import run_workers
 
 Rounds = Mapping[str, Mapping[int, int]]
 Found = dict[str, dict[int, dict[str, list[Pace]]]]

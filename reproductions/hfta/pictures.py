@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 from reproductions.hfta.losses import Losses
 from reproductions.hfta.training import WAYS, Paces, speedup
-from thinwire.report.palette import looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 _LEAST = 1e-17
 

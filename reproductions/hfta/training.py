@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from reproductions.hfta.workloads import Workload, every
-from thinwire.emulate import run_workers
+from thinwire.arrays.fusion import Adam, fuse, keep_memory, measuring, save_autotune_cache
 from thinwire.errors import ThinwireError
-from thinwire.fusion import Adam, fuse, keep_memory, measuring, save_autotune_cache
+from thinwire.lab.emulate import run_workers
 
 Step = Callable[[int], list[float]]
 Make = Callable[[Workload, int], list[nn.Module]]

@@ -24,7 +24,7 @@ from reproductions.hfta.networks import (
     resnet18,
     word_loss,
 )
-from thinwire.tasks import Task, load
+from thinwire.lab.tasks import Task, load
 
 Batch = tuple[Tensor, ...]
 

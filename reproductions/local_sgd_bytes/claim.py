@@ -8,9 +8,9 @@ from typing import Any
 
 from reproductions.shared.claims import Attempt, Claim, Outcome, Result, judged
 from reproductions.shared.ended import ended
-from thinwire.emulate import available
-from thinwire.runs.comparison import Comparison, compare
-from thinwire.runs.defaults import resolve
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import Comparison, compare
+from thinwire.lab.runs.defaults import resolve
 
 _PERIOD = 8
 _LINK = "200mbit"

@@ -25,7 +25,7 @@ from reproductions.local_vs_minibatch.grid import (
 )
 from reproductions.local_vs_minibatch.thread_runs import largest_difference
 from reproductions.shared.claims import Attempt, Claim, Earlier, Result, judged
-from thinwire.strategies.wrappers.heterogeneity import recommend
+from thinwire.methods.strategies.wrappers.heterogeneity import recommend
 
 _TOLERANCE = 1e-9
 _SLACK = 1.05

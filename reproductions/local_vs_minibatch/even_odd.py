@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from thinwire.strategies.wrappers.heterogeneity import NAMES
-from thinwire.tasks import load
-from thinwire.tasks.data.examples import ExampleSet
+from thinwire.lab.tasks import load
+from thinwire.lab.tasks.data.examples import ExampleSet
+from thinwire.methods.strategies.wrappers.heterogeneity import NAMES
 
 MACHINES = 25
 _PIECES = 16

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from reproductions.local_vs_minibatch.grid import METHODS, Cell, Grid
-from thinwire.report.palette import Look, looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import Look, looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 _LOOKS = dict(zip(METHODS, looks(list(METHODS)), strict=True))
 

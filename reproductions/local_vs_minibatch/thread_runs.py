@@ -12,13 +12,13 @@ from torch.optim import SGD, Optimizer
 
 from reproductions.local_vs_minibatch.even_odd import MACHINES, EvenOdd
 from reproductions.local_vs_minibatch.rounds import accelerated, inner_outer, minibatch, rounds_of
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.optimizers.acsa import AcSA
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.local.local_sgd import LocalSGD
-from thinwire.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.methods.optimizers.acsa import AcSA
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.strategies.local.local_sgd import LocalSGD
+from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker
 

@@ -17,15 +17,15 @@ import torch
 from reproductions.lsgd.landscapes import Completion, Descent, double_well, go_down
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
-from thinwire.emulate import available
-from thinwire.runs.comparison import compare
-from thinwire.runs.defaults import check_recipe, resolve
-from thinwire.runs.folder import Fields, RunFolder
-from thinwire.runs.launcher import Listener, launch
-from thinwire.runs.settings import Settings
-from thinwire.strategies.leader.leader import LeaderSGD
-from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
-from thinwire.strategies.local.elastic_averaging import EASGD
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import compare
+from thinwire.lab.runs.defaults import check_recipe, resolve
+from thinwire.lab.runs.folder import Fields, RunFolder
+from thinwire.lab.runs.launcher import Listener, launch
+from thinwire.lab.runs.settings import Settings
+from thinwire.methods.strategies.leader.leader import LeaderSGD
+from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
+from thinwire.methods.strategies.local.elastic_averaging import EASGD
 
 PERIOD = 8
 WORKERS = 4

@@ -10,8 +10,8 @@ from matplotlib.ticker import MaxNLocator
 
 from reproductions.lsgd.landscapes import EVERY, Descent
 from reproductions.shared.curves import Curve
-from thinwire.report.palette import INK, MUTED, looks
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import INK, MUTED, looks
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
 
 
 def loss_picture(curves: Mapping[str, Sequence[Curve]]) -> Picture:

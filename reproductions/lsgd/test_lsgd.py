@@ -28,13 +28,13 @@ from reproductions.lsgd.claim import (
 from reproductions.lsgd.landscapes import EVERY, Completion, Descent, double_well, go_down
 from reproductions.shared.claims import Attempt
 from reproductions.shared.curves import Curve
-from thinwire.runs.comparison import compare
-from thinwire.runs.defaults import check_recipe
-from thinwire.runs.folder import Fields
-from thinwire.runs.settings import Settings
-from thinwire.strategies.leader.leader import LeaderSGD
-from thinwire.strategies.leader.leader_gradient import LeaderGradientDescent
-from thinwire.strategies.local.elastic_averaging import EASGD
+from thinwire.lab.runs.comparison import compare
+from thinwire.lab.runs.defaults import check_recipe
+from thinwire.lab.runs.folder import Fields
+from thinwire.lab.runs.settings import Settings
+from thinwire.methods.strategies.leader.leader import LeaderSGD
+from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
+from thinwire.methods.strategies.local.elastic_averaging import EASGD
 
 
 def curve(loss: float) -> Curve:

@@ -13,9 +13,9 @@ from typing import Any
 from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, volume_by_formula
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
-from thinwire.emulate import available
-from thinwire.runs.comparison import Comparison, compare
-from thinwire.runs.defaults import resolve
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import Comparison, compare
+from thinwire.lab.runs.defaults import resolve
 
 LAMB, OURS, FORGETFUL = "LAMB", "1-bit LAMB", "1-bit LAMB without error feedback"
 ALONE, DDP, POWER = "no communication", "DDP", "DDP with PowerSGD"

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reproductions.shared.curves import Curve
-from thinwire.report.palette import looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 
 def loss_picture(curves: Mapping[str, Sequence[Curve]], warm_steps: int) -> Picture:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from thinwire.runs.comparison import Comparison
-from thinwire.runs.folder import RunFolder
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs.folder import RunFolder
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ from reproductions.onebit_lamb.claim import (
 from reproductions.onebit_lamb.stages import stages_of, step_seconds, volume_by_formula
 from reproductions.shared.claims import Attempt, claim
 from tests.engine import net
-from thinwire.optimizers.lamb import Lamb
-from thinwire.optimizers.one_bit_adam import OneBitAdam
-from thinwire.optimizers.one_bit_lamb import OneBitLamb
-from thinwire.runs.comparison import Comparison
-from thinwire.runs.optimizer import make_optimizer
-from thinwire.runs.settings import Settings
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs.optimizer import make_optimizer
+from thinwire.lab.runs.settings import Settings
+from thinwire.methods.optimizers.lamb import Lamb
+from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
+from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
 
 
 @pytest.mark.parametrize(("name", "kind"), [("lamb", Lamb), ("onebit-lamb", OneBitLamb), ("onebit-adam", OneBitAdam)])

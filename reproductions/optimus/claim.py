@@ -30,7 +30,7 @@ from reproductions.optimus.scaling import (
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem
 from reproductions.optimus.worker import Race
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
-from thinwire.emulate import available
+from thinwire.lab.emulate import available
 
 LINK = "1gbit"
 MEMORY_TOLERANCE = 0.1

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from reproductions.optimus.race import Finish
 from reproductions.optimus.scaling import Row
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme
-from thinwire.report.palette import INK, MUTED, Look, looks
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import INK, MUTED, Look, looks
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
 
 NAMES: dict[Scheme, str] = {"1d": "one dimension", "1d+sequence": "one, sequence split", "2d": "two dimensions"}
 _GIGABYTE = 1e9

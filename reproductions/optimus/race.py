@@ -14,8 +14,8 @@ from typing import Any
 
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme
 from reproductions.optimus.worker import Counts, Race
-from thinwire.emulate import Network, Workers, parse_links
 from thinwire.errors import ThinwireError
+from thinwire.lab.emulate import Network, Workers, parse_links
 from thinwire.tensor2d.costs import (
     Layer,
     layer_elements,

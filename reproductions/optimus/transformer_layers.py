@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional as F
 
-from thinwire.tasks.models.base import Network, build
+from thinwire.lab.tasks.models.base import Network, build
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.tensor2d.plan import Untouched

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from reproductions.optimus.meter import Counted
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem, blocks_of, cut, share
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 from thinwire.tensor2d.mesh import Mesh2D, mesh_2d
 from thinwire.tensor2d.panels import Panels
 from thinwire.tensor2d.products import multiply_ab

@@ -11,12 +11,12 @@ from statistics import fmean, median
 from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_least, at_most, judged
 from reproductions.shared.ended import ended
 from reproductions.shared.threads import Schedule, train_on_threads
-from thinwire.emulate import available
-from thinwire.runs.comparison import Comparison, compare
-from thinwire.runs.defaults import resolve
-from thinwire.runs.folder import Fields
-from thinwire.strategies.recipe import parse
-from thinwire.tasks import Task, load
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import Comparison, compare
+from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs.folder import Fields
+from thinwire.lab.tasks import Task, load
+from thinwire.methods.strategies.recipe import parse
 
 PERIOD = 8
 _LINK = "100mbit"

@@ -8,8 +8,8 @@ from statistics import fmean, median
 
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
-from thinwire.report.palette import looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 
 def waiting_picture(shares: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture:

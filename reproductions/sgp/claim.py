@@ -16,13 +16,13 @@ from typing import Any
 from reproductions.sgp.trials import UNLIKE, UNLIKE_WORKERS, Unlike, race_loss, unlike
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
 from reproductions.shared.curves import Choice, Curve, curves_of
-from thinwire.emulate import available
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import compare
+from thinwire.lab.runs.defaults import check_recipe, resolve
+from thinwire.lab.runs.folder import Fields
+from thinwire.lab.runs.launcher import Listener, launch
+from thinwire.lab.runs.settings import Settings
 from thinwire.registry import recipe_classes
-from thinwire.runs.comparison import compare
-from thinwire.runs.defaults import check_recipe, resolve
-from thinwire.runs.folder import Fields
-from thinwire.runs.launcher import Listener, launch
-from thinwire.runs.settings import Settings
 
 LINK = "100mbit"
 SLOWED = "1:3x"

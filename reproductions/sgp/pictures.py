@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from reproductions.shared.curves import Curve
-from thinwire.report.palette import INK, MUTED, Look, looks
-from thinwire.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import INK, MUTED, Look, looks
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
 
 # By condition and method: one curve for each round.
 Curves = Mapping[tuple[str, str], Sequence[Curve]]

@@ -13,8 +13,8 @@ from reproductions.sgp.pictures import loss_picture, pace_picture
 from reproductions.sgp.trials import Unlike, race_loss, unlike
 from reproductions.shared.claims import Result
 from reproductions.shared.curves import Choice, Curve, curves_of
-from thinwire.runs.comparison import Comparison
-from thinwire.runs.defaults import resolve
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs.defaults import resolve
 
 
 def curve(last_loss: float, seconds: float) -> Curve:

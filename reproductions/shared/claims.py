@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from thinwire._version import __version__
+from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
-from thinwire.runs.launcher import Listener
-from thinwire.storage.files import write_atomically
+from thinwire.lab.runs.launcher import Listener
 
 _HOME = Path(__file__).parents[1]
 # One folder per claim, with its results beside its code: on the command line local_sgd_bytes is local-sgd-bytes.

@@ -13,7 +13,7 @@ from typing import Any
 from reproductions.shared.claims import MODULES, Attempt, Claim, Result, claim, last_result, last_verdict, write_result
 from thinwire.cli.console import out
 from thinwire.cli.progress import Watch
-from thinwire.runs import RunFolder
+from thinwire.lab.runs import RunFolder
 
 
 def reproduce(name: str | None, *, quick: bool, folder: Path | None, json: bool) -> int:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from math import inf, isfinite, nan
 from pathlib import Path
 
-from thinwire.runs.comparison import Comparison
-from thinwire.runs.folder import Fields, RunFolder
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs.folder import Fields, RunFolder
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from thinwire.errors import NonFiniteError
-from thinwire.runs.comparison import Comparison
+from thinwire.lab.runs.comparison import Comparison
 
 
 def ended(done: Comparison) -> Comparison:

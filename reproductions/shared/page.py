@@ -13,7 +13,7 @@ from typing import Any
 
 from reproductions.shared.claims import MODULES, Claim, claim, is_present, last_result, last_verdict
 from reproductions.shared.quick import told
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 _HEAD = """# The papers' claims, and what came of them here

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from reproductions.shared.claims import MODULES, Claim, Outcome, claim, is_present, verdict_of
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 _HOME = Path(__file__).parents[1]
 TIMES = 3

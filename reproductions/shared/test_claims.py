@@ -33,8 +33,8 @@ from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
 from thinwire import AllReduce, LocalSGD
 from thinwire.errors import ConfigError, NonFiniteError
-from thinwire.runs.comparison import Comparison
-from thinwire.tasks import load
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.tasks import load
 
 RESULT = Result({"payload": Outcome.HOLDS, "wire": Outcome.NOISE}, "8 times less", 8.0, 7.9, 8.1, {"a": 1})
 

@@ -11,11 +11,11 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
 from thinwire.errors import NonFiniteError
-from thinwire.strategies.base import Strategy
-from thinwire.tasks import Evaluation, Task
+from thinwire.lab.tasks import Evaluation, Task
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 
 Found = TypeVar("Found")

@@ -14,11 +14,11 @@ from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, wea
 from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_most, judged
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.gradients.fetch import FetchSGD
-from thinwire.strategies.gradients.sketched import SketchedSGD
-from thinwire.tasks import Task, load
+from thinwire.lab.tasks import Task, load
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.strategies.gradients.fetch import FetchSGD
+from thinwire.methods.strategies.gradients.sketched import SketchedSGD
 
 _LOSS, _FLAT = 0.01, 1.1
 _MOST_GATHERING = 64  # workers: each gathers what all others chose, and no verdict needs how accurate that is

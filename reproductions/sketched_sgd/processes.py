@@ -12,13 +12,13 @@ import torch
 
 from reproductions.dqsgd.thread_runs import Learned
 from reproductions.shared.threads import Schedule
-from thinwire.emulate import available
-from thinwire.runs.comparison import compare
-from thinwire.runs.defaults import resolve
-from thinwire.runs.folder import Fields
-from thinwire.runs.launcher import Listener
-from thinwire.strategies.base import Strategy
-from thinwire.tasks import Task
+from thinwire.lab.emulate import available
+from thinwire.lab.runs.comparison import compare
+from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.runs.folder import Fields
+from thinwire.lab.runs.launcher import Listener
+from thinwire.lab.tasks import Task
+from thinwire.methods.strategies.base import Strategy
 
 LINK = "1gbit"
 

@@ -12,9 +12,9 @@ from statistics import fmean, median, stdev
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
 from reproductions.shared.ended import ended
 from reproductions.slowmo.steps import Figures, Kept, Plan, Progress, Run, Runs, Trial, best, tuned
-from thinwire.runs.comparison import Comparison, compare
-from thinwire.runs.defaults import resolve
-from thinwire.tasks import load
+from thinwire.lab.runs.comparison import Comparison, compare
+from thinwire.lab.runs.defaults import resolve
+from thinwire.lab.tasks import load
 
 PERIOD, GOSSIP_PERIOD = 12, 24
 SLOWER = 1.05

@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter, NullLocator
 
 from reproductions.slowmo.steps import Figures, Runs
-from thinwire.report.palette import looks
-from thinwire.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.palette import looks
+from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
 
 
 def tuning_picture(runs: Runs) -> Picture:

@@ -14,12 +14,12 @@ import torch
 from torch import nn
 
 from reproductions.shared.threads import unless_diverged
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.storage.files import write_atomically
-from thinwire.strategies.recipe import parse
-from thinwire.tasks import Batch, Task
-from thinwire.tasks.base import evaluating
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.core.storage.files import write_atomically
+from thinwire.lab.tasks import Batch, Task
+from thinwire.lab.tasks.base import evaluating
+from thinwire.methods.strategies.recipe import parse
 from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker
 

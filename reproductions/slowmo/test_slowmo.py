@@ -12,11 +12,11 @@ import torch
 from reproductions.slowmo.claim import CLAIM, GOSSIP_PERIOD, QUICK, Scale, bytes_over_gossip, grids, judge
 from reproductions.slowmo.steps import Figures, Kept, Plan, Trial, best, run, tuned
 from thinwire import PushSum, Strategy, attach
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.runs.comparison import Comparison
-from thinwire.runs.recipes import parse_recipe
-from thinwire.tasks import load
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs.recipes import parse_recipe
+from thinwire.lab.tasks import load
 
 TUNED = ("AllReduce", "Local SGD", "SGP", "SlowMo over Local SGD", "SlowMo over SGP")
 NAMES = (*TUNED, "SGP, for as many bytes")

@@ -24,7 +24,7 @@ __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 def _load_chooser() -> _Chooser:
     """Import the planner, for `attach(..., "auto")`."""
-    from thinwire.plan.auto import choose_for
+    from thinwire.planning.plan.auto import choose_for
 
     return choose_for
 

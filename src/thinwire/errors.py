@@ -110,7 +110,7 @@ class CheckpointError(ThinwireError):
     Example:
         >>> from pathlib import Path
         >>> from thinwire import CheckpointError
-        >>> from thinwire.storage.rank_file import RankFile
+        >>> from thinwire.core.storage.rank_file import RankFile
         >>> try:
         ...     RankFile(Path("no-such-folder"), rank=0).read()
         ... except CheckpointError as error:

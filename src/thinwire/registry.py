@@ -14,11 +14,11 @@ from pkgutil import walk_packages
 from threading import RLock
 from typing import Any, TypeVar, dataclass_transform
 
+from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
 
 T = TypeVar("T")
-PACKAGES = ("codecs", "strategies", "topology")
+PACKAGES = ("methods.codecs", "methods.strategies", "methods.topology", "asynchronous")
 """The packages of thinwire in which classes for recipes are defined."""
 ENTRY_POINTS = "thinwire.recipes"
 """The group of entry points in which other distributions offer classes, each as `Name = "module:Class"`."""

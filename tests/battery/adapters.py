@@ -12,17 +12,17 @@ import torch
 from torch import Tensor
 
 from tests.battery.runs import PARTS, SHAPES, SIZES, Oracle, Setting
+from tests.methods.strategies.async_runs import end_step, replicas
+from tests.methods.strategies.leader_runs import losses_of
+from tests.methods.strategies.test_dynamic import share_of, two_stages
+from tests.methods.strategies.test_server import run_in_order
+from tests.methods.strategies.test_sketched import matrix
 from tests.oracles import asynchronous, backup, codecs, one_bit, push_sum, sketched, updates
 from tests.oracles.common import Mixing
-from tests.strategies.async_runs import end_step, replicas
-from tests.strategies.leader_runs import losses_of
-from tests.strategies.test_dynamic import share_of, two_stages
-from tests.strategies.test_server import run_in_order
-from tests.strategies.test_sketched import matrix
 from thinwire import ADPSGD, DQSGD, ParameterServer, RandomMatching
-from thinwire.codecs.base import draw_key
-from thinwire.kernels import uniform
-from thinwire.strategies.gradients.bit_rules import BitLedger, Step
+from thinwire.core.kernels import uniform
+from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.strategies.gradients.bit_rules import BitLedger, Step
 
 Graph = Callable[[int, torch.dtype], Mixing]
 

@@ -17,7 +17,7 @@ from tests.oracles.common import Descent
 from tests.oracles.updates import AdamW, Update
 from tests.problems import Regression, flat
 from thinwire import Comm, Strategy, Worker
-from thinwire.quorum.log import memberships
+from thinwire.asynchronous.quorum.log import memberships
 
 Oracle = Callable[["Setting"], Tensor]
 """All workers' parameters at the end of a run, one row for each."""

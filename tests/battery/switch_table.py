@@ -15,7 +15,7 @@ import thinwire
 from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
 from thinwire import Comm
-from thinwire.plan.traffic import topologies
+from thinwire.planning.plan.traffic import topologies
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "switching.md"
 MARKS = ("<!-- table: switch -->\n", "<!-- /table -->\n")

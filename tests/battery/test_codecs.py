@@ -16,7 +16,7 @@ from tests.battery.runs import Case, begin, case, with_
 from tests.battery.test_strategies import saved_and_resumed
 from tests.grids import one_of_each
 from thinwire import AllReduce, Codec, Comm, ErrorFeedback, LocalSGD, Strategy
-from thinwire.codecs.base import draw_key
+from thinwire.methods.codecs.base import draw_key
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LENGTH = 320

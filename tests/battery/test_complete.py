@@ -12,8 +12,8 @@ import pytest
 import thinwire
 from tests.battery.cases import CODECS, STRATEGIES, TOPOLOGIES, WRAPPERS
 from thinwire import Codec, Strategy, Topology
+from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.registry import REGISTERED, registered
-from thinwire.strategies.wrapper import Wrapper
 
 
 def parts_of(recipe: Any) -> Iterator[Any]:

@@ -11,9 +11,9 @@ import torch
 import thinwire
 from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case
+from tests.elastic.fleets import Kill, run_fleet, survivors
 from tests.grids import fast_where
-from tests.membership.fleets import Kill, run_fleet, survivors
-from thinwire.strategies.base import nested
+from thinwire.methods.strategies.base import nested
 
 
 @pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=lambda each: str(each.strategy))

@@ -38,7 +38,7 @@ from thinwire import (
     TopK,
     Worker,
 )
-from thinwire.strategies.base import nested
+from thinwire.methods.strategies.base import nested
 
 SIZE, ELEMENTS, LR, AGAIN = 3, 24, 0.1, 5
 SIGNS: Codec = ErrorFeedback(OneBit(8))

@@ -29,7 +29,7 @@ from thinwire import (
     PushSum,
     Worker,
 )
-from thinwire.kernels import all_finite
+from thinwire.core.kernels import all_finite
 from thinwire.worker import buckets
 
 MAKE_MODEL = Regression.model

@@ -16,7 +16,7 @@ from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, Setting, begin, go_on, with_
 from tests.problems import flat
 from thinwire import EASGD, AllReduce, Comm, LocalSGD, Worker
-from thinwire.strategies.base import nested
+from thinwire.methods.strategies.base import nested
 
 MIDDLE, SECOND, LAST = 7, 12, 18
 

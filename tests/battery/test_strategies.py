@@ -30,7 +30,7 @@ from tests.battery.runs import (
 )
 from tests.problems import Regression, distance, flat
 from thinwire import AcSA, AllReduce, Comm, ConfigError, LocalSGD, Worker
-from thinwire.plan.traffic import DryRun
+from thinwire.planning.plan.traffic import DryRun
 
 
 def every(question: str = "", *, forms: bool = True) -> pytest.MarkDecorator:

@@ -14,7 +14,7 @@ from tests.battery.test_resizing import mass_of
 from tests.grids import fast_where
 from tests.problems import flat
 from thinwire import EASGD, AllReduce, CoCoD, Comm, LocalSGD, MinibatchLocalSGD, PushSum, Strategy
-from thinwire.strategies.base import nested
+from thinwire.methods.strategies.base import nested
 
 OTHERS = [AllReduce(), pytest.param(LocalSGD(2), marks=pytest.mark.slow), PushSum()]
 FIRST, SECOND, LAST = 5, 9, 14

@@ -10,7 +10,7 @@ import pytest
 
 from tests.battery.cases import TOPOLOGIES
 from thinwire import ConfigError, Topology
-from thinwire.topology.base import check_edges, doubly_stochastic
+from thinwire.methods.topology.base import check_edges, doubly_stochastic
 
 SIZES = range(1, 13)
 EVERY = pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)

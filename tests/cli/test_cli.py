@@ -21,13 +21,13 @@ from thinwire.cli.demo import conclusions
 from thinwire.cli.plain_help import with_plain_help
 from thinwire.cli.progress import Watch
 from thinwire.cli.train import Train
-from thinwire.emulate import Straggler
 from thinwire.errors import ConfigError
-from thinwire.runs import Settings, launch, worker
-from thinwire.runs.comparison import Comparison
-from thinwire.runs.configuration import option_name
-from thinwire.runs.folder import RunFolder
-from thinwire.strategies.recipe import parse
+from thinwire.lab.emulate import Straggler
+from thinwire.lab.runs import Settings, launch, worker
+from thinwire.lab.runs.comparison import Comparison
+from thinwire.lab.runs.configuration import option_name
+from thinwire.lab.runs.folder import RunFolder
+from thinwire.methods.strategies.recipe import parse
 
 
 def refused(capsys, *arguments):
@@ -148,9 +148,7 @@ def test_the_version_is_printed(capsys):
 def test_help_of_commands_imports_neither_training_nor_torch():
     names = ("train", "compare", "demo")
     calls = "".join(f"main(['{name}', '--help']); print('torch' in sys.modules); " for name in names)
-    probe = (
-        f"import sys; from thinwire.cli import main; main(['--help']); print('thinwire.runs' in sys.modules); {calls}"
-    )
+    probe = f"import sys; from thinwire.cli import main; main(['--help']); print('thinwire.lab.runs' in sys.modules); {calls}"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert [line for line in done.stdout.split("\n") if line in ("True", "False")] == ["False"] * (1 + len(names))
 
@@ -256,7 +254,7 @@ def test_under_torchrun_workers_are_as_slow_as_they_were_asked_to_be(monkeypatch
         monkeypatch.delenv(name)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("thinwire.runs.work", lambda *_, **__: found.append(Straggler.from_environment()))
+    monkeypatch.setattr("thinwire.lab.runs.work", lambda *_, **__: found.append(Straggler.from_environment()))
     call = ["train", "--task", "digits", "--out", str(tmp_path / "run"), "--seed", "7"]
     assert main([*call, "--slow", "1:3x", "--stall", "0.5:2s"]) == 0
     assert found == [Straggler(3.0, 0.5, 2.0, seed=7, rank=1)]
@@ -424,7 +422,7 @@ def test_train_takes_a_class_of_the_current_folder_and_resumes_only_where_it_is_
 
 def test_a_run_of_a_class_that_workers_cannot_import_is_refused():
     from thinwire import Strategy, registered
-    from thinwire.runs.recipes import modules_of
+    from thinwire.lab.runs.recipes import modules_of
 
     @registered
     class Hidden(Strategy):

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from thinwire.cli import console, main
-from thinwire.doctor import examination
-from thinwire.doctor.findings import Examination
-from thinwire.runs import Settings
-from thinwire.runs.folder import RunFolder
+from thinwire.lab.runs import Settings
+from thinwire.lab.runs.folder import RunFolder
+from thinwire.planning.doctor import examination
+from thinwire.planning.doctor.findings import Examination
 
 
 def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+import thinwire.arrays.sweep.sweeping
 import thinwire.cli.compare
 import thinwire.cli.demo
-import thinwire.emulate
-import thinwire.runs
-import thinwire.sweep.sweeping
+import thinwire.lab.emulate
+import thinwire.lab.runs
 from thinwire.cli import main
 from thinwire.errors import ConfigError
 
@@ -145,10 +145,10 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: Any, **__: Any) -> Any:
         raise ConfigError("it would start now")
 
-    monkeypatch.setattr(thinwire.runs, "launch", refuse)
+    monkeypatch.setattr(thinwire.lab.runs, "launch", refuse)
     monkeypatch.setattr(thinwire.cli.compare, "run", refuse)
     monkeypatch.setattr(thinwire.cli.demo, "run", refuse)
-    monkeypatch.setattr(thinwire.sweep.sweeping, "sweep", refuse)
+    monkeypatch.setattr(thinwire.arrays.sweep.sweeping, "sweep", refuse)
     monkeypatch.chdir(tmp_path)
     # So that --threads of a sweep does not reach the other tests.
     monkeypatch.setattr("torch.set_num_threads", lambda count: None)

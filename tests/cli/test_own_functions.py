@@ -13,7 +13,7 @@ import pytest
 from thinwire.cli import main
 from thinwire.cli.config import with_config
 from thinwire.cli.sweep import Sweep
-from thinwire.runs.folder import RunFolder
+from thinwire.lab.runs.folder import RunFolder
 
 OWN = ["--model", "examples.own_task:model", "--data", "examples.own_task:data"]
 LOSS = ["--loss", "torch.nn.functional:cross_entropy"]

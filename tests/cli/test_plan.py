@@ -20,19 +20,19 @@ from thinwire.cli.console import Console
 from thinwire.cli.network_words import differences, rates_differ
 from thinwire.cli.plan import as_json, why
 from thinwire.cli.progress import Parts
-from thinwire.doctor import host, speeds
-from thinwire.doctor.findings import Examination
-from thinwire.doctor.links import Pair
-from thinwire.doctor.speeds import StepTime
-from thinwire.emulate import parse_links
-from thinwire.plan import timings
-from thinwire.plan.candidates import Accuracy, AccuracyTable
-from thinwire.plan.networks import network_of_links
-from thinwire.plan.predict import ModelTime, Prediction
-from thinwire.plan.search import Crossing, Job, Option, Planner
-from thinwire.simulate import Network, Racks, Special
-from thinwire.simulate import Pair as Between
-from thinwire.strategies.recipe import parse
+from thinwire.lab.emulate import parse_links
+from thinwire.methods.strategies.recipe import parse
+from thinwire.planning.doctor import host, speeds
+from thinwire.planning.doctor.findings import Examination
+from thinwire.planning.doctor.links import Pair
+from thinwire.planning.doctor.speeds import StepTime
+from thinwire.planning.plan import timings
+from thinwire.planning.plan.candidates import Accuracy, AccuracyTable
+from thinwire.planning.plan.networks import network_of_links
+from thinwire.planning.plan.predict import ModelTime, Prediction
+from thinwire.planning.plan.search import Crossing, Job, Option, Planner
+from thinwire.planning.simulate import Network, Racks, Special
+from thinwire.planning.simulate import Pair as Between
 
 QUICK = ["--task", "digits", "--strategies", "AllReduce(); PushSum(staleness=1)"]
 
@@ -340,8 +340,8 @@ def test_entries_of_a_network_file_that_would_be_ignored_are_refused(
 def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plan(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setitem(sys.modules, "thinwire.report.crossover", None)
-    monkeypatch.setattr("thinwire.plan.search.Planner.options", lambda _: pytest.fail("it has begun to plan"))
+    monkeypatch.setitem(sys.modules, "thinwire.lab.report.crossover", None)
+    monkeypatch.setattr("thinwire.planning.plan.search.Planner.options", lambda _: pytest.fail("it has begun to plan"))
     options = ["--link", "100mbit", "--step-seconds", "0.05", "--plot", str(tmp_path / "plan.png")]
     assert main(["plan", *QUICK, *options]) == 2
     assert "--plot needs" in capsys.readouterr().err

@@ -4,9 +4,9 @@
 import json
 
 from thinwire.cli import main
-from thinwire.comm.mailbox import zeromq
+from thinwire.core.comm.mailbox import zeromq
+from thinwire.core.kernels import base, native, nearest
 from thinwire.errors import ConfigError
-from thinwire.kernels import base, native, nearest
 
 
 def rows(capsys):

@@ -14,13 +14,13 @@ from torch import Tensor
 import thinwire
 from tests.oracles.coreset import apart, best_cost, blobs, clusters, cost, greedy, points
 from thinwire import Comm, ConfigError
+from thinwire.core.kernels import nearest
 from thinwire.coreset import Coreset, EuclideanDistances, select
 from thinwire.coreset.facility import CoordinateFacility, Goal, TorchNearest
 from thinwire.coreset.greedy import lazy
 from thinwire.coreset.methods import unit_of
 from thinwire.coreset.selection import interleave, proportional_budgets
 from thinwire.coreset.similarity import centred, power_above
-from thinwire.kernels import nearest
 
 
 @pytest.fixture(params=["native", "torch"])

@@ -27,7 +27,7 @@ from thinwire.coreset.matrices import read_matrix
 from thinwire.coreset.projection import projected
 from thinwire.coreset.quality import quality, random_subset
 from thinwire.coreset.subset import stratify
-from thinwire.report.coreset import coreset_picture
+from thinwire.lab.report.coreset import coreset_picture
 
 # -- files -------------------------------------------------------------------------------------------------------------
 

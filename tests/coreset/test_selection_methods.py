@@ -19,14 +19,14 @@ from tests.coreset.test_selection import alike, counted, same
 from tests.oracles.coreset import apart, blobs, clusters, cost, points
 from tests.pool import run_processes
 from thinwire import Comm, GroupComm
+from thinwire.core.kernels import nearest
+from thinwire.core.kernels.native import warn_of_slow_path
 from thinwire.coreset import Coreset, select
 from thinwire.coreset.facility import CoordinateFacility, FusedNearest, Goal, TorchNearest
 from thinwire.coreset.methods import unit_of
 from thinwire.coreset.similarity import centred
 from thinwire.coreset.sparse import find_neighbours, recall
 from thinwire.coreset.streaming import _sifted, streaming
-from thinwire.kernels import nearest
-from thinwire.kernels.native import warn_of_slow_path
 
 DRAWING = ["stochastic", "sparse", "streaming", "greedi"]
 

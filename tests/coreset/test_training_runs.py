@@ -16,12 +16,12 @@ from thinwire.coreset.baselines import Random
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.subset import Subset
 from thinwire.errors import ConfigError
-from thinwire.runs import RunFolder, Settings, resolve, work
-from thinwire.runs.coreset import POLICIES, ChosenData, parse_policy
-from thinwire.tasks import Defaults, Task, load
-from thinwire.tasks.base import ACCURACY
-from thinwire.tasks.data.examples import Images, labelled
-from thinwire.tasks.models.plain import Logistic
+from thinwire.lab.runs import RunFolder, Settings, resolve, work
+from thinwire.lab.runs.coreset import POLICIES, ChosenData, parse_policy
+from thinwire.lab.tasks import Defaults, Task, load
+from thinwire.lab.tasks.base import ACCURACY
+from thinwire.lab.tasks.data.examples import Images, labelled
+from thinwire.lab.tasks.models.plain import Logistic
 
 
 def request(**others: Any) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorData
 import thinwire
 from tests.oracles import coreset_training as oracle
 from tests.pool import run_processes
+from thinwire.core.storage.tree import pack, unpack
 from thinwire.coreset.baselines import Crest, El2n, Grand, KCenter, Random, Stratified, even
 from thinwire.coreset.craig import Craig
 from thinwire.coreset.policy import Points, Policy
@@ -24,7 +25,6 @@ from thinwire.coreset.schedule import Selector
 from thinwire.coreset.selection import select
 from thinwire.coreset.subset import Strata, Subset
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.storage.tree import pack, unpack
 
 N, WIDTH, CLASSES = 120, 6, 3
 POLICIES = [

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 import thinwire
-from tests.membership.fleets import End, Kill, run_fleet, survivors
-from tests.membership.processes import Processes
+from tests.elastic.fleets import End, Kill, run_fleet, survivors
+from tests.elastic.processes import Processes
 
 RECIPES = (
     *("AllReduce()", "AllReduce(codec=ErrorFeedback(OneBit(8)))", "LocalSGD(period=3)", "SlowMo(period=3)"),

@@ -21,7 +21,7 @@ from tests.faults.drawn import fault as drawn
 from tests.faults.rank import Ending, ended
 from tests.pool import RankProcess, start_processes
 from thinwire import ThreadComm
-from thinwire.comm.threads import Hub
+from thinwire.core.comm.threads import Hub
 from thinwire.errors import (
     CheckpointError,
     CommError,

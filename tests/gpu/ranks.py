@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 STEPS = 6
 

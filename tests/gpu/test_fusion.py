@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thinwire import fusion
-from thinwire.fusion import Each, autotune_choices, fuse, measuring
+from thinwire.arrays import fusion
+from thinwire.arrays.fusion import Each, autotune_choices, fuse, measuring
 
 STEPS = 5
 RATES = [1e-3, 3e-3, 1e-2]

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import thinwire
-from thinwire import Comm, simulate
+from thinwire import Comm
+from thinwire.planning import simulate
 
 STEPS, WORKERS = 4, 3
 # On a machine without a GPU the same is asked of the CPU, so that these tests are known to run.

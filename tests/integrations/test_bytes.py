@@ -10,7 +10,7 @@ import pytest
 
 from tests.integrations.small import Net
 from tests.integrations.wire import AVERAGES, TOOLS, WIDTH
-from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.lab.emulate import Network, available, parse_links, run_workers
 
 REASON = available()
 

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.engine import batch, drawn, flat
 from tests.pool import run_processes
 from thinwire import Bf16, CheckpointError, Codec, ConfigError, run_threads
-from thinwire.codecs.base import draw_key
-from thinwire.codecs.feedback import ErrorFeedback
-from thinwire.codecs.one_bit import OneBit
-from thinwire.codecs.quantize import Quantize
-from thinwire.codecs.top_k import TopK
-from thinwire.comm.group import comm_for
+from thinwire.core.comm.group import comm_for
 from thinwire.integrations.hooks import DdpHook, ddp_hook, fsdp_hook
-from thinwire.reduce.compressed_all_reduce import compressed_mean_
+from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.codecs.feedback import ErrorFeedback
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.methods.codecs.quantize import Quantize
+from thinwire.methods.codecs.top_k import TopK
+from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
 
 STEPS = 6
 

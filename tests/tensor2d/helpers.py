@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.oracles.tensor2d import LENGTH, VOCABULARY, Encoder, drawn, tokens
-from thinwire.tasks.models.base import build
-from thinwire.tasks.models.gpt import GPT, GPTSize
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT, GPTSize
 from thinwire.tensor2d import Mesh2D, Panels, cross_entropy_2d, parallelize_2d, run_mesh_threads, whole_state
 from thinwire.tensor2d.plan import Untouched
 

@@ -16,9 +16,9 @@ from tests.oracles.tensor2d import BATCH, LENGTH, MESHES, VOCABULARY, Encoder
 from tests.pretend_gpu import as_over_nccl, pretend_gpu
 from tests.tensor2d.helpers import gpt, mesh_loss, run
 from thinwire import ConfigError
-from thinwire.comm.threads import run_threads
-from thinwire.tasks.models.base import build
-from thinwire.tasks.models.gpt import GPT, GPTSize
+from thinwire.core.comm.threads import run_threads
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT, GPTSize
 from thinwire.tensor2d import Mesh2D, checkpoint_, cross_entropy_2d, parallelize_2d, tape
 from thinwire.tensor2d.advisor import Precision, advise, describe_transformer, measure_flops, measure_pace
 from thinwire.tensor2d.costs import Layer, best_rows

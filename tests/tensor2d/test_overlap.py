@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.oracles.tensor2d import MESHES, drawn, joined
 from tests.tensor2d.helpers import block_of, run
-from thinwire.comm.work import Work
+from thinwire.core.comm.work import Work
 from thinwire.tensor2d import Mesh2D, Panels, multiply_ab, multiply_abt
 from thinwire.tensor2d.costs import backward_elements, product_elements
 

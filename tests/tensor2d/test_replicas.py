@@ -18,19 +18,19 @@ from tests.pool import run_processes
 from tests.problems import flat
 from tests.tensor2d.helpers import gpt, mesh_loss, parallelized, run
 from thinwire import ConfigError, MismatchError
-from thinwire.codecs.cast import Bf16
-from thinwire.codecs.one_bit import OneBit
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.optimizers.lamb import Lamb
-from thinwire.optimizers.one_bit_adam import OneBitAdam
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.strategies.gradients.one_bit import CompressedMomentum
-from thinwire.strategies.local.local_sgd import LocalSGD
-from thinwire.strategies.local.slow_momentum import SlowMo
-from thinwire.strategies.push_sum.eager_push_sum import EagerPushSum
-from thinwire.strategies.push_sum.push_sum import PushSum
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.methods.codecs.cast import Bf16
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.methods.optimizers.lamb import Lamb
+from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
+from thinwire.methods.strategies.local.local_sgd import LocalSGD
+from thinwire.methods.strategies.local.slow_momentum import SlowMo
+from thinwire.methods.strategies.push_sum.eager_push_sum import EagerPushSum
+from thinwire.methods.strategies.push_sum.push_sum import PushSum
 from thinwire.tensor2d import clip_gradient_norm_, whole_state
 from thinwire.tensor2d.lamb import Lamb2D
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, mesh_3d, run_mesh_3d_threads

@@ -14,12 +14,12 @@ import torch
 from tests.pool import run_processes
 from thinwire.cli import main
 from thinwire.errors import ConfigError
-from thinwire.runs import RunFolder, resolve
-from thinwire.runs.settings import Settings, parse_mesh
-from thinwire.runs.tensor import check_tensor_parallel
-from thinwire.runs.worker import work
-from thinwire.strategies.gradients.all_reduce import AllReduce
-from thinwire.tasks import load
+from thinwire.lab.runs import RunFolder, resolve
+from thinwire.lab.runs.settings import Settings, parse_mesh
+from thinwire.lab.runs.tensor import check_tensor_parallel
+from thinwire.lab.runs.worker import work
+from thinwire.lab.tasks import load
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 
 ASKED: dict[str, Any] = {
     "task": "text", "model": "0.5m", "steps": 6, "batch_size": 4, "lr": 0.05, "optimizer": "sgd",

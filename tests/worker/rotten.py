@@ -37,7 +37,7 @@ from thinwire import (
     Worker,
     run_threads,
 )
-from thinwire.storage.rank_file import RankFile
+from thinwire.core.storage.rank_file import RankFile
 
 SIZE, EARLIER, STEP = 2, 3, 5
 RECIPES: list[Strategy] = [

@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import thinwire
 from tests.engine import Mixed, attach, batch, batches, drawn, flat, momentum, net, steps, threads
 from thinwire import AllReduce, Bf16, Comm, ConfigError, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
-from thinwire.replica.replica import Replica
-from thinwire.strategies.traits import Traits
+from thinwire.core.replica.replica import Replica
+from thinwire.methods.strategies.traits import Traits
 
 ALONE = [AllReduce(), LocalSGD(2), Gossip(), Gossip(order="after"), PushSum(), Local()]
 

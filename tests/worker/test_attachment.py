@@ -21,7 +21,7 @@ import thinwire
 from tests.engine import attach, batch, batches, flat, momentum, net, steps
 from tests.pool import run_processes
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, SlowMo, Strategy, Worker
-from thinwire.emulate import Network, available, parse_links, run_workers
+from thinwire.lab.emulate import Network, available, parse_links, run_workers
 
 Act = Callable[[Worker], object]
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from tests.engine import attach, batch, batches, drawn, flat, momentum
 from thinwire import AllReduce, Comm, CountingComm, Quantize, run_threads
-from thinwire.comm.work import Work, completed
-from thinwire.replica.flat import lay_out, views
-from thinwire.replica.replica import Replica
+from thinwire.core.comm.work import Work, completed
+from thinwire.core.replica.flat import lay_out, views
+from thinwire.core.replica.replica import Replica
 from thinwire.worker.buckets import Backward, cut
 
 

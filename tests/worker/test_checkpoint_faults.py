@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.engine import attach, batches, flat, net, steps
 from tests.grids import fast_where
 from thinwire import CheckpointError, Comm, LocalSGD, SlowMo, Worker, run_threads
-from thinwire.storage.files import write_atomically
+from thinwire.core.storage.files import write_atomically
 
 RECIPE = SlowMo(LocalSGD(2), period=3)
 

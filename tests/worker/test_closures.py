@@ -28,8 +28,8 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
-from thinwire.optimizers.svrg import Svrg
-from thinwire.strategies.traits import Traits
+from thinwire.methods.optimizers.svrg import Svrg
+from thinwire.methods.strategies.traits import Traits
 
 DOUBLE = torch.float64
 Make = Callable[[nn.Module], torch.optim.Optimizer]

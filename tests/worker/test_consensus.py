@@ -26,7 +26,7 @@ from thinwire import (
     Strategy,
     run_threads,
 )
-from thinwire.replica.replica import Replica
+from thinwire.core.replica.replica import Replica
 
 STRATEGIES = [
     AllReduce(),

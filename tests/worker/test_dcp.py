@@ -17,7 +17,7 @@ from tests.battery.cases import STRATEGIES
 from tests.battery.runs import begin, go_on, with_
 from tests.pool import run_processes
 from thinwire import CheckpointError
-from thinwire.comm.group import comm_for
+from thinwire.core.comm.group import comm_for
 from thinwire.integrations import dcp as ours
 from thinwire.worker.replica_state import pack, same
 

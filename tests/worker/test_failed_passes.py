@@ -31,7 +31,7 @@ from thinwire import (
     Strategy,
     Worker,
 )
-from thinwire.comm.work import Work
+from thinwire.core.comm.work import Work
 
 FIRST, LAST = "0.weight", "2.bias"
 COUNT = 6

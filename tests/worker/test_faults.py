@@ -32,7 +32,7 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
-from thinwire.comm import roll_call
+from thinwire.core.comm import roll_call
 
 SICK_STEP = 5
 Report = tuple[str, str, float, str]

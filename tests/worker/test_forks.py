@@ -18,8 +18,8 @@ from torch import nn
 import thinwire
 from tests.pool import run_processes
 from thinwire import ConfigError
-from thinwire.comm.group import GroupComm
-from thinwire.fusion.autotune_cache import AutotuneCache, cache_path
+from thinwire.arrays.fusion.autotune_cache import AutotuneCache, cache_path
+from thinwire.core.comm.group import GroupComm
 from thinwire.worker.notice import Notice
 from thinwire.worker.worker import Worker
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from tests.pool import run_processes
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
 from thinwire.errors import ConfigError, MismatchError
 from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker

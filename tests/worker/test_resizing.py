@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.engine import attach, batches, drawn, steps
 from tests.grids import fast_where
-from tests.optimizers.one_bit_runs import begun, parameters_of, taken
+from tests.methods.optimizers.one_bit_runs import begun, parameters_of, taken
 from tests.pool import run_processes
 from tests.problems import Regression
 from thinwire import (
@@ -29,18 +29,18 @@ from thinwire import (
     Strategy,
     Worker,
 )
-from thinwire.codecs.one_bit import OneBit
+from thinwire.asynchronous.quorum.log import memberships
 from thinwire.errors import CheckpointError
-from thinwire.optimizers.lamb import Lamb
-from thinwire.optimizers.one_bit_adam import OneBitAdam
-from thinwire.optimizers.one_bit_lamb import OneBitLamb
-from thinwire.optimizers.zero_one_adam import ZeroOneAdam
-from thinwire.quorum.log import memberships
-from thinwire.runs import Settings, resolve, work
-from thinwire.strategies.gradients.fetch import FetchSGD
-from thinwire.strategies.gradients.one_bit import CompressedMomentum
-from thinwire.strategies.gradients.sketched import SketchedSGD
-from thinwire.strategies.gradients.zero_one import ZeroOne
+from thinwire.lab.runs import Settings, resolve, work
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.methods.optimizers.lamb import Lamb
+from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
+from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.methods.strategies.gradients.fetch import FetchSGD
+from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
+from thinwire.methods.strategies.gradients.sketched import SketchedSGD
+from thinwire.methods.strategies.gradients.zero_one import ZeroOne
 from thinwire.worker.checkpoint import load, saved_size
 from thinwire.worker.replica_state import same
 

@@ -33,7 +33,7 @@ from thinwire import (
     TopK,
     Worker,
 )
-from thinwire.optimizers.lamb import Lamb
+from thinwire.methods.optimizers.lamb import Lamb
 
 RATES = [0.1, 0.08, 0.06, 0.12] * 4
 TURNS: list[tuple[int, str, int]] = [(4, "LocalSGD(period=3)", 0), (11, "AllReduce()", 3), (16, "", 0)]

@@ -12,8 +12,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
-from thinwire.storage.files import local_path
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 from thinwire.cli.console import err, out
 from thinwire.cli.options import default_folder, save_config, settings_as_options
 from thinwire.cli.progress import Watch, show_summaries
+from thinwire.core.units import workers
 from thinwire.errors import ConfigError
-from thinwire.report.units import workers
 
 if TYPE_CHECKING:
-    from thinwire.plan.predict import ModelTime
-    from thinwire.runs import Comparison, Settings
-    from thinwire.runs.comparison import Start
+    from thinwire.lab.runs import Comparison, Settings
+    from thinwire.lab.runs.comparison import Start
+    from thinwire.planning.plan.predict import ModelTime
 
 
 _SINGLE_RUN_ONLY = [
@@ -87,9 +87,9 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
 
     def __call__(self) -> int:
         """Run every strategy; returns 0, or 1 where a run diverged."""
-        from thinwire.runs import launch, resolve
-        from thinwire.runs.configuration import without_decided
-        from thinwire.runs.recipes import split_recipes
+        from thinwire.lab.runs import launch, resolve
+        from thinwire.lab.runs.configuration import without_decided
+        from thinwire.lab.runs.recipes import split_recipes
 
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}: must be at least 1")
@@ -140,12 +140,12 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
 
     def _simulated(self, settings: Settings, recipes: Sequence[str]) -> tuple[Settings, Start]:
         """What makes runs in virtual time, and their settings."""
-        from thinwire.plan.networks import check_entries
-        from thinwire.plan.predict import ModelTime
-        from thinwire.runs.defaults import default_timeout
-        from thinwire.runs.own_functions import load_task
-        from thinwire.runs.simulated import SimulatedRuns, check_simulated
-        from thinwire.simulate import load_network
+        from thinwire.lab.runs.defaults import default_timeout
+        from thinwire.lab.runs.own_functions import load_task
+        from thinwire.lab.runs.simulated import SimulatedRuns, check_simulated
+        from thinwire.planning.plan.networks import check_entries
+        from thinwire.planning.plan.predict import ModelTime
+        from thinwire.planning.simulate import load_network
 
         check_simulated(settings, recipes)
         network = None if self.network is None else load_network(self.network, name=f"--network {self.network}")
@@ -168,10 +168,10 @@ def _time_step(settings: Settings) -> ModelTime:
     """The training step of the settings' model on this machine, timed without communication."""
     import torch
 
-    from thinwire.doctor.speeds import time_steps
-    from thinwire.plan.predict import ModelTime
-    from thinwire.runs.optimizer import make_optimizer
-    from thinwire.runs.own_functions import load_task
+    from thinwire.lab.runs.optimizer import make_optimizer
+    from thinwire.lab.runs.own_functions import load_task
+    from thinwire.planning.doctor.speeds import time_steps
+    from thinwire.planning.plan.predict import ModelTime
 
     task = load_task(settings)
     model = task.model(settings.model, seed=settings.seed)
@@ -198,7 +198,7 @@ def run(
     start: Start | None = None,
 ) -> Comparison:
     """Run a comparison and show its progress; `save` is called when the folder is there."""
-    from thinwire.runs import compare, launch
+    from thinwire.lab.runs import compare, launch
 
     with ExitStack() as contexts:
         watches: list[Watch] = []
@@ -233,7 +233,7 @@ def title(settings: Settings, count: int, *, simulated: bool = False, network: P
 
 def show(done: Comparison, *, markdown: bool = False) -> None:
     """Print the table, which runs diverged, and what is known of the spread over rounds."""
-    from thinwire.report import markdown as as_markdown
+    from thinwire.lab.report import markdown as as_markdown
 
     if markdown:
         out.print(as_markdown(done.summaries), markup=False, end="")
@@ -255,7 +255,7 @@ def show(done: Comparison, *, markdown: bool = False) -> None:
 
 def report(folder: Path) -> Path | None:
     """Write the comparison's page and return its path; where it cannot be drawn, print the reason and return None."""
-    from thinwire.report import write_report
+    from thinwire.lab.report import write_report
 
     try:
         return write_report(folder).report

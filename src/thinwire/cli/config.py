@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.runs.configuration import NAME
+from thinwire.lab.runs.configuration import NAME
 
 
 def with_config(command: str, arguments: Sequence[str], options: Sequence[str], flags: Sequence[str]) -> list[str]:

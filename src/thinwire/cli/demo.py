@@ -38,8 +38,8 @@ class Demo:
 
     def __call__(self) -> int:
         """Run the five strategies, print the table, and explain it; returns 0, or 1 where a run diverged."""
-        from thinwire.emulate import available, parse_links
-        from thinwire.runs import resolve
+        from thinwire.lab.emulate import available, parse_links
+        from thinwire.lab.runs import resolve
 
         # A link that cannot be read is refused even where it would not be used.
         parse_links(self.link, 4)

@@ -16,12 +16,12 @@ from rich.text import Text
 
 from thinwire.cli.console import err, out
 from thinwire.cli.step_time import step_of
+from thinwire.core.storage.files import check_writable, write_atomically
 from thinwire.errors import ConfigError
-from thinwire.storage.files import check_writable, write_atomically
 
 if TYPE_CHECKING:
-    from thinwire.doctor.findings import Examination, Finding
-    from thinwire.doctor.verdict import Cost
+    from thinwire.planning.doctor.findings import Examination, Finding
+    from thinwire.planning.doctor.verdict import Cost
 
 _GOOD, _NEARLY = 0.9, 0.95
 # Seconds for what ranks measure besides waiting for answers: links, all-reduces, steps, and the simulations after them.
@@ -74,7 +74,7 @@ class Doctor:
             ConfigError: an option that cannot work, or a file that cannot be written.
             CommTimeoutError: the rendezvous or rank 0 does not answer.
         """
-        from thinwire.comm.rendezvous import started_by_torchrun
+        from thinwire.core.comm.rendezvous import started_by_torchrun
 
         if not 1 <= self.timeout <= 600:
             raise ConfigError(f"--timeout {self.timeout:g}: must be 1 to 600 seconds")
@@ -90,11 +90,11 @@ class Doctor:
         return self._examine()
 
     def _examine(self) -> int:
-        from thinwire.comm.rendezvous import started_by_torchrun
-        from thinwire.doctor.examination import Budget, examine
-        from thinwire.doctor.findings import findings_of
-        from thinwire.doctor.rendezvous import join
-        from thinwire.doctor.verdict import costs_of
+        from thinwire.core.comm.rendezvous import started_by_torchrun
+        from thinwire.planning.doctor.examination import Budget, examine
+        from thinwire.planning.doctor.findings import findings_of
+        from thinwire.planning.doctor.rendezvous import join
+        from thinwire.planning.doctor.verdict import costs_of
 
         time_step = step_of(
             task=self.task,
@@ -128,7 +128,7 @@ class Doctor:
         return int(any(finding.severity == "error" for finding in findings))
 
     def _emulated(self, workers: int) -> int:
-        from thinwire.emulate import Network, parse_links, run_workers
+        from thinwire.lab.emulate import Network, parse_links, run_workers
 
         command = [
             sys.executable,
@@ -177,7 +177,7 @@ def _or_refused(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def _as_json(seen: Examination, findings: list[Finding], costs: list[Cost]) -> dict[str, Any]:
-    from thinwire.doctor.verdict import network_of
+    from thinwire.planning.doctor.verdict import network_of
 
     measured = any(not pair.problem for pair in seen.pairs)
     return {
@@ -228,7 +228,7 @@ def _machines(seen: Examination) -> Table:
 
 
 def _links(seen: Examination) -> Table:
-    from thinwire.report.units import rate
+    from thinwire.core.units import rate
 
     table = Table("ranks", "round trip", "there", "back", "both at once", "4 streams", title="links")
     for pair in sorted(seen.pairs, key=lambda pair: (pair.a, pair.b)):
@@ -244,7 +244,7 @@ def _links(seen: Examination) -> Table:
 
 
 def _all_reduces(seen: Examination) -> Table:
-    from thinwire.report.units import nbytes, rate, seconds
+    from thinwire.core.units import nbytes, rate, seconds
 
     table = Table("all-reduce of", "takes", "rate of sending", title="all-reduce over Gloo")
     for size, taken in seen.all_reduces.items():
@@ -254,7 +254,7 @@ def _all_reduces(seen: Examination) -> Table:
 
 
 def _costs(costs: list[Cost]) -> Table:
-    from thinwire.report.units import nbytes, seconds
+    from thinwire.core.units import nbytes, seconds
 
     table = Table("strategy", "step", "of linear speed", "sent per step", title="on these links, simulated")
     for cost in costs:
@@ -264,8 +264,8 @@ def _costs(costs: list[Cost]) -> Table:
 
 def _verdict(seen: Examination, costs: list[Cost]) -> str:
     """What these links make of the user's model, in a few sentences."""
-    from thinwire.doctor.findings import all_reduce_seconds
-    from thinwire.report.units import nbytes, seconds
+    from thinwire.core.units import nbytes, seconds
+    from thinwire.planning.doctor.findings import all_reduce_seconds
 
     if not seen.steps:
         return "no training step was timed"

@@ -11,7 +11,8 @@ from rich.text import Text
 from tyro.conf import Positional
 
 from thinwire.cli.console import err, out, print_error
-from thinwire.emulate import (
+from thinwire.errors import ConfigError
+from thinwire.lab.emulate import (
     Network,
     Stream,
     Traffic,
@@ -22,7 +23,6 @@ from thinwire.emulate import (
     parse_stragglers,
     straggler_environment,
 )
-from thinwire.errors import ConfigError
 
 COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 

@@ -12,15 +12,15 @@ from tyro.conf import Positional
 
 from thinwire.cli.console import out
 from thinwire.cli.options import as_typed, settings_as_options, slowest_rate
+from thinwire.core.units import count, nbytes, rate, seconds, times, workers
 from thinwire.errors import ConfigError
-from thinwire.report.units import count, nbytes, rate, seconds, times, workers
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from thinwire.plan import Card
-    from thinwire.plan.traffic import MakeOptimizer
-    from thinwire.strategies.base import Strategy
+    from thinwire.methods.strategies.base import Strategy
+    from thinwire.planning.plan import Card
+    from thinwire.planning.plan.traffic import MakeOptimizer
 
 _MOST_NAMED_RANKS = 8
 _OF_OPTIMIZER = ("optimizer", "momentum")
@@ -71,7 +71,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             return 0
         import torch
 
-        from thinwire.plan import explain
+        from thinwire.planning.plan import explain
 
         if self.recipe is None:
             raise ConfigError('RECIPE is missing; name one, such as "LocalSGD(period=8)", or give --tensor-parallel 4')
@@ -142,7 +142,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             return "a model", int(self.parameters)
         import torch
 
-        from thinwire import tasks
+        from thinwire.lab import tasks
 
         task = tasks.load(given["task"] or "text", data=given["data"])
         size = given["model"] or task.default_size
@@ -154,8 +154,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         """The optimizer that was asked for, or the task's; None where the strategy needs another, or there is none."""
         import torch
 
-        from thinwire import tasks
-        from thinwire.runs.optimizer import maker_of
+        from thinwire.lab import tasks
+        from thinwire.lab.runs.optimizer import maker_of
 
         given = self.given()
         if given["momentum"] is not None and not 0 <= given["momentum"] < 1:
@@ -180,9 +180,9 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
 
 def _strategy(text: str) -> Strategy:
-    from thinwire.runs.recipes import BASELINES, parse_recipe
-    from thinwire.strategies.base import Strategy
-    from thinwire.strategies.recipe import parse
+    from thinwire.lab.runs.recipes import BASELINES, parse_recipe
+    from thinwire.methods.strategies.base import Strategy
+    from thinwire.methods.strategies.recipe import parse
 
     try:
         recipe = parse_recipe(text)

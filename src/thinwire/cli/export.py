@@ -9,8 +9,8 @@ from pathlib import Path
 from tyro.conf import Positional
 
 from thinwire.cli.console import out
+from thinwire.core.units import workers
 from thinwire.errors import ConfigError
-from thinwire.report.units import workers
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import out
+from thinwire.core.units import nbytes, rate, seconds
 from thinwire.errors import ConfigError
-from thinwire.report.units import nbytes, rate, seconds
 
 if TYPE_CHECKING:
     from thinwire.tensor2d.advisor import Advice
@@ -39,8 +39,8 @@ def explain_meshes(
     """
     import torch
 
-    from thinwire import tasks
-    from thinwire.emulate import parse_links
+    from thinwire.lab import tasks
+    from thinwire.lab.emulate import parse_links
     from thinwire.tensor2d.advisor import advise, describe_transformer, measure_flops
     from thinwire.tensor2d.panels import Pace
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
-from thinwire.report.units import digits, rate, seconds
+from thinwire.core.units import digits, rate, seconds
 
 if TYPE_CHECKING:
-    from thinwire.simulate import Network, Special
+    from thinwire.planning.simulate import Network, Special
 
 _MOST_NAMED = 8
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, get_type_hints
 
 from tyro.conf import arg
 
-from thinwire.runs.configuration import OPTION_NAMES, option_name
-from thinwire.runs.settings import Settings
+from thinwire.lab.runs.configuration import OPTION_NAMES, option_name
+from thinwire.lab.runs.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -74,8 +74,8 @@ def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str
         name: the command's name.
         values: by the names of the fields; others than the command's options are left out.
     """
-    from thinwire.runs.configuration import NAME, as_toml
-    from thinwire.storage.files import write_atomically
+    from thinwire.core.storage.files import write_atomically
+    from thinwire.lab.runs.configuration import NAME, as_toml
 
     known, _ = option_names(command)
     chosen = {option_name(key): value for key, value in values.items() if option_name(key) in known}
@@ -90,7 +90,7 @@ def command_line() -> str:
 
 def default_folder(task: str, name: str) -> Path:
     """A folder for a run that does not exist yet, named by the task, the strategy and the time."""
-    from thinwire.runs.comparison import short_name
+    from thinwire.lab.runs.comparison import short_name
 
     stem = f"{task.replace(':', '-')}-{short_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
     path, number = Path("runs") / stem, 2
@@ -106,7 +106,7 @@ def as_typed(recipe: str) -> str:
 
 def slowest_rate(link: str, workers: int) -> float | None:
     """The rate of the slowest of the workers' links in bits per second; None if no link is limited."""
-    from thinwire.emulate import parse_links
+    from thinwire.lab.emulate import parse_links
 
     rates = [each.bits_per_second for each in parse_links(link, workers)]
     return min((rate for rate in rates if rate is not None), default=None)

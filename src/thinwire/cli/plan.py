@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 from thinwire.cli.console import err, out
 from thinwire.cli.network_words import differences, rates_differ
 from thinwire.cli.progress import Parts
+from thinwire.core.storage.files import check_writable
+from thinwire.core.units import digits, nbytes, rate, seconds
 from thinwire.errors import ConfigError
-from thinwire.report.units import digits, nbytes, rate, seconds
-from thinwire.storage.files import check_writable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from thinwire.cli.step_time import TimedModel
-    from thinwire.doctor.findings import Examination
-    from thinwire.doctor.speeds import StepTime
-    from thinwire.plan.candidates import Accuracy
-    from thinwire.plan.meshes import LanguageModel
-    from thinwire.plan.search import Crossing, Job, Option, Planner
-    from thinwire.plan.timings import Timings
-    from thinwire.plan.traffic import MakeOptimizer
-    from thinwire.simulate import Network, Pair, Racks, Special
+    from thinwire.planning.doctor.findings import Examination
+    from thinwire.planning.doctor.speeds import StepTime
+    from thinwire.planning.plan.candidates import Accuracy
+    from thinwire.planning.plan.meshes import LanguageModel
+    from thinwire.planning.plan.search import Crossing, Job, Option, Planner
+    from thinwire.planning.plan.timings import Timings
+    from thinwire.planning.plan.traffic import MakeOptimizer
+    from thinwire.planning.simulate import Network, Pair, Racks, Special
 
 _STEP_BUDGET = 4.0
 _FORWARD = 1 / 3
@@ -101,10 +101,10 @@ class Plan:
             ConfigError: options that exclude each other, or a value that cannot be.
         """
         self._check()
-        from thinwire.doctor.host import load_average, usable_cores
-        from thinwire.plan.candidates import CANDIDATES
-        from thinwire.plan.search import Planner, choose
-        from thinwire.plan.timings import Timings, timings_path
+        from thinwire.planning.doctor.host import load_average, usable_cores
+        from thinwire.planning.plan.candidates import CANDIDATES
+        from thinwire.planning.plan.search import Planner, choose
+        from thinwire.planning.plan.timings import Timings, timings_path
 
         seen = self._examination()
         if seen is not None and all(pair.problem for pair in seen.pairs):
@@ -187,22 +187,22 @@ class Plan:
             _check_plot(self.plot)
 
     def _examination(self) -> Examination | None:
-        from thinwire.doctor.reading import read_examination
+        from thinwire.planning.doctor.reading import read_examination
 
         return None if self.doctor is None else read_examination(self.doctor)
 
     def _network(self, seen: Examination | None, workers: int) -> Network:
-        from thinwire.emulate import parse_links
-        from thinwire.emulate.units import parse_duration
-        from thinwire.plan.networks import LATENCY, check_entries, network_of_links
-        from thinwire.simulate import load_network
+        from thinwire.core.quantities import parse_duration
+        from thinwire.lab.emulate import parse_links
+        from thinwire.planning.plan.networks import LATENCY, check_entries, network_of_links
+        from thinwire.planning.simulate import load_network
 
         if self.network is not None:
             network = load_network(self.network, name=f"--network {self.network}")
             check_entries(network, f"--network {self.network}", _NOT_PLANNED)
             return network
         if seen is not None:
-            from thinwire.doctor.verdict import network_of
+            from thinwire.planning.doctor.verdict import network_of
 
             found = network_of(seen)
             if workers == seen.size:
@@ -259,8 +259,8 @@ class Plan:
 
     def _timed(self, model: TimedModel, timings: Timings) -> StepTime:
         """The step, timed here; of a task's model once, as only the user knows when their own model changes."""
-        from thinwire.doctor.speeds import StepTime
-        from thinwire.plan.timings import digest
+        from thinwire.planning.doctor.speeds import StepTime
+        from thinwire.planning.plan.timings import digest
 
         if self.model is not None:
             return model.timed(_STEP_BUDGET)
@@ -275,8 +275,8 @@ def _recipes(text: str) -> list[str]:
     Raises:
         ConfigError: with the recipe.
     """
-    from thinwire.runs.recipes import parse_recipe, split_recipes
-    from thinwire.strategies.base import Strategy
+    from thinwire.lab.runs.recipes import parse_recipe, split_recipes
+    from thinwire.methods.strategies.base import Strategy
 
     split_recipes(text)
     # As they were written: a table that says LocalSGD() where one has asked for LocalSGD(period=8) is not plain.
@@ -290,8 +290,8 @@ def _recipes(text: str) -> list[str]:
 def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimizer, *, sharing: float) -> Job:
     import torch
 
-    from thinwire.plan.predict import ModelTime
-    from thinwire.plan.search import Job
+    from thinwire.planning.plan.predict import ModelTime
+    from thinwire.planning.plan.search import Job
 
     time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
     shapes = [tuple(shape) for shape in step.shapes]
@@ -307,7 +307,7 @@ def _check_plot(path: Path) -> None:
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--plot {path}: must end in .png, .svg or .pdf")
     try:
-        import thinwire.report.crossover  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        import thinwire.lab.report.crossover  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ModuleNotFoundError as missing:
         raise ConfigError(f"--plot needs {missing.name} for its drawing; pip install 'thinwire[report]'") from None
     try:
@@ -322,8 +322,8 @@ def _check_plot(path: Path) -> None:
 
 
 def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, most: int) -> None:
-    from thinwire.plan.sweeps import LATENCIES, RATES, by_latency, by_rate, by_workers, recipes_to_draw
-    from thinwire.report.crossover import Sweep, draw_crossovers
+    from thinwire.lab.report.crossover import Sweep, draw_crossovers
+    from thinwire.planning.plan.sweeps import LATENCIES, RATES, by_latency, by_rate, by_workers, recipes_to_draw
 
     job = planner.job
     recipes = recipes_to_draw(options, chosen.recipe)
@@ -343,7 +343,7 @@ def as_json(
     planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]
 ) -> dict[str, Any]:
     """Return everything that a plan found, as JSON can have it: None stands for infinity and for what is not known."""
-    from thinwire.plan.search import within_noise
+    from thinwire.planning.plan.search import within_noise
 
     network = planner.job.network
     return {
@@ -483,7 +483,7 @@ def _row(name: str, width: int, figures: tuple[str, ...]) -> str:
 
 def why(options: list[Option], chosen: Option) -> str:
     """Say in a few sentences why an option was chosen."""
-    from thinwire.plan.candidates import DENSE
+    from thinwire.planning.plan.candidates import DENSE
 
     dense = next((each for each in options if each.recipe == DENSE and each.mesh is None and each.prediction), None)
     found = chosen.prediction
@@ -508,7 +508,7 @@ def why(options: list[Option], chosen: Option) -> str:
 
 def _noise(options: list[Option], chosen: Option) -> str:
     """Name what is within noise of the best, and the rule by which one of them was chosen; "" if nothing else is."""
-    from thinwire.plan.search import NEARLY, within_noise
+    from thinwire.planning.plan.search import NEARLY, within_noise
 
     others = [each.name for each in within_noise(options) if each is not chosen]
     if not others:
@@ -519,7 +519,7 @@ def _noise(options: list[Option], chosen: Option) -> str:
 
 def _missed(options: list[Option], chosen: Option) -> str:
     """Name the recipe that would be sooner where it reached the loss, and how often it did not; "" if there is none."""
-    from thinwire.plan.search import NEARLY
+    from thinwire.planning.plan.search import NEARLY
 
     sooner = [
         (each.seconds * max(1.0, each.accuracy.most), each, each.accuracy)
@@ -536,7 +536,7 @@ def _missed(options: list[Option], chosen: Option) -> str:
 
 
 def _changes(crossings: list[Crossing], network: Network) -> str:
-    from thinwire.plan.search import FASTEST, SLOWEST, words_of_rate
+    from thinwire.planning.plan.search import FASTEST, SLOWEST, words_of_rate
 
     # Where links differ, one rate is not that of all.
     differ, usual = rates_differ(network), network.bits_per_second

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self
 from rich.console import Console
 
 from thinwire.cli.console import Output, err, out
-from thinwire.report.units import workers
+from thinwire.core.units import workers
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -201,7 +201,7 @@ def show_summaries(summaries: Sequence[Fields]) -> None:
     """Print summaries as a table: one line per run if several fit the width, otherwise one line per figure."""
     from rich.table import Table
 
-    from thinwire.report import rich_table, rows
+    from thinwire.lab.report import rich_table, rows
 
     console = Output(highlight=False, emoji=False, width=None if out.is_terminal else _WIDE)
     lines = rows(summaries)

@@ -10,7 +10,7 @@ from typing import Literal
 from tyro.conf import Positional
 
 from thinwire.cli.console import out
-from thinwire.report import read, write_report, write_trace
+from thinwire.lab.report import read, write_report, write_trace
 
 
 @dataclass(frozen=True)

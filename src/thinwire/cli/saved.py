@@ -29,7 +29,7 @@ def check_saved(folder: Path, argument: str) -> None:
     Raises:
         ConfigError: with the option that would have saved it.
     """
-    from thinwire.runs import RunFolder
+    from thinwire.lab.runs import RunFolder
 
     if not (folder / "settings.json").exists() or any(RunFolder(folder).checkpoints.glob("*")):
         return

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from thinwire.cli.console import err, out
+from thinwire.core import units
+from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
-from thinwire.report import units
-from thinwire.storage.files import write_atomically
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -202,7 +202,7 @@ def _report(folder: Path, rows: Tensor, chosen: Coreset, summary: Fields) -> Pat
     from thinwire.coreset.projection import projected
 
     try:
-        from thinwire.report.coreset import write_coreset
+        from thinwire.lab.report.coreset import write_coreset
     except ModuleNotFoundError:
         return None
     shown = projected(rows, chosen.indices)

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out
+from thinwire.core.units import nbytes, seconds, share
 from thinwire.errors import ConfigError
-from thinwire.report.units import nbytes, seconds, share
 
 if TYPE_CHECKING:
-    from thinwire.runs.folder import RunFolder
-    from thinwire.simulate import Network, Simulation
-    from thinwire.simulate.summary import Summary
-    from thinwire.simulate.training import MakeOptimizer, Outcome, Training
-    from thinwire.strategies.base import Strategy
+    from thinwire.lab.runs.folder import RunFolder
+    from thinwire.lab.runs.simulated_summary import Summary
+    from thinwire.lab.runs.simulated_training import MakeOptimizer, Outcome, Training
+    from thinwire.methods.strategies.base import Strategy
+    from thinwire.planning.simulate import Network, Simulation
 
 _EVENTS_PER_UPDATE = 2000
 _MOST_TRACED_RANKS = 32
@@ -74,12 +74,12 @@ class Simulate:
         """
         if self.parameters < 1 or self.parameters % 1:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
-        from thinwire import tasks
-        from thinwire.runs.recipes import parse_recipe
-        from thinwire.simulate.running import check_call
-        from thinwire.simulate.summary import summarise
-        from thinwire.simulate.training import Training
-        from thinwire.strategies.base import Strategy, check_workers
+        from thinwire.lab import tasks
+        from thinwire.lab.runs.recipes import parse_recipe
+        from thinwire.lab.runs.simulated_summary import summarise
+        from thinwire.lab.runs.simulated_training import Training
+        from thinwire.methods.strategies.base import Strategy, check_workers
+        from thinwire.planning.simulate.running import check_call
 
         strategy = parse_recipe(self.strategy)
         if not isinstance(strategy, Strategy):
@@ -115,8 +115,8 @@ class Simulate:
     def _network(self) -> Network:
         from dataclasses import replace
 
-        from thinwire.simulate import Duration, Network, load_network
-        from thinwire.simulate.durations import parse_distribution
+        from thinwire.planning.simulate import Duration, Network, load_network
+        from thinwire.planning.simulate.durations import parse_distribution
 
         network = Network() if self.network is None else load_network(self.network, name=f"--network {self.network}")
         if self.compute_time is not None:
@@ -125,8 +125,8 @@ class Simulate:
         return network if network.compute is not None else replace(network, compute=Duration("constant", 0.05))
 
     def _simulate(self, training: Training, network: Network) -> Simulation[Outcome]:
-        from thinwire.simulate import simulate
-        from thinwire.simulate.comm import SimulatedComm
+        from thinwire.planning.simulate import simulate
+        from thinwire.planning.simulate.comm import SimulatedComm
 
         with _bar(self.workers * self.steps) as advance:
 
@@ -148,7 +148,7 @@ def _maker(strategy: Strategy) -> MakeOptimizer:
     """Makes plain SGD, or an optimizer that the strategy needs."""
     from torch import nn
 
-    from thinwire.plan.traffic import default_optimizer
+    from thinwire.planning.plan.traffic import default_optimizer
 
     return lambda parameters: default_optimizer(strategy, nn.ParameterList(parameters))
 
@@ -222,7 +222,7 @@ def _new_folder(path: Path) -> RunFolder:
     Raises:
         ConfigError: it holds a run already, or cannot be created.
     """
-    from thinwire.runs.folder import RunFolder
+    from thinwire.lab.runs.folder import RunFolder
 
     folder = RunFolder(path)
     # No settings tell of a simulated run, so its own files do.
@@ -236,8 +236,8 @@ def _write(
     folder: RunFolder, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary
 ) -> None:
     """Write a run folder, which `thinwire report` reads."""
+    from thinwire.lab.runs.simulated_summary import intervals
     from thinwire.registry import canonical
-    from thinwire.simulate.summary import intervals
 
     model = f"{command.parameters:g} parameters" if command.task is None else command.task
     facts = {

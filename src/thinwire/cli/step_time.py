@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from thinwire.doctor.examination import TimeStep
-    from thinwire.doctor.speeds import StepTime
-    from thinwire.plan.meshes import LanguageModel
-    from thinwire.plan.traffic import MakeOptimizer
+    from thinwire.planning.doctor.examination import TimeStep
+    from thinwire.planning.doctor.speeds import StepTime
+    from thinwire.planning.plan.meshes import LanguageModel
+    from thinwire.planning.plan.traffic import MakeOptimizer
 
 _MOMENTUM = 0.9
 
@@ -46,7 +46,7 @@ class TimedModel:
 
     def timed(self, budget: float) -> StepTime:
         """Time the step within a budget of seconds."""
-        from thinwire.doctor.speeds import time_steps
+        from thinwire.planning.doctor.speeds import time_steps
 
         optimizer = self.own or self.optimizer([p for p in self.module.parameters() if p.requires_grad])
         return time_steps(self.name, self.module, optimizer, self.loss, budget=budget)
@@ -57,7 +57,7 @@ class TimedModel:
         Raises:
             ConfigError: the model has no parameters that are trained.
         """
-        from thinwire.doctor.speeds import StepTime
+        from thinwire.planning.doctor.speeds import StepTime
 
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if not trained:
@@ -104,8 +104,8 @@ def model_of(
     _check_alone(model, model_size, batch_size, data)
     import torch
 
-    from thinwire import tasks
-    from thinwire.runs.optimizer import maker_of
+    from thinwire.lab import tasks
+    from thinwire.lab.runs.optimizer import maker_of
 
     if model is not None:
         module, own_loss, own = _own_model(model)
@@ -165,9 +165,9 @@ def language_model(
     """A task's model as one that can be split over a mesh; None if it is no language model."""
     import torch
 
-    from thinwire import tasks
-    from thinwire.plan.meshes import LanguageModel
-    from thinwire.tasks.models.gpt import GPT
+    from thinwire.lab import tasks
+    from thinwire.lab.tasks.models.gpt import GPT
+    from thinwire.planning.plan.meshes import LanguageModel
 
     loaded = tasks.load(task, data=data)
 

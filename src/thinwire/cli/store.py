@@ -31,7 +31,7 @@ class Store:
 
     def __call__(self) -> int:
         """Serve; returns 0 after an interrupt."""
-        from thinwire.comm.rendezvous import host_store
+        from thinwire.core.comm.rendezvous import host_store
 
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port}: must be 0 to 65535")

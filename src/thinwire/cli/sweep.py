@@ -29,13 +29,13 @@ from thinwire.cli.trials import (
     trials_as_json,
 )
 from thinwire.errors import ConfigError
-from thinwire.runs.configuration import option_name
+from thinwire.lab.runs.configuration import option_name
 
 if TYPE_CHECKING:
-    from thinwire.sweep.plan import Plan
-    from thinwire.sweep.space import Domain, Space
-    from thinwire.sweep.trials import Outcome, Population
-    from thinwire.tasks import Task
+    from thinwire.arrays.sweep.plan import Plan
+    from thinwire.arrays.sweep.space import Domain, Space
+    from thinwire.arrays.sweep.trials import Outcome, Population
+    from thinwire.lab.tasks import Task
 
 _HYPERPARAMETERS = (
     "lr",
@@ -152,7 +152,7 @@ class Sweep:
             with _terminated_like_interrupted():
                 return (self if self.resume is None else self._resumed(folder))._run(folder, resume=bool(self.resume))
         except KeyboardInterrupt:
-            from thinwire.sweep.journal import begun
+            from thinwire.arrays.sweep.journal import begun
 
             if begun(folder / _JOURNAL):
                 again = (("model", self.own_model), ("data", self.data), ("loss", self.own_loss))
@@ -164,11 +164,11 @@ class Sweep:
 
     def _run(self, folder: Path, *, resume: bool = False) -> int:
         # Imported here, because `thinwire --help` must not wait for torch.
-        from thinwire.fusion import keep_memory
-        from thinwire.sweep.journal import Journal
-        from thinwire.sweep.sampling import sampler_of
-        from thinwire.sweep.sweeping import check_counts, sweep
-        from thinwire.sweep.trials import ranked
+        from thinwire.arrays.fusion import keep_memory
+        from thinwire.arrays.sweep.journal import Journal
+        from thinwire.arrays.sweep.sampling import sampler_of
+        from thinwire.arrays.sweep.sweeping import check_counts, sweep
+        from thinwire.arrays.sweep.trials import ranked
 
         keep_memory()
         check_counts(self.trials, self.together)
@@ -208,8 +208,8 @@ class Sweep:
 
     def _resumed(self, folder: Path) -> Sweep:
         """The sweep with the options that it began with; options that contradict them are errors."""
+        from thinwire.arrays.sweep.journal import settings_in
         from thinwire.cli.saved import check_folder
-        from thinwire.sweep.journal import settings_in
 
         check_folder(folder, f"--resume {folder}", "a sweep is resumed from the folder that it began in")
         if self.out is not None:
@@ -245,8 +245,8 @@ class Sweep:
     def _plan(self, space: Space) -> Plan:
         import torch
 
-        from thinwire.sweep.plan import Plan
-        from thinwire.sweep.trials import Halving
+        from thinwire.arrays.sweep.plan import Plan
+        from thinwire.arrays.sweep.trials import Halving
 
         if self.threads is not None and not 1 <= self.threads <= 4096:
             raise ConfigError(f"--threads {self.threads}: must lie in 1..4096; leave it out to use all cores")
@@ -275,8 +275,8 @@ class Sweep:
         Raises:
             ConfigError: options that exclude each other, or a function that cannot be used.
         """
-        from thinwire.runs.own_functions import complete_own
-        from thinwire.tasks import load
+        from thinwire.lab.runs.own_functions import complete_own
+        from thinwire.lab.tasks import load
 
         if self.own_model is None:
             if self.own_loss is not None:
@@ -292,8 +292,8 @@ class Sweep:
 
     def _population(self, space: Space) -> Population | None:
         """The population of these options; it perturbs every hyperparameter that is searched as a range."""
-        from thinwire.sweep.space import Range
-        from thinwire.sweep.trials import FUSIBLE, Population
+        from thinwire.arrays.sweep.space import Range
+        from thinwire.arrays.sweep.trials import FUSIBLE, Population
 
         for name in ("share", "change") if self.population is None else ():
             if getattr(self, name) != getattr(Sweep, name):
@@ -321,7 +321,7 @@ class Sweep:
         return Population(self.population, self.share, self.change, tuple(ranges) or ("lr",))
 
     def _space(self) -> Space:
-        from thinwire.sweep.space import Space, parse_domain
+        from thinwire.arrays.sweep.space import Space, parse_domain
 
         given = {name: text for name in _HYPERPARAMETERS if (text := getattr(self, name)) is not None}
         domains: dict[str, Domain] = {}
@@ -354,8 +354,8 @@ class Sweep:
         """Train the same trials one after another, and compare time and losses."""
         from rich.progress import track
 
-        from thinwire.sweep.training import train_alone
-        from thinwire.sweep.trials import ranked
+        from thinwire.arrays.sweep.training import train_alone
+        from thinwire.arrays.sweep.trials import ranked
 
         start = time.perf_counter()
         alone = [train_alone(plan, each.trial) for each in track(outcomes, "one after another", console=err)]
@@ -370,7 +370,7 @@ class Sweep:
         }
 
     def _write(self, folder: Path, space: Space, best: Sequence[Outcome], summary: Fields) -> Path | None:
-        from thinwire.storage.files import write_atomically
+        from thinwire.core.storage.files import write_atomically
 
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -379,7 +379,7 @@ class Sweep:
         except OSError as error:
             raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
         try:
-            from thinwire.report.sweep import write_sweep
+            from thinwire.lab.report.sweep import write_sweep
         except ModuleNotFoundError:
             return None  # matplotlib is an optional dependency
         return write_sweep(

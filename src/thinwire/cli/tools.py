@@ -45,7 +45,7 @@ class Tools:
 def _codes() -> dict[str, str]:
     from torch import empty
 
-    from thinwire.kernels import base, native
+    from thinwire.core.kernels import base, native
 
     with warnings.catch_warnings(action="ignore"):
         found = base.compiled(empty(0))
@@ -55,7 +55,7 @@ def _codes() -> dict[str, str]:
 def _coresets() -> dict[str, str]:
     from torch import empty
 
-    from thinwire.kernels import native, nearest
+    from thinwire.core.kernels import native, nearest
 
     with warnings.catch_warnings(action="ignore"):
         found = nearest.compiled(empty(0))
@@ -81,7 +81,7 @@ def _on_gpus() -> dict[str, str]:
 
 
 def _messages() -> dict[str, str]:
-    from thinwire.comm.mailbox.zeromq import import_zmq
+    from thinwire.core.comm.mailbox.zeromq import import_zmq
     from thinwire.errors import ConfigError
 
     try:
@@ -92,7 +92,7 @@ def _messages() -> dict[str, str]:
 
 
 def _links() -> dict[str, str]:
-    from thinwire.emulate import available
+    from thinwire.lab.emulate import available
 
     reason = available()
     return _row("emulated links", "nothing" if reason else "network namespaces", reason or "limits and counts bytes")

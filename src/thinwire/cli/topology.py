@@ -13,13 +13,13 @@ from tyro.conf import Positional
 
 from thinwire.cli.console import Output, out
 from thinwire.cli.options import slowest_rate
+from thinwire.core.units import count, digits, nbytes, rate, seconds
 from thinwire.errors import ConfigError
-from thinwire.report.units import count, digits, nbytes, rate, seconds
 
 if TYPE_CHECKING:
-    from thinwire.report.picture import Picture
-    from thinwire.topology.analysis import Facts
-    from thinwire.topology.base import Topology as Graph
+    from thinwire.lab.report.picture import Picture
+    from thinwire.methods.topology.analysis import Facts
+    from thinwire.methods.topology.base import Topology as Graph
 
 _BYTES_PER_PARAMETER = 4
 # Longer lists of steps, or of messages in a step, are cut short.
@@ -79,17 +79,17 @@ class Topology:
         return 0
 
     def _show_one(self, name: str) -> None:
+        from thinwire.methods.strategies.recipe import parse_topology
+        from thinwire.methods.topology.analysis import facts, matrices
+        from thinwire.methods.topology.base import check_edges, check_size
         from thinwire.registry import canonical
-        from thinwire.strategies.recipe import parse_topology
-        from thinwire.topology.analysis import facts, matrices
-        from thinwire.topology.base import check_edges, check_size
 
         graph = parse_topology(name)
         check_size(graph, self.workers, most_workers=_MOST_WORKERS)
         check_edges(graph, self.workers)
         found, refusals = facts(graph, self.workers), _refusals(graph, self.workers)
         if self.out is not None:
-            from thinwire.report.graph import graph_picture
+            from thinwire.lab.report.graph import graph_picture
 
             self._draw(graph_picture(self.out.stem, str(graph), matrices(graph, self.workers)))
         if self.json:
@@ -105,9 +105,9 @@ class Topology:
             out.print(f"  {line}", markup=False)
 
     def _show_all(self) -> None:
+        from thinwire.methods.topology.analysis import disagreement, facts
+        from thinwire.methods.topology.base import check_edges, check_size
         from thinwire.registry import canonical
-        from thinwire.topology.analysis import disagreement, facts
-        from thinwire.topology.base import check_edges, check_size
 
         known: dict[Graph, Facts] = {}
         refused: dict[str, str] = {}
@@ -121,7 +121,7 @@ class Topology:
         if not known:
             raise ConfigError(next(iter(refused.values())))
         if self.out is not None:
-            from thinwire.report.graph import agreement_picture
+            from thinwire.lab.report.graph import agreement_picture
 
             curves = {canonical(graph): disagreement(graph, self.workers, _CURVE_STEPS).tolist() for graph in known}
             self._draw(agreement_picture(self.out.stem, curves, self.workers))
@@ -224,8 +224,8 @@ class Topology:
 
 def _all_graphs() -> list[Graph]:
     """Every graph with its default arguments, except FromGraph, which by default has no edges."""
+    from thinwire.methods.topology.base import Topology as Graph
     from thinwire.registry import recipe_classes
-    from thinwire.topology.base import Topology as Graph
 
     return [kind() for name, kind in recipe_classes().items() if issubclass(kind, Graph) and name != "FromGraph"]
 
@@ -258,7 +258,7 @@ def _refusals(graph: Graph, workers: int) -> dict[str, str | None]:
 
 def sketch(graph: Graph, workers: int) -> Iterator[str]:
     """A line for each step of a period: 0->1 is a message from 0 to 1, 0--1 a message in each direction."""
-    from thinwire.topology.analysis import static
+    from thinwire.methods.topology.analysis import static
 
     period = 1 if static(graph, workers) else graph.period(workers)
     for step in range(min(period, _MOST_STEPS)):

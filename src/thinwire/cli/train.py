@@ -14,7 +14,7 @@ from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from thinwire.runs import Settings
+    from thinwire.lab.runs import Settings
 
 # Settings that a resumed run cannot change, because they decide its numbers.
 _FIXED = (
@@ -67,8 +67,8 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     def __call__(self) -> int:
         """Train; returns 0, or 75 for a run that has saved and ended since a worker was asked to leave."""
-        from thinwire.comm.rendezvous import started_by_torchrun
-        from thinwire.runs import launch
+        from thinwire.core.comm.rendezvous import started_by_torchrun
+        from thinwire.lab.runs import launch
 
         if started_by_torchrun():
             return self._work()
@@ -81,8 +81,8 @@ class Train(settings_as_options(without=["timeline_steps"])):
         """Train as one of torchrun's workers."""
         import os
 
-        from thinwire.emulate import straggler_environment
-        from thinwire.runs import RunFolder, work
+        from thinwire.lab.emulate import straggler_environment
+        from thinwire.lab.runs import RunFolder, work
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         given = self.given()
@@ -119,7 +119,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     def _prepare(self, default_workers: int) -> tuple[Settings, Path]:
         """The settings of the run, and its folder."""
-        from thinwire.runs import resolve
+        from thinwire.lab.runs import resolve
 
         given = self.given()
         if self.resume is not None:
@@ -134,9 +134,9 @@ class Train(settings_as_options(without=["timeline_steps"])):
             ConfigError: a setting was given that decides the run's numbers, or --out; or there is nothing to continue.
         """
         from thinwire.cli.saved import check_folder, check_saved
-        from thinwire.runs import RunFolder, parse_recipe, resolve
-        from thinwire.runs.configuration import without_decided
-        from thinwire.runs.switches import parse_switches
+        from thinwire.lab.runs import RunFolder, parse_recipe, resolve
+        from thinwire.lab.runs.configuration import without_decided
+        from thinwire.lab.runs.switches import parse_switches
 
         if self.out is not None:
             raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
@@ -170,7 +170,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         return replace(settings, command=before.command)
 
     def _show(self, summary: dict[str, Any], folder: Path) -> int:
-        from thinwire.report import write_trace
+        from thinwire.lab.report import write_trace
         from thinwire.worker.notice import LEFT_WITH_NOTICE
 
         if self.trace:

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from thinwire.sweep.space import Hyperparameters, Space
-    from thinwire.sweep.sweeping import Progress
-    from thinwire.sweep.trials import Outcome
+    from thinwire.arrays.sweep.space import Hyperparameters, Space
+    from thinwire.arrays.sweep.sweeping import Progress
+    from thinwire.arrays.sweep.trials import Outcome
 
 # Seconds between updates: of lines in a log, and of the table on a terminal.
 _PLAIN_SECONDS = 10.0
@@ -140,7 +140,7 @@ def _running(progress: Progress) -> list[tuple[int, float, Hyperparameters]]:
 
 
 def _best(progress: Progress) -> str:
-    from thinwire.sweep.trials import ranked
+    from thinwire.arrays.sweep.trials import ranked
 
     if progress.ended:
         return f", best held-out loss {ranked(progress.ended)[0].loss:.4f}"
@@ -151,7 +151,7 @@ def _best(progress: Progress) -> str:
 def _live(progress: Progress) -> Table:
     from rich.table import Table
 
-    from thinwire.sweep.trials import ranked
+    from thinwire.arrays.sweep.trials import ranked
 
     table = Table("trial", "loss", "of", "hyperparameters")
     for each in ranked(progress.ended)[:_SHOWN]:

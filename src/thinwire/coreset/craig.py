@@ -9,13 +9,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from thinwire.core.validation import check_field_types
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
 from thinwire.coreset.selection import select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
 from thinwire.coreset.subset import Coreset, Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.comm.base import Comm
+from thinwire.core.comm.base import Comm
 from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for
 from thinwire.coreset.greedy import pick_among
 from thinwire.coreset.methods import ClassSelection, MethodSettings, WarmStart, greedy, in_distances, norm_of

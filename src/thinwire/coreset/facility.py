@@ -22,10 +22,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from thinwire.core.kernels import nearest
+from thinwire.core.kernels.base import as_fp32
 from thinwire.coreset.similarity import Distances, distances_to, power_above, to_rows
 from thinwire.errors import ConfigError
-from thinwire.kernels import nearest
-from thinwire.kernels.base import as_fp32
 
 Gains: TypeAlias = NDArray[np.float64]
 Numbers: TypeAlias = NDArray[np.int64]
@@ -285,7 +285,7 @@ _WORTH_A_GUESS = 256  # candidates from which the guess saves more than it costs
 
 
 class FusedNearest(Nearest):
-    """On the CPU, by the kernel `thinwire.kernels.nearest`; large calls use threads that end with the call.
+    """On the CPU, by the kernel `thinwire.core.kernels.nearest`; large calls use threads that end with the call.
 
     Args:
         rows: float32, [n, d]; no two are further apart than 1.

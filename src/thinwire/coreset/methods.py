@@ -10,13 +10,13 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
+from thinwire.core.validation import check_number
 from thinwire.coreset.facility import CoordinateFacility, DistanceFacility, Facility, Goal, Numbers, Picks, nearest_for
 from thinwire.coreset.greedy import best_of_parts, lazy, naive, no_picks, pick_in_parts, stochastic
 from thinwire.coreset.similarity import Distances, power_above
 from thinwire.coreset.sparse import sparse
 from thinwire.coreset.streaming import streaming
 from thinwire.errors import ConfigError
-from thinwire.validation import check_number
 
 Method: TypeAlias = Literal["lazy", "naive", "stochastic", "sparse", "streaming", "greedi"]
 EXACT = ("lazy", "naive")

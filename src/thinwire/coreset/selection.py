@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from thinwire.comm.base import Comm
+from thinwire.core.comm.base import Comm
+from thinwire.core.validation import check_number
 from thinwire.coreset.distributed import Shards
 from thinwire.coreset.facility import Goal, Progress
 from thinwire.coreset.methods import EXACT, ClassSelection, Method, MethodSettings, WarmStart, solve
 from thinwire.coreset.similarity import Distances, Features, among, centred, checked
 from thinwire.coreset.subset import Coreset
 from thinwire.errors import ConfigError
-from thinwire.validation import check_number
 
 Labels: TypeAlias = Tensor | NDArray[np.generic] | Sequence[int]
 

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.core.storage.files import local_path, write_atomically
 from thinwire.coreset.similarity import Distances, distances_to
 from thinwire.errors import ConfigError
-from thinwire.storage.files import local_path, write_atomically
 
 
 class Chosen(Protocol):

@@ -14,7 +14,7 @@ from thinwire.errors import CheckpointError
 from thinwire.integrations.accelerate_weights import copy_weights
 from thinwire.integrations.loggers import check_every, log_to
 from thinwire.integrations.session import FOLDER, Session, needs, plain_model
-from thinwire.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.checkpoint import together
 from thinwire.worker.worker import Worker
 

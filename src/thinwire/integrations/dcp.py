@@ -19,8 +19,8 @@ from typing import Any
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from thinwire.core.storage.files import local_path
 from thinwire.errors import CheckpointError
-from thinwire.storage.files import local_path
 from thinwire.worker.replica_state import part_name
 from thinwire.worker.worker import Worker
 

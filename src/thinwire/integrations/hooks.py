@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.codecs.base import Codec, check_feedback, check_vectors, draw_key
-from thinwire.comm.base import Comm
-from thinwire.comm.group import Group, comm_for
-from thinwire.comm.pending import PendingMeans
-from thinwire.comm.work import Work
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.group import Group, comm_for
+from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.comm.work import Work
 from thinwire.errors import CheckpointError
-from thinwire.reduce.compressed_all_reduce import compressed_mean_
+from thinwire.methods.codecs.base import Codec, check_feedback, check_vectors, draw_key
+from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
 
 Key = tuple[int, ...]
 _RESIDUAL = "error/"

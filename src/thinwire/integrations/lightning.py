@@ -10,7 +10,7 @@ from typing import Any
 
 from thinwire.integrations.lightning_folders import WorkerFolders
 from thinwire.integrations.session import Session, needs, plain_optimizer
-from thinwire.strategies.base import Strategy as Recipe
+from thinwire.methods.strategies.base import Strategy as Recipe
 
 with needs("lightning"):
     import lightning.pytorch as pl

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import figures_of, needs
-from thinwire.storage.files import local_path
 from thinwire.worker.worker import Worker
 
 

@@ -11,11 +11,11 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from thinwire.comm.rendezvous import host_store
+from thinwire.core.comm.rendezvous import host_store
+from thinwire.elastic.records import TOKEN
 from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
 from thinwire.integrations.ray_actors import Group
 from thinwire.integrations.session import needs
-from thinwire.membership.records import TOKEN
 
 with needs("ray[train]"):
     import ray

@@ -18,9 +18,9 @@ from torch import nn
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import Session, needs
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.recipe import parse
 from thinwire.registry import canonical
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import parse
 from thinwire.worker.worker import Worker
 
 with needs("ray[train]"):

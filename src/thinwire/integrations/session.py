@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from thinwire.core.replica.shards import is_sharded
+from thinwire.core.torch_internals import compiled_module
 from thinwire.errors import CheckpointError, ConfigError
-from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy
-from thinwire.torch_internals import compiled_module
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 from thinwire.worker.checkpoint import remove_others
 from thinwire.worker.worker import Worker

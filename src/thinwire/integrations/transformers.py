@@ -9,7 +9,7 @@ from thinwire.errors import ConfigError
 from thinwire.integrations.loggers import TensorBoard
 from thinwire.integrations.session import Session, abandon_open, needs
 from thinwire.integrations.trainer_folders import check_search, count_tokens_apart, loaded_from, loads_best, loggers_of
-from thinwire.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy
 
 with needs("transformers[torch]"):
     from accelerate.state import GradientState

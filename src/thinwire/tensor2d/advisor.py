@@ -16,14 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from thinwire.comm.base import Comm
-from thinwire.comm.work import synchronize
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.work import synchronize
+from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.costs import panels_held, product_elements
 from thinwire.tensor2d.linear import Linear2D
 from thinwire.tensor2d.panels import Pace, Panels, choose_panels
 from thinwire.tensor2d.transformer import Transformer
-from thinwire.validation import check_field_types
 
 _GIB = 1 << 30
 _MOST_RANKS = 1 << 16

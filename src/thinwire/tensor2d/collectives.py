@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from thinwire.comm.base import Comm
+from thinwire.core.comm.base import Comm
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.products import sum_terms
 from thinwire.tensor2d.tape import recorded

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from math import sqrt
 from typing import Literal
 
+from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
 
 Direction = Literal["forward", "backward", "both"]
 Scheme = Literal["1d", "1d+sequence", "2d"]

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.torch_internals import foreach_norm, plain_tensors, unscale_kernel
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.placement import Placement
 from thinwire.tensor2d.products import accumulation_dtype
-from thinwire.torch_internals import foreach_norm, plain_tensors, unscale_kernel
 
 
 def mark_gradients_(parameter: nn.Parameter, placement: Placement, mesh: Mesh2D) -> None:

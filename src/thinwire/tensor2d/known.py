@@ -42,8 +42,8 @@ _ACTIVATIONS = (F.relu, F.gelu, F.silu, F.elu, F.mish, torch.relu, torch.sigmoid
 
 _LLAMA = ("Attention", "DecoderLayer", "ForCausalLM", "MLP", "Model", "RMSNorm", "RotaryEmbedding")
 _BY_NAME = {
-    "thinwire.tasks.models.base": {"Attention", "Block", "FeedForward", "Positions"},
-    "thinwire.tasks.models.gpt": {"GPT"},
+    "thinwire.lab.tasks.models.base": {"Attention", "Block", "FeedForward", "Positions"},
+    "thinwire.lab.tasks.models.gpt": {"GPT"},
     "transformers.pytorch_utils": {"Conv1D"},
     "transformers.models.gpt2.modeling_gpt2": {"GPT2Attention", "GPT2Block", "GPT2LMHeadModel", "GPT2MLP", "GPT2Model"},
     "transformers.models.llama.modeling_llama": {f"Llama{part}" for part in _LLAMA},

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.replica.flat import copy_each_
 from thinwire.errors import ConfigError
-from thinwire.optimizers.base import exact_parameters
-from thinwire.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, update_moments_
-from thinwire.replica.flat import copy_each_
+from thinwire.methods.optimizers.base import exact_parameters
+from thinwire.methods.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, update_moments_
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.module import placed
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from thinwire.comm.base import Comm
-from thinwire.comm.group import GroupComm, count_in_store
-from thinwire.comm.threads import Hub, ThreadComm, run_threads
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.group import GroupComm, count_in_store
+from thinwire.core.comm.threads import Hub, ThreadComm, run_threads
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.panels import Panels
 

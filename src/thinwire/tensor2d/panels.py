@@ -9,9 +9,9 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from thinwire.comm.work import Work
+from thinwire.core.comm.work import Work
+from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
-from thinwire.validation import check_field_types
 
 T = TypeVar("T")
 Cut = tuple[int, int]

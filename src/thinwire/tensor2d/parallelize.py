@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from thinwire.core.torch_internals import has_forward_hooks
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.check import Batch, Check
 from thinwire.tensor2d.known import is_known, is_linear, is_norm
@@ -30,7 +31,6 @@ from thinwire.tensor2d.plan import (
     Untouched,
 )
 from thinwire.tensor2d.pretrained import labels_guards, split_losses, whole_savers
-from thinwire.torch_internals import has_forward_hooks
 
 _HEADS = ("head", "lm_head")
 _POSITIONS = ("wpe", "position_embedding", "position_embeddings", "token_type_embeddings", "embed_positions")

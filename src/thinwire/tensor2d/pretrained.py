@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
-from thinwire.storage.files import local_path
 from thinwire.tensor2d.collectives import sum_over_columns, sum_over_rows
 from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from thinwire.comm.base import Comm
-from thinwire.comm.work import Work
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.work import Work
 from thinwire.tensor2d.mesh import Mesh2D, check_divides
 from thinwire.tensor2d.panels import Cut, Launch, Panels
 from thinwire.tensor2d.tape import recorded

@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from thinwire.comm.base import Comm
-from thinwire.comm.work import Work
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.work import Work
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.products import accumulation_dtype
 from thinwire.tensor2d.tape import recorded

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._version import __version__
+from thinwire.core.storage.files import local_path, write_atomically
 from thinwire.errors import CheckpointError
-from thinwire.storage.files import local_path, write_atomically
 from thinwire.tensor2d.dropout import Dropout2D
 from thinwire.tensor2d.gradient import mark_gradients_
 from thinwire.tensor2d.mesh import Mesh2D, Place

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
+from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.costs import (
     Layer,
@@ -16,7 +17,6 @@ from thinwire.tensor2d.costs import (
     norm_elements,
     product_elements,
 )
-from thinwire.validation import check_field_types
 
 _FP32_NBYTES = 4
 

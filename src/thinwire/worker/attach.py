@@ -10,18 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from thinwire.comm.base import RULE, Comm
-from thinwire.comm.group import Group, comm_for
-from thinwire.comm.pending import PendingMeans
+from thinwire.core.comm.base import RULE, Comm
+from thinwire.core.comm.group import Group, comm_for
+from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.replica.flat import flatten, lay_out, views
+from thinwire.core.replica.moments import Moments
+from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.shards import Shards, is_sharded, local
+from thinwire.elastic.fleet import Fleet
 from thinwire.errors import ConfigError
-from thinwire.membership.fleet import Fleet
+from thinwire.methods.strategies.base import Strategy, gradient_buffer, pace_rule
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
-from thinwire.replica.flat import flatten, lay_out, views
-from thinwire.replica.moments import Moments
-from thinwire.replica.replica import Replica
-from thinwire.replica.shards import Shards, is_sharded, local
-from thinwire.strategies.base import Strategy, gradient_buffer, pace_rule
-from thinwire.strategies.gradients.all_reduce import AllReduce
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.chooser import choose_strategy
 from thinwire.worker.compatibility import (
@@ -78,7 +78,7 @@ def attach(
             "auto", which measures the links between the ranks and takes what `thinwire plan` would recommend: rank 0
             logs why, and `worker.strategy` says which it is. A training step's time is not known here: it is read on
             rank 0 from the file of `thinwire doctor --out` that THINWIRE_PLAN names, and otherwise assumed. The first
-            steps are measured, and `AllReduce()` takes over if it is faster (see `thinwire.plan.guard.Guard`).
+            steps are measured, and `AllReduce()` takes over if it is faster (see `thinwire.planning.plan.guard.Guard`).
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
             there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
             CUDA, otherwise Gloo), and destroyed when the process ends.

@@ -23,15 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.codecs.feedback import of_server, of_worker
-from thinwire.comm.base import Comm
-from thinwire.comm.work import Work
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.work import Work
+from thinwire.core.kernels import all_finite, all_finite_each
+from thinwire.core.replica.flat import Segment, copy_each_, views
+from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.shards import is_sharded, local, plain, whole_like
+from thinwire.core.torch_internals import current_autograd_node, queue_callback
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError, PeerLostError
-from thinwire.kernels import all_finite, all_finite_each
-from thinwire.replica.flat import Segment, copy_each_, views
-from thinwire.replica.replica import Replica
-from thinwire.replica.shards import is_sharded, local, plain, whole_like
-from thinwire.torch_internals import current_autograd_node, queue_callback
+from thinwire.methods.codecs.feedback import of_server, of_worker
 
 _FIRST_BYTES = 1 << 20
 _STEADY_PASSES = 4

@@ -25,12 +25,12 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from thinwire.core.storage.files import local_path
+from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.recipe import parse
 from thinwire.registry import canonical
-from thinwire.storage.files import local_path
-from thinwire.storage.rank_file import RankFile
-from thinwire.strategies.base import Strategy
-from thinwire.strategies.recipe import parse
 from thinwire.worker import switching
 from thinwire.worker.handshake import both, gather_texts
 from thinwire.worker.parameters import named_buffers, named_parameters, own_name

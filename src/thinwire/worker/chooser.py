@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from thinwire.comm.base import Comm
-    from thinwire.strategies.base import Strategy
+    from thinwire.core.comm.base import Comm
+    from thinwire.methods.strategies.base import Strategy
 
 Watch = Callable[[Any], object]
 """Called with the attached `Worker`; it may measure the first steps and switch to another strategy."""

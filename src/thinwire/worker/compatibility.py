@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer, SparseAdam
 
+from thinwire.core.replica.moments import parts_of
+from thinwire.core.replica.shards import is_sharded
 from thinwire.errors import ConfigError
-from thinwire.replica.moments import parts_of
-from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy, check_workers, codecs_of, nested
-from thinwire.strategies.recipe import parse
-from thinwire.strategies.user_classes import check_user_classes
-from thinwire.strategies.wrapper import Wrapper
+from thinwire.methods.strategies.base import Strategy, check_workers, codecs_of, nested
+from thinwire.methods.strategies.recipe import parse
+from thinwire.methods.strategies.user_classes import check_user_classes
+from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.worker.state import Policy
 

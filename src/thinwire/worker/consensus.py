@@ -11,11 +11,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm
+from thinwire.core.comm.base import Comm
+from thinwire.core.kernels.decisions import decide
+from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
+from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError, MismatchError, PeerLostError
-from thinwire.kernels.decisions import decide
-from thinwire.replica.flat import copy_each_, flatten, lay_out, views
-from thinwire.replica.shards import local
 from thinwire.worker.guards import refuse
 from thinwire.worker.handshake import agree, describe_tensor, hash_of
 from thinwire.worker.parameters import by_kind, named_buffers, named_parameters

@@ -22,19 +22,19 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.comm.base import Comm
-from thinwire.comm.work import Work
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.replica import Replica
+from thinwire.elastic.elastic_comm import ElasticComm
+from thinwire.elastic.fleet import Fleet, fleet_from_environment
+from thinwire.elastic.membership import StoreLostError
+from thinwire.elastic.patience import Patience
+from thinwire.elastic.sampler import Crew
+from thinwire.elastic.unconnected import Unconnected
+from thinwire.elastic.view import Progress, View, settled
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
-from thinwire.membership.elastic_comm import ElasticComm
-from thinwire.membership.fleet import Fleet, fleet_from_environment
-from thinwire.membership.membership import StoreLostError
-from thinwire.membership.patience import Patience
-from thinwire.membership.unconnected import Unconnected
-from thinwire.membership.view import Progress, View, settled
-from thinwire.quorum.elastic_sampler import Crew
-from thinwire.replica.replica import Replica
-from thinwire.strategies.base import Strategy, check_workers, nested
-from thinwire.strategies.wrapper import Wrapper
+from thinwire.methods.strategies.base import Strategy, check_workers, nested
+from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.guards import rebase
 from thinwire.worker.handover import Arrivals, Offered, can_copy, hand_over
 from thinwire.worker.handshake import Facts, agree, first_difference

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from thinwire.strategies.base import codecs_of, nested
-from thinwire.torch_internals import set_unscales_itself, unscales_itself, wrap_unscale
+from thinwire.core.torch_internals import set_unscales_itself, unscales_itself, wrap_unscale
+from thinwire.methods.strategies.base import codecs_of, nested
 from thinwire.worker.buckets import Backward, ScaledResiduals, cut
 from thinwire.worker.guards import workers_beside
 from thinwire.worker.state import WorkerState

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._version import __version__
+from thinwire.core.replica.flat import Segment, flatten, views
+from thinwire.core.replica.shards import describe_shard, is_sharded
+from thinwire.core.storage.files import write_atomically
+from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
-from thinwire.replica.flat import Segment, flatten, views
-from thinwire.replica.shards import describe_shard, is_sharded
-from thinwire.storage.files import write_atomically
-from thinwire.storage.rank_file import RankFile
-from thinwire.strategies.recipe import parse
+from thinwire.methods.strategies.recipe import parse
 from thinwire.worker import checkpoint
 from thinwire.worker.parameters import own_name
 from thinwire.worker.replica_state import STRATEGY, mean_of, resume_point

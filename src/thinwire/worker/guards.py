@@ -23,14 +23,14 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from thinwire.comm.work import Work
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.flat import views
+from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.shards import is_sharded, local
+from thinwire.core.torch_internals import ACTIVE_DDP, HOOK_TABLES, forward_pre_hooks
 from thinwire.errors import ConfigError, MismatchError
-from thinwire.replica.flat import views
-from thinwire.replica.replica import Replica
-from thinwire.replica.shards import is_sharded, local
-from thinwire.strategies.base import Strategy, nested
-from thinwire.strategies.wrapper import Wrapper
-from thinwire.torch_internals import ACTIVE_DDP, HOOK_TABLES, forward_pre_hooks
+from thinwire.methods.strategies.base import Strategy, nested
+from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import check_start
 from thinwire.worker.handshake import fingerprint, sum_of_bits
 from thinwire.worker.state import WorkerState

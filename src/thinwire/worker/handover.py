@@ -24,17 +24,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from thinwire.codecs.feedback import of_server, residual_sizes
-from thinwire.comm.base import Comm
-from thinwire.comm.liveness import State
-from thinwire.comm.work import Work
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.liveness import State
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.replica import Replica
+from thinwire.core.storage.tree import from_bytes, to_bytes
+from thinwire.elastic.elastic_comm import Connector, ElasticComm
+from thinwire.elastic.membership import Membership
+from thinwire.elastic.view import View, is_worker
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError
-from thinwire.membership.elastic_comm import Connector, ElasticComm
-from thinwire.membership.membership import Membership
-from thinwire.membership.view import View, is_worker
-from thinwire.replica.replica import Replica
-from thinwire.storage.tree import from_bytes, to_bytes
-from thinwire.strategies.base import codecs_of, nested
+from thinwire.methods.codecs.feedback import of_server, residual_sizes
+from thinwire.methods.strategies.base import codecs_of, nested
 from thinwire.worker.replica_state import PARTS, check, optimizer_groups, pack, unpack
 from thinwire.worker.state import WorkerState
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire._version import __version__
-from thinwire.comm.base import Comm
+from thinwire.core.comm.base import Comm
+from thinwire.core.kernels.decisions import decide
+from thinwire.core.replica.shards import describe_shard
 from thinwire.errors import MismatchError
-from thinwire.kernels.decisions import decide
-from thinwire.replica.shards import describe_shard
 from thinwire.worker.parameters import find_alias, named_buffers, named_parameters
 
 Facts = list[tuple[str, str]]

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.strategies.base import pace_rule
+from thinwire.methods.strategies.base import pace_rule
 from thinwire.worker.compatibility import evaluates_several_gradients
 from thinwire.worker.state import WorkerState
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
-from thinwire.comm.forks import protect
+from thinwire.core.comm.forks import protect
 from thinwire.errors import ConfigError
 from thinwire.worker.handshake import gather_texts
 from thinwire.worker.worker import Worker
@@ -122,7 +122,7 @@ class Notice:
         Example:
             >>> import torch
             >>> from thinwire import AllReduce, attach
-            >>> from thinwire.membership.threads import ThreadNetwork
+            >>> from thinwire.elastic.threads import ThreadNetwork
             >>> from thinwire.worker.notice import Notice
             >>> model = torch.nn.Linear(1, 1)
             >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

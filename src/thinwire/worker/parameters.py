@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from thinwire.core.replica.flat import Segment
+from thinwire.core.replica.shards import is_sharded
 from thinwire.errors import ConfigError
-from thinwire.replica.flat import Segment
-from thinwire.replica.shards import is_sharded
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.tensor2d.module import placed
 

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from thinwire.codecs.feedback import residual_sizes
-from thinwire.comm.base import Comm
-from thinwire.comm.threads import run_threads
-from thinwire.comm.work import completed
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import run_threads
+from thinwire.core.comm.work import completed
+from thinwire.core.replica.flat import Segment, flatten, views
+from thinwire.core.replica.moments import fresh_optimizer, parts_of
+from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.shards import local
+from thinwire.core.replica.state import SCHEDULED, load_optimizer, pack_optimizer, parameter_names
 from thinwire.errors import CheckpointError
+from thinwire.methods.codecs.feedback import residual_sizes
+from thinwire.methods.strategies.base import Strategy, codecs_of, nested
 from thinwire.registry import canonical
-from thinwire.replica.flat import Segment, flatten, views
-from thinwire.replica.moments import fresh_optimizer, parts_of
-from thinwire.replica.replica import Replica
-from thinwire.replica.shards import local
-from thinwire.replica.state import SCHEDULED, load_optimizer, pack_optimizer, parameter_names
-from thinwire.strategies.base import Strategy, codecs_of, nested
 from thinwire.worker.guards import rebase
 from thinwire.worker.handshake import describe_tensor
 from thinwire.worker.parameters import named_buffers, named_parameters

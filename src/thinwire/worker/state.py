@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.comm.base import Comm
-from thinwire.replica.flat import Segment
-from thinwire.replica.replica import Replica
-from thinwire.replica.shards import Shards, shard_folder
-from thinwire.strategies.base import Strategy
+from thinwire.core.comm.base import Comm
+from thinwire.core.replica.flat import Segment
+from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.shards import Shards, shard_folder
+from thinwire.methods.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from thinwire.kernels import all_finite_each
-from thinwire.reduce.compressed_all_reduce import mean_
-from thinwire.replica.flat import views
-from thinwire.replica.shards import plain
-from thinwire.strategies.base import Strategy
+from thinwire.core.kernels import all_finite_each
+from thinwire.core.replica.flat import views
+from thinwire.core.replica.shards import plain
+from thinwire.methods.reduce.compressed_all_reduce import mean_
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.buckets import Bucket, NonFinite
 from thinwire.worker.compatibility import several_evaluations
 from thinwire.worker.consensus import refuse_while_lent

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.codecs.base import Codec
-from thinwire.codecs.feedback import ErrorFeedback, residual_sizes
-from thinwire.comm.base import RULE
-from thinwire.comm.pending import PendingMeans
+from thinwire.core.comm.base import RULE
+from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.replica.moments import Moments
+from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError
-from thinwire.replica.moments import Moments
-from thinwire.replica.replica import Replica
-from thinwire.replica.shards import local
-from thinwire.strategies.base import Strategy, gradient_buffer, nested, pace_rule
-from thinwire.strategies.wrapper import Wrapper
+from thinwire.methods.codecs.base import Codec
+from thinwire.methods.codecs.feedback import ErrorFeedback, residual_sizes
+from thinwire.methods.strategies.base import Strategy, gradient_buffer, nested, pace_rule
+from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
     check_arguments,
     check_closures,

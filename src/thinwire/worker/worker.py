@@ -12,10 +12,10 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
+from thinwire.core.replica.replica import as_number
+from thinwire.core.replica.shards import is_sharded
 from thinwire.errors import ConfigError
-from thinwire.replica.replica import as_number
-from thinwire.replica.shards import is_sharded
-from thinwire.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy
 from thinwire.worker import checkpoint, exporting, joining, replica_state, switching
 from thinwire.worker.consensus import check_all_there, lends, lost_ranks, refuse_while_lent, settle
 from thinwire.worker.elastic import ElasticState

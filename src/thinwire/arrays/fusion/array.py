@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train many models of one structure as one array, with the results of separate runs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+# These modules register their rules when they are imported.
+import thinwire.arrays.fusion.attention  # pyright: ignore[reportUnusedImport]
+import thinwire.arrays.fusion.convolution  # pyright: ignore[reportUnusedImport]
+import thinwire.arrays.fusion.dense  # pyright: ignore[reportUnusedImport]
+import thinwire.arrays.fusion.losses  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from thinwire.arrays.fusion.batch import (
+    Batch,
+    Each,
+    Vmap,
+    WithoutVmap,
+    is_batch,
+    output_of,
+    split_models,
+    stack_models,
+    unwrap,
+    wrap,
+)
+from thinwire.arrays.fusion.normalisation import cumulative_batch_norm
+from thinwire.arrays.fusion.rng import DropoutRates
+from thinwire.arrays.fusion.routing import Context, Router, vmap_error
+from thinwire.arrays.fusion.store import Selection, Store, outermost
+from thinwire.arrays.fusion.structure import TensorRef, build, difference, tensor_refs, within
+from thinwire.core.torch_internals import BATCH_NORMS, pytree, refresh_rnn_weights
+from thinwire.errors import ConfigError
+
+
+def fuse(
+    models: Sequence[nn.Module] | Callable[..., nn.Module],
+    hyperparameters: Sequence[Mapping[str, Any]] | None = None,
+    *,
+    seeds: Sequence[int] | None = None,
+    loop: Sequence[str] | bool = (),
+) -> FusedArray:
+    """Make one array of models that differ only in weights, buffers and dropout rates.
+
+    Args:
+        models: the models, which are copied; or a factory, called with each of `hyperparameters`.
+        hyperparameters: one mapping of arguments per model; only with a factory.
+        seeds: one per model, for dropout and noise as in a separate run after `torch.manual_seed`: a factory is called
+            after the seed, and the forward draws from where it stopped. None draws from torch's own generator.
+        loop: names of layers that run model after model, because they differ in structure or do what vmap cannot;
+            True loops over whole models. Recurrent layers are always looped over.
+
+    Raises:
+        ConfigError: models differ in structure (it names the layer and the difference), lists differ in length, or
+            different models share a trainable parameter.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import fuse
+        >>> array = fuse(torch.nn.Linear, [{"in_features": 3, "out_features": 2}] * 4, seeds=range(4))
+        >>> array.size, tuple(array(torch.ones(5, 3)).shape)  # every model gets the same input
+        (4, (4, 5, 2))
+    """
+    states: list[Tensor] | None = None
+    if isinstance(models, Sequence):
+        if hyperparameters is not None:
+            raise ConfigError("fuse(models, hyperparameters): the models are made already; pass a factory instead")
+        made = list(models)
+    else:
+        if hyperparameters is None:
+            raise ConfigError("fuse(factory): the number of models is missing; pass one mapping of arguments per model")
+        _check_count("seeds", seeds, len(hyperparameters))
+        made, states = build(models, hyperparameters, seeds)
+    if not made:
+        raise ConfigError("fuse([]): an array has at least one model")
+    _check_count("seeds", seeds, len(made))
+    paths = ([""] if loop else []) if isinstance(loop, bool) else list(loop)
+    for path in paths:
+        for index, model in enumerate(made):
+            known = dict(model.named_modules())
+            if path not in known:
+                raise ConfigError(
+                    f"loop={path!r}: model {index} has no such layer; it has {', '.join(filter(None, known))}"
+                )
+    _check_shared(made)
+    return FusedArray(made, seeds=seeds, loop=paths, states=states)
+
+
+def _check_shared(models: Sequence[nn.Module]) -> None:
+    """Refuse a trainable parameter that belongs to several models that are different objects.
+
+    Raises:
+        ConfigError: with the parameter. Each model would get a copy of its own, which its loss alone trains.
+    """
+    owners: dict[int, nn.Module] = {}
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and owners.setdefault(id(parameter), model) is not model:
+                raise ConfigError(
+                    f"models share the trainable parameter {name}: in an array each model would train a copy of its "
+                    "own. Pass copy.deepcopy(model) for each if that is what you want, or freeze it with "
+                    "requires_grad_(False)"
+                )
+
+
+def _check_count(what: str, values: Any, size: int) -> None:
+    if values is not None and len(values) != size:
+        raise ConfigError(f"{what} of length {len(values)}: there are {size} models; pass one per model")
+
+
+class FusedArray:
+    """B models of one structure as one: parameters and buffers have the models along the first axis.
+
+    Made by `thinwire.fuse`. A call runs the models' own forward code, unchanged, under `torch.vmap`. Calls of torch
+    that have a rule (linear, convolution, normalisation, embedding, attention, pooling, dropout, cross-entropy) are
+    computed for all models at once, by the implementation that was measured to be fastest. Arguments are shared by all
+    models unless marked `Each`; results are [B, ...].
+
+    Back-propagate `array.losses(...).sum()`: each model's gradient is that of its own loss.
+
+    Args:
+        models: of one structure; they are copied.
+        seeds: one per model, or None.
+        loop: paths of layers that run model after model; the empty path is the whole model.
+        states: of the generators, to replace those after the seeds.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import fuse
+        >>> array = fuse([torch.nn.Linear(3, 2) for _ in range(4)])
+        >>> array
+        FusedArray(4 x Linear, 2 parameters)
+        >>> losses = array.losses(torch.nn.functional.mse_loss, array(torch.ones(5, 3)), torch.zeros(5, 2))
+        >>> losses.sum().backward()
+        >>> tuple(losses.shape), [tuple(parameter.grad.shape) for parameter in array.parameters()]
+        ((4,), [(4, 2, 3), (4, 2)])
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        *,
+        seeds: Sequence[int] | None = None,
+        loop: Sequence[str] = (),
+        states: Sequence[Tensor] | None = None,
+    ) -> None:
+        recurrent = [path for path, module in models[0].named_modules() if isinstance(module, nn.RNNBase)]
+        self._loops = outermost([*loop, *recurrent])
+        separate = [path for path in self._loops if path and _differs(models, path)]
+        self._store = Store(models, separate, seeds, states)
+        # Its tensors are only placeholders: every call swaps the array's in.
+        self._skeleton = copy.deepcopy(models[0])
+        self._router = Router(Context(self.size))
+        self._install()
+
+    def _install(self) -> None:
+        """Replace what the skeleton cannot run as it is: differing dropout rates, cumulative batch norm, and loops."""
+        store = self._store
+        self._router.context = Context(store.size, store.generators)
+        self._refs = tensor_refs(self._skeleton, list(store.separate))
+        # Kept as a list, because zero_grad needs it at every step.
+        self._parameters = list(self.parameters())
+        for (path, name), values in store.rates.items():
+            if not within(path, list(store.separate)):
+                rate = values[0] if len(set(values)) == 1 else DropoutRates(values)
+                setattr(self._skeleton.get_submodule(path), name, rate)
+        for path, module in self._skeleton.named_modules():
+            cumulative = isinstance(module, BATCH_NORMS) and module.momentum is None and module.track_running_stats
+            if cumulative and not within(path, self._loops):
+                module.forward = partial(cumulative_batch_norm, module)
+        self._root: Loop | None = None
+        for path in self._loops:
+            if path:
+                self._skeleton.get_submodule(path).forward = self._loop_of(path)
+            else:
+                self._root = self._loop_of(path)
+
+    def _loop_of(self, path: str) -> Loop:
+        store = self._store
+        if path in store.separate:
+            bodies = store.separate[path]
+            refs = [
+                [TensorRef(ref.holder, ref.key, f"{path}.{ref.name}", ref.trained) for ref in tensor_refs(body)]
+                for body in bodies
+            ]
+            return Loop(bodies, refs, partial(store.tensors_of, separate=True), self._router, store.write_buffers)
+        body = self._skeleton.get_submodule(path)
+        holders = {id(ref.holder) for ref in tensor_refs(body)}
+        own = [ref for ref in self._refs if id(ref.holder) in holders]
+        return Loop([body] * self.size, [own] * self.size, store.tensors_of, self._router, store.write_buffers)
+
+    # -- contents ------------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """B, the number of models."""
+        return self._store.size
+
+    @property
+    def training(self) -> bool:
+        """Whether the models are in training mode."""
+        return self._skeleton.training
+
+    @property
+    def generators(self) -> Sequence[torch.Generator] | None:
+        """One random generator per model, if seeds were given."""
+        return self._store.generators
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __repr__(self) -> str:
+        kind = type(self._store.template).__name__
+        return f"FusedArray({self.size} x {kind}, {len(list(self.parameters()))} parameters)"
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, [B, ...]; a parameter that only model b has is [1, ...] and named `name[b]`."""
+        yield from ((name, tensor) for name, tensor in self._store.named() if isinstance(tensor, nn.Parameter))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once, in the order of a model's `parameters()`."""
+        yield from (parameter for _, parameter in self.named_parameters())
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once, [B, ...]."""
+        yield from ((name, tensor) for name, tensor in self._store.named() if not isinstance(tensor, nn.Parameter))
+
+    def dropout_rates(self) -> dict[str, tuple[float, ...]]:
+        """Each model's rate in every dropout layer, by the rate's full name."""
+        return {f"{path}.{name}".lstrip("."): tuple(values) for (path, name), values in self._store.rates.items()}
+
+    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
+        """Change each model's rate in one layer.
+
+        Args:
+            name: as in `dropout_rates`.
+            values: one per model.
+
+        Raises:
+            ConfigError: no such rate, not one per model, or a value outside [0, 1].
+        """
+        path, _, attribute = name.rpartition(".")
+        if (path, attribute) not in self._store.rates:
+            raise ConfigError(f"no dropout rate is named {name!r}; there are {sorted(self.dropout_rates())}")
+        _check_count(name, values, self.size)
+        if not all(0 <= value <= 1 for value in values):
+            raise ConfigError(f"{name}={list(values)}: a probability is in [0, 1]")
+        self._store.set_rates(path, attribute, list(map(float, values)))
+        self._install()
+
+    def train(self, mode: bool = True) -> FusedArray:
+        """Put all models into training mode."""
+        for module in self._modules():
+            module.train(mode)
+        return self
+
+    def _modules(self) -> list[nn.Module]:
+        """The modules whose mode is the models'."""
+        bodies = (body for bodies in self._store.separate.values() for body in bodies)
+        return [self._skeleton, self._store.template, *bodies]
+
+    def eval(self) -> FusedArray:
+        """Put all models into evaluation mode."""
+        return self.train(False)
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within it, all models are in evaluation mode; afterwards every layer is in its own mode again."""
+        modes = [(module, module.training) for root in self._modules() for module in root.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def to(self, device: torch.device | str) -> FusedArray:
+        """Move every tensor; on another type of device the generators restart from their seeds."""
+        self._store.to(torch.device(device))
+        self._install()
+        return self
+
+    # -- running -------------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return every model's output, [B, ...]; tensors among the arguments are shared unless marked `Each`.
+
+        Raises:
+            ConfigError: the forward code does what cannot be done for all models at once; it names the layer.
+        """
+        if self._root is not None:
+            return _models_first(self._root.run(_as_batches((args, kwargs), self.size)))
+        return self._run(self._skeleton, args, kwargs)
+
+    def map(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return every model's result of a function of tensors, [B, ...]; arguments as when the array is called."""
+        if self._root is None:
+            return self._run(function, args, kwargs)
+        return _models_first(self._root.run(_as_batches((args, kwargs), self.size), function))
+
+    def losses(self, function: Callable[..., Tensor], outputs: Any, *targets: Any) -> Tensor:
+        """Return every model's loss, [B]; back-propagate its sum, and each model gets its own gradient.
+
+        Args:
+            function: the loss of one model's outputs and targets, a scalar, such as `F.cross_entropy`.
+            outputs: as returned by the array.
+            targets: shared by all models, unless marked `Each`.
+
+        Raises:
+            ConfigError: the loss is not a scalar per model.
+        """
+        if isinstance(outputs, Tensor):
+            own: Any = Each(outputs)
+        else:
+            own = pytree.tree_map(lambda leaf: Each(leaf) if isinstance(leaf, Tensor) else leaf, outputs)
+        found = self.map(function, own, *targets)
+        if not isinstance(found, Tensor) or found.shape != (self.size,):
+            looks = list(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
+            raise ConfigError(f"each model's loss is {looks}: it must be a scalar; reduce it by its mean or its sum")
+        return found
+
+    def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = _as_batches((args, kwargs), self.size)
+        # Only the skeleton reads the models' tensors; a function of `map` does not.
+        refs = self._refs if function is self._skeleton else []
+        tensors = self._store.tensors if refs else {}
+        try:
+            with Vmap(self.size) as level, self._router.at(level):
+                named = {name: wrap(Batch(tensor, 0), level) for name, tensor in tensors.items()}
+                args, kwargs = _wrapped(given, level)
+                with _Swapped(refs, named):
+                    found, rebuild = _leaves(function(*args, **kwargs))
+                    replaced = _replaced_buffers(refs, named)
+                results = [output_of(leaf, level, self.size) if isinstance(leaf, Tensor) else leaf for leaf in found]
+                buffers = {name: output_of(tensor.detach(), level, self.size) for name, tensor in replaced.items()}
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise vmap_error(error, self._skeleton) or error from None
+        if buffers:
+            self._store.write_all_buffers(buffers)
+        return rebuild(results)
+
+    # -- models enter and leave ----------------------------------------------------------------------------------------
+
+    def extract(self, index: int) -> nn.Module:
+        """Return model `index` as a plain module; its state dict fits a module made by the user's code.
+
+        Raises:
+            ConfigError: no such slot.
+        """
+        return self._store.extract(index)
+
+    def insert(self, index: int, model: nn.Module, *, seed: int | None = None) -> None:
+        """Put another model into a slot: its weights, buffers and dropout rates; other slots keep theirs, bitwise.
+
+        Args:
+            index: the slot.
+            model: of the same structure as the model it replaces.
+            seed: for the slot's generator, if models have generators; None leaves the generator as it is.
+
+        Raises:
+            ConfigError: no such slot, or the model differs in structure.
+        """
+        self._store.insert(index, model, seed)
+        self._install()
+
+    def select(self, indices: Sequence[int]) -> Selection:
+        """Keep some models in a new order, a model as often as it is named: compaction and copies, bitwise.
+
+        Parameters become new objects without gradients: pass the result to `select` of the optimizer, the schedules
+        and the scaler before the next step.
+
+        Raises:
+            ConfigError: no index, or no such slot.
+        """
+        kept = self._store.select(indices)
+        self._install()
+        return kept
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return every tensor by its name, and the states of the generators as `generator[b]`."""
+        return self._store.state()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Load the `state_dict` of an array of the same models.
+
+        Raises:
+            ConfigError: a tensor is missing, is one too many, or has another shape.
+        """
+        self._store.load(state)
+
+
+def _differs(models: Sequence[nn.Module], path: str) -> bool:
+    first, *others = ((model.get_submodule(path), model) for model in models)
+    return any(difference(first[0], part, whole=(first[1], model)) is not None for part, model in others)
+
+
+# -- arguments and results ---------------------------------------------------------------------------------------------
+
+
+def _as_batches(given: Any, size: int) -> Any:
+    def as_batch(leaf: Any) -> Any:
+        if not isinstance(leaf, Each):
+            return leaf
+        _check_count("Each", leaf.tensor, size)
+        return Batch(leaf.tensor, 0)
+
+    if _is_flat(given):
+        return tuple(map(as_batch, given[0])), {}
+    leaves, shape = pytree.tree_flatten(given, is_leaf=lambda value: isinstance(value, Each))
+    return pytree.tree_unflatten(list(map(as_batch, leaves)), shape)
+
+
+def _wrapped(given: Any, level: int) -> Any:
+    if _is_flat(given):
+        return tuple(wrap(leaf, level) for leaf in given[0]), {}
+    return pytree.tree_map(partial(wrap, level=level), given, is_leaf=is_batch)
+
+
+def _is_flat(given: Any) -> bool:
+    """Whether the arguments are only tensors, the usual case: walking a tree would cost more than small layers do."""
+    args, kwargs = given
+    return not kwargs and all(isinstance(leaf, Tensor | Each | Batch) for leaf in args)
+
+
+def _leaves(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return a tree's leaves, and a function that makes the tree from new leaves."""
+    if isinstance(value, Tensor):
+        return [value], itemgetter(0)
+    leaves, shape = pytree.tree_flatten(value)
+    return leaves, lambda new: pytree.tree_unflatten(new, shape)
+
+
+def _models_first(found: Any) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.at(0) if isinstance(leaf, Batch) else leaf, found, is_leaf=is_batch)
+
+
+# -- the forward of one module with other tensors ----------------------------------------------------------------------
+
+
+class _Swapped:
+    """Context manager: inside, the modules hold other tensors; afterwards their own again.
+
+    Args:
+        refs: the tensors to swap.
+        values: what to hold instead, by the refs' names.
+    """
+
+    __slots__ = ("_held", "_refs", "_values")
+
+    def __init__(self, refs: Sequence[TensorRef], values: Mapping[str, Any]) -> None:
+        self._refs, self._values = refs, values
+
+    def __enter__(self) -> None:
+        """Put the values in."""
+        new = [self._values[ref.name] for ref in self._refs]  # raises before anything is swapped
+        self._held = [ref.holder[ref.key] for ref in self._refs]
+        for ref, value in zip(self._refs, new, strict=True):
+            ref.holder[ref.key] = value
+
+    def __exit__(self, *_: object) -> None:
+        """Put the modules' own tensors back."""
+        for ref, tensor in zip(self._refs, self._held, strict=True):
+            ref.holder[ref.key] = tensor
+
+
+def _replaced_buffers(refs: Sequence[TensorRef], values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the buffers that the forward has replaced instead of written to; call it inside `_Swapped`."""
+    held = ((ref.name, ref.holder[ref.key]) for ref in refs if not ref.trained)
+    return {name: tensor for name, tensor in held if tensor is not None and tensor is not values[name]}
+
+
+class Loop:
+    """The forward of a submodule that runs model after model.
+
+    Args:
+        bodies: the module of each model; the same object where models differ only in tensors.
+        refs: each body's tensors.
+        values: returns model b's tensors by name.
+        router: of the array.
+        write: called with the buffers that model b has replaced.
+    """
+
+    def __init__(
+        self,
+        bodies: Sequence[nn.Module],
+        refs: Sequence[Sequence[TensorRef]],
+        values: Callable[[int], Mapping[str, Tensor]],
+        router: Router,
+        write: Callable[[int, Mapping[str, Tensor]], None],
+    ) -> None:
+        self.bodies, self.refs, self.values, self.router, self.write = bodies, refs, values, router, write
+        # Rates that differ between models, where all have the same body.
+        self.rates = [
+            (module, name, value)
+            for module in bodies[0].modules()
+            for name, value in vars(module).items()
+            if isinstance(value, DropoutRates)
+        ]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run from inside the array's vmap: take each model's part of the arguments, and return all results."""
+        level = self.router.level
+        given = pytree.tree_map(lambda leaf: unwrap(leaf, level), (args, kwargs))
+        with WithoutVmap():
+            found = self.run(given, routed=True)
+        return pytree.tree_map(lambda leaf: wrap(leaf, level), found, is_leaf=is_batch)
+
+    def run(self, given: tuple[Any, Any], function: Callable[..., Any] | None = None, *, routed: bool = False) -> Any:
+        """Run all bodies, or a function once per model, on trees of batches; returns a tree of batches.
+
+        Args:
+            given: positional and named arguments.
+            function: called instead of the bodies.
+            routed: whether the router is active; entered twice, it would dispatch a draw to its rule twice, and the
+                model's generator would not move on.
+        """
+        context, results = self.router.context, list[Any]()
+        try:
+            for model, (args, kwargs) in enumerate(split_models(given, len(self.bodies))):
+                context.model = model
+                with nullcontext() if routed else self.router:
+                    results.append(self._run_model(model, function, args, kwargs))
+        finally:
+            context.model = None
+            for module, name, rates in self.rates:
+                setattr(module, name, rates)
+        return stack_models(results)
+
+    def _run_model(self, model: int, function: Callable[..., Any] | None, args: Any, kwargs: Any) -> Any:
+        body, refs, values = self.bodies[model], self.refs[model], self.values(model)
+        for module, name, rates in self.rates:
+            setattr(module, name, rates.values[model])
+        with _Swapped(refs, values):
+            for module in body.modules():
+                # Recurrent layers keep a second list of their weights, which the swap has not changed.
+                if isinstance(module, nn.RNNBase):
+                    refresh_rnn_weights(module)
+            # type(body).forward, because body.forward is this loop.
+            found = (function or partial(type(body).forward, body))(*args, **kwargs)
+            replaced = _replaced_buffers(refs, values)
+        if replaced:
+            self.write(model, replaced)
+        return found

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure several implementations of one operation, and use the fastest on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from time import perf_counter, thread_time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.arrays.fusion.autotune_cache import AutotuneCache
+from thinwire.arrays.fusion.batch import Batch, Value
+from thinwire.core.kernels.base import compiled
+
+Implementation = Callable[..., Batch]
+DETERMINISTIC = "THINWIRE_DETERMINISTIC"
+# A measurement costs about as much as a few uses of every candidate: a case that is met less often would not repay it.
+USES_BEFORE_MEASURING = 40
+# Rounds per measurement: at least four, because other processes may disturb one or two; more while there is time.
+_MIN_ROUNDS, _MAX_ROUNDS, _MAX_SECONDS = 4, 12, 0.3
+# A candidate is timed for at least this long per round, so that the clock's resolution does not matter.
+_MIN_SECONDS = 1e-3
+# A candidate slower than this multiple of the best is dropped. The first use may include warm-up, hence the wide limit.
+_DROP_AFTER_FIRST_USE, _DROP = 4.0, 1.3
+# Two measurements of the same code differ by about this factor; within it, the earlier candidate is taken.
+_MEASUREMENT_ERROR = 1.02
+_chosen: dict[tuple[Any, ...], str] = {}
+_uses: Counter[tuple[Any, ...]] = Counter()
+_cache = AutotuneCache()
+_uses_before_measuring = ContextVar[float]("uses_before_measuring", default=USES_BEFORE_MEASURING)
+
+
+def autotune_choices() -> dict[str, str]:
+    """Return the measured choices of this process: for each operation and its shapes, the implementation that is used.
+
+    Example:
+        >>> import torch
+        >>> from thinwire.arrays.fusion import autotune_choices, clear_autotune_cache, fuse, measuring
+        >>> clear_autotune_cache()
+        >>> array = fuse([torch.nn.Linear(4, 4) for _ in range(2)])
+        >>> with measuring():
+        ...     output = array(torch.ones(3, 4))
+        >>> list(autotune_choices().values())[0] in ("side by side", "batched", "loop")
+        True
+        >>> clear_autotune_cache()
+        >>> autotune_choices()
+        {}
+    """
+    return {_case_of(key): name for key, name in _chosen.items()}
+
+
+def clear_autotune_cache() -> None:
+    """Forget all measurements, of this process and of earlier ones; what was measured so far is not saved."""
+    _chosen.clear()
+    _uses.clear()
+    _cache.clear()
+
+
+def save_autotune_cache() -> None:
+    """Write the measurements to the cache file now; a process does so when it ends, but a forked one must call this."""
+    _cache.write()
+
+
+@contextmanager
+def without_autotuning() -> Generator[None]:
+    """Inside, measure nothing and use the first candidate: for work that is done only once."""
+    yield from _measuring_after(math.inf)
+
+
+@contextmanager
+def measuring() -> Generator[None]:
+    """Inside, measure every case when it is first met: for work that will be repeated very often."""
+    yield from _measuring_after(0)
+
+
+def _measuring_after(uses: float) -> Generator[None]:
+    token = _uses_before_measuring.set(uses)
+    try:
+        yield
+    finally:
+        _uses_before_measuring.reset(token)
+
+
+def has_kernel(*values: Value | None) -> bool:
+    """Whether compiled kernels accept these values: all given, fp32, on the CPU and not empty, outside autocast."""
+    tensors = [value.tensor if isinstance(value, Batch) else value for value in values]
+    if any(tensor is None or tensor.dtype != torch.float32 or not tensor.numel() for tensor in tensors):
+        return False
+    first = tensors[0]
+    return first is not None and not torch.is_autocast_enabled(first.device.type) and compiled(first) is not None
+
+
+def run_fastest(
+    name: str, candidates: Mapping[str, Implementation], values: Sequence[Value | None], settings: tuple[Any, ...] = ()
+) -> Batch:
+    """Compute by the candidate that takes the least time for forward and backward.
+
+    Candidates are measured once a case has been met `USES_BEFORE_MEASURING` times, or at once inside `measuring`; until
+    then the first is used. Measurements are kept on this machine.
+
+    With the environment variable THINWIRE_DETERMINISTIC=1 nothing is measured and the first candidate is used, so that
+    two runs round alike.
+
+    Args:
+        name: the operation.
+        candidates: the implementations, most promising first; each is called with `values`.
+        values: the operands; their shapes, layouts, dtypes and devices distinguish cases.
+        settings: what else distinguishes cases.
+    """
+    uses = _uses_before_measuring.get()
+    if len(candidates) == 1 or uses == math.inf or os.environ.get(DETERMINISTIC, "0") not in ("", "0"):
+        return next(iter(candidates.values()))(*values)
+    device = next((_tensor_of(value).device for value in values if value is not None), torch.device("cpu"))
+    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
+    hashable = (tuple(each) if isinstance(each, list) else each for each in settings)
+    key = (name, *hashable, *map(_signature, values), torch.get_num_threads(), autocast)
+    choice = _chosen.get(key) or _choose(key, candidates, values, uses, gpu=device if device.type == "cuda" else None)
+    return candidates[choice](*values)
+
+
+def _choose(
+    key: tuple[Any, ...],
+    candidates: Mapping[str, Implementation],
+    values: Sequence[Value | None],
+    uses: float,
+    *,
+    gpu: torch.device | None,
+) -> str:
+    # The candidates' names are part of the case: an entry of a version with other candidates must not match.
+    case = f"{_case_of(key)} of {', '.join(candidates)}"
+    if gpu is not None:
+        case = f"{case} on {torch.cuda.get_device_name(gpu)}"
+    known = None if _uses[key] else _cache.get(case)
+    if known is not None and known in candidates:
+        _chosen[key] = known
+        return known
+    _uses[key] += 1
+    if _uses[key] <= uses:
+        return next(iter(candidates))
+    seconds = _measure(candidates, values, gpu=gpu)
+    limit = _MEASUREMENT_ERROR * min(seconds.values())
+    _chosen[key] = next(name for name in candidates if seconds[name] <= limit)
+    _cache.put(case, _chosen[key])
+    return _chosen[key]
+
+
+def _case_of(key: tuple[Any, ...]) -> str:
+    return " ".join(map(str, key))
+
+
+def _tensor_of(value: Value) -> Tensor:
+    return value.tensor if isinstance(value, Batch) else value
+
+
+def _signature(value: Value | None) -> Any:
+    if value is None:
+        return None
+    tensor, axis = _tensor_of(value), value.axis if isinstance(value, Batch) else None
+    trained = tensor.requires_grad and torch.is_grad_enabled()
+    return (axis, tensor.shape, tensor.dtype, tensor.device, tensor.is_contiguous(), trained)
+
+
+def _measure(
+    candidates: Mapping[str, Implementation], values: Sequence[Value | None], *, gpu: torch.device | None
+) -> dict[str, float]:
+    """Return each candidate's seconds: the least of several rounds in which the candidates take turns."""
+    copies = [_copy_of(value) for value in values]
+    with torch.no_grad():
+        result = next(iter(candidates.values()))(*copies).at(0)
+    # An array's result has the models first, so its gradient has too: candidates pay here for moving them.
+    gradient = torch.ones_like(result, memory_format=torch.contiguous_format)
+    work = {name: partial(_run_once, run, copies, gradient) for name, run in candidates.items()}
+    best = {name: _seconds_of(run, 1, gpu) for name, run in work.items()}
+    drop, start = _DROP_AFTER_FIRST_USE, perf_counter()
+    for round in range(_MAX_ROUNDS):
+        if round >= _MIN_ROUNDS and perf_counter() - start > _MAX_SECONDS:
+            break
+        limit = drop * min(best.values())
+        rivals = [name for name, seconds in best.items() if seconds <= limit]
+        if drop < _DROP_AFTER_FIRST_USE and len(rivals) == 1:
+            break
+        for name in rivals:
+            repeats = max(1, min(20, int(_MIN_SECONDS / best[name])))
+            best[name] = min(best[name], _seconds_of(work[name], repeats, gpu))
+        drop = _DROP
+    return best
+
+
+def _seconds_of(work: Callable[[], object], repeats: int, gpu: torch.device | None) -> float:
+    """Return the seconds of one use, after one that is not counted because its operands may not be in the caches."""
+    # The thread's own CPU time is not disturbed by other processes, but it misses the work of other threads.
+    clock = thread_time if torch.get_num_threads() == 1 and gpu is None else perf_counter
+    work()
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)  # the tensors' own, which need not be the current one
+    start = clock()
+    for _ in range(repeats):
+        work()
+    if gpu is not None:
+        torch.cuda.synchronize(gpu)
+    return max(clock() - start, 1e-9) / repeats
+
+
+def _run_once(run: Implementation, values: Sequence[Value | None], gradient: Tensor) -> None:
+    """Run forward, and backward from `gradient` if anything is trained."""
+    trained = [_tensor_of(value) for value in values if value is not None and _tensor_of(value).requires_grad]
+    with torch.set_grad_enabled(bool(trained)):
+        output = run(*values).at(0)
+        if trained:
+            found = torch.autograd.grad(output, trained, gradient)
+            for tensor, own in zip(trained, found, strict=True):
+                # Autograd copies a gradient that is not laid out as its parameter: this copy is part of the cost.
+                if own.stride() != tensor.stride():
+                    own.contiguous()
+
+
+def _copy_of(value: Value | None) -> Any:
+    """Copy a value with its shape and layout, but outside any graph: measuring must not touch the caller's tensors."""
+    if value is None:
+        return None
+    if isinstance(value, Batch):
+        return Batch(_copy_of(value.tensor), value.axis)
+    trained = value.requires_grad and torch.is_grad_enabled()
+    copy = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    with torch.no_grad():
+        copy.copy_(value)
+    return copy.requires_grad_(trained)

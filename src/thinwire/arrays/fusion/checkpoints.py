@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Save an array to disk as tensors and JSON, atomically, and continue from it bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import MultiStepLR
+
+from thinwire.arrays.fusion.array import FusedArray
+from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
+from thinwire.arrays.fusion.scaling import GradScaler
+from thinwire.arrays.fusion.schedules import Scheduler, Schedules
+from thinwire.arrays.fusion.store import owner_of
+from thinwire.core.storage.files import local_path
+from thinwire.core.storage.rank_file import RankFile
+from thinwire.core.torch_internals import inner_schedulers
+from thinwire.errors import CheckpointError
+
+State = dict[str, Any]
+# The keys of `outline_of`.
+_PARTS = ("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler")
+
+
+def save(
+    folder: str | Path,
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> Path:
+    """Save an array, and replace an earlier checkpoint in the folder atomically.
+
+    Args:
+        folder: for this checkpoint alone.
+        array: its tensors, dropout rates and generators are saved, and torch's own generator.
+        optimizer: its states, step counts, hyperparameters and active slots.
+        schedules: of the optimizer.
+        scaler: of the losses.
+        extra: anything else, as dicts of tensors and JSON values.
+
+    Raises:
+        CheckpointError: something is neither a tensor nor JSON, such as a scheduler's function.
+        OSError: writing failed; the earlier checkpoint is unchanged.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from thinwire.arrays.fusion import checkpoints, fuse
+        >>> folder, array = tempfile.TemporaryDirectory(), fuse([torch.nn.Linear(2, 1) for _ in range(3)])
+        >>> _ = checkpoints.save(folder.name, array, extra={"step": 7})
+        >>> other = fuse([torch.nn.Linear(2, 1) for _ in range(2)])
+        >>> checkpoints.load(folder.name, other), other.size
+        ({'step': 7}, 3)
+        >>> folder.cleanup()
+    """
+    state = state_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler)
+    return write(folder, {"array": state, "extra": dict(extra or {})})
+
+
+def load(
+    folder: str | Path,
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> State:
+    """Load what `save` wrote, to continue bit for bit; returns the `extra` that was saved.
+
+    The array must be of the same models, in any number: it is resized to the one that was saved. Optimizer, schedules
+    and scaler must be passed if they were saved, and made alike; schedules with the factory of each slot's model at the
+    time of saving.
+
+    Raises:
+        CheckpointError: there is no checkpoint, it is damaged, or it belongs to other models: it names the first
+            difference, and nothing was changed.
+    """
+    content = read(folder)
+    if "array" not in content:
+        raise CheckpointError(f"{folder}: holds one model and no array; use load_member")
+    restore(content["array"], array, optimizer=optimizer, schedules=schedules, scaler=scaler)
+    return content["extra"]
+
+
+def write(folder: str | Path, content: State) -> Path:
+    """Write a tree of tensors and JSON values atomically; returns the folder.
+
+    Raises:
+        CheckpointError: something in it is neither.
+        OSError: writing failed.
+    """
+    part = RankFile(local_path(folder), 0)
+    # The old checkpoint is removed only after the new one is complete.
+    part.commit(part.stage(content))
+    part.remove_stale()
+    return part.home
+
+
+def read(folder: str | Path) -> State:
+    """Read what `write` wrote.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or it is damaged.
+    """
+    found: State = RankFile(local_path(folder), 0).read()
+    return found
+
+
+# -- state of an array -------------------------------------------------------------------------------------------------
+
+
+def state_of(
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> State:
+    """Return everything that an array needs to continue bit for bit, as tensors and JSON values."""
+    return {
+        **outline_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler),
+        "tensors": {name: tensor.detach().clone() for name, tensor in _named(array)},
+        "optimizer": None if optimizer is None else deepcopy(optimizer.state_dict()),
+    }
+
+
+def outline_of(
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> State:
+    """Return `state_of` without the array's tensors and the optimizer's state."""
+    random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        random["cuda"] = torch.cuda.get_rng_state(_gpu_of(array))
+    return {
+        "identity": _identity(array, optimizer, schedules, scaler),
+        "models": array.size,
+        "training": array.training,
+        "rates": {name: list(values) for name, values in array.dropout_rates().items()},
+        "generators": [each.get_state() for each in array.generators or ()],
+        "random": random,
+        "schedules": None if schedules is None else [_scheduler_state(each) for each in schedules.schedulers],
+        "scaler": None if scaler is None else scaler.state_dict(),
+    }
+
+
+def restore(
+    state: Mapping[str, Any],
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> None:
+    """Load what `state_of` returned; refuse the state of other models before changing anything.
+
+    Raises:
+        CheckpointError: it names the first difference.
+    """
+    refuse_older(state, (*_PARTS, "tensors", "optimizer"))
+    check(state, array, optimizer=optimizer, schedules=schedules, scaler=scaler)
+    if state["models"] != array.size:
+        # The selected models only give the shapes: all their tensors are overwritten below.
+        kept = array.select([min(slot, array.size - 1) for slot in range(state["models"])])
+        for follower in (optimizer, schedules, scaler):
+            if follower is not None:
+                follower.select(kept)
+    with torch.no_grad():
+        for name, tensor in _named(array):
+            tensor.copy_(state["tensors"][name])
+    if optimizer is not None:
+        optimizer.load_state_dict(deepcopy(state["optimizer"]))
+        separate_step_counters(optimizer)
+    restore_outline(state, array, schedules=schedules, scaler=scaler)
+
+
+def restore_outline(
+    outline: Mapping[str, Any],
+    array: FusedArray,
+    *,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+    random: bool = True,
+) -> None:
+    """Load what `outline_of` returned into an array of as many models; call it after the optimizer's state is loaded.
+
+    Args:
+        outline: which `check` has accepted.
+        array: its mode, dropout rates and generators are loaded.
+        schedules: of the optimizer.
+        scaler: of the losses.
+        random: False leaves the generators unchanged, the models' and torch's own.
+    """
+    for name, values in outline["rates"].items():
+        array.set_dropout_rates(name, values)
+    if array.training != outline["training"]:
+        # Not otherwise: layers that are kept in evaluation mode while others train stay in it.
+        array.train(outline["training"])
+    if schedules is not None:
+        for scheduler, saved in zip(schedules.schedulers, outline["schedules"], strict=True):
+            load_scheduler(scheduler, saved["state"])
+            # Some schedulers keep values in the groups, such as `initial_lr` and `max_lr`.
+            for group, values in zip(scheduler.optimizer.param_groups, saved["groups"], strict=True):
+                group.update(values)
+    if scaler is not None:
+        scaler.load_state_dict(outline["scaler"])
+    if not random:
+        return
+    for generator, saved in zip(array.generators or (), outline["generators"], strict=True):
+        generator.set_state(saved.cpu())
+    torch.set_rng_state(outline["random"]["cpu"])
+    if "cuda" in outline["random"] and torch.cuda.is_available():
+        torch.cuda.set_rng_state(outline["random"]["cuda"], _gpu_of(array))
+
+
+def _gpu_of(array: FusedArray) -> torch.device:
+    """The GPU that the models draw on, which need not be the current one; that one where they are on the CPU."""
+    device = next((p.device for p in array.parameters()), torch.device("cuda"))
+    return device if device.type == "cuda" else torch.device("cuda")
+
+
+def check(
+    outline: Mapping[str, Any],
+    array: FusedArray,
+    *,
+    optimizer: FusedOptimizer | None = None,
+    schedules: Schedules | None = None,
+    scaler: GradScaler | None = None,
+) -> None:
+    """Refuse an outline of other models, or of another optimizer, schedules or scaler.
+
+    Raises:
+        CheckpointError: it names the first difference.
+    """
+    refuse_older(outline, _PARTS)
+    models = outline["models"]
+    if models != array.size and any(owner_of(parameter) is not None for parameter in array.parameters()):
+        raise CheckpointError(
+            f"{models} models in the checkpoint and {array.size} here, and their layers differ; fuse the models that "
+            "are left"
+        )
+    ours, theirs = _identity(array, optimizer, schedules, scaler), outline["identity"]
+    for name in {**ours, **theirs}:
+        if name not in theirs or name not in ours:
+            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
+        if ours[name] != theirs[name]:
+            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here; make it alike")
+    kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
+    for slot in range(models if schedules is not None else 0):
+        # A checkpoint of more models than here continues with copies of the last one.
+        saved, here = outline["schedules"][slot]["kind"], kinds[min(slot, array.size - 1)]
+        if saved != here:
+            raise CheckpointError(
+                f"slot {slot} has a {saved} in the checkpoint and a {here} here; make Schedules with a factory for "
+                "each slot's model in the checkpoint"
+            )
+
+
+def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
+    """Refuse what a version of thinwire wrote that saved fewer parts.
+
+    Raises:
+        CheckpointError: it names the missing part.
+    """
+    missing = [name for name in wanted if name not in found]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no {missing[0]!r}: another version of thinwire wrote it; continue with that version, "
+            "or start again"
+        )
+
+
+def _identity(
+    array: FusedArray, optimizer: FusedOptimizer | None, schedules: Schedules | None, scaler: GradScaler | None
+) -> dict[str, str]:
+    """Describe what a checkpoint and an array must have in common; the number of models may differ."""
+    generators, described = array.generators, "none"
+    if optimizer is not None:
+        counts = [sum(owner_of(p) is None for p in group["params"]) for group in optimizer.param_groups]
+        described = f"{type(optimizer).__name__} over groups of {counts} parameters"
+    found = {
+        "the generator of each model": "none" if generators is None else generators[0].device.type,
+        "the optimizer": described,
+        "the schedules": "none" if schedules is None else "one for each model",
+        "the scaler": "none" if scaler is None else "one for each model",
+    }
+    for name, tensor in _named(array):
+        own = "" if owner_of(tensor) is None else ", of this model alone"
+        found[f"tensor {name}"] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}{own}"
+    return found
+
+
+def _named(array: FusedArray) -> Iterator[tuple[str, Tensor]]:
+    yield from array.named_parameters()
+    yield from array.named_buffers()
+
+
+def separate_step_counters(optimizer: FusedOptimizer) -> None:
+    """Give each group step counters of its own: loaded groups may share a tensor, which every group would increment."""
+    for group in optimizer.param_groups:
+        own: dict[int, Tensor] = {}
+        for parameter in group["params"]:
+            state = optimizer.state.get(parameter)
+            if state:
+                state["step"] = own.setdefault(id(state["step"]), state["step"].clone())
+
+
+def _scheduler_state(scheduler: Scheduler) -> State:
+    groups = [
+        {name: value for name, value in group.items() if name != "params"} for group in scheduler.optimizer.param_groups
+    ]
+    return {"kind": type(scheduler).__name__, "state": deepcopy(scheduler.state_dict()), "groups": groups}
+
+
+def load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
+    """Load a scheduler's `state_dict`, also after JSON has turned a `Counter` into a dict."""
+    scheduler.load_state_dict(deepcopy(dict(state)))
+    for each in (scheduler, *inner_schedulers(scheduler)):
+        if isinstance(each, MultiStepLR):
+            each.milestones = Counter(each.milestones)

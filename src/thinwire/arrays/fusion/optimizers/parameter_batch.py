@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parameters that an optimizer updates together, and arithmetic of lists of tensors with one coefficient per model.
+
+Tensors are [models, ...]. If all models have the same coefficient, torch's own arithmetic with a number is used: it is
+faster, and rounds like `torch.optim`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.arrays.fusion.store import owner_of
+from thinwire.core.torch_internals import foreach
+from thinwire.errors import ConfigError
+
+Group = dict[str, Any]
+Tensors = list[Tensor]
+
+
+@dataclass(slots=True)
+class ParameterBatch:
+    """Parameters of one group that have taken the same numbers of steps and are updated together.
+
+    Args:
+        parameters: each [models, ...].
+        gradients: in the same order; not to be changed.
+        states: each named state of the parameters, in the same order.
+        values: hyperparameters, float64 vectors [models] on the CPU.
+        steps: each model's number of steps, this one included; float64 [models] on the CPU.
+        group: the parameter group, for options that all models share.
+    """
+
+    parameters: Tensors
+    gradients: Tensors
+    states: dict[str, Tensors]
+    values: dict[str, Tensor]
+    steps: Tensor
+    group: Group
+
+    def decayed_gradients(self) -> Tensors:
+        """Return the gradients with weight decay added, as L2 regularisation."""
+        decay = self.values["weight_decay"]
+        if not bool(decay.any()):
+            return self.gradients
+        return plus(self.gradients, self.parameters, Coefficient(decay))
+
+    def fits_row_kernels(self) -> bool:
+        """Whether all tensors are contiguous in CPU memory and of one dtype that the row kernels support."""
+        dtype = self.parameters[0].dtype
+        columns = (self.parameters, *self.states.values())
+        return dtype in (torch.float32, torch.float64) and all(
+            tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
+            for column in columns
+            for tensor in column
+        )
+
+
+@contextmanager
+def inactive_unchanged(columns: Sequence[Tensors], active: Tensor) -> Generator[None]:
+    """Inside, all slots may be written to; afterwards those that are not active are restored, bitwise."""
+    stopped = (~active).nonzero().flatten()
+    tensors = [tensor for column in columns for tensor in column] if len(stopped) else []
+    held = [tensor[stopped.to(tensor.device)] for tensor in tensors]
+    yield
+    for tensor, rows in zip(tensors, held, strict=True):
+        tensor[stopped.to(tensor.device)] = rows
+
+
+def slots_of(parameter: Tensor) -> slice:
+    """Return the slots whose hyperparameters update a parameter: all, or the one that has it."""
+    owner = owner_of(parameter)
+    return slice(None) if owner is None else slice(owner, owner + 1)
+
+
+def count_models(given: Sequence[Any]) -> int:
+    """Find the number of models from parameters or groups of them."""
+    parameters = [p for entry in given for p in (entry["params"] if isinstance(entry, dict) else [entry])]
+    common = [parameter.shape[0] for parameter in parameters if owner_of(parameter) is None]
+    if common:
+        return common[0]
+    if not parameters:
+        raise ConfigError("an optimizer without parameters: pass array.parameters()")
+    return 1 + max(owner_of(parameter) or 0 for parameter in parameters)
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+class Coefficient:
+    """One number per model.
+
+    Args:
+        vector: float64 [models] on the CPU.
+    """
+
+    def __init__(self, vector: Tensor) -> None:
+        self.vector = vector
+        first = float(vector[0])
+        self.number = first if bool((vector == first).all()) else None
+
+    def like(self, tensors: Sequence[Tensor]) -> Tensors:
+        """Return the vector in a shape that broadcasts with each tensor [models, ...]."""
+        made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        found: Tensors = []
+        for tensor in tensors:
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            if (dtype, tensor.device) not in made:
+                made[dtype, tensor.device] = self.vector.to(tensor.device, dtype)
+            found.append(made[dtype, tensor.device].view(-1, *[1] * (tensor.dim() - 1)))
+        return found
+
+
+def scale_(tensors: Tensors, by: Coefficient) -> None:
+    """Multiply in place."""
+    if by.number is not None:
+        foreach.mul_(tensors, by.number)
+        return
+    foreach.mul_(tensors, by.like(tensors))
+
+
+def divide_(tensors: Tensors, by: Coefficient) -> None:
+    """Divide in place."""
+    if by.number is not None:
+        foreach.div_(tensors, by.number)
+        return
+    foreach.div_(tensors, by.like(tensors))
+
+
+def shift_(tensors: Tensors, by: Coefficient) -> None:
+    """Add the coefficient in place."""
+    if by.number is not None:
+        foreach.add_(tensors, by.number)
+        return
+    foreach.add_(tensors, by.like(tensors))
+
+
+def add_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Add others times the coefficient in place."""
+    if by.number is not None:
+        foreach.add_(tensors, others, alpha=by.number)
+        return
+    foreach.add_(tensors, foreach.mul(others, by.like(others)))
+
+
+def plus(tensors: Tensors, others: Tensors, by: Coefficient) -> Tensors:
+    """Return tensors plus others times the coefficient."""
+    if by.number is not None:
+        return list(foreach.add(tensors, others, alpha=by.number))
+    return list(foreach.add(tensors, foreach.mul(others, by.like(others))))
+
+
+def lerp_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Interpolate towards others in place; a coefficient of 1 gives the others."""
+    if by.number is not None:
+        foreach.lerp_(tensors, others, by.number)
+        return
+    differences = foreach.sub(others, tensors)
+    foreach.add_(tensors, foreach.mul(differences, by.like(tensors)))
+
+
+def addcmul_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Add the products of ones and others times the coefficient in place."""
+    if by.number is not None:
+        foreach.addcmul_(tensors, ones, others, by.number)
+        return
+    products = foreach.mul(foreach.mul(ones, by.like(ones)), others)
+    foreach.add_(tensors, products)
+
+
+def addcdiv_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
+    """Add the quotients of ones and others times the coefficient in place."""
+    if by.number is not None:
+        foreach.addcdiv_(tensors, ones, others, by.number)
+        return
+    quotients = foreach.div(foreach.mul(ones, by.like(ones)), others)
+    foreach.add_(tensors, quotients)

@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training trials as one array, or one trial by itself: the same batches and the same mathematics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.arrays.fusion.array import fuse
+from thinwire.arrays.fusion.checkpoints import restore, state_of
+from thinwire.arrays.sweep.optimizers import fused_optimizer, torch_optimizer
+from thinwire.arrays.sweep.plan import Plan
+from thinwire.arrays.sweep.trials import Copy, Outcome, Population, Trial, rng_for
+from thinwire.errors import ConfigError
+from thinwire.lab.tasks.base import evaluating
+
+
+class TrialArray:
+    """Trials that train as one array: equal in all hyperparameters except those of `FUSIBLE`.
+
+    Args:
+        plan: what all trials have in common.
+        trials: at least one.
+
+    Attributes:
+        trials: the trials by slot, with their present hyperparameters.
+        copies: the copies of each trial, as in its `Outcome`.
+        losses: the loss of each trial's last batch, [B]; NaN before the first.
+
+    Raises:
+        ConfigError: trials differ in a hyperparameter that cannot be fused, or the optimizer has none of the
+            hyperparameters that the population perturbs.
+    """
+
+    def __init__(self, plan: Plan, trials: Sequence[Trial]) -> None:
+        self.plan = plan
+        self.trials = list(trials)
+        self.copies: list[tuple[Copy, ...]] = [()] * len(trials)
+        settings = [plan.setting(trial.hyperparameters) for trial in trials]
+        fixed = {(each.optimizer, each.batch_size, each.model_size) for each in settings}
+        if len(fixed) != 1:
+            raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model; partition them")
+        ((_, self.batch_size, size),) = fixed
+        (self._shard,) = plan.task.shards(1, seed=plan.seed)
+        with torch.device("cpu"):  # where the batches are
+            model = plan.task.model(size, seed=plan.seed)
+        # `fuse` copies the model, so that all trials start from the same parameters.
+        self.array = fuse([model] * len(trials))
+        self.optimizer = fused_optimizer(self.array, settings)
+        if plan.population is not None:
+            self._perturbed_by(plan.population)  # raises early, not at the first selection
+        # In fp64, so that perturbed and scheduled rates round as Python's floats do in `train_alone`.
+        self.rates = torch.tensor([each.lr for each in settings], dtype=torch.float64, device="cpu")
+        self.losses = torch.full((len(trials),), torch.nan, dtype=torch.float32, device="cpu")
+        self.step = 0
+
+    def _perturbed_by(self, population: Population) -> list[str]:
+        """The hyperparameters that a population perturbs and that this optimizer has."""
+        names, known = population.perturbed, self.optimizer.param_groups[0]
+        found = [name for name in names if name in known]
+        if not found:
+            raise ConfigError(
+                f"perturbed={names}: {type(self.optimizer).__name__} has none of them; lr is one that it has"
+            )
+        return found
+
+    def advance(self) -> Tensor:
+        """Train every trial for one step; returns their losses, [B], without waiting for the device."""
+        *inputs, targets = self.plan.task.batch(
+            self._shard, self.step, batch_size=self.batch_size, seed=self.plan.seed, rank=0
+        )
+        self.array.zero_grad()
+        losses = self.array.losses(self.plan.task.objective.loss, self.array(*inputs), targets)
+        # The sum, so that each model's gradient is that of its own loss.
+        losses.sum().backward()
+        # In place: the optimizer reads this tensor of learning rates, [B].
+        self.optimizer.param_groups[0]["lr"].copy_(self.rates * self.plan.lr_factor(self.step))
+        self.optimizer.step()
+        self.step += 1
+        self.losses = losses.detach()
+        return self.losses
+
+    def current_losses(self) -> list[tuple[Trial, float]]:
+        """Each trial with the loss of its last batch."""
+        return list(zip(self.trials, self.losses.tolist(), strict=True))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole state, as tensors and JSON values."""
+        return {
+            "trials": [[trial.number, dict(trial.hyperparameters)] for trial in self.trials],
+            "copies": [
+                [[each.step, each.source, dict(each.hyperparameters)] for each in copies] for copies in self.copies
+            ],
+            "step": self.step,
+            "rates": self.rates.clone(),
+            "array": state_of(self.array, optimizer=self.optimizer),
+        }
+
+    @classmethod
+    def from_state_dict(cls, plan: Plan, state: Mapping[str, Any]) -> TrialArray:
+        """An array that continues from a `state_dict`, bit for bit.
+
+        Args:
+            plan: the plan of the saved array.
+            state: the result of `state_dict`.
+
+        Raises:
+            CheckpointError: it belongs to another model or optimizer.
+        """
+        run = cls(plan, [Trial(number, hyperparameters) for number, hyperparameters in state["trials"]])
+        restore(state["array"], run.array, optimizer=run.optimizer)
+        run.copies = [tuple(Copy(*each) for each in copies) for copies in state["copies"]]
+        run.rates.copy_(state["rates"])
+        run.step = state["step"]
+        return run
+
+    def select(self, slots: Sequence[int]) -> None:
+        """Continue with the trials in these slots, in this order; a slot may be named several times."""
+        self.optimizer.select(self.array.select(slots))
+        self.rates, self.losses = self.rates[list(slots)], self.losses[list(slots)]
+        self.trials = [self.trials[slot] for slot in slots]
+        self.copies = [self.copies[slot] for slot in slots]
+
+    def exploit_and_explore(self, population: Population) -> list[int]:
+        """Evaluate members, copy the best over the worst and perturb the copies; returns the source of each slot."""
+        before, copies, names = self.trials, self.copies, self._perturbed_by(population)
+        rng = rng_for(self.plan.seed, min(trial.number for trial in before), self.step)
+        sources = population.sources(self.outcomes(), rng)
+        self.select(sources)
+        self.copies = copies  # a replaced member keeps its own number and history
+        for slot, source in enumerate(sources):
+            if source != slot:
+                changed = {name: self._perturb(name, slot, population, rng) for name in names}
+                hyperparameters = {**before[source].hyperparameters, **changed}
+                self.trials[slot] = Trial(before[slot].number, hyperparameters)
+                copies[slot] += (Copy(self.step, before[source].number, hyperparameters),)
+        return sources
+
+    def _perturb(self, name: str, slot: int, population: Population, rng: np.random.Generator) -> float:
+        # The optimizer's own learning rates are scheduled; `rates` are the peaks.
+        values = self.rates if name == "lr" else self.optimizer.param_groups[0][name]
+        values[slot] = population.perturb(name, float(values[slot]), rng)
+        return float(values[slot])
+
+    def outcomes(self, *, stopped: bool = False) -> list[Outcome]:
+        """Evaluate every trial on held-out data."""
+        task, size = self.plan.task, len(self.trials)
+        objective = task.objective
+        loss, hits = (torch.zeros(size, dtype=torch.float64, device="cpu") for _ in range(2))
+        total = 0
+        with self.array.evaluating(), torch.no_grad():
+            for batch in task.data.held_out(self.plan.eval_limit):
+                *inputs, targets = batch
+                outputs, count = self.array(*inputs), objective.count(batch)
+                sums = self.array.losses(lambda x, y, n=count: objective.total(x, y, n), outputs, targets)
+                loss += sums.double()
+                if isinstance(outputs, Tensor):
+                    hits += torch.stack([objective.hits(own, targets, count) for own in outputs])
+                total += count
+        return [
+            Outcome(
+                trial=trial,
+                loss=float(loss[slot]) / total,
+                metric=task.measure.of(float(loss[slot]), float(hits[slot]), total),
+                steps=self.step,
+                stopped=stopped,
+                copies=self.copies[slot],
+            )
+            for slot, trial in enumerate(self.trials)
+        ]
+
+
+StepCallback = Callable[[TrialArray, Sequence[Outcome]], None]
+"""Called after a step with the array and with the outcomes that are known by then."""
+
+
+def train_together(
+    plan: Plan,
+    trials: Sequence[Trial],
+    callback: StepCallback | None = None,
+    *,
+    begun: tuple[TrialArray, list[Outcome]] | None = None,
+    save: StepCallback | None = None,
+) -> list[Outcome]:
+    """Train trials as one array, with the plan's early stopping or population.
+
+    Args:
+        plan: what all trials have in common.
+        trials: trials that are equal in what cannot be fused.
+        callback: called after every step.
+        begun: the array where it was interrupted, and the outcomes known by then; None starts from the beginning.
+        save: called after every step but the last, before `callback`, to save the array.
+
+    Returns:
+        one outcome per trial, in their order.
+    """
+    rungs = set() if plan.halving is None else set(plan.halving.rungs(plan.steps))
+    run, ended = begun or (TrialArray(plan, trials), list[Outcome]())
+    while run.step < plan.steps:
+        run.advance()
+        if plan.halving is not None and run.step in rungs:
+            outcomes = run.outcomes(stopped=True)
+            promoted = {each.trial.number for each in plan.halving.promoted(outcomes)}
+            ended += [each for each in outcomes if each.trial.number not in promoted]
+            run.select([slot for slot, trial in enumerate(run.trials) if trial.number in promoted])
+        if plan.population is not None and run.step % plan.population.every == 0 and run.step < plan.steps:
+            run.exploit_and_explore(plan.population)
+        # Saved first: where the callback interrupts the sweep, the step is on disk.
+        if save is not None and run.step < plan.steps:
+            save(run, ended)
+        if callback is not None:
+            callback(run, ended)
+    ended += run.outcomes()
+    order = {trial.number: index for index, trial in enumerate(trials)}
+    return sorted(ended, key=lambda each: order[each.trial.number])
+
+
+def train_alone(plan: Plan, trial: Trial) -> Outcome:
+    """Train one trial by itself with torch's own optimizer; `train_together` has the same results up to rounding."""
+    setting, task = plan.setting(trial.hyperparameters), plan.task
+    (shard,) = task.shards(1, seed=plan.seed)
+    with torch.device("cpu"):  # where the batches are
+        model = task.model(setting.model_size, seed=plan.seed)
+    optimizer = torch_optimizer(model, setting)
+    for step in range(plan.steps):
+        batch = task.batch(shard, step, batch_size=setting.batch_size, seed=plan.seed, rank=0)
+        optimizer.zero_grad()
+        task.loss(model, batch).backward()
+        optimizer.param_groups[0]["lr"] = setting.lr * plan.lr_factor(step)
+        optimizer.step()
+    with evaluating(model):
+        found = task.evaluate(model, limit=plan.eval_limit)
+    return Outcome(trial, found.loss, found.metric, plan.steps)

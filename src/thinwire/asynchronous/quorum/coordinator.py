@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The coordinator decides which ranks are the members of a step, exactly once.
+
+It is a state machine: control messages and times go in, control messages with their destinations come out. It holds no
+tensor, reads no clock and sends nothing itself.
+
+A step goes through three phases. It *waits* until enough ranks are ready. It is *in progress* while its members average
+their gradients. It is *committed* when every member has acknowledged that it holds the mean; only then does any rank
+use that mean, so that all ranks use the same one or none.
+
+A member may stop in between. The others then send READY again; as soon as most members have, or hold the mean, the
+attempt is abandoned and another one starts without the members that sent nothing. A member that was merely slow costs
+an attempt, and may be a member of a later one.
+
+An all-reduce needs every rank, so that any rank may hold it up, late ones too. If most members wait for it in vain, the
+next attempt is by messages among those that have responded, and no other all-reduce starts until all ranks have ended
+the last one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from thinwire.asynchronous.quorum.messages import ControlMessage, Kind
+from thinwire.asynchronous.quorum.rules import QuorumRule
+
+_ENOUGH_REMINDERS = 2  # of one rank, where most members have sent none
+Outbox = list[tuple[int, ControlMessage]]
+"""Messages, each with its destination."""
+
+
+@dataclass
+class Coordinator:
+    """Decides one step after the other.
+
+    Attributes:
+        rule: how long to wait for how many ranks.
+        use_all_reduce: whether members average by an all-reduce, and not by messages.
+        step: the step to be decided next.
+        attempt: the number of the latest attempt at this step, from 1; 0 before there is one.
+        members: of the attempt in progress; empty while none is.
+        last: members of the latest committed step.
+        last_attempt: the number of the attempt by which it was committed; 0 where it is not known.
+        opened: when the first of the ready ranks began to compute, in seconds.
+        all_reduces: all-reduces started so far.
+        all_reduce: the number of the one in progress, or 0.
+        last_all_reduce: the number of the one that averaged the latest committed step, or 0.
+        busy: ranks that have not ended the latest all-reduce.
+        ready: ranks that are ready in the order of arrival, each with its first READY message.
+        acknowledged: members that hold the mean.
+        reminders: how often each rank has sent READY again during this attempt.
+        timed: the latest step of each rank whose time was recorded.
+    """
+
+    rule: QuorumRule
+    use_all_reduce: bool = False
+    step: int = 0
+    attempt: int = 0
+    members: tuple[int, ...] = ()
+    last: tuple[int, ...] = ()
+    last_attempt: int = 0
+    opened: float = 0.0
+    all_reduces: int = 0
+    all_reduce: int = 0
+    last_all_reduce: int = 0
+    busy: set[int] = field(default_factory=set[int])
+    ready: dict[int, ControlMessage] = field(default_factory=dict[int, ControlMessage])
+    acknowledged: set[int] = field(default_factory=set[int])
+    reminders: Counter[int] = field(default_factory=Counter[int])
+    timed: dict[int, int] = field(default_factory=dict[int, int])
+
+    def begin(self, step: int) -> None:
+        """Decide this step next, whatever was in progress."""
+        self.step, self.attempt = step, 0
+        self.ready.clear()
+        self._end_attempt()
+
+    def lose(self, ranks: Collection[int], now: float) -> Outbox:
+        """Wait for these ranks no more; an attempt with one of them as a member is abandoned."""
+        self.rule.lose(ranks)
+        for rank in ranks:
+            self.ready.pop(rank, None)
+        if set(ranks).isdisjoint(self.members):
+            return []
+        self._end_attempt()
+        return self.start_if_due(now)
+
+    def receive(self, src: int, message: ControlMessage, now: float) -> Outbox:
+        """Handle a READY or ACK message.
+
+        Args:
+            src: the rank that sent it.
+            message: the message; a rank that waits sends READY again and again.
+            now: in seconds.
+
+        Returns:
+            What is to be sent.
+        """
+        if message.kind is Kind.ACK:
+            return self._acknowledge(src, message)
+        if self.timed.get(src) != message.step:
+            # Late gradients are timed too: the rule would not learn otherwise that a rank is slow.
+            self.timed[src] = message.step
+            self.rule.record(src, message.microseconds / 1e6)
+        if message.step < self.step:
+            if message.step == self.step - 1 and src in self.last:
+                return []  # its COMMIT is on its way
+            late = ControlMessage(
+                Kind.LATE,
+                self.step,
+                self.last_attempt,
+                all_reduce=self.last_all_reduce,
+                answers=message.step,
+                members=self.last,
+            )
+            return [(src, late)]
+        if message.step > self.step:
+            self.begin(message.step)  # all ranks have loaded the checkpoint of a later step
+        if src in self.ready:
+            return self._remind(src, message, now)
+        began = now - message.microseconds / 1e6
+        self.opened = min(self.opened, began) if self.ready else began
+        self.ready[src] = message
+        first = next(iter(self.ready))
+        for rank, each in self.ready.items():
+            if each.digest != self.ready[first].digest:
+                refusal = ControlMessage(Kind.REFUSED, self.step, members=(first, rank))
+                return [(dst, refusal) for dst in self.ready]
+        return self.start_if_due(now)
+
+    def start_if_due(self, now: float) -> Outbox:
+        """Start an attempt if enough ranks are ready and none is in progress."""
+        if self.seconds_to_wait(now) != 0.0:
+            return []
+        members = list(self.ready)
+        if self.rule.choice == "fixed":
+            members = members[: self.rule.least]
+        self.attempt, self.members = self.attempt + 1, tuple(sorted(members))
+        destinations = self.members
+        # Later attempts are by messages: an all-reduce has just been held up, or a member has stopped.
+        if self.attempt == 1 and self.use_all_reduce and not self.busy:
+            destinations = range(self.rule.size)
+            self.all_reduce = self.all_reduces = self.all_reduces + 1
+            self.busy = set(destinations)
+        start = ControlMessage(Kind.START, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
+        return [(dst, start) for dst in destinations]
+
+    def seconds_to_wait(self, now: float) -> float | None:
+        """Seconds after which to call `start_if_due` again; None where only another message matters."""
+        return None if self.members else self.rule.seconds_to_wait(len(self.ready), now - self.opened)
+
+    def _remind(self, src: int, message: ControlMessage, now: float) -> Outbox:
+        """A rank sends READY again because it waits: abandon the attempt if enough ranks wait in vain."""
+        is_member = src in self.members
+        # A member that does not know of the attempt yet does not wait for it.
+        if not self.members or (is_member and message.attempt != self.attempt):
+            return []
+        self.reminders[src] += 1
+        responded = self.acknowledged | (self.reminders.keys() & set(self.members))
+        missing = set(self.members) - responded
+        if not missing:
+            # All members wait. Their messages are on the way, if they use messages; an all-reduce however may be held
+            # up by a rank that is no member.
+            abandon = bool(self.all_reduce) and is_member and self.reminders[src] >= _ENOUGH_REMINDERS
+        elif is_member and src not in self.acknowledged:
+            abandon = len(responded) > len(missing) or self.reminders[src] >= _ENOUGH_REMINDERS
+        else:
+            # Members that hold the mean count less with every attempt: one that has sent its whole part may have
+            # stopped before it acknowledged, or be merely slow. Other ranks count only if no member has responded.
+            counts = is_member or not responded
+            abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
+        if not abandon:
+            return []
+        for rank in missing:
+            del self.ready[rank]
+        self._end_attempt()
+        return self.start_if_due(now)
+
+    def _acknowledge(self, src: int, message: ControlMessage) -> Outbox:
+        """A member holds the mean, or a rank has ended an all-reduce: commit the step if all members have."""
+        if message.all_reduce and message.all_reduce == self.all_reduces:
+            self.busy.discard(src)
+        acknowledged = (message.step, message.attempt, message.all_reduce)
+        if acknowledged != (self.step, self.attempt, self.all_reduce) or src not in self.members:
+            return []
+        self.acknowledged.add(src)
+        if len(self.acknowledged) < len(self.members):
+            return []
+        commit = ControlMessage(Kind.COMMIT, self.step, self.attempt, all_reduce=self.all_reduce, members=self.members)
+        outbox = [(dst, commit) for dst in self.ready]
+        self.last, self.last_attempt, self.last_all_reduce = self.members, self.attempt, self.all_reduce
+        self.begin(self.step + 1)
+        return outbox
+
+    def _end_attempt(self) -> None:
+        self.members, self.all_reduce = (), 0
+        self.acknowledged.clear()
+        self.reminders.clear()

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A participant for each replica whose strategy works with a quorum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thinwire.asynchronous.quorum.messages import HEADER_BYTES, ControlMessage, Kind, control_length
+from thinwire.asynchronous.quorum.participant import Participant
+from thinwire.asynchronous.quorum.reductions import Partition
+from thinwire.asynchronous.quorum.rules import Choice, QuorumRule, Reduction
+from thinwire.core.comm.counting import CountingComm
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+
+_participants: WeakKeyDictionary[Replica, Participant | CountingParticipant] = WeakKeyDictionary()
+
+
+class CountingParticipant:
+    """A rank that is always in time and among as few members as possible, on a comm that counts and sends nothing.
+
+    Args:
+        r: the replica, on a `CountingComm`.
+        rule: for how many ranks to wait.
+        reduction: by which reduction members average.
+        coordinator: the rank that decides.
+    """
+
+    def __init__(self, r: Replica, rule: QuorumRule, reduction: Reduction, *, coordinator: int) -> None:
+        self._use_all_reduce = reduction == "all_reduce"
+        self._comm, self._coordinator = r.comm, coordinator
+        self._partition = Partition(r.x.numel(), rule.least, r.x.dtype)
+        self._members = tuple(sorted((r.comm.rank + offset) % r.comm.size for offset in range(rule.least)))
+        self.outcome: ControlMessage | None = None
+
+    def contribute(self, gradient: Tensor) -> ControlMessage:
+        """Count the messages of a step; the gradient stays as it is."""
+        rank, size = self._comm.rank, self._comm.size
+        others = [member for member in self._members if member != rank]
+        all_others = [other for other in range(size) if other != rank]
+        control = torch.empty(control_length(size), dtype=torch.int64, device="meta")
+        if self._coordinator == rank:
+            # READY and ACK from each member, START and COMMIT to it; an all-reduce starts and ends on all ranks.
+            self._comm.send_recv(control, all_others if self._use_all_reduce else others, others).wait()
+            self._comm.send_recv(control, others, all_others if self._use_all_reduce else others).wait()
+        else:
+            for _ in range(2):
+                self._comm.send_recv(control, [self._coordinator], [self._coordinator]).wait()
+        if self._use_all_reduce:
+            whole = torch.empty(self._partition.numel, dtype=self._partition.dtype, device="meta")
+            self._comm.all_reduce_(whole).wait()
+        else:
+            chunk = torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8, device="meta")
+            for _ in range(2):  # the members' own parts, then the means of them
+                self._comm.send_recv(chunk, others, others).wait()
+        self.outcome = ControlMessage(
+            Kind.COMMIT, self._comm.step, 1, all_reduce=int(self._use_all_reduce), members=self._members
+        )
+        return self.outcome
+
+    @property
+    def has_mean(self) -> bool:
+        """Always."""
+        return True
+
+    def is_member(self, outcome: ControlMessage) -> bool:
+        """Always."""
+        return outcome.kind is Kind.COMMIT
+
+    @property
+    def lost(self) -> list[int]:
+        """Nobody."""
+        return []
+
+    def recover(self) -> None:
+        """Never needed."""
+
+    def end_step(self) -> None:
+        """Forget the outcome."""
+        self.outcome = None
+
+    def barrier(self) -> None:
+        """There is nobody to wait for."""
+
+
+class QuorumSettings(Protocol):
+    """The hyperparameters of a quorum, which a strategy has as fields."""
+
+    @property
+    def backups(self) -> int:
+        """The most workers that a step goes without."""
+        ...
+
+    @property
+    def choice(self) -> Choice:
+        """How the number of workers to wait for is chosen."""
+        ...
+
+    @property
+    def deviations(self) -> float:
+        """Of the deadline."""
+        ...
+
+    @property
+    def reduction(self) -> Reduction:
+        """How members average."""
+        ...
+
+    @property
+    def coordinator(self) -> int:
+        """The rank that decides."""
+        ...
+
+    @property
+    def retry_seconds(self) -> float:
+        """The least time before a rank that waits sends READY again."""
+        ...
+
+
+def open_participant(r: Replica, settings: QuorumSettings, *, names: Sequence[str]) -> None:
+    """Open a quorum of all ranks' replicas; `participant_of(r)` is this rank's side from then on.
+
+    Args:
+        r: the replica.
+        settings: of the quorum.
+        names: entries of the replica's state that a late rank must receive.
+
+    Raises:
+        ConfigError: `r` is a part of a replica; the comm has no connections for all-reduces, which `reduction` asks
+            for; or as `Comm.open_mailbox`.
+    """
+    rule = QuorumRule(r.comm.size, r.comm.size - settings.backups, settings.choice, settings.deviations)
+    if isinstance(r.comm, CountingComm):
+        _participants[r] = CountingParticipant(r, rule, settings.reduction, coordinator=settings.coordinator)
+        return
+    _participants[r] = Participant(
+        r,
+        rule,
+        r.comm.duplicate() if settings.reduction == "all_reduce" else None,
+        coordinator=settings.coordinator,
+        retry_seconds=settings.retry_seconds,
+        names=names,
+    )
+
+
+def participant_of(r: Replica) -> Participant | CountingParticipant:
+    """The participant that was opened for a replica.
+
+    Raises:
+        ConfigError: none was.
+    """
+    if r not in _participants:
+        raise ConfigError(
+            "no quorum is open for this replica; attach the model to the strategy itself, not to one around it"
+        )
+    return _participants[r]

@@ -1,0 +1,640 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comm of real runs, over a torch.distributed process group: Gloo on CPU or NCCL on GPU."""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+import os
+import re
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NoReturn, TypeVar, cast
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from thinwire.core.comm.base import DIRECT_GATHER_BYTES, Comm, places
+from thinwire.core.comm.forks import keep_forever, protect
+from thinwire.core.comm.liveness import Processes, State, own_row
+from thinwire.core.comm.mailbox.base import Mailbox
+from thinwire.core.comm.rendezvous import (
+    init_process_group,
+    start_of_ranks,
+    started_by_torchrun,
+    store_outlives_workers,
+)
+from thinwire.core.comm.roll_call import Failure, Findings, RollCall, within
+from thinwire.core.comm.threads import single_worker
+from thinwire.core.comm.work import Work, nbytes_of
+from thinwire.core.torch_internals import default_store, process_groups, sequence_number
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError, error_named
+
+T = TypeVar("T")
+Group = dist.ProcessGroup | DeviceMesh | None
+Handles = list[dist.Work]
+_TAGS = 1 << 13
+_SIZES = 131_071  # a prime; times `_TAGS` it is less than 2**30
+_LOGGER = logging.getLogger("thinwire")
+_WAITED = 0.05  # of the timeout; a rank that has waited less was late
+_LATE_SECONDS = 1.0  # after a timeout, so that a rank that waits for others says for whom
+_ENDED_SECONDS = 0.05  # within which the kernel says that a process has ended whose connections are closed
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
+# Failures of the network in torch's RuntimeErrors; all others are mistakes in the call.
+_NETWORK_ERROR = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
+
+
+class GroupComm(Comm):
+    """One rank's view of a process group.
+
+    On Gloo it opens connections of its own beside the group's. A failed call closes them at once, so that every other
+    rank fails too instead of waiting for its timeout. Then the surviving ranks set a key each in the rendezvous store,
+    and the error names the ranks that did not. (A rank that is busy elsewhere for several seconds counts as missing.)
+
+    Ranks that call different collectives, or with other sizes, may get wrong sums, or end in Gloo's abort. Set
+    TORCH_DISTRIBUTED_DEBUG=DETAIL to let every call check this first, and name the rank.
+
+    Args:
+        group: a process group; None is the default one.
+        timeout: how long one wait may last, in seconds; on NCCL the group's own timeout holds.
+
+    Raises:
+        ConfigError: this rank is not in the group.
+        CommError: not all ranks of the group make their comm within the timeout, or the rendezvous store is silent.
+
+    Example:
+        >>> import torch
+        >>> import torch.distributed as dist
+        >>> from thinwire import GroupComm
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> comm = GroupComm(timeout=10)
+        >>> comm.all_reduce_(torch.ones(2)).wait().tolist(), comm.size
+        ([1.0, 1.0], 1)
+        >>> dist.destroy_process_group()
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, *, timeout: float = 60.0) -> None:
+        if dist.get_rank(group) < 0:
+            raise _not_in_group()
+        super().__init__(dist.get_rank(group), dist.get_world_size(group), timeout=timeout)
+        members = dist.get_process_group_ranks(group or _world())
+        self._group = group or _world()
+        self._shared = _Connections(self._group, timed=False)
+        backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+        if "cpu" not in backends:
+            self.check_device = torch.device(next(iter(backends)))
+        devices = {device for device, backend in backends.items() if backend == "gloo"}
+        self._connect(_own_store(members, timeout), members, devices)
+
+    def _connect(self, store: Store, members: Sequence[int], gloo_devices: set[str]) -> None:
+        """Open connections of this comm's own, where the group has Gloo."""
+        self._roll_call = RollCall(store, members, self.rank)
+        self._inflight: dict[int, Handles] = {}
+        self._fault: ThinwireError | None = None
+        self._gloo_devices = gloo_devices
+        self._tag = 0
+        self.checks_calls = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"  # as torch's own groups
+        # At most one: connections close with their last reference, so they are held where one call can drop it.
+        self._own: list[_Connections] = []
+        self._duplicates: WeakSet[Comm] = WeakSet()
+        self._finalizer = weakref.finalize(self, _let_go, self._own, self._inflight)
+        protect(self)
+        if self._gloo_devices and self.size > 1:
+            start = time.monotonic()
+            try:
+                limit = timedelta(seconds=self.timeout)
+                # Its own limit does not hold where the process that hosts the store has stopped.
+                backend = self._connected(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit))
+                # A backend has the calls of a group, but torch's stubs do not say so.
+                self._own.append(_Connections(cast(dist.ProcessGroup, backend), timed=True))
+                problem = None
+            except RuntimeError as error:
+                problem = first_sentence(error)
+            except TimeoutError:
+                problem = "timed out"
+            # Raised outside the handler: a traceback would keep the half-opened group alive.
+            if problem is not None:
+                raise self._failed("connecting", problem, time.monotonic() - start)
+            self._roll_call.processes = Processes(self._gather_rows(own_row()), self.rank)
+
+    def _connected(self, connect: Callable[[], T]) -> T:
+        """The group, once all its ranks have connected."""
+        return within(self.timeout, connect)
+
+    def _gather_rows(self, row: bytes) -> list[bytes]:
+        """All-gather a few bytes, which count as a part of connecting."""
+        own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+        rows = list(own.new_empty((self.size, own.numel())))
+        self._start("connecting", own, lambda group: group.all_gather(own, rows), lambda: None).wait()
+        return [bytes(each.tolist()) for each in rows]
+
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        return self._start("all_reduce", x, lambda group: group.all_reduce(x), lambda: x)
+
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        return self._start("all_reduce_min", x, lambda group: group.all_reduce_min(x), lambda: x)
+
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        if not x.is_contiguous():  # chunks are views of the flat vector
+            return self._broadcast_(x.contiguous(), src).then(x.copy_)
+
+        def launch(group: _Connections) -> Handles:
+            chained = self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES
+            if group.timed and chained and x.device.type == "cpu":
+                position = (self.rank - src) % self.size
+                return group.chain_broadcast(x, position, self.rank, self.size, tag=self._next_tag())
+            return group.broadcast(x, src)
+
+        return self._start(f"broadcast from rank {src}", x, launch, lambda: x)
+
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
+
+        def launch(group: _Connections) -> Handles:
+            direct = self.size == 2 or nbytes_of(x) <= DIRECT_GATHER_BYTES
+            if group.timed and direct and x.device.type == "cpu":
+                # Gloo's ring has a hop for each rank, and each sends before it receives; see `exchange`.
+                rows[self.rank].copy_(flat)
+                return group.exchange([flat] * self.size, rows, self.rank, tag=self._next_tag())
+            return group.all_gather(flat, rows)
+
+        return self._start("all_gather", x, launch, lambda: [r.view(x.shape) for r in rows])
+
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        sent, received = torch.cat(list(xs)), xs[0].new_empty(sum(sizes))
+        counts = [x.numel() for x in xs]
+
+        def launch(group: _Connections) -> Handles:
+            if not group.timed or sent.device.type != "cpu":
+                return group.all_to_all(sent, counts, received, list(sizes))
+            parts, into = sent.split(counts), received.split(list(sizes))
+            into[self.rank].copy_(parts[self.rank])
+            return group.exchange(parts, into, self.rank, tag=self._next_tag())
+
+        return self._start("all_to_all", sent, launch, lambda: list(received.split(list(sizes))))
+
+    def _next_tag(self) -> int:
+        """Of the messages of one collective call, so that those of several in flight are kept apart."""
+        # Odd, as those of `send_recv` are even.
+        self._tag = (self._tag + 2) % _TAGS
+        return self._tag + 1
+
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
+        # Gloo hands the address to the network as it is, and that of a GPU's memory ends the process.
+        through_host = x.device.type in self._gloo_devices and x.device.type != "cpu"
+        sent = x.cpu() if through_host else x
+        received = [torch.empty_like(sent) for _ in src]
+        peers = ", ".join(str(j) for j in sorted({*dst, *src}))
+        # Messages of different steps never meet, so that a rank which is out of step is waited for and named.
+        tag = 2 * self.step % _TAGS if self.in_step else 0
+        return self._start(
+            f"send_recv with ranks {peers}",
+            x,
+            lambda group: group.send_recv(sent, dst, received, src, tag=tag),
+            lambda: [y.to(x.device) for y in received] if through_host else received,
+        )
+
+    def duplicate(self) -> Comm:
+        """A second comm over the group, with Gloo connections of its own."""
+        if torch.device("cpu").type not in self._gloo_devices:
+            return super().duplicate()
+        second = GroupComm(self._group, timeout=self.timeout)
+        self._duplicates.add(second)
+        return second
+
+    def disconnect(self) -> None:
+        """Close the connections that this comm has opened, and its mailboxes; later calls raise an error."""
+        if self._fault is not None:
+            return
+        self._fault = ConfigError(f"{self.name(self.rank)}: this comm was disconnected; attach the model again")
+        for owner in list(self._mailboxes):
+            self.close_mailbox(owner)
+        self._close_connections()
+        for each in self._duplicates:
+            each.disconnect()
+
+    def after_fork(self) -> None:
+        """Become unusable in a fork of the process that made the connections, which stay open there."""
+        self._finalizer.detach()
+        # Gloo's threads do not exist here, and its destructors would wait for them.
+        keep_forever([*self._own, *(handle for handles in self._inflight.values() for handle in handles)])
+        self._fault = self._fault or ConfigError(
+            f"process {os.getpid()} is a fork of {self.name(self.rank)}: only the process that attached the model can "
+            "communicate. Train, evaluate and save there"
+        )
+
+    def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
+        from thinwire.core.comm.mailbox.zeromq import ZeroMqMailbox  # here, as it needs the optional pyzmq
+
+        return ZeroMqMailbox(self, epoch, like, capacity)
+
+    def _start(
+        self, operation: str, x: Tensor, launch: Callable[[_Connections], Handles], result: Callable[[], T]
+    ) -> Work[T]:
+        if self._fault is not None:
+            raise self._closed(self._fault)
+        if self.calling:
+            operation = self.calling
+        timed = x.device.type in self._gloo_devices
+        handles: Handles = []
+        problem = ""
+        try:
+            handles = launch(self._own[0] if timed else self._shared)
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
+                raise
+            problem = first_sentence(error)
+        # Raised outside the handler: a traceback would keep the group alive, and its connections open.
+        if problem:
+            raise self._failed(operation, problem, 0.0)
+        # The same list as in `finish`, so that `_close_connections` can empty it.
+        self._inflight[id(handles)] = handles
+
+        def finish() -> T:
+            start = time.monotonic()
+            # On NCCL a wait with a timeout would block the host; NCCL's own watchdog ends the call instead.
+            problem = self._wait_for(handles, self.timeout if timed else None)
+            self._inflight.pop(id(handles), None)
+            if problem or self._fault is not None:
+                raise self._failed(operation, problem, time.monotonic() - start)
+            return result()
+
+        return Work(finish)
+
+    def _wait_for(self, handles: Handles, seconds: float | None) -> str:
+        """Wait for all handles; returns what went wrong."""
+        return try_wait(handles, seconds)
+
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found, here and in the calls of all others."""
+        if self.size == 1 or self._fault is not None:
+            raise error
+        own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
+        _LOGGER.error("%s", error)
+        found = self._roll_call.run(own, self._close_connections)
+        self._fault = error if found.first == own else self._fault_of(found, "raise_on_all", "")
+        raise self._fault from (None if self._fault is error else error)
+
+    def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
+        """Ask the other ranks what went wrong first, and close the connections; later calls repeat the first error."""
+        if self._fault is None and closed and not self._roll_call.has_begun():
+            return PeerLostError(f"{self.name(self.rank)}, step {self.step}, {call}: {problem}")
+        return self._failed(call, problem, self.timeout if late else 0.0)
+
+    def count_other_calls(self) -> int:
+        """Count the calls so far of torch's process groups in which two of these ranks or more meet."""
+        mine = set(dist.get_process_group_ranks(self._group))
+        groups = [*process_groups(), self._group]
+        count = 0
+        for group in {id(group): group for group in groups}.values():
+            # Groups that this rank is no member of are in the table as a number.
+            if isinstance(group, dist.ProcessGroup) and len(mine.intersection(dist.get_process_group_ranks(group))) > 1:
+                with suppress(RuntimeError):  # a backend that does not count
+                    count += sequence_number(group)
+        return count
+
+    def name(self, rank: int) -> str:
+        """A rank of the group, also by its number in the whole job where that is another one."""
+        return self._roll_call.name(rank)
+
+    @property
+    def ranks_key(self) -> object:
+        """The process group."""
+        return self._group
+
+    @property
+    def wires_key(self) -> object:
+        """The process group, on NCCL; this comm where it has connections of its own."""
+        return self if self._gloo_devices else self._group
+
+    def has_failed(self) -> bool:
+        """Whether the connections are closed."""
+        return self._fault is not None
+
+    def has_ended(self, rank: int) -> bool:
+        """Whether a rank of this machine has ended."""
+        return self._roll_call.processes.state(rank) is State.ENDED
+
+    def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
+        """Close the connections, find the missing ranks, and make the error; later calls repeat the first error."""
+        if self._fault is not None:
+            return self._closed(self._fault)
+        # Gloo's text does not always name a timeout, so the time waited counts too.
+        late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
+        processes = self._roll_call.processes
+        gone = processes.in_state(State.STOPPED, State.ENDED) if late else processes.ended(within=_ENDED_SECONDS)
+        own = Failure("late" if late else "lost", self.rank, self.step, operation, waited, gone)
+
+        def report(found: Findings) -> None:
+            # Before the others are asked: a launcher such as torchrun ends this process soon after another one.
+            _LOGGER.error("%s", self._fault_of(found, operation, problem))
+
+        self._fault = self._fault_of(self._roll_call.run(own, self._close_connections, report), operation, problem)
+        return self._fault
+
+    def _fault_of(self, found: Findings, operation: str, problem: str) -> ThinwireError:
+        """The error of what the roll call has found."""
+        if found.first.cause == "error":
+            return error_named(found.first.error, found.first.text)
+        if (mismatch := self._out_of_step(found)) is not None:
+            return mismatch
+        where, who = f"{self.name(self.rank)}, step {self.step}, {operation}", self._roll_call.names(found.missing)
+        be, problem = "is" if len(found.missing) == 1 else "are", f" ({problem})" if problem else ""
+        if found.first.cause == "late":
+            names = f"; {who} {be} not answering" if found.missing else ""
+            return CommTimeoutError(f"{where}: no answer within {self.timeout:g} s{names}{problem}")
+        if not found.missing:
+            return PeerLostError(f"{where}: a connection was closed{problem}")
+        if all(self._roll_call.processes.state(rank) is State.RUNNING for rank in found.missing):
+            return PeerLostError(f"{where}: a connection was closed; {who} {be} not answering{problem}")
+        ended = f"; {self._roll_call.names(found.ended)} ended too" if found.ended else ""
+        return PeerLostError(f"{where}: {who} {be} lost{ended}{problem}")
+
+    def _out_of_step(self, found: Findings) -> MismatchError | None:
+        """The error of ranks that all have waited for each other, in different calls."""
+        answers = [found.answers[rank] for rank in sorted(found.answers)]
+        if found.first.cause != "late" or len(answers) < self.size:
+            return None
+        # A rank that has hardly waited was late. Messages to neighbours may be some steps apart where one of them is.
+        waited = all(answer.seconds >= _WAITED * self.timeout for answer in answers)
+        kinds = {answer.call.partition(" with ")[0] for answer in answers}
+        if not waited or len({(answer.call.partition(" with ")[0], answer.step) for answer in answers}) == 1:
+            return None
+        if kinds == {"send_recv"}:
+            return None
+        found_at = places([f"{answer.call} at step {answer.step}" for answer in answers], self.names)
+        return MismatchError(
+            f"ranks are out of step: {found_at}; all ranks must make the same calls after the same steps (no answer "
+            f"within {self.timeout:g} s)"
+        )
+
+    @staticmethod
+    def _closed(fault: ThinwireError) -> ThinwireError:
+        if isinstance(fault, ConfigError):  # no failure: this comm was disconnected, or this process is a fork
+            return fault
+        return type(fault)(f"these ranks' connections are closed since an earlier failure: {fault}")
+
+    def _close_connections(self) -> None:
+        """Drop the last references to the group and to its handles, which closes the connections."""
+        for handles in self._inflight.values():
+            handles.clear()
+        self._inflight.clear()
+        self._own.clear()
+        for box in list(self._mailboxes.values()):
+            box.tell_failure()
+
+
+class _Connections:
+    """Torch's calls on one group: the caller's, or a second one that this comm may close.
+
+    Attributes:
+        timed: whether waits take a timeout, as Gloo's do.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, *, timed: bool) -> None:
+        self._group = group
+        self.timed = timed
+
+    def all_reduce(self, x: Tensor) -> Handles:
+        return [self._group.allreduce([x])]
+
+    def all_reduce_min(self, x: Tensor) -> Handles:
+        options = dist.AllreduceOptions()
+        options.reduceOp = cast(dist.ReduceOp, dist.ReduceOp.MIN)
+        return [self._group.allreduce([x], options)]
+
+    def chain_broadcast(self, x: Tensor, position: int, rank: int, size: int, *, tag: int) -> Handles:
+        """A broadcast along a chain of ranks, in chunks, so that no rank sends the vector twice.
+
+        Gloo's own broadcast is a tree whose root sends the vector log2(size) times. Ranks in the middle of the chain
+        forward chunks while they wait for them, so all ranks must wait for their broadcasts in the same order.
+        """
+        tag, nbytes = _of_size(tag, x), min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
+        chunks = list(x.view(-1).split(nbytes // x.element_size()))
+        before, after = (rank - 1) % size, (rank + 1) % size
+        if position == 0:
+            return [self._group.send([chunk], after, tag) for chunk in chunks]
+        received = [self._group.recv([chunk], before, tag) for chunk in chunks]
+        if position == size - 1:
+            return received
+        sent: Handles = []
+        forwards = [
+            _Forward(work, chunk, self._group, after, tag, sent) for work, chunk in zip(received, chunks, strict=True)
+        ]
+        return [*cast(Handles, forwards), cast(dist.Work, _All(sent))]
+
+    def broadcast(self, x: Tensor, src: int) -> Handles:
+        options = dist.BroadcastOptions()
+        options.rootRank = src
+        return [self._group.broadcast([x], options)]
+
+    def all_gather(self, x: Tensor, rows: list[Tensor]) -> Handles:
+        return [self._group.allgather([rows], [x])]
+
+    def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], rank: int, *, tag: int) -> Handles:
+        """An all-to-all on Gloo: a part to each other rank, and one from each.
+
+        Gloo's own sends before it receives. The word that a rank is ready to receive then waits behind what it sends,
+        and the two directions of a link carry data one after the other.
+        """
+        # First from whoever sends to this rank first. Nobody waits for a part of no bytes.
+        others = [(rank + offset) % len(parts) for offset in range(1, len(parts))]
+        receives = [self._group.recv([into[j]], j, _of_size(tag, into[j])) for j in reversed(others) if into[j].numel()]
+        sends = [self._group.send([parts[j]], j, _of_size(tag, parts[j])) for j in others if parts[j].numel()]
+        return [*receives, *sends]
+
+    def all_to_all(self, sent: Tensor, counts: list[int], received: Tensor, sizes: list[int]) -> Handles:
+        return [self._group.alltoall_base(received, sent, sizes, counts)]
+
+    def send_recv(
+        self, x: Tensor, dst: Sequence[int], received: list[Tensor], src: Sequence[int], *, tag: int
+    ) -> Handles:
+        pairs = list(zip(src, received, strict=True))
+        if self.timed:
+            # Receives first: a send that meets no receive waits for it, which doubles the time of mutual exchanges.
+            tag = _of_size(tag, x)
+            receives = [self._group.recv([y], j, tag) for j, y in pairs]
+            return [*receives, *(self._group.send([x], j, tag) for j in dst)]
+        sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in dst]
+        receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
+        return list(dist.batch_isend_irecv(sends + receives))
+
+
+def _of_size(tag: int, x: Tensor) -> int:
+    """The tag of messages of this size: Gloo ends the process where one is longer than what is received."""
+    # So a rank that is out of step, and makes another call, is waited for and named.
+    return tag + _TAGS * (nbytes_of(x) % _SIZES)
+
+
+@dataclass
+class _Forward:
+    """A chunk that is forwarded to the next rank when its arrival is waited for."""
+
+    received: dist.Work
+    chunk: Tensor
+    group: dist.ProcessGroup
+    after: int
+    tag: int
+    sent: Handles
+
+    def wait(self, timeout: timedelta) -> None:
+        self.received.wait(timeout)
+        self.sent.append(self.group.send([self.chunk], self.after, self.tag))
+
+
+@dataclass
+class _All:
+    """The forwarded chunks, whose sends must be waited for too."""
+
+    sent: Handles
+
+    def wait(self, timeout: timedelta) -> None:
+        while self.sent:
+            self.sent.pop(0).wait(timeout)
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the default group exists: its rank was asked for"
+    return world
+
+
+_let_go_of: list[_Connections] = []
+
+
+def _let_go(own: list[_Connections], inflight: dict[int, Handles]) -> None:
+    """Close the connections of a comm that nobody holds any more, unless messages are in flight on them.
+
+    A model that is dropped without `detach()` may leave messages behind that other ranks still wait for: theirs would
+    fail, and closing would wait for them. Such connections stay open until the process ends.
+    """
+    if inflight:
+        _let_go_of.extend(own)
+    own.clear()
+
+
+def _not_in_group() -> ConfigError:
+    return ConfigError(
+        f"group: rank {dist.get_rank()} of the job is not in the group; call attach on the group's ranks only"
+    )
+
+
+_starts: dict[str, str] = {}  # of this process with others, by the name of the group
+
+
+def _own_store(members: Sequence[int], timeout: float) -> Store:
+    """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
+    name = f"thinwire/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
+    if store_outlives_workers():
+        if name not in _starts:
+            store, rank = PrefixStore(f"{name}/starts", _store()), list(members).index(dist.get_rank())
+            _starts[name] = _ask_store(lambda: start_of_ranks(store, rank, len(members), timeout), timeout)
+        name = f"{name}/{_starts[name]}"
+    # A store keeps its keys, so a second comm over the same ranks needs keys of its own.
+    return PrefixStore(f"{name}/{count_in_store(f'{name}/calls/{dist.get_rank()}', timeout)}", _store())
+
+
+def count_in_store(key: str, timeout: float) -> int:
+    """Add one to a number in the default group's rendezvous store, and return it.
+
+    PyTorch's `Store.add` waits for ever where the process that hosts the store has stopped.
+
+    Raises:
+        CommTimeoutError: the store did not answer within so many seconds.
+        PeerLostError: the process that hosts it has ended.
+    """
+    return _ask_store(lambda: _store().add(key, 1), timeout)
+
+
+def _ask_store(ask: Callable[[], T], timeout: float) -> T:
+    host = "the launcher" if store_outlives_workers() else "rank 0"
+    where = f"rank {dist.get_rank()}, before step 0"
+    try:
+        return within(timeout + _LATE_SECONDS, ask)
+    except TimeoutError as error:
+        if str(error):
+            raise CommTimeoutError(f"{where}: no answer within {timeout:g} s; {error}") from None
+        problem = f"no answer within {timeout:g} s from the rendezvous store; {host}, which hosts it, is not answering"
+        raise CommTimeoutError(f"{where}: {problem}") from None
+    except RuntimeError as error:
+        raise PeerLostError(f"{where}: the rendezvous store is gone, and {host}, which hosted it ({error})") from error
+
+
+def _store() -> Store:
+    return default_store()
+
+
+def try_wait(handles: Handles, seconds: float | None) -> str:
+    """Wait for all handles; returns what went wrong as text, since a traceback would keep handle and group alive."""
+    try:
+        while handles:
+            handle = handles.pop(0)
+            handle.wait() if seconds is None else handle.wait(timedelta(seconds=seconds))
+    except RuntimeError as error:
+        if "Invalid scalar type" in str(error):
+            raise  # a mistake in the call: the backend does not support this dtype
+        handles.clear()
+        return first_sentence(error)
+    return ""
+
+
+def first_sentence(error: RuntimeError) -> str:
+    """The first sentence of a backend's error, without the line of its source."""
+    line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0])
+    return line.partition(". ")[0][:200]
+
+
+def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device | None = None) -> Comm:
+    """The comm of a process group, of a one-dimensional `DeviceMesh`, or of one worker alone.
+
+    Args:
+        group: None is the default group. Where there is none yet, but torchrun's variables name several workers (RANK,
+            WORLD_SIZE, MASTER_ADDR, MASTER_PORT), it is made from them, and destroyed when the process ends.
+            Otherwise one worker alone.
+        timeout: how long one wait may last, in seconds; also for the other workers to come.
+        device: of the tensors to send; a group that is made here uses NCCL for CUDA, otherwise Gloo.
+
+    Raises:
+        ConfigError: several workers were started without torchrun's variables, the mesh has several dimensions, or this
+            rank is not in the group.
+        CommTimeoutError: not all workers connected in time.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ConfigError(f"a mesh of shape {tuple(group.shape)}: name one dimension, as in mesh['replicate']")
+        if group.get_coordinate() is None:
+            raise _not_in_group()
+        group = group.get_group()
+    if group is None and not dist.is_initialized():
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
+        if workers <= 1:
+            return single_worker()
+        if not started_by_torchrun():
+            raise ConfigError(
+                f"WORLD_SIZE={workers} but no process group: start with torchrun, which sets MASTER_ADDR and RANK too, "
+                "or call torch.distributed.init_process_group() before attach"
+            )
+        init_process_group(device or torch.device("cpu"), timeout)
+        atexit.register(_destroy, _world(), os.getpid())
+    comm = GroupComm(group, timeout=timeout)
+    if device is not None and device.type == comm.check_device.type:
+        comm.check_device = device  # the current GPU may be another one, which NCCL would take for this rank's
+    return comm
+
+
+def _destroy(made: dist.ProcessGroup, process: int) -> None:
+    """Destroy the default group, where it is still the one that this process has made."""
+    if dist.group.WORLD is made and os.getpid() == process:
+        dist.destroy_process_group()
+
+
+__all__ = ["Group", "GroupComm", "comm_for", "count_in_store"]

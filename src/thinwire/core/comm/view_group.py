@@ -1,0 +1,278 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The comm of one view of an elastic run: Gloo connections among the workers of the view, without a default group."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.group import GroupComm, Handles, first_sentence, try_wait
+from thinwire.core.comm.roll_call import Failure, within
+from thinwire.core.comm.work import Work
+from thinwire.core.torch_internals import operation_of
+from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
+
+T = TypeVar("T")
+_STORE_SECONDS = 2.0
+_POLL_SECONDS = 0.01
+_LOOK_SECONDS = 0.25
+_CLOSE_SECONDS = 0.5
+_TELL_SECONDS = 2.0  # by which one that did not connect has said so
+_PAUSE_SECONDS = 1.0  # after a refused connection, so that views do not follow each other at once
+_CLOSED = re.compile("closed by peer|reset by peer|broken pipe", re.IGNORECASE)
+_GONE = "a worker of this view is gone, or has given it up"
+_COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch has no names for them in Python
+
+
+class ViewComm(GroupComm):
+    """One worker's view of the group of a view.
+
+    A failed call closes all connections and returns at once: who is gone, the workers find out in the store of views.
+
+    Args:
+        store: for this view alone.
+        rank: of this worker.
+        size: of the view.
+        timeout: for all to connect, and of later waits, in seconds.
+        lost: whether a member is known to be gone or to have given up, so that nobody waits for it.
+
+    Raises:
+        CommError: not all workers of the view connected.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, *, timeout: float, lost: Callable[[], bool]) -> None:
+        Comm.__init__(self, rank, size, timeout=timeout)
+        self._lost = lost
+        self._first = store
+        self._connect(_with_own_connection(store), range(size), {"cpu"})
+
+    def _connected(self, connect: Callable[[], T]) -> T:
+        end = time.monotonic() + self.timeout
+        done: list[T] = []
+        failed: list[RuntimeError] = []
+
+        def body() -> None:
+            try:
+                done.append(connect())
+            except RuntimeError as error:
+                failed.append(error)
+
+        self.runtime.start_thread(body)
+        while not done and not failed:
+            if time.monotonic() > end:
+                raise TimeoutError
+            if self._lost():
+                raise RuntimeError(_GONE)
+            time.sleep(_POLL_SECONDS)
+        if failed:
+            raise failed[0]
+        return done[0]
+
+    def _gather_rows(self, row: bytes) -> list[bytes]:
+        # Who comes here reaches all others, and may wait for two that do not reach each other. They began to wait
+        # before, so that they have given the view up, or are about to.
+        try:
+            return super()._gather_rows(row)
+        except CommTimeoutError as error:
+            problem = str(error)
+        # Outside the handler: a traceback would keep the connections open.
+        if not self._told_within(_TELL_SECONDS):
+            raise CommTimeoutError(problem)
+        self._fault = PeerLostError(problem)
+        raise self._fault
+
+    def _told_within(self, seconds: float) -> bool:
+        """Whether another worker gives this view up within so many seconds."""
+        end = time.monotonic() + seconds
+        while not (told := self._lost()) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        return told
+
+    # What is received goes into memory of its own, and from there into the caller's once the wait has succeeded: a
+    # call that was given up goes on, and may end when a worker wakes up that was frozen. It would write into parameters
+    # or gradients that have been put back, and trained on. It also sends from that memory, and not what has changed.
+
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        return super()._all_reduce_(_own(x)).then(x.copy_)
+
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        return super()._all_reduce_min_(_own(x)).then(x.copy_)
+
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        return super()._broadcast_(_own(x), src).then(x.copy_)
+
+    def _wait_for(self, handles: Handles, seconds: float | None) -> str:
+        """Wait, and look now and then whether there is still somebody to wait for.
+
+        The kernel of a lost worker closes its connections, but says so once for those with unread data: on a busy link
+        that word may be lost, and who only receives never learns of it.
+        """
+        end = time.monotonic() + self.timeout
+        while handles and not _is_message(handles[0]):
+            if problem := self._wait_for_collective(handles.pop(0), end):
+                handles.clear()
+                return problem
+        return self._wait_for_messages(handles, end) if handles else ""
+
+    def _wait_for_collective(self, handle: dist.Work, end: float) -> str:
+        while True:
+            begin = time.monotonic()
+            try:
+                handle.wait(timedelta(seconds=max(_POLL_SECONDS, min(_LOOK_SECONDS, end - begin))))
+                return ""
+            except RuntimeError as error:
+                if "Invalid scalar type" in str(error):
+                    raise
+                problem = first_sentence(error)
+            now = time.monotonic()
+            # A wait that was too short for a collective may be repeated.
+            if "timed out" not in problem.lower() or now >= end or now - begin < 0.9 * _LOOK_SECONDS:
+                return problem
+            if self._lost():
+                return _GONE
+
+    def _wait_for_messages(self, handles: Handles, end: float) -> str:
+        # Gloo gives up a connection on which a wait for a message was too short. So a thread waits for as long as it
+        # takes, and is left behind where there is nobody to wait for.
+        waiting, done, ended = list(handles), threading.Event(), list[str | RuntimeError]()
+        handles.clear()
+
+        def body() -> None:
+            try:
+                ended.append(try_wait(waiting, max(_POLL_SECONDS, end - time.monotonic())))
+            except RuntimeError as error:
+                ended.append(error)
+            done.set()
+
+        self.runtime.start_thread(body)
+        while not done.wait(_LOOK_SECONDS):
+            if self._lost():
+                waiting.clear()
+                return _GONE
+        if isinstance(ended[0], RuntimeError):
+            raise ended[0]
+        return ended[0]
+
+    def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
+        if self._fault is not None:
+            return self._closed(self._fault)
+        where = f"rank {self.rank}, step {self.step}, {operation}"
+        late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
+        if late:
+            self._fault = CommTimeoutError(f"{where}: no answer within {self.timeout:g} s ({problem})")
+        elif problem == _GONE:
+            self._fault = PeerLostError(f"{where}: {problem}")
+        elif operation == "connecting" and not self._own:
+            # A connection that another worker has closed says that it gives this view up; one that is refused says that
+            # this worker does not reach another, whose process runs.
+            told = self._told_within(_TELL_SECONDS if _CLOSED.search(problem) else _PAUSE_SECONDS)
+            kind = PeerLostError if told else CommTimeoutError
+            self._fault = kind(f"{where}: this worker did not reach all others ({problem})")
+        else:
+            self._fault = PeerLostError(f"{where}: a connection was closed ({problem})")
+        # An error that another rank tells all is in the store before its connections are closed.
+        with suppress(RuntimeError, OSError, ValueError):  # TimeoutError too
+            if within(_STORE_SECONDS, lambda: self._first.check(["first"])):
+                told = Failure.read(within(_STORE_SECONDS, lambda: self._first.get("first")))
+                self._fault = error_named(told.error, told.text)
+        self._close_connections()
+        return self._fault
+
+    def _close_connections(self) -> None:
+        """Drop the last references to the group, which waits for collectives that have not ended.
+
+        One that waits for a lost worker, whose end nothing has told, ends at the timeout; nobody waits so long.
+        """
+        held: list[Any] = [*self._own, *(handle for handles in self._inflight.values() for handle in handles)]
+        super()._close_connections()
+        closed = threading.Event()
+
+        def drop() -> None:
+            held.clear()
+            closed.set()
+
+        if held:
+            self.runtime.start_thread(drop)
+            closed.wait(_CLOSE_SECONDS)
+
+    def raise_on_all(self, error: ThinwireError) -> NoReturn:
+        """Raise an error that this rank has found, here and in the calls of all others."""
+        if self.size == 1 or self._fault is not None:
+            raise error
+        own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
+        with suppress(RuntimeError, OSError, ValueError):
+            stored = within(_STORE_SECONDS, lambda: self._first.compare_set("first", "", json.dumps(asdict(own))))
+            told = Failure.read(stored)
+            error = error if told == own else error_named(told.error, told.text)
+        self._fault = error
+        self._close_connections()
+        raise error
+
+    def duplicate(self) -> Comm:
+        """Refused: a second comm would not follow the views."""
+        return Comm.duplicate(self)
+
+    def disconnect(self) -> None:
+        """Close all connections, so that the waits of all others fail."""
+        self._fault = self._fault or PeerLostError("this view has ended")
+        self._close_connections()
+
+
+class GlooConnector:
+    """Connects the workers of a view by Gloo, over a part of their store.
+
+    Args:
+        store: of the views.
+        named: makes the name of a group one that strangers cannot tell, as they could write to its keys.
+    """
+
+    def __init__(self, store: Store, named: Callable[[str], str] = str) -> None:
+        self._store = store
+        self._named = named
+
+    def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """The comm of this worker in one view, or with some of its members."""
+        return ViewComm(PrefixStore(self._named(f"group/{name}"), self._store), rank, size, timeout=timeout, lost=lost)
+
+    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """A comm of two workers, beside those of views."""
+        return ViewComm(PrefixStore(self._named(f"pair/{name}"), self._store), rank, 2, timeout=timeout, lost=lost)
+
+    def disconnect(self, comm: Comm) -> None:
+        """Close a comm's connections."""
+        assert isinstance(comm, ViewComm)
+        comm.disconnect()
+
+
+def _own(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def _is_message(handle: Any) -> bool:
+    # What forwards the chunks of a broadcast is none of torch's, and waits for messages.
+    return not isinstance(handle, dist.Work) or operation_of(handle) not in _COLLECTIVES
+
+
+def _with_own_connection(store: Store) -> Store:
+    """The same store, where calls do not wait for those of the given one.
+
+    Who connects waits for the keys of all workers. If one of them never comes, that wait cannot be ended, and all calls
+    over the same connection wait with it, although this worker has given up long before.
+    """
+    # A store of the user's own may have no `clone`; one that cannot be reached is found out by whoever calls it next.
+    with suppress(RuntimeError, OSError, AttributeError):  # TimeoutError too
+        return within(_STORE_SECONDS, cast(Any, store).clone)
+    return store

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The arithmetic of codecs (vectors to bytes and back), arrays of models (`rows`, `normalised`, `linear`) and coresets
+(`nearest`).
+
+It runs as C on the CPU, as Triton on a GPU, and as torch (`thinwire.core.kernels.reference`) where neither is available.
+
+Meta tensors have sizes and no data. As with torch's own operators, results have the right sizes here, and nothing is
+computed; `reading` is all that turns data into Python's values. So a dry run takes the lines of a real one.
+"""
+
+from thinwire.core.kernels.chunks import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
+from thinwire.core.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
+from thinwire.core.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
+from thinwire.core.kernels.quantized import clip_outliers, dequantize_, quantize_, quantized_nbytes
+from thinwire.core.kernels.reading import all_finite, all_finite_each, bytes_of, join, norm_if_finite, take
+from thinwire.core.kernels.rng import mix64, uniform
+from thinwire.core.kernels.rounded import decode_rounded_, encode_rounded_
+from thinwire.core.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
+from thinwire.core.kernels.sketched import cells_at, heavy, sketch_, unsketch
+
+__all__ = [
+    "add_chunks_",
+    "all_finite",
+    "all_finite_each",
+    "bytes_of",
+    "cells_at",
+    "chunk_kept",
+    "chunked_nbytes",
+    "clip_outliers",
+    "decode_fp8",
+    "decode_powers",
+    "decode_rounded_",
+    "decode_signs_",
+    "dequantize_",
+    "encode_chunks_",
+    "encode_fp8",
+    "encode_powers",
+    "encode_rounded_",
+    "encode_signs_",
+    "heavy",
+    "join",
+    "mix64",
+    "norm_if_finite",
+    "pack_indices",
+    "pack_signs",
+    "packed_nbytes",
+    "quantize_",
+    "quantized_nbytes",
+    "sign_nbytes",
+    "sketch_",
+    "sum_signs_",
+    "take",
+    "top_k",
+    "uniform",
+    "unpack_indices",
+    "unpack_signs",
+    "unsketch",
+]

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which implementation runs, on how many threads, and the checks that all kernels share."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import sys
+from collections.abc import Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, wraps
+from importlib.util import find_spec
+from itertools import pairwise
+from threading import Lock
+from typing import Concatenate, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import native
+from thinwire.errors import ConfigError
+
+P = ParamSpec("P")
+T = TypeVar("T")
+# To give torch's bits: no sum is reassociated, and no product fused with a sum.
+FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
+if platform.machine() == "x86_64":
+    # By default compilers avoid 512-bit vectors; loops with much arithmetic per element are faster with them.
+    FLAGS.append("-mprefer-vector-width=512")
+_SOURCES = (
+    *("base.c", "signs.c", "quantized.c", "rounded.c", "largest.c", "chunks.c", "sketched.c", "rows.c"),
+    *("normalised.c", "linear.c", "adaptive.c"),
+)
+# Multiplications that take longer than starting another thread.
+WORK_PER_THREAD = 1 << 22
+# Results larger than this would evict each other from the caches: they are written past them (non-temporal stores).
+STREAM_BYTES = 8 << 20
+_long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
+
+# Of each function of the C files, without `thinwire_`.
+_ARGUMENTS = {
+    "uniform": [_at, _long, _key, _key],
+    "encode_signs": [_at, _at, _at, _long, _long, _int, _int],
+    "sum_signs": [_at, _long, _long, _at, _long, _long, _int],
+    "quantize": [_at, _at, _at],
+    "dequantize": [_at, _at, _at],
+    "encode_rounded": [_at, _at, _at, _at],
+    "decode_rounded": [_at, _at, _at],
+    "encode_chunks": [_at, _at, _at, _at],
+    "decode_chunks": [_at, _at, _at],
+    "top_k": [_at, _long, _long, _at, _at, _at, _long],
+    "pack_indices": [_at, _long, _int, _at],
+    "unpack_indices": [_at, _long, _int, _at],
+    "sketch": [_at, _long, _at, _long, _long, _key, _float],
+    "unsketch": [_at, _at],
+    "unsketch_at": [_at, _at, _long, _at],
+    "heavy": [_at, _long, _at, _at, _at, _long],
+    **{f"adam_rows{dtype}": [_at] * 6 for dtype in ("", "_double")},
+    **dict.fromkeys(("layer_norm", "batch_norm"), (_at, _at, _at)),
+    "layer_norm_back": [_at] * 6,
+    "batch_norm_back": [_at] * 5,
+    "linear_weights": [*[_at] * 5, _long, _at],
+    "lamb_direction": [*[_at] * 5, _long, _at, _at],
+    "scaled_step": [_at, _at, _long, _float, _float],
+    "frozen_adam_step": [*[_at] * 4, _long, *[_float] * 3],
+    **{f"sgd_rows{dtype}": [_at] * 4 for dtype in ("", "_double")},
+}
+_RETURN_INT64 = ("top_k", "heavy", "linear_weights", "encode_chunks", "decode_chunks")
+_THREAD_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+def compiled(x: Tensor) -> ctypes.CDLL | None:
+    """Return the compiled kernels if they can work on the tensor and are not disabled by THINWIRE_NATIVE=0."""
+    return _compiled() if usable(x) else None
+
+
+def usable(x: Tensor) -> bool:
+    """Whether compiled C may work on a tensor: it is on the CPU, and THINWIRE_NATIVE is not 0."""
+    return x.device.type == "cpu" and sys.byteorder == "little" and os.environ.get("THINWIRE_NATIVE") != "0"
+
+
+@cache
+def _compiled() -> ctypes.CDLL | None:
+    return load(FLAGS)
+
+
+def load(flags: list[str]) -> ctypes.CDLL | None:
+    """Return the kernels' library, compiled with these flags; None if that is not possible."""
+    return native.load("kernels", _SOURCES, flags, _ARGUMENTS, _RETURN_INT64)
+
+
+def parallel_for(n: int, parts: int, work: Callable[[int, int], object]) -> None:
+    """Call `work(begin, end)` for the parts of 0 to n, on as many threads as there are parts.
+
+    torch's own threads are used if they are GNU OpenMP's: those spin for a while after their last work, and other
+    threads would compete with them for the cores.
+    """
+    if parts < 2:
+        work(0, n)
+        return
+    spans, failures = pairwise(n * part // parts for part in range(parts + 1)), list[BaseException]()
+    lock = Lock()
+
+    def run(_: object = None) -> None:
+        # OpenMP may give fewer threads than were asked for, so each takes parts until none is left.
+        while True:
+            # An exception, also an interrupt, would be lost in the C code that calls this.
+            try:
+                with lock:
+                    span = next(spans, None)
+                if span is None:
+                    return
+                work(*span)
+            except BaseException as error:
+                failures.append(error)
+
+    openmp = gnu_openmp()
+    if openmp is not None:
+        openmp(_THREAD_FUNCTION(run), None, parts, 0)
+    else:
+        with ThreadPoolExecutor(parts) as threads:
+            for future in [threads.submit(run) for _ in range(parts)]:
+                future.result()
+    if failures:
+        raise failures[0]
+
+
+@cache
+def gnu_openmp() -> Callable[..., None] | None:
+    """Return the function that runs another one on all of torch's threads, if they are GNU OpenMP's."""
+    try:
+        found = ctypes.CDLL(None).GOMP_parallel
+    except (AttributeError, OSError, TypeError):
+        return None
+    found.argtypes, found.restype = [_THREAD_FUNCTION, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint], None
+    return found
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether the tensor is on a GPU and Triton is installed."""
+    return x.is_cuda and _has_triton()
+
+
+def on_its_device(launch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
+    """Launch on the GPU of the first argument: Triton takes the current one, which is a thread's own, and the first."""
+
+    @wraps(launch)
+    def launched(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.cuda.device_of(x):
+            return launch(x, *args, **kwargs)
+
+    return launched
+
+
+@cache
+def _has_triton() -> bool:
+    if find_spec("triton") is not None:
+        return True
+    native.warn_of_slow_path(
+        "thinwire's kernels for GPUs need Triton, which is not installed: PyTorch computes the same, slower"
+    )
+    return False
+
+
+def as_fp32(x: Tensor) -> Tensor:
+    """Return a vector as contiguous fp32; no copy if it is."""
+    return x.detach().to(torch.float32).contiguous()
+
+
+def blocks_as_rows(x: Tensor, block: int) -> list[Tensor]:
+    """The whole blocks of a vector as a matrix with a row each, and the shorter last block as another; views."""
+    whole = x.numel() // block * block
+    return [rows for rows in (x[:whole].view(-1, block), x[whole:].view(1, -1)) if rows.numel()]
+
+
+@contextmanager
+def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = False) -> Generator[Tensor, None, None]:
+    """Yield a contiguous tensor of `dtype` that is copied into `out` at the end; `out` itself if it is one.
+
+    With `read` it first holds the values of `out`.
+    """
+    if out.dtype == dtype and out.is_contiguous():
+        yield out.detach()
+        return
+    made = torch.empty(out.shape, dtype=dtype, device=out.device)
+    if read:
+        made.copy_(out.detach())
+    yield made
+    out.detach().copy_(made)
+
+
+def code_nbytes(n: int, bits: int, block: int, scale_bytes: int) -> int:
+    """Return the bytes of a scale for each block of n elements, and of `bits` for each element."""
+    return -(-n // block) * scale_bytes + bits * -(-n // 8)
+
+
+def check_code(
+    x: Tensor, payload: Tensor, residual: Tensor | None = None, *, bits: int = 1, block: int, scale_bytes: int
+) -> None:
+    """Refuse impossible blocks and scales, payloads that do not fit the vector, and tensors on several devices.
+
+    Raises:
+        ConfigError: with the value and the rule.
+    """
+    if block < 1:
+        raise ConfigError(f"block={block}: must be at least 1; 2048 is usual")
+    if scale_bytes not in (2, 4):
+        raise ConfigError(f"scale_bytes={scale_bytes}: a scale is bf16 in 2 bytes or fp32 in 4")
+    check_payload(payload, code_nbytes(x.numel(), bits, block, scale_bytes))
+    check_same_device(x, payload, residual)
+    if residual is not None:
+        check_length("residual", residual.numel(), x.numel())
+
+
+def check_norm(norm: str, known: tuple[str, str]) -> None:
+    """Refuse unknown norms.
+
+    Raises:
+        ConfigError: with the known ones.
+    """
+    if norm not in known:
+        raise ConfigError(f"norm={norm!r}: must be one of {', '.join(known)}")
+
+
+def check_payload(payload: Tensor, nbytes: int) -> None:
+    """Refuse payloads of another size: kernels would read or write beyond their end.
+
+    Raises:
+        ConfigError: with both sizes.
+    """
+    if payload.dtype != torch.uint8 or payload.shape[-1] != nbytes:
+        found = f"{payload.shape[-1]} elements of {payload.dtype}"
+        raise ConfigError(f"payload of {found}: must be {nbytes} bytes, as uint8; sender and receiver differ")
+
+
+def check_length(name: str, found: int, wanted: int) -> None:
+    """Refuse vectors of another length.
+
+    Raises:
+        ConfigError: with both lengths.
+    """
+    if found != wanted:
+        raise ConfigError(f"{name} of {found} elements: must be {wanted}, as the vector has")
+
+
+def check_same_device(x: Tensor, *others: Tensor | None) -> None:
+    """Refuse tensors on several devices.
+
+    Raises:
+        ConfigError: with the devices.
+    """
+    for other in others:
+        if other is not None and other.device != x.device:
+            raise ConfigError(f"{other.device} beside {x.device}: all tensors must be on one device; move them first")

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest elements of each chunk of a vector, with packed places and values of a few bits."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.base import as_fp32, check_length, check_payload, check_same_device, compiled, writable
+from thinwire.core.kernels.reference import chunks
+from thinwire.errors import ConfigError, NonFiniteError
+
+MOST_CHUNK = 16384
+"""As in chunks.c, whose buffers have this size."""
+
+
+class _Chunking(ctypes.Structure):
+    """`chunking` of chunks.c."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in ("n", "chunk", "kept")] + [
+        (name, ctypes.c_int) for name in ("bits", "width")
+    ]
+
+
+def chunk_kept(n: int, chunk: int, kept: int) -> int:
+    """How many elements are kept of a chunk of n elements: as many as of a whole one, in proportion, rounded up."""
+    return -(-kept * n // chunk)
+
+
+def chunked_nbytes(n: int, chunk: int, kept: int, bits: int) -> int:
+    """The bytes of the payload of n elements."""
+
+    def record(length: int) -> int:
+        k = chunk_kept(length, chunk, kept)
+        return 4 + -(-k * (chunk - 1).bit_length() // 8) + -(-k * bits // 8) if length else 0
+
+    return n // chunk * record(chunk) + record(n % chunk)
+
+
+def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> None:
+    """Encode the largest elements of each chunk of `x + residual`, and leave what is not sent in the residual.
+
+    A record for each chunk, of whole bytes: the scale in fp32; the places in the chunk, ascending, in as few bits as
+    any of them takes; the codes of the values, which are rounded as by `encode_rounded_`, the chunk's as one block. Of
+    equal elements the first are sent.
+
+    Args:
+        x: fp32, [n]; other floats are converted.
+        residual: like x; None for none.
+        out: uint8, `chunked_nbytes(n, chunk, kept, bits)`.
+        chunk: elements of a chunk, up to 16,384; the last one may be shorter.
+        kept: elements that are sent of a whole chunk.
+        bits: of a value, 1 to 8.
+
+    Raises:
+        ConfigError: sizes do not fit, or an argument is out of range.
+        NonFiniteError: there is a NaN, which is neither larger nor smaller than others.
+    """
+    _check(x, out, chunk, kept, bits)
+    check_same_device(x, out, residual)
+    if residual is not None:
+        check_length("residual", residual.numel(), x.numel())
+    if x.numel() == 0 or x.is_meta:
+        return
+    x, library = as_fp32(x), compiled(x)
+    rest = torch.empty(0, dtype=torch.float32, device="cpu") if residual is None else residual
+    with writable(out, torch.uint8) as target, writable(rest, read=True) as left:
+        given = None if residual is None else left
+        if library is None:
+            finite = chunks.encode_chunks_(x, given, target, chunk=chunk, kept=kept, bits=bits)
+        else:
+            how = _Chunking(x.numel(), chunk, kept, bits, (chunk - 1).bit_length())
+            at = None if given is None else given.data_ptr()
+            finite = library.thinwire_encode_chunks(x.data_ptr(), at, target.data_ptr(), ctypes.byref(how)) == 0
+    if not finite:
+        raise NonFiniteError(f"of {x.numel()} elements some are NaN: none of them is the largest")
+
+
+def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> None:
+    """Add the elements that a payload holds to `out`, fp32 [n].
+
+    Raises:
+        ConfigError: sizes do not fit, an argument is out of range, or a place lies beyond its chunk.
+    """
+    _check(out, payload, chunk, kept, bits)
+    check_same_device(out, payload)
+    if out.numel() == 0 or out.is_meta:
+        return
+    payload, library = payload.contiguous(), compiled(out)
+    with writable(out, read=True) as target:
+        if library is None:
+            valid = chunks.add_chunks_(payload, target, chunk=chunk, kept=kept, bits=bits)
+        else:
+            how = _Chunking(out.numel(), chunk, kept, bits, (chunk - 1).bit_length())
+            valid = library.thinwire_decode_chunks(payload.data_ptr(), target.data_ptr(), ctypes.byref(how)) == 0
+    if not valid:
+        raise ConfigError(f"payload of {payload.numel()} bytes: a place lies beyond its chunk; it is damaged")
+
+
+def _check(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> None:
+    if not 2 <= chunk <= MOST_CHUNK:
+        raise ConfigError(f"chunk={chunk}: must lie in 2..{MOST_CHUNK}; 4096 is usual")
+    if not 1 <= kept <= chunk:
+        raise ConfigError(f"kept={kept}: must lie in 1..{chunk}, the elements of a chunk; 64 is usual")
+    if not 1 <= bits <= 8:
+        raise ConfigError(f"bits={bits}: must lie in 1..8")
+    check_payload(payload, chunked_nbytes(x.numel(), chunk, kept, bits))

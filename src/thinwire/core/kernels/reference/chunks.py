@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The largest elements of each chunk, by torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels.reference.bits import pack_bits, read_scales, unpack_bits, write_scales
+from thinwire.core.kernels.reference.rounded import levels_of
+
+
+def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
+    """Write a record for each chunk; False if one would hold a NaN."""
+    if residual is not None:
+        x = residual.add_(x)
+    for rows, k, records in _records(x, out, chunk, kept, bits):
+        places = torch.sort(rows.abs(), dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
+        values = rows.gather(1, places)
+        if bool(values.isnan().any()):
+            return False
+        counts = torch.full((len(rows),), float(k), dtype=torch.float32, device=x.device)
+        scales, codes, decoded = levels_of(values, counts, bits)
+        width = (chunk - 1).bit_length()
+        written = torch.empty(4 * len(rows), dtype=torch.uint8, device=x.device)
+        write_scales(scales, written, 4)
+        parts = [written.view(len(rows), 4), _packed(places, width), _packed(codes.long(), bits)]
+        records.copy_(torch.cat(parts, 1))
+        if residual is not None:
+            rows.scatter_(1, places, values - decoded)
+    return True
+
+
+def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
+    """Add what the records hold; False if a place lies beyond its chunk."""
+    width = (chunk - 1).bit_length()
+    for rows, k, records in _records(out, payload, chunk, kept, bits):
+        middle = 4 + -(-k * width // 8)
+        scales = read_scales(records[:, :4].reshape(-1), len(rows), 4)
+        places = _unpacked(records[:, 4:middle], width, k)
+        if bool((places >= rows.shape[1]).any()):
+            return False
+        values = (2 * _unpacked(records[:, middle:], bits, k) - (2**bits - 1)).float() * scales[:, None]
+        # Column by column, as places may repeat in a payload that is damaged.
+        for place, value in zip(places.T, values.T, strict=True):
+            rows[torch.arange(len(rows), device=rows.device), place] += value
+    return True
+
+
+def _records(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> Iterator[tuple[Tensor, int, Tensor]]:
+    """The whole chunks as rows of a matrix, and the shorter last one: each with what is kept of a row, and records."""
+    begin = at = 0
+    for count, length in ((x.numel() // chunk, chunk), (1, x.numel() % chunk)):
+        k = -(-kept * length // chunk)
+        nbytes = 4 + -(-k * (chunk - 1).bit_length() // 8) + -(-k * bits // 8)
+        if count and length:
+            rows, records = x[begin : begin + count * length], payload[at : at + count * nbytes]
+            yield rows.view(count, length), k, records.view(count, nbytes)
+            begin, at = begin + count * length, at + count * nbytes
+
+
+def _packed(numbers: Tensor, width: int) -> Tensor:
+    """Rows of numbers, int64 [m, k], each row in whole bytes."""
+    shifts = torch.arange(width, device=numbers.device)
+    flags = ((numbers[:, :, None] >> shifts) & 1).flatten(1)
+    padded = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 8))
+    return pack_bits(padded.reshape(-1).to(torch.uint8)).view(len(numbers), -1)
+
+
+def _unpacked(packed: Tensor, width: int, k: int) -> Tensor:
+    flags = unpack_bits(packed.reshape(-1), packed.numel() * 8).view(len(packed), -1)[:, : k * width]
+    return (flags.reshape(len(packed), k, width).long() << torch.arange(width, device=packed.device)).sum(2)

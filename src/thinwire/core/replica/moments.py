@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's state for its parameters: momentum, Adam's moments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.replica.flat import Segment, copy_each_
+from thinwire.core.replica.shards import local
+from thinwire.errors import ConfigError
+
+
+class Combined(Optimizer):
+    """One that is made of others, each with parameters of its own; `thinwire.CombinedOptimizer` is it."""
+
+    optimizers: tuple[Optimizer, ...]
+
+
+class Moments:
+    """The optimizer state of one replica's parameters, which strategies may reset or average.
+
+    A moment is a floating-point tensor with the shape of its parameter; step counters and the like are not moments.
+
+    Attributes:
+        optimizer: the worker's; None if there is none, and then all calls do nothing.
+        parameters: of the replica.
+        segments: where each parameter lies in the replica's vector.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer | None = None,
+        parameters: Sequence[nn.Parameter] = (),
+        segments: Sequence[Segment] = (),
+    ) -> None:
+        self.optimizer = optimizer
+        self.parameters = parameters
+        self.segments = segments
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of the moments that the optimizer has or will have for each parameter; the same on every rank."""
+        return tuple(sorted({name for name, _ in self._dtypes}))
+
+    @cached_property
+    def _dtypes(self) -> dict[tuple[str, torch.dtype], torch.dtype]:
+        return {} if self.optimizer is None else moment_dtypes(self.optimizer)
+
+    def forget(self) -> None:
+        """Reset the optimizer's state to that of a new one: no momentum, no moments, and a step count of zero."""
+        if self.optimizer is None:
+            return
+        for parameter in self.parameters:
+            self.optimizer.state.pop(parameter, None)
+        own = set(self.parameters)
+        for each in parts_of(self.optimizer):
+            for group in each.param_groups:
+                # LAMB counts the steps of a group. While another replica's parameter in it has moments, their
+                # correction needs the count; the last replica to forget resets it.
+                members = group["params"]
+                if "step" in group and not own.isdisjoint(members) and not any(map(each.state.get, members)):
+                    group["step"] = 0 * group["step"]  # a tensor stays one
+            for parameter, state in fresh_optimizer(each).state.items():
+                if parameter in own and state:  # Adagrad fills its state when it is made
+                    each.state[parameter] = state
+
+    def average_(self, comm: Comm) -> None:
+        """Replace every moment by its mean over ranks: one all-reduce, of the parameters' size for each name.
+
+        Moments travel in the dtype that the optimizer keeps them in, with an all-reduce for each dtype: small variances
+        in fp32 would vanish in a parameter's fp16. A rank that does not have a moment yet contributes zero, and still
+        has none afterwards.
+        """
+        if not self.names:
+            return
+        own = self.parameters[0].dtype
+        together: dict[torch.dtype, list[str]] = {}
+        for name in self.names:
+            together.setdefault(self._dtypes.get((name, own), own), []).append(name)
+        for dtype, names in together.items():
+            self._average_(comm, names, dtype)
+
+    def _average_(self, comm: Comm, names: Sequence[str], dtype: torch.dtype) -> None:
+        assert self.optimizer is not None, "no moments without one"
+        # One vector for all moments, with zeros for missing ones: every rank must send the same size.
+        length = self.segments[-1].stop
+        vector = torch.zeros(len(names) * length, dtype=dtype, device=self.parameters[0].device)
+        held: list[Tensor] = []
+        targets: list[Tensor] = []
+        for name, row in zip(names, vector.view(len(names), length), strict=True):
+            for parameter, segment in zip(self.parameters, self.segments, strict=True):
+                moment = self.optimizer.state.get(parameter, {}).get(name)
+                if moment is not None:
+                    held.append(local(moment))
+                    targets.append(segment.of(row))
+        if held:
+            copy_each_(targets, held)
+        comm.all_reduce_(vector).wait().div_(comm.size)
+        if held:
+            copy_each_(held, targets)
+
+
+def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:
+    """The optimizers that one is made of, as a `CombinedOptimizer` is; itself for any other."""
+    return optimizer.optimizers if isinstance(optimizer, Combined) else (optimizer,)
+
+
+def fresh_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Optimizer:
+    """A new optimizer of the same class and hyperparameters.
+
+    Args:
+        optimizer: is not changed.
+        groups: parameter groups with their hyperparameters; the optimizer's own unless given.
+
+    Raises:
+        ConfigError: the class needs other arguments than parameter groups.
+    """
+    kind: Any = type(optimizer)
+    # Groups hold all hyperparameters; Adagrad's initial value it reads from its arguments only.
+    arguments = {name: optimizer.defaults[name] for name in signature(kind).parameters if name in optimizer.defaults}
+    try:
+        made: Optimizer = kind([dict(group) for group in groups or optimizer.param_groups], **arguments)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{kind.__name__}: cannot be made anew from its parameter groups ({error}), so its moments are not "
+            "known; use buffers='maintain'"
+        ) from error
+    return made
+
+
+def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
+    """The names of an optimizer's moments, from one step of a new optimizer of its class on small parameters.
+
+    An optimizer that has made no step yet holds none, and ranks that have made some must agree with those that have
+    not.
+
+    Raises:
+        ConfigError: such a step fails.
+    """
+    return tuple(sorted({name for name, _ in moment_dtypes(optimizer)}))
+
+
+def moment_dtypes(optimizer: Optimizer) -> dict[tuple[str, torch.dtype], torch.dtype]:
+    """The dtype of an optimizer's moments, by their name and their parameter's dtype, found like their names.
+
+    It is at least as wide as the parameter's, and the widest where moments of one name differ.
+
+    Raises:
+        ConfigError: a step of a new optimizer fails.
+    """
+    found: dict[tuple[str, torch.dtype], torch.dtype] = {}
+    for tried in map(_after_a_step, parts_of(optimizer)):
+        for parameter, state in tried.state.items():
+            for name, x in state.items():
+                if isinstance(x, Tensor) and x.is_floating_point() and x.dim() and x.shape == parameter.shape:
+                    widest = found.get((name, parameter.dtype), parameter.dtype)
+                    found[name, parameter.dtype] = x.dtype if x.dtype.itemsize > widest.itemsize else widest
+    return found
+
+
+def _after_a_step(optimizer: Optimizer) -> Optimizer:
+    """A new optimizer of the same class, after one step on small parameters."""
+    groups: list[dict[str, Any]] = []
+    for group in optimizer.param_groups:
+        samples: list[nn.Parameter] = []
+        # One for each shape and dtype: Adafactor, for one, keeps other state for matrices than for vectors.
+        for dimensions, dtype, device in sorted({(p.dim(), p.dtype, p.device) for p in group["params"]}, key=str):
+            sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype, device=device))
+            sample.grad = torch.zeros_like(sample)
+            samples.append(sample)
+        # A variance that is frozen admits no new parameter.
+        groups.append({**group, "params": samples, **({"frozen": False} if "frozen" in group else {})})
+    tried = fresh_optimizer(optimizer, groups)
+    try:
+        # Torch makes counters on the default device; those of a trial are the host's.
+        with torch.device("cpu"):
+            tried.step()
+    except (TypeError, RuntimeError) as error:
+        name = type(optimizer).__name__
+        raise ConfigError(f"{name}: what it remembers cannot be told ({error}); use buffers='maintain'") from error
+    return tried

@@ -1,0 +1,298 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker's copy of the model, as a strategy sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.flat import Segment, cut_out
+from thinwire.core.replica.moments import Moments
+from thinwire.errors import ConfigError
+
+T = TypeVar("T")
+_SAMPLE_SIZE = 65_536
+
+
+class PrefixView(MutableMapping[str, T]):
+    """A view of the entries of a mapping whose names have a prefix, by their names without it."""
+
+    def __init__(self, whole: MutableMapping[str, T], prefix: str) -> None:
+        self._whole = whole
+        self._prefix = prefix
+
+    def __getitem__(self, name: str) -> T:
+        return self._whole[self._prefix + name]
+
+    def __setitem__(self, name: str, value: T) -> None:
+        self._whole[self._prefix + name] = value
+
+    def __delitem__(self, name: str) -> None:
+        del self._whole[self._prefix + name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.removeprefix(self._prefix) for name in list(self._whole) if name.startswith(self._prefix))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+
+@dataclass
+class Progress:
+    """What a replica and its parts have in common."""
+
+    active: int
+    step: int = 0
+    samples: float = 1.0
+    equal_start: bool = True
+    postponed: bool = False
+    loss: Tensor | None = None
+    metrics: dict[str, float | Tensor] = field(default_factory=dict[str, float | Tensor])
+
+
+class Replica:
+    """One worker's parameters and gradient as flat vectors, with named state, a step and operations in flight.
+
+    It knows nothing of models, hooks or processes, so a strategy can run on any vector.
+
+    Attributes:
+        x: the parameters, one vector; the model's parameters are views of it.
+        g: the gradient, like `x`, if the strategy sends or reads it; else empty.
+        comm: the ranks that train together.
+        state: the strategy's tensors by name; saved in checkpoints and restored bit by bit.
+        inflight: operations that were launched and not yet collected, by name.
+        step: optimizer steps done.
+        active: ranks that still have data; the divisor of a mean of gradients.
+        seed: the seed of all random draws, equal on all ranks.
+        samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
+            it was not called, 0 if the step had no gradient.
+        equal_start: whether all ranks start from equal parameters; False only after `attach(init="own")`.
+        postponed: whether means of parameters that would start at this step are left out, and their rounds go on; only
+            strategies that say `postpones` look at it.
+        loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
+        segments: where each parameter tensor lies in `x`, in order and without gaps; one for all of `x` unless given.
+        moments: the optimizer's state for these parameters; none for a part of the vector.
+        metrics: numbers about this step by name, for logs; not saved.
+        parts: the replicas that `part` has made, by name.
+        progress: the step and what was recorded for it; shared by all parts.
+        pending_means: the compressed means of this step that are in flight; shared by all replicas of a worker.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import CountingComm, Replica
+        >>> x = torch.zeros(4)
+        >>> r = Replica(x, torch.empty(0), CountingComm(0, 2), lr=lambda: 0.1)
+        >>> r.zeros_state("momentum").add_(1.0).tolist(), list(r.state), r.lr
+        ([1.0, 1.0, 1.0, 1.0], ['momentum'], 0.1)
+        >>> r.part("half", slice(0, 2)).x.fill_(5.0).tolist(), x.tolist()
+        ([5.0, 5.0], [5.0, 5.0, 0.0, 0.0])
+    """
+
+    def __init__(
+        self,
+        x: Tensor,
+        g: Tensor,
+        comm: Comm,
+        *,
+        lr: Callable[[], float | Tensor],
+        seed: int = 0,
+        segments: Sequence[Segment] = (),
+        moments: Moments | None = None,
+        pending_means: PendingMeans | None = None,
+    ) -> None:
+        self.x = x
+        self.g = g
+        self.comm = comm
+        self.seed = seed
+        self.segments = tuple(segments) or (Segment("", 0, (x.numel(),), (1,)),)
+        self.moments = moments or Moments()
+        self.state: MutableMapping[str, Tensor] = {}
+        self.inflight: MutableMapping[str, Work[list[Tensor]]] = {}
+        self.parts: dict[str, Replica] = {}
+        self.pending_means = pending_means or PendingMeans()
+        self._lr = lr
+        self.progress = Progress(active=comm.size)
+        self._ahead = 0
+
+    @property
+    def lr(self) -> float | Tensor:
+        """The optimizer's current learning rate; a vector like `x` if parameter groups have different ones."""
+        return self._lr()
+
+    def override_lr(self, lr: float | Tensor) -> None:
+        """Let this part's learning rate be this one from now on, and not the optimizer's."""
+        self._lr = lambda: lr
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done; of a part, with the steps that it is ahead."""
+        return self.progress.step + self._ahead
+
+    @step.setter
+    def step(self, value: int) -> None:
+        self.progress.step = value - self._ahead
+
+    @property
+    def active(self) -> int:
+        """Ranks that still have data."""
+        return self.progress.active
+
+    @active.setter
+    def active(self, value: int) -> None:
+        self.progress.active = value
+
+    @property
+    def samples(self) -> float:
+        """This rank's weight in weighted averages of this step."""
+        return self.progress.samples
+
+    @samples.setter
+    def samples(self, value: float) -> None:
+        self.progress.samples = value
+
+    @property
+    def equal_start(self) -> bool:
+        """Whether all ranks start from equal parameters."""
+        return self.progress.equal_start
+
+    @equal_start.setter
+    def equal_start(self, value: bool) -> None:
+        self.progress.equal_start = value
+
+    @property
+    def postponed(self) -> bool:
+        """Whether means of parameters that would start at this step are left out."""
+        return self.progress.postponed
+
+    @postponed.setter
+    def postponed(self, value: bool) -> None:
+        self.progress.postponed = value
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss of this step, if it was recorded."""
+        return self.progress.loss
+
+    @loss.setter
+    def loss(self, value: Tensor | None) -> None:
+        self.progress.loss = value
+
+    @property
+    def metrics(self) -> dict[str, float | Tensor]:
+        """Numbers about this step by name."""
+        return self.progress.metrics
+
+    def part(self, name: str, where: slice | None = None, *, ahead: int = 0) -> Replica:
+        """A replica with names of its own over the vectors or a part of them; the same object at every call.
+
+        It shares the vectors' memory, the step and what was recorded for it. Its state and its operations in flight are
+        part of this replica's, so that a checkpoint of this one holds them.
+
+        Args:
+            name: the prefix of its names in `state` and `inflight`.
+            where: the part of the vectors; all of them, and the optimizer's state with them, unless given.
+            ahead: added to the part's `step`.
+        """
+        if name in self.parts:
+            return self.parts[name]
+
+        # Read at every use, since a scheduler changes the rate between steps.
+        def lr() -> float | Tensor:
+            rate = self.lr
+            return rate[where] if where is not None and isinstance(rate, Tensor) and rate.ndim else rate
+
+        x, g, segments, moments = self.x, self.g, self.segments, self.moments
+        if where is not None:
+            where = slice(*where.indices(x.numel()))
+            x, g, segments, moments = x[where], g[where], cut_out(segments, where), None
+        part = Replica(x, g, self.comm, lr=lr, seed=self.seed, segments=segments, moments=moments)
+        part.progress, part._ahead = self.progress, self._ahead + ahead
+        part.state = PrefixView(self.state, f"{name}/")
+        part.inflight = PrefixView(self.inflight, f"{name}/")
+        part.pending_means = self.pending_means
+        self.parts[name] = part
+        return part
+
+    def tree(self) -> Iterator[Replica]:
+        """This replica and all its parts."""
+        yield self
+        for part in self.parts.values():
+            yield from part.tree()
+
+    def launch(self, name: str, work: Work[list[Tensor]]) -> None:
+        """Keep an operation in flight under a name, to be collected at a later step."""
+        self.inflight[name] = work
+
+    def advance(self, name: str) -> None:
+        """Start the second stage of the operation of that name, if it is in flight and has one; see `Work.advance`."""
+        if (work := self.inflight.get(name)) is not None:
+            work.advance()
+
+    def collect(self, name: str) -> list[Tensor] | None:
+        """Wait for the operation of that name and return its result; None if there is none."""
+        work = self.inflight.pop(name, None)
+        return None if work is None else work.wait()
+
+    def record_distance(self, own: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
+        """Estimate the consensus distance from vectors that were received anyway, so nothing is sent for it.
+
+        `metrics["consensus_distance"]` is the Euclidean distance of one worker's parameters from the mean of all. Two
+        random workers are further apart than that by a factor of the square root of two. At most 65,536 elements are
+        used, spread evenly over the vector.
+
+        Args:
+            own: this worker's vector, as it was when the others were sent; if those are older, their age adds distance.
+            others: other workers' vectors, like it.
+            weights: the push-sum weights of this worker and of the others, by which vectors are divided first.
+        """
+        if own.is_meta or not own.numel():
+            # In a dry run there is nothing to estimate from, and a rank's part of sharded parameters may be empty.
+            return
+        stride = -(-own.numel() // _SAMPLE_SIZE)
+        samples = [y[::stride] for y in (own, *others)]
+        if weights:
+            samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
+        sample = samples[0]
+        # In fp64, as squares of many small differences are added.
+        squares = [(y - sample).square_().sum(dtype=torch.float64) for y in samples[1:]]
+        if squares:
+            scale = own.numel() / sample.numel()
+            mean = squares[0] if len(squares) == 1 else torch.stack(squares).mean()
+            self.metrics["consensus_distance"] = mean.mul_(scale / 2).sqrt_()
+
+    def wait_pending(self) -> None:
+        """Wait for all operations in flight, so that `x` and the state may be read; `collect` still returns results."""
+        for work in self.inflight.values():
+            work.wait()
+
+    def zeros_state(self, name: str) -> Tensor:
+        """The state vector of that name, like `x` and zero at first."""
+        if name not in self.state:
+            self.state[name] = torch.zeros_like(self.x)
+        return self.state[name]
+
+
+def as_number(value: Tensor | float, x: Tensor, name: str) -> Tensor:
+    """A scalar tensor in fp32 on the device of `x`, without autograd history.
+
+    Args:
+        value: a number or a tensor of one element.
+        x: the parameters.
+        name: of the value, for the error.
+
+    Raises:
+        ConfigError: the tensor has several elements.
+    """
+    if isinstance(value, Tensor):
+        if value.numel() != 1:
+            raise ConfigError(f"{name}: a tensor of shape {tuple(value.shape)}, not one number; take its mean")
+        # A copy, as the training loop may change its tensor in place.
+        return value.detach().reshape(()).to(x.device, torch.float32, copy=True)
+    return torch.tensor(float(value), dtype=torch.float32, device=x.device)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sharded parameters: DTensors, as FSDP2 and tensor parallelism make them.
+
+FSDP2 owns the storage of its parameters, pads it and gathers from it, so they cannot be views of a replica's vector.
+The vector holds copies of this rank's shards, which are read before a strategy runs and written back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from thinwire.core.replica.flat import copy_each_
+
+
+class _Mesh(Protocol):
+    def size(self, mesh_dim: int | None = None) -> int: ...
+    def get_local_rank(self, mesh_dim: int) -> int: ...
+
+
+class _DTensor(Protocol):
+    """The attributes of a DTensor that are used; importing its module only for its type would cost half a second."""
+
+    shape: torch.Size
+    device_mesh: _Mesh
+    placements: Sequence[Any]
+
+    def to_local(self) -> Tensor: ...
+    def stride(self) -> tuple[int, ...]: ...
+
+
+def is_sharded(x: object) -> bool:
+    """Whether `x` is a DTensor."""
+    return hasattr(x, "device_mesh")
+
+
+def plain(x: Tensor) -> Tensor:
+    """This rank's part as a tensor of torch's own class, whose functions send nothing."""
+    x = local(x)
+    # Of a gradient of a block of a mesh, torch's norms are those of the whole mesh.
+    return x if type(x) is Tensor else x.as_subclass(Tensor)
+
+
+def local(x: Tensor) -> Tensor:
+    """This rank's shard of `x`, in the same memory; `x` itself if it is not sharded."""
+    if not is_sharded(x):
+        return x
+    with torch.no_grad():  # `to_local` is differentiable
+        return cast(_DTensor, x).to_local()
+
+
+def whole_like(part: Tensor, like: Tensor) -> Tensor:
+    """The DTensor like `like` with `part` as this rank's shard; `part` itself if `like` is not sharded."""
+    if not is_sharded(like):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    # Shape and stride are given, since shards of uneven size do not determine them.
+    shape = cast(Any, like)
+    return DTensor.from_local(
+        part, shape.device_mesh, shape.placements, run_check=False, shape=shape.shape, stride=shape.stride()
+    )
+
+
+def describe_shard(x: Tensor) -> str:
+    """Which shard of `x` this rank holds, such as "part 0 of 2 along dimension 0"; empty if it is not sharded."""
+    if not is_sharded(x):
+        return ""
+    mesh, placements = cast(_DTensor, x).device_mesh, cast(_DTensor, x).placements
+    cuts = [(i, p.dim) for i, p in enumerate(placements) if p.is_shard()]
+    return ", ".join(f"part {mesh.get_local_rank(i)} of {mesh.size(i)} along dimension {dim}" for i, dim in cuts)
+
+
+def shard_folder(parameters: Iterable[Tensor]) -> str:
+    """The folder of this rank's shards, equal on all ranks that hold the same ones; empty if nothing is sharded."""
+    place = next((place for place in map(describe_shard, parameters) if place), "")
+    parts = [cut.split(" along ")[0].replace("part ", "").replace(" ", "-") for cut in place.split(", ") if cut]
+    return "-".join(["shard", *parts]) if parts else ""
+
+
+class Shards:
+    """The sharded parameters of a model and their copies in the replicas' vectors; mostly there are none.
+
+    Args:
+        model: may use FSDP2.
+        pairs: each sharded parameter with its view of a replica's `x`.
+
+    Attributes:
+        views: the parts of the vectors; empty if no parameter is sharded.
+    """
+
+    def __init__(self, model: nn.Module, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        self._parameters = [parameter for parameter, _ in pairs]
+        self.views = [view for _, view in pairs]
+        # After a forward pass without a backward pass FSDP2 keeps the gathered parameters, which would hide a write.
+        found = (module for module in model.modules() if pairs and hasattr(module, "reshard"))
+        self._gathered = [cast(Any, module) for module in found]
+
+    def read(self) -> None:
+        """Copy this rank's shards into the vectors."""
+        if self.views:
+            with torch.no_grad():
+                copy_each_(self.views, [local(p) for p in self._parameters])
+
+    def write(self) -> None:
+        """Copy the vectors back into this rank's shards."""
+        if self.views:
+            for module in self._gathered:
+                module.reshard()
+            with torch.no_grad():
+                copy_each_([local(p) for p in self._parameters], self.views)
+
+
+def unwrap_dtensors(tree: Any) -> Any:
+    """Nested dicts and lists with DTensors replaced by this rank's shards."""
+    if isinstance(tree, Tensor):
+        return local(tree)
+    if isinstance(tree, Mapping):
+        return {key: unwrap_dtensors(value) for key, value in cast(Mapping[Any, Any], tree).items()}
+    if isinstance(tree, list):
+        return [unwrap_dtensors(value) for value in cast(list[Any], tree)]
+    return tree
+
+
+def rewrap_(optimizer: Optimizer) -> None:
+    """Turn an optimizer's loaded state, which holds this rank's shards, into DTensors again."""
+    for parameter, state in optimizer.state.items():
+        if is_sharded(parameter):
+            for name, value in state.items():
+                if isinstance(value, Tensor) and not is_sharded(value) and value.shape == local(parameter).shape:
+                    state[name] = whole_like(value, parameter)

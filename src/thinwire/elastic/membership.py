@@ -1,0 +1,593 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The protocol by which workers agree on views, over keys of one store.
+
+    first/EPOCH/RANK    the id and the process of a worker of a run that is to begin as view EPOCH, or that it gave up
+    view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
+    steps/EPOCH         of the run that began as view EPOCH: whether a step was taken, or never will be
+    facts/EPOCH         what it was started with
+    step/EPOCH          the number of the last round before the first step of a view that new workers have joined
+    next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
+                        or that it could not start: it is gone, though its process may run
+    join/NUMBER         the id and the process of a worker that asks to join, or that it gave up; from 1, without gaps
+    offer/NUMBER/K      the K-th part of a state that a member has for that worker, while the others train on
+    beat/ID             counts up while the worker's process runs
+    epoch               about how many views there were; a worker that joins looks from there
+
+All but `beat` are signed, as `Records` says, and what is not is taken for absent.
+
+When a peer is lost, each survivor closes its connections, so that its neighbours notice, and registers for the next
+view. Whoever finds that every other member has registered or is gone proposes the view; the first proposal is the view.
+A worker that finds itself left out stops, as one does that cannot reach the store: so there is never a second group.
+
+A run begins as view 0, when all its first workers are there. What they do before the first step is no round: a loss
+ends it on all of them. When all are gone, those that are started again begin the run anew, as the view after the last
+one, unless a step was taken before: of the two that which is written first holds.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict
+from typing import Any, TypeVar
+
+from thinwire.core.comm.liveness import Processes, State, own_row
+from thinwire.core.comm.roll_call import within
+from thinwire.elastic.records import Records, ViewStore
+from thinwire.elastic.view import Progress, View, is_worker
+from thinwire.errors import CommError, CommTimeoutError, PeerLostError
+
+T = TypeVar("T")
+_STORE_SECONDS = 10.0
+_POLL_SECONDS = 0.01
+_SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
+_GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
+_TRIES = 4  # of a worker that joins, to connect with the others
+_TAKEN, _NONE = "taken", "none"  # a step of a run; never any
+_WITHDRAWN = "withdrawn"  # in the place of a progress, of a request, or of a first worker
+
+
+class Membership:
+    """One worker's part in the agreement on views.
+
+    Args:
+        store: outlives every worker.
+        worker: this worker's id, unlike that of every other.
+        timeout: how long to wait for workers of which nothing is known, in seconds.
+        state: whether another worker runs, where the caller knows better than the process tables.
+        beat_seconds: how often this worker shows that it runs, and looks whether others want to join.
+        token: the secret of the run, which signs what workers write.
+
+    Attributes:
+        view: the current one; None before `enter`.
+        row: where this worker's process runs, as `View.rows` has it.
+        on_offer: called with each part of a state that this worker is offered while it waits to be taken in.
+    """
+
+    def __init__(
+        self,
+        store: ViewStore,
+        worker: str,
+        *,
+        timeout: float,
+        state: Callable[[str], State] | None = None,
+        beat_seconds: float = 0.5,
+        token: bytes = b"",
+    ) -> None:
+        self.worker = worker
+        self.view: View | None = None
+        self.timeout = timeout
+        self.on_offer: Callable[[str], None] | None = None
+        self._store = store
+        self._records = Records(store, token)
+        self.row = own_row().hex()
+        self._given_state = state
+        self._beat_seconds = beat_seconds
+        self._beats: dict[str, tuple[bytes, float]] = {}
+        self._first_beats: dict[str, bytes] = {}
+        self._place: tuple[str, list[str]] | None = None
+        self._request_key = ""  # of a request that was not served yet
+        self._last_request = 0
+        self._known_views: dict[int, View] = {}
+        self._stepped = False
+        self._tries = 0
+        self._requests = 0
+        self._history: list[View] = []
+        self._ended = threading.Event()
+        self._store_is_lost = False
+
+    # -- entering --------------------------------------------------------------------------------------------------
+
+    def enter(self, rank: int, size: int) -> View:
+        """Begin the run with so many workers, or join it where it has begun already.
+
+        Args:
+            rank: this worker's, if the run begins.
+            size: the number of workers that the run begins with.
+
+        Raises:
+            CommTimeoutError: not all of them came, or the running job did not take this worker in, within the timeout.
+            PeerLostError: the run has ended; or the store cannot be reached.
+        """
+        threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
+        try:
+            while True:
+                last = self._newest()
+                if last is None or self._begins_anew(last):
+                    view = self._begin(0 if last is None else last.epoch + 1, rank, size)
+                    if view.rank(self.worker) is not None:
+                        return self._accept(view)
+                # It has begun; if that was just now, another worker had this one's rank.
+                try:
+                    return self._join()
+                except RunEndedError:
+                    last = self._newest()
+                    if last is None or not self._begins_anew(last):
+                        raise
+        except BaseException:
+            self.withdraw()
+            raise
+
+    def _begin(self, epoch: int, rank: int, size: int) -> View:
+        """Wait until all workers are there that the run begins with; returns its first view, whoever is in it."""
+        keys, own = [f"first/{epoch}/{each}" for each in range(size)], [self.worker, self.row]
+        self._place, end, absent = (keys[rank], own), time.monotonic() + self.timeout, list(range(size))
+        while self._view(epoch) is None:
+            self._take_place(keys[rank], own)
+            places = [self._read(key) for key in keys]
+            if all(place is not None for place in places):
+                absent = [each for each, place in enumerate(places) if not self._runs(place)]
+                if not absent:
+                    rows: dict[str, str] = dict(places)
+                    # Counted after the workers: one may have asked to join before it found that nobody was left.
+                    asked = self.requests(now=True)
+                    self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
+                    break
+            if time.monotonic() > end:
+                missing = [each for each, key in enumerate(keys) if not is_worker(self._read(key))] or absent
+                raise CommTimeoutError(
+                    f"rank {rank}: of {size} workers that the run begins with, rank {', '.join(map(str, missing))} did "
+                    f"not come in {self.timeout:g} s"
+                )
+            time.sleep(_POLL_SECONDS)
+        return self._view_of(epoch)
+
+    def _take_place(self, key: str, own: list[str]) -> None:
+        """Be the worker of a rank, unless another one that runs is."""
+        found = self._do(lambda: self._records.propose(key, own))
+        if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
+            self._do(lambda: self._records.propose(key, own, instead_of=found))
+
+    def _runs(self, place: Any) -> bool:
+        """Whether the worker of a rank is known to run."""
+        if not is_worker(place):
+            return False  # it has given up
+        worker, row = place
+        found = self.state_of(worker, row)
+        if found is State.UNKNOWN:
+            # One elsewhere must be seen to beat, since a worker that was killed leaves its place and its last beat.
+            beat = self._beats[worker][0]
+            return self._first_beats.setdefault(worker, beat) != beat
+        return found is not State.ENDED
+
+    def _begins_anew(self, last: View) -> bool:
+        """Whether the run begins again, as the view after its last one: all are gone, and none has taken a step."""
+        key = f"steps/{last.begins}"
+        found = self._read(key)
+        if found is None and all(self._is_gone(each, last) for each in last.members):
+            found = self._do(lambda: self._records.propose(key, _NONE))
+        return found == _NONE
+
+    def _is_gone(self, worker: str, view: View) -> bool:
+        if self.state_of(worker, view.rows[worker], _GIVEN_UP_SECONDS) is State.ENDED:
+            return True
+        return self._read(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
+
+    def take_step(self) -> None:
+        """Call before a step counts: from the first one of any worker on, the run cannot begin anew.
+
+        Raises:
+            PeerLostError: it has begun anew, without this worker; or the store cannot be reached.
+        """
+        assert self.view is not None, "enter() comes first"
+        key = f"steps/{self.view.begins}"
+        if not self._stepped and self._do(lambda: self._records.propose(key, _TAKEN)) != _TAKEN:
+            raise PeerLostError(
+                f"worker {self.worker}: it was taken for lost before the first step, and the others have begun the run "
+                "anew; start it again to let it join"
+            )
+        self._stepped = True
+
+    def withdraw(self) -> None:
+        """Take part no more, as this worker could not start: nobody need wait for it, though its process may run on."""
+        if self.has_left:
+            return
+        with suppress(StoreLostError):
+            if self._place is not None:
+                key, own = self._place
+                self._do(lambda: self._records.propose(key, _WITHDRAWN, instead_of=own))
+            if self._request_key:
+                self._write(self._request_key, _WITHDRAWN)
+            last = self._newest()
+            newest = -1 if last is None else last.epoch
+            first = newest if self.view is None else self.view.epoch
+            # Done with the next views too: others, that have just seen its place or its request, may be about to agree
+            # on one with this worker. In a view without it nobody looks for that.
+            for epoch in range(first + 1, newest + 4):
+                self._write(f"next/{epoch}/{self.worker}", _WITHDRAWN)
+        self.close()
+
+    def _join(self, epoch: int = 0) -> View:
+        """Wait until the others take this worker in.
+
+        Args:
+            epoch: of the first view that counts; this worker may have been in those before.
+        """
+        number, part = self._request(), 0
+        epoch, end = max(epoch, self._hint()), time.monotonic() + self.timeout
+        last: View | None = None
+        while True:
+            while (view := self._view(epoch)) is not None:
+                epoch += 1
+                if view.rank(self.worker) is not None:
+                    return self._accept(view)
+                if view.requests >= number:
+                    # The others were faster than this worker could give its name.
+                    number, part = self._request(), 0
+                last = view
+            if self._view(epoch + 1) is not None and self._view(epoch) is None:
+                epoch += 1  # another program has written over a view in between
+                continue
+            if self.on_offer and (offered := self._read(f"offer/{number}/{part}")) is not None:
+                self.on_offer(offered)
+                part, end = part + 1, time.monotonic() + self.timeout
+            if last is not None and all(self._is_gone(each, last) for each in last.members):
+                raise RunEndedError(
+                    f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone; to begin "
+                    "a new run in the same store, name it with THINWIRE_RUN"
+                )
+            if time.monotonic() > end:
+                raise CommTimeoutError(
+                    f"the run in this store did not take this worker in within {self.timeout:g} s: it has ended, or "
+                    "its steps take longer; to begin a new run in the same store, name it with THINWIRE_RUN"
+                )
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for_step(self) -> int:
+        """Wait until a member that was in the run before begins its next step; returns the number of its last round.
+
+        Raises:
+            PeerLostError: this view has ended before.
+        """
+        assert self.view is not None, "enter() comes first"
+        key = f"step/{self.view.epoch}"
+        while not isinstance(number := self._read(key), int):
+            if self.given_up():
+                raise PeerLostError(f"worker {self.worker}: view {self.view.epoch} ended before its first step")
+            time.sleep(_POLL_SECONDS)
+        return number
+
+    def announce_step(self, last_round: int) -> None:
+        """Let the workers that have joined in this view begin with the step that this one begins.
+
+        Args:
+            last_round: the number of the last round, the same on all members that were in the run before.
+        """
+        assert self.view is not None, "enter() comes first"
+        self._write(f"step/{self.view.epoch}", last_round)
+
+    def give_up_view(self) -> None:
+        """Tell the others that this worker takes no further step."""
+        assert self.view is not None, "enter() comes first"
+        key = f"next/{self.view.epoch + 1}/{self.worker}"
+        with suppress(StoreLostError):
+            self._do(lambda: self._records.propose(key, _WITHDRAWN))
+
+    def _request(self) -> int:
+        """Ask to join; returns the number of the request."""
+        number, own = max(self._requests, self._last_request) + 1, [self.worker, self.row]
+        while self._do(lambda key=f"join/{number}": self._records.propose(key, own)) != own:
+            number += 1
+        self._request_key, self._last_request = f"join/{number}", number
+        return number
+
+    def asked(self, upto: int) -> dict[int, tuple[str, str]]:
+        """The workers that have asked to join since the last view: by the number of the request, id and process."""
+        assert self.view is not None, "enter() comes first"
+        found: dict[int, tuple[str, str]] = {}
+        for number in range(self.view.requests + 1, upto + 1):
+            asks = self._read(f"join/{number}")
+            if is_worker(asks) and self.state_of(asks[0], asks[1]) is not State.ENDED:
+                found[number] = asks[0], asks[1]
+        return found
+
+    def offer(self, number: int, what: dict[str, str]) -> None:
+        """Offer a part of a state to the worker of a request."""
+        part = 0
+        while self._read(f"offer/{number}/{part}") is not None:
+            part += 1  # by one that was lost since
+        self._write(f"offer/{number}/{part}", what)
+
+    # -- a change of view ------------------------------------------------------------------------------------------
+
+    def change(
+        self,
+        progress: Progress,
+        *,
+        requests: int | None = None,
+        timeout: float | None = None,
+        donor: str = "",
+        problem: str = "",
+    ) -> View:
+        """Agree on the next view with all other survivors.
+
+        Who has joined and has no state yet is not in it: the others may be in the middle of a round, in which nobody
+        can enter. It asks again, and comes in at the end of a round.
+
+        Args:
+            progress: of this worker.
+            requests: take in those that have asked to join, up to this number; None takes nobody in.
+            timeout: how long to wait for workers of which nothing is known, in seconds.
+            donor: who has sent its state to those that have asked.
+            problem: what went wrong in the view that ends, in words.
+
+        Raises:
+            PeerLostError: the others go on without this worker; or the store cannot be reached.
+            CommTimeoutError: this worker has no state yet, and was not taken in again within the timeout; or it was,
+                and did not connect, several times.
+        """
+        before = self.view
+        assert before is not None, "enter() comes first"
+        epoch = before.epoch + 1
+        self._write(f"next/{epoch}/{self.worker}", asdict(progress))
+        end = time.monotonic() + (self.timeout if timeout is None else timeout)
+        while self._view(epoch) is None:
+            here = [each for each in before.members if self._has_registered(each, epoch)]
+            away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
+            if not away or time.monotonic() > end:
+                # It may have registered and ended just now, or since it was looked for.
+                here = [each for each in before.members if self._has_registered(each, epoch)]
+                proposal = self._proposal(before, here, requests, donor)
+                if not proposal.progress:  # those that have a state are in the middle of a round, or gone
+                    raise RunEndedError(
+                        f"worker {self.worker} has no state yet, and none of those that have one has answered within "
+                        f"{self.timeout:g} s; start it again"
+                    )
+                self._propose(proposal)
+                break
+            time.sleep(_POLL_SECONDS)
+        view = self._view_of(epoch)
+        if view.rank(self.worker) is None:
+            if not progress.ready:
+                self._count_try(before, view, problem)
+                return self._join(epoch)
+            raise PeerLostError(
+                f"worker {self.worker}: the others go on as view {epoch} without this worker, which did not answer in "
+                "time; start it again to let it join"
+            )
+        return self._accept(view)
+
+    def _count_try(self, taken_in: View, left_out: View, problem: str) -> None:
+        """Ask to join no more after a few views that took this worker in and did not come about.
+
+        A view in which a worker that has a state was lost, or left, says nothing about this one, and does not count.
+        """
+        if left_out.left or any(each in taken_in.ready for each in left_out.lost):
+            return
+        self._tries += 1
+        if self._tries == _TRIES:
+            raise CommTimeoutError(
+                f"worker {self.worker}: it was taken in {_TRIES} times, and did not come to train with the others; it "
+                "reaches the store, but not every worker, or one does not reach it. Let firewalls pass all ports "
+                "between workers, and name the network interface that they share by GLOO_SOCKET_IFNAME; give a longer "
+                f"timeout where the state takes longer to arrive; then start this worker again ({problem})"
+            )
+
+    def leave(self, progress: Progress) -> None:
+        """Tell the others that the next view is without this worker, which waits for nobody.
+
+        Args:
+            progress: of this worker, with the reason.
+
+        Raises:
+            PeerLostError: the store cannot be reached.
+        """
+        assert self.view is not None, "enter() comes first"
+        self._write(f"next/{self.view.epoch + 1}/{self.worker}", asdict(progress))
+
+    def _proposal(self, before: View, here: list[str], requests: int | None, donor: str) -> View:
+        told = {each: self._read(f"next/{before.epoch + 1}/{each}") for each in here}
+        progress = {each: Progress.read(found) for each, found in told.items() if isinstance(found, dict)}
+        joined = dict(self.asked(requests or 0).values())
+        left = {each: found.left for each, found in progress.items() if found.left}
+        progress = {each: found for each, found in progress.items() if found.ready and not found.left}
+        rows = {each: before.rows[each] for each in progress} | joined
+        return View(
+            before.epoch + 1,
+            tuple(rows),
+            joined=tuple(joined),
+            lost=tuple(each for each in before.members if each not in progress and each not in left),
+            left=left,
+            progress=progress,
+            rows=rows,
+            requests=max(before.requests, requests or 0),
+            donor=donor,
+            begins=before.begins,
+        )
+
+    def _has_registered(self, worker: str, epoch: int) -> bool:
+        return self._read(f"next/{epoch}/{worker}") is not None
+
+    def history(self) -> list[View]:
+        """All views of the run so far, from that which it began as to this worker's."""
+        assert self.view is not None, "enter() comes first"
+        while (epoch := self.view.begins + len(self._history)) <= self.view.epoch:
+            self._history.append(self._view_of(epoch))
+        return self._history
+
+    def requests(self, *, now: bool = False) -> int:
+        """How many workers have asked to join so far, as the store said half a second ago, or says now."""
+        if now:
+            self._do(self._count_requests)
+        return self._requests
+
+    def _count_requests(self) -> None:
+        # There is no counter, which a stray write could set to any number.
+        number = self._requests
+        while self._records.read(f"join/{number + 1}") is not None:
+            number += 1
+        self._requests = max(number, self._requests)
+
+    def facts(self, own: str) -> str:
+        """What the run was started with, as its first worker says; this worker's own if it is the first."""
+        assert self.view is not None, "enter() comes first"
+        key = f"facts/{self.view.begins}"
+        return str(self._do(lambda: self._records.propose(key, own)))
+
+    # -- who runs --------------------------------------------------------------------------------------------------
+
+    def state(self, worker: str) -> State:
+        """Whether the process of a member of this view runs."""
+        assert self.view is not None, "enter() comes first"
+        return self.state_of(worker, self.view.rows[worker])
+
+    def given_up(self) -> bool:
+        """Whether this view cannot come about, or has ended: a member is gone, or has registered for the next one."""
+        assert self.view is not None, "enter() comes first"
+        epoch, rows = self.view.epoch + 1, self.view.rows
+        others = [each for each in self.view.members if each != self.worker]
+        if self._store_is_lost:
+            return any(self._state_by_process(each, rows[each]) is State.ENDED for each in others)
+        try:
+            return any(
+                self.state_of(each, rows[each], _GIVEN_UP_SECONDS) is State.ENDED or self._has_registered(each, epoch)
+                for each in others
+            )
+        except StoreLostError:
+            self._store_is_lost = True  # which ends the run at the next change of view, and not before
+            return False
+
+    def state_of(self, worker: str, row: str, silent: float = _SILENT_SECONDS) -> State:
+        """Whether a process runs, by what it says of itself; one elsewhere has ended when it is silent for so long."""
+        if worker == self.worker:
+            return State.RUNNING
+        found = self._state_by_process(worker, row)
+        return found if found is not State.UNKNOWN else self._state_by_beats(worker, silent)
+
+    def _state_by_process(self, worker: str, row: str) -> State:
+        if self._given_state is not None:
+            return self._given_state(worker)
+        return Processes([bytes.fromhex(row), bytes.fromhex(row)], 1).state(0)
+
+    def _state_by_beats(self, worker: str, silent: float) -> State:
+        key, now = f"beat/{worker}", time.monotonic()
+        beat = self._do(lambda: self._store.get(key) if self._store.check([key]) else b"")
+        known = self._beats.get(worker)
+        if known is None or known[0] != beat:
+            self._beats[worker] = known = (beat, now)
+        return State.ENDED if now - known[1] > silent else State.UNKNOWN
+
+    def _beat(self) -> None:
+        """Show that this process runs, and look whether others want to join."""
+        beat = 0
+        while not self._ended.wait(self._beat_seconds if beat else 0.0):
+            beat += 1
+            # The store may be gone; the thread that trains finds it out, and stops.
+            with suppress(RuntimeError, OSError):
+                self._store.set(f"beat/{self.worker}", str(beat))
+                self._count_requests()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether this worker takes part no more."""
+        return self._ended.is_set()
+
+    def close(self) -> None:
+        """End the thread that shows that this process runs."""
+        self._ended.set()
+
+    # -- the store -------------------------------------------------------------------------------------------------
+
+    def _accept(self, view: View) -> View:
+        if self.view is None or self.view.begins != view.begins:
+            self._history = []
+        self.view, self._request_key = view, ""
+        self._beats.clear()
+        self._known_views[view.epoch] = view
+        return self.view
+
+    def _propose(self, view: View) -> View:
+        """Store a view if there is none of its number yet; returns the one that there is then."""
+        found = View.read(self._do(lambda: self._records.propose(f"view/{view.epoch}", view.content())))
+        self._write("epoch", view.epoch)
+        return found
+
+    def _view(self, epoch: int) -> View | None:
+        """The view of a number; None if there is none yet."""
+        found = self._read(f"view/{epoch}")
+        return None if found is None else View.read(found)
+
+    def _view_of(self, epoch: int) -> View:
+        """A view that has been agreed on.
+
+        Raises:
+            CommError: another program has written over it.
+        """
+        view = self._view(epoch)
+        if view is None and (view := self._known_views.get(epoch)) is not None:
+            self._write(f"view/{epoch}", view.content())
+        if view is None:
+            raise CommError(
+                f"view {epoch} of this run cannot be read any more: another program has written over it. Use a store "
+                "of its own"
+            )
+        return view
+
+    def _newest(self) -> View | None:
+        """The last view that there is."""
+        epoch = self._hint()
+        while epoch and self._view(epoch) is None:
+            epoch -= 1
+        last = None
+        while (view := self._view(epoch)) is not None:
+            last, epoch = view, epoch + 1
+        return last
+
+    def _hint(self) -> int:
+        found = self._read("epoch")
+        return found if isinstance(found, int) else 0
+
+    def _read(self, key: str) -> Any:
+        return self._do(lambda: self._records.read(key))
+
+    def _write(self, key: str, value: object) -> None:
+        self._do(lambda: self._records.write(key, value))
+
+    def _do(self, call: Callable[[], T]) -> T:
+        """The store's answer.
+
+        Raises:
+            PeerLostError: it is gone, or silent.
+        """
+        try:
+            return within(_STORE_SECONDS, call)
+        except CommError:
+            raise
+        except TimeoutError:
+            problem = f"no answer within {_STORE_SECONDS:g} s"
+        except (RuntimeError, OSError) as error:
+            problem = str(error).partition("\n")[0][:200]
+        raise StoreLostError(
+            f"worker {self.worker}: the store that holds the list of workers cannot be reached ({problem}); this "
+            "worker stops, since the others may go on without it"
+        )
+
+
+class RunEndedError(PeerLostError):
+    """There is nobody left whom a worker could join."""
+
+
+class StoreLostError(PeerLostError):
+    """The store that holds the views cannot be reached."""

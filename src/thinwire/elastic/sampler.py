@@ -1,0 +1,238 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which batch each worker computes next, so that batches whose gradients were dropped are used all the same."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from thinwire.asynchronous.quorum.log import memberships
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+
+_RECORDED_STEPS = 10_000  # whose assignments are kept; where those of earlier steps are needed, the run is replayed
+
+
+@dataclass(frozen=True)
+class Crew:
+    """The workers that take part from some step on.
+
+    Attributes:
+        begins: the first step whose batches are dealt to them.
+        members: their ids, in the order of ranks.
+        left: those that have left with notice before this step; what they were dealt last has been used.
+        unused_from: the first step whose batches of workers lost since the crew before are not used; None where it is
+            not known, which counts all steps since that crew began.
+    """
+
+    begins: int
+    members: tuple[str, ...]
+    left: tuple[str, ...] = ()
+    unused_from: int | None = None
+
+
+class Dealt(Protocol):
+    """What the sampler asks of a worker of `attach(elastic=True)`."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        ...
+
+    @property
+    def crews(self) -> list[Crew]:
+        """Who took part from which step on, the same on all workers."""
+        ...
+
+    @property
+    def worker_id(self) -> str:
+        """Of this worker among the members."""
+        ...
+
+
+class ElasticSampler:
+    """Assigns the batches of a data set to workers, and assigns those again whose gradients were dropped.
+
+    Each epoch is a new permutation. At every step the n workers get the next n batches of the queue; those of workers
+    that were late return to its front. So every batch counts once before the next epoch's last ones are assigned,
+    however slow one worker always is. Assignments are a function of the seed and of the members of each step, which
+    all workers know: nothing is sent.
+
+    Args:
+        batches: in an epoch, at least as many as workers.
+        seed: of the permutations, equal on all ranks.
+
+    Raises:
+        ConfigError: `batches` is less than 1.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import CountingComm, Replica
+        >>> from thinwire.asynchronous.quorum.log import begin_log, write_log
+        >>> r = Replica(torch.zeros(1), torch.zeros(1), CountingComm(0, 2), lr=lambda: 0.1)
+        >>> begin_log(r)
+        >>> sampler, assigned = ElasticSampler(batches=3), []
+        >>> for batch in sampler.until(r, steps=3):
+        ...     assigned.append(batch)
+        ...     r.step += 1
+        ...     write_log(r, [0])  # rank 1 is always late
+        >>> sorted(assigned)
+        [0, 1, 2]
+    """
+
+    def __init__(self, batches: int, *, seed: int = 0) -> None:
+        if batches < 1:
+            raise ConfigError(f"batches={batches}: must be at least 1")
+        self._batches, self._seed = batches, seed
+        self._restart()
+
+    def batch(self, r: Replica) -> int:
+        """The number of the batch, from 0, for this worker's next gradient.
+
+        Args:
+            r: a replica, as in `worker.replicas[0]`.
+        """
+        if self._step > r.step:
+            self._restart()  # an earlier checkpoint was loaded
+        for members in memberships(r, self._step):
+            assigned = self._next(r.comm.size)
+            self._queue.extendleft(reversed([batch for rank, batch in enumerate(assigned) if rank not in members]))
+            self._step += 1
+        assigned = self._next(r.comm.size)
+        self._queue.extendleft(reversed(assigned))
+        return assigned[r.comm.rank][1]
+
+    def share(self, worker: Dealt) -> int:
+        """The number of the batch, from 0, for the next gradient of a worker of `attach(elastic=True)`.
+
+        Every step the members of the view get the next batches. The batches of a lost worker that are in no model, as
+        those since the last average, return to the front of the queue and are assigned again; `lost` lists those that
+        are not assigned yet. Nothing is sent: a worker that joins replays the run by the list of views.
+
+        Args:
+            worker: that `attach` returned.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> crews = [Crew(0, ("a", "b")), Crew(2, ("a",), unused_from=1)]  # b is lost in step 1
+            >>> def dealt_to(worker_id, steps):
+            ...     sampler = ElasticSampler(batches=4)
+            ...     worker = lambda step: SimpleNamespace(step=step, crews=crews, worker_id=worker_id)
+            ...     return [sampler.share(worker(step)) for step in steps]
+            >>> a, b = dealt_to("a", range(3)), dealt_to("b", range(2))
+            >>> sorted({*a, *b[:1]}), a[2] == b[1]
+            ([0, 1, 2, 3], True)
+        """
+        return self.assignment(worker)[1]
+
+    def assignment(self, worker: Dealt) -> tuple[int, int]:
+        """Return the epoch, from 0, and the number of the batch that `share` returns.
+
+        Args:
+            worker: that `attach` returned.
+        """
+        self._replay(worker)
+        members = self._crews[-1].members
+        assigned = self._next(len(members))
+        self._queue.extendleft(reversed(assigned))
+        # One that is not a member of this step's crew any more has been left out, and hears of it in its next round.
+        return assigned[members.index(worker.worker_id) if worker.worker_id in members else 0]
+
+    def lost(self, worker: Dealt) -> dict[int, list[int]]:
+        """List the batches, by epoch, of lost workers that are in no model and not assigned again yet.
+
+        The next calls of `share` assign them first. At the end of training, they are those of each epoch that nobody
+        has used. The list is the same on all workers at the same step.
+
+        Args:
+            worker: that `attach` returned.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> crews = [Crew(0, ("a", "b")), Crew(3, ("a",), unused_from=1)]
+            >>> sampler = ElasticSampler(batches=12)
+            >>> b = [ElasticSampler(batches=12).share(SimpleNamespace(step=step, crews=crews[:1], worker_id="b"))
+            ...      for step in range(3)]
+            >>> sampler.lost(SimpleNamespace(step=3, crews=crews, worker_id="a")) == {0: b[1:]}
+            True
+            >>> sampler.lost(SimpleNamespace(step=4, crews=crews, worker_id="a")) == {0: b[2:]}
+            True
+        """
+        self._replay(worker)
+        found: dict[int, list[int]] = {}
+        for each in self._queue:
+            if each in self._returned:
+                found.setdefault(each[0], []).append(each[1])
+        return found
+
+    def _replay(self, worker: Dealt) -> None:
+        """Assign the batches of all steps before the worker's next one."""
+        crews = worker.crews
+        known = len(self._crews)
+        if (
+            self._step > worker.step
+            or crews[:known] != self._crews
+            or any(
+                crew.begins < self._step or self._first_unused(crews, i) < self._recorded_from
+                for i, crew in enumerate(crews)
+                if i >= max(known, 1)
+            )
+        ):
+            self._restart()
+        while True:
+            self._change_crew(crews)
+            if self._step == worker.step:
+                return
+            members = self._crews[-1].members
+            self._record[self._step] = dict(zip(members, self._next(len(members)), strict=True))
+            self._returned.difference_update(self._record[self._step].values())
+            self._step += 1
+            if len(self._record) > 2 * _RECORDED_STEPS:
+                wanted = [self._first_unused(crews, i) for i in range(len(self._crews), len(crews))]
+                self._recorded_from = min([self._step - _RECORDED_STEPS, *wanted])
+                self._record = {step: row for step, row in self._record.items() if step >= self._recorded_from}
+
+    def _change_crew(self, crews: list[Crew]) -> None:
+        """Take the batches of lost workers back where a crew begins with this step."""
+        last = max(i for i, crew in enumerate(crews) if crew.begins <= self._step)
+        for i in range(len(self._crews), last + 1):
+            crew = crews[i]
+            if self._crews:
+                gone = {*self._crews[-1].members} - {*crew.members} - {*crew.left}
+                rows = [self._record.get(step, {}) for step in range(self._first_unused(crews, i), self._step)]
+                unused = [row[each] for row in rows for each in row if each in gone]
+                self._queue.extendleft(reversed(unused))
+                self._returned.update(unused)
+            self._crews.append(crew)
+
+    @staticmethod
+    def _first_unused(crews: list[Crew], number: int) -> int:
+        found = crews[number].unused_from
+        return crews[number - 1].begins if found is None else found
+
+    def until(self, r: Replica, steps: int) -> Iterator[int]:
+        """The batches of a run: one for each step that this worker takes, until the replica has done `steps`.
+
+        A worker that recovers from being late skips the steps that it missed, so it takes fewer itself.
+        """
+        while r.step < steps:
+            yield self.batch(r)
+
+    def _restart(self) -> None:
+        self._queue, self._epoch, self._step = deque[tuple[int, int]](), 0, 0  # batches as (epoch, number)
+        self._crews: list[Crew] = []
+        self._record: dict[int, dict[str, tuple[int, int]]] = {}  # by step, the batch of each member
+        self._recorded_from = 0
+        self._returned: set[tuple[int, int]] = set()
+
+    def _next(self, count: int) -> list[tuple[int, int]]:
+        while len(self._queue) < count:
+            rng = torch.Generator().manual_seed(1_000_003 * self._seed + self._epoch)
+            permutation = torch.randperm(self._batches, generator=rng, device="cpu").tolist()
+            self._queue.extend((self._epoch, number) for number in permutation)
+            self._epoch += 1
+        return [self._queue.popleft() for _ in range(count)]

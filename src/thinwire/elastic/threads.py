@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic workers as threads of one process: for tests, and to try a recipe without processes."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.liveness import State
+from thinwire.core.comm.rendezvous import memory_store
+from thinwire.core.comm.threads import Hub, ThreadComm
+from thinwire.elastic.fleet import Fleet
+from thinwire.elastic.membership import Membership
+from thinwire.errors import PeerLostError
+
+
+class ThreadNetwork:
+    """The memory that elastic threads share: a store, and a hub for each view.
+
+    Attributes:
+        store: of the views.
+        token: the secret of the run.
+        ended: the ids of workers whose thread has ended.
+    """
+
+    def __init__(self) -> None:
+        self.store = memory_store()
+        self.token = secrets.token_bytes(16)
+        self.ended: set[str] = set()
+        self._lock = threading.Lock()
+        self._hubs: dict[int | str, Hub] = {}
+
+    def state(self, worker: str) -> State:
+        """Whether a worker's thread runs."""
+        return State.ENDED if worker in self.ended else State.RUNNING
+
+    def fleet(self, worker: str, rank: int, size: int, *, timeout: float = 10.0) -> Fleet:
+        """One thread's way into the run.
+
+        Args:
+            worker: its id.
+            rank: if the run begins.
+            size: the number of threads that it begins with.
+            timeout: for others to come, in seconds.
+        """
+        membership = Membership(
+            self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02, token=self.token
+        )
+        return Fleet(membership, ThreadConnector(self, worker), rank, size)
+
+    def hub(self, name: int | str, size: int) -> Hub:
+        """What the threads of one view share, or those of a pair."""
+        with self._lock:
+            return self._hubs.setdefault(name, Hub(size))
+
+
+class ThreadConnector:
+    """Connects one thread to those of each view.
+
+    Args:
+        network: shared by all threads.
+        worker: this thread's id.
+    """
+
+    def __init__(self, network: ThreadNetwork, worker: str) -> None:
+        self.worker = worker
+        self._network = network
+        self._comms: list[ThreadComm] = []
+
+    def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """This worker's comm in the hub of the view, or of some of its members."""
+        comm = ThreadComm(self._network.hub(name, size), rank, timeout=timeout)
+        self._comms.append(comm)
+        if lost() or self.worker in self._network.ended:
+            self.disconnect(comm)
+        return comm
+
+    def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
+        """This worker's comm in the hub of two."""
+        return self.connect(f"pair/{name}", rank, 2, timeout, lost)
+
+    def disconnect(self, comm: Comm) -> None:
+        """Let the waits of all others in this view fail."""
+        assert isinstance(comm, ThreadComm)
+        comm.close(PeerLostError("its connections are closed"))
+
+    def end(self) -> None:
+        """This worker's thread has ended, in whatever way."""
+        self._network.ended.add(self.worker)
+        for comm in self._comms:
+            self.disconnect(comm)

@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run folders and comparison folders, read into runs."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from thinwire.errors import ConfigError
+from thinwire.lab.report.files import Facts, json_lines, json_list, json_object, number, text
+from thinwire.lab.report.labels import labels
+from thinwire.lab.report.rounds import of_same_seeds
+from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, Step
+
+_FIX = "give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
+# Kinds of intervals as timeline.jsonl names them, and as they are shown.
+_KINDS = ("compute", "communication", "wait")
+
+
+def read(folder: Path) -> Collection:
+    """Read a run folder, or a comparison folder and the run folders in it.
+
+    Raises:
+        ConfigError: there is no such folder, it holds no run, or one of its JSON files is broken.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; {_FIX}")
+    comparison = json_object(folder / "comparison.json")
+    if comparison is None:
+        run = _read_run(folder)
+        return Collection(folder, _title([run]), (run,))
+    runs, notes = _read_runs(folder, comparison)
+    title = text(comparison, "title") or _title(runs)
+    return Collection(folder, title, _labelled(runs), tuple(notes))
+
+
+def read_spans(folder: Path) -> tuple[Span, ...]:
+    """The timeline of a run folder; empty where none was recorded.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; {_FIX}")
+    return _spans(json_lines(folder / "timeline.jsonl")[0])
+
+
+def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
+    names = comparison.get("runs")
+    if not isinstance(names, list) or not names:
+        raise ConfigError(
+            f"{folder / 'comparison.json'}: `runs` must list at least one folder; run the comparison again"
+        )
+    runs: list[Run] = []
+    notes: list[str] = []
+    for subfolder in map(str, names):
+        # The second condition keeps a comparison.json from reading outside its folder.
+        if not _is_run(folder / subfolder) or Path(subfolder).name != subfolder:
+            notes.append(f"{subfolder} is listed in comparison.json but holds no run, so it is left out.")
+            continue
+        rounds = _rounds(folder, comparison, subfolder)
+        runs.append(dataclasses.replace(_read_run(folder / subfolder), rounds=rounds))
+    same = of_same_seeds([run.rounds for run in runs])
+    runs = [dataclasses.replace(run, rounds=rounds) for run, rounds in zip(runs, same, strict=True)]
+    seeds = [seed for run in runs if isinstance(seed := run.summary.get("seed"), int)]
+    if len(set(seeds)) > 1:
+        notes.append(
+            f"The runs have different seeds ({', '.join(map(str, seeds))}), so that losses differ by chance too."
+        )
+    if not runs:
+        raise ConfigError(
+            f"{folder}: none of the runs in comparison.json is there ({', '.join(map(str, names))}); {_FIX}"
+        )
+    return runs, notes
+
+
+def _rounds(folder: Path, comparison: Facts, chosen: str) -> tuple[Facts, ...]:
+    """The summaries of all rounds of the strategy that a folder is one of."""
+    every = comparison.get("rounds")
+    for names in every.values() if isinstance(every, dict) else ():
+        if isinstance(names, list) and chosen in names:
+            inside = [name for name in map(str, names) if Path(name).name == name]
+            found = [json_object(folder / name / "summary.json") for name in inside]
+            return tuple(facts for facts in found if facts is not None)
+    return ()
+
+
+def _is_run(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("summary.json", "config.json", "metrics.jsonl"))
+
+
+def _read_run(folder: Path) -> Run:
+    if not _is_run(folder):
+        raise ConfigError(f"{folder}: holds no config.json, metrics.jsonl or summary.json; {_FIX}")
+    config = json_object(folder / "config.json")
+    summary = json_object(folder / "summary.json")
+    metrics, metric_notes = json_lines(folder / "metrics.jsonl")
+    timeline, timeline_notes = json_lines(folder / "timeline.jsonl")
+    steps = tuple(filter(None, map(_step, metrics or ())))
+    evaluations = tuple(filter(None, map(_evaluation, metrics or ())))
+    notes = [*metric_notes, *timeline_notes]
+    if config is None and metrics is None and not text(summary or {}, "strategy"):
+        raise ConfigError(
+            f"{folder}: its summary.json is that of no training run; `thinwire select` and `thinwire sweep` write a "
+            f"report.html of their own; {_FIX}"
+        )
+    if config is None:
+        notes.append("config.json is missing, so how the run was set up is not known.")
+    if metrics is None:
+        notes.append("metrics.jsonl is missing, so there are no curves.")
+    if summary is None:
+        notes.append("The run ended before its summary.json was written; its figures come from metrics.jsonl.")
+        summary = _summarised(config or {}, steps, evaluations)
+    if text(summary, "diverged"):
+        notes.append(f"The run diverged, and ended: {text(summary, 'diverged')}.")
+    run = Run(
+        folder=folder,
+        label="",
+        config=config or {},
+        summary=summary,
+        steps=steps,
+        evaluations=evaluations,
+        spans=_spans(timeline),
+        links=tuple(map(_link, json_list(folder / "links.json") or ())),
+        notes=tuple(notes),
+    )
+    return _labelled([run])[0]
+
+
+def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
+    """The runs with labels that tell them apart."""
+    names = labels([run.strategy for run in runs])
+    return tuple(dataclasses.replace(run, label=label) for run, label in zip(runs, names, strict=True))
+
+
+def _title(runs: Sequence[Run]) -> str:
+    link = text(runs[0].summary, "link")
+    task = text(runs[0].summary, "task") or text(runs[0].config, "task") or "an unnamed task"
+    many = f"{len(runs)} strategies" if len(runs) > 1 else runs[0].label
+    return f"{many} on {task}" + (f" over {link}" if link else "")
+
+
+def _step(line: Facts) -> Step | None:
+    step = number(line, "step")
+    if step is None or "loss" not in line:
+        return None
+    names = ("seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
+    entry = line.get("metrics")
+    facts: Facts = entry if isinstance(entry, dict) else {}
+    metrics = {str(name): value for name in facts if (value := number(facts, str(name))) is not None}
+    return Step(int(step), *(_or_nan(line, name) for name in names), metrics=metrics)
+
+
+def _evaluation(line: Facts) -> Evaluation | None:
+    step = number(line, "step")
+    if step is None or not ("eval_loss" in line or "eval_metric" in line):
+        return None
+    names = ("seconds", "payload_bytes", "eval_loss", "eval_metric")
+    return Evaluation(int(step), *(_or_nan(line, name) for name in names))
+
+
+def _spans(lines: Iterable[Facts] | None) -> tuple[Span, ...]:
+    return tuple(filter(None, map(_span, lines or ())))
+
+
+def _span(line: Facts) -> Span | None:
+    rank, start, end = number(line, "rank"), number(line, "start"), number(line, "end")
+    kind = text(line, "kind")
+    if rank is None or start is None or end is None or end < start or kind not in _KINDS:
+        return None
+    return Span(int(rank), kind, text(line, "name", kind), start, end, int(number(line, "step") or 0))
+
+
+def _link(entry: Facts) -> Link:
+    names = ("sent_bytes", "received_bytes", "payload_sent_bytes", "bits_per_second")
+    return Link(int(number(entry, "rank") or 0), *(number(entry, name) for name in names))
+
+
+def _or_nan(line: Facts, key: str) -> float:
+    value = number(line, key)
+    return math.nan if value is None else value
+
+
+def _summarised(config: Facts, steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> dict[str, object]:
+    """A summary from the metrics alone, for a run that wrote none."""
+    facts: dict[str, object] = {key: config.get(key) for key in ("strategy", "task", "workers", "link")}
+    if steps:
+        last = steps[-1]
+        facts |= {
+            "steps": last.step,
+            "seconds": last.seconds,
+            "seconds_per_step": _mean(step.step_seconds for step in steps),
+            "payload_bytes_per_worker_per_step": last.payload_bytes / max(last.step, 1),
+            "compute_seconds_per_step": _mean(step.compute_seconds for step in steps),
+            "exposed_seconds_per_step": _mean(step.exposed_seconds for step in steps),
+            "train_loss": last.loss,
+        }
+    if evaluations:
+        facts |= {"eval_loss": evaluations[-1].loss, "eval_metric": evaluations[-1].metric}
+    return {key: None if isinstance(fact, float) and math.isnan(fact) else fact for key, fact in facts.items()}
+
+
+def _mean(values: Iterable[float]) -> float:
+    known = [value for value in values if math.isfinite(value)]
+    return sum(known) / len(known) if known else math.nan

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The contents of a run folder: configuration, summary, metrics, timeline and links."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from thinwire.lab.report.files import Facts, text
+from thinwire.lab.report.rounds import over_rounds
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step; NaN where a figure was not recorded.
+
+    The loss is the mean over workers, bytes are cumulative per worker. `metrics` holds the strategy's own metrics of
+    this step by name.
+    """
+
+    step: int
+    seconds: float
+    loss: float
+    payload_bytes: float
+    compute_seconds: float
+    exposed_seconds: float
+    step_seconds: float
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation on held-out data, and the step, seconds and bytes at which it took place; NaN if not recorded."""
+
+    step: int
+    seconds: float
+    payload_bytes: float
+    loss: float
+    metric: float
+
+
+@dataclass(frozen=True)
+class Span:
+    """An interval of one worker's time, in seconds since the common start.
+
+    `kind` is compute, communication or wait. Communication is a message in flight; it may overlap with the others.
+    """
+
+    rank: int
+    kind: str
+    name: str
+    start: float
+    end: float
+    step: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """One worker's interface counters, its payload, and the rate its link was limited to (None: not limited)."""
+
+    rank: int
+    sent_bytes: float | None
+    received_bytes: float | None
+    payload_sent_bytes: float | None
+    bits_per_second: float | None
+
+
+@dataclass(frozen=True)
+class Run:
+    """Everything in one run folder; `notes` are sentences on what is missing there.
+
+    `rounds` are the summaries of all runs of this strategy in a comparison, each with a seed of its own; empty for a
+    run by itself.
+    """
+
+    folder: Path
+    label: str
+    config: Facts
+    summary: Facts
+    steps: tuple[Step, ...]
+    evaluations: tuple[Evaluation, ...]
+    spans: tuple[Span, ...]
+    links: tuple[Link, ...]
+    notes: tuple[str, ...]
+    rounds: tuple[Facts, ...] = ()
+
+    @property
+    def strategy(self) -> str:
+        """The recipe as text."""
+        return text(self.summary, "strategy") or text(self.config, "strategy") or self.folder.name
+
+    @property
+    def other_links(self) -> str:
+        """What links are called whose rate was not recorded: those of a simulation may be in a network file."""
+        return "links of a simulated network" if self.config.get("simulated") is True else "links not limited"
+
+
+@dataclass(frozen=True)
+class Collection:
+    """One run, or the runs of a comparison in their order."""
+
+    folder: Path
+    title: str
+    runs: tuple[Run, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def summaries(self) -> list[Facts]:
+        """The figures of each run, in order; of several rounds those of all, see `over_rounds`."""
+        return [over_rounds(run.rounds or (run.summary,), run.summary) for run in self.runs]

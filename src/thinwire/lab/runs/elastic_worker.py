@@ -1,0 +1,163 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One worker of `thinwire train --elastic`: trains with whoever is there, and reports its steps to the launcher."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from thinwire.elastic.sampler import ElasticSampler
+from thinwire.elastic.view import View
+from thinwire.errors import NonFiniteError
+from thinwire.lab.emulate import Straggler
+from thinwire.lab.runs.engine import ThinwireEngine
+from thinwire.lab.runs.folder import Fields
+from thinwire.lab.runs.measure import peak_memory
+from thinwire.lab.runs.optimizer import make_optimizer
+from thinwire.lab.runs.own_functions import load_task
+from thinwire.lab.runs.recipes import parse_recipe
+from thinwire.lab.runs.settings import Settings
+from thinwire.lab.tasks import Shard, Task
+from thinwire.methods.strategies.base import Strategy
+from thinwire.worker.attach import attach
+from thinwire.worker.notice import Notice
+from thinwire.worker.worker import Worker
+
+_REPORT_SECONDS = 0.25
+_NOTICE_STEPS = 10  # between two messages about signals
+
+
+class ElasticTraining:
+    """One worker's part in an elastic run.
+
+    Whatever is shown of the run is written by the launcher, which outlives every worker: each tells it the steps that
+    it has taken, a few times a second, so that little is lost with it.
+
+    Args:
+        settings: equal on all workers.
+        emit: sends an event to the launcher.
+    """
+
+    def __init__(self, settings: Settings, emit: Callable[[Fields], None]) -> None:
+        recipe = parse_recipe(settings.strategy, imports=False)
+        assert isinstance(recipe, Strategy), "resolve() refuses torch's own methods"
+        self._settings, self._emit = settings, emit
+        self._task: Task = load_task(settings)
+        with torch.device("cpu"):  # where the batches are
+            model = self._task.model(settings.model, seed=settings.seed)
+        self._parameters = sum(p.numel() for p in model.parameters())
+        optimizer = make_optimizer(model, settings)
+        self.worker: Worker = attach(
+            model,
+            optimizer,
+            recipe,
+            elastic=True,
+            seed=settings.seed,
+            nonfinite=settings.nonfinite,
+            timeout=settings.timeout,
+        )
+        self._engine = ThinwireEngine(self.worker, optimizer)
+        self._straggler = Straggler.from_environment()
+        self._shard: Shard = self._task.shards(1, split="iid", seed=settings.seed)[0]
+        # A batch is named by its number in the epoch, and always holds the same examples.
+        batches = self._task.steps_per_epoch(self._shard, settings.batch_size)
+        self._sampler = ElasticSampler(batches, seed=settings.seed)
+        self._rows: list[Fields] = []
+        self._told_at = 0.0
+
+    def run(self) -> None:
+        """Train to the last step.
+
+        Raises:
+            NonFiniteError: this worker's loss is NaN or infinite, and `nonfinite` is "raise".
+            CommError: the store is gone, or the others went on without this worker.
+        """
+        worker, settings = self.worker, self._settings
+        worker.on_view(self._tell_view)
+        self._emit({"event": "start", "parameters": self._parameters, "step": worker.step})
+        self._tell_view(worker.view)
+        notice = Notice(worker, every=_NOTICE_STEPS) if settings.on_notice is not None else None
+        # The others have evaluated after the step at whose end this worker joined.
+        steps, evaluated = settings.steps or 0, worker.step if worker.has_just_joined else -1
+        while True:
+            if worker.step != evaluated and self._evaluation_is_due(steps):
+                evaluated = worker.step
+                self._evaluate()
+            if worker.step >= steps:
+                break
+            self._take_step()
+            if notice is not None and notice.leave():
+                self._tell_rows()
+                self._emit({"event": "left", "step": worker.step, "worker": worker.worker_id})
+                return
+        if notice is not None:
+            notice.close()
+        self._tell_rows()
+        lost = worker.elastic.costs if worker.elastic is not None else {}
+        self._emit({"event": "end", "step": worker.step, "memory": peak_memory("cpu"), "costs": lost})
+
+    def _evaluation_is_due(self, steps: int) -> bool:
+        step, every = self.worker.step, self._settings.eval_every
+        return step in (0, steps) or (every is not None and step % every == 0)
+
+    def _take_step(self) -> None:
+        worker, engine, settings = self.worker, self._engine, self._settings
+        step, start = worker.step, time.monotonic()
+        sent, exposed = engine.payload_bytes, engine.exposed_seconds
+        engine.set_lr(settings.lr_at(step))
+        number = self._sampler.share(worker)
+        batch = self._task.batch(self._shard, number, batch_size=settings.batch_size, seed=settings.seed, rank=0)
+        loss = self._task.loss(engine.network, batch)
+        value = loss.item()
+        if not math.isfinite(value) and settings.nonfinite == "raise":
+            raise NonFiniteError(f"worker {worker.worker_id}, step {step}: the loss is {value}; use a lower --lr")
+        self._straggler.pause(step, time.monotonic() - start)
+        engine.backward(loss)
+        worker.record_batch(loss=loss)
+        engine.update()
+        end = time.monotonic()
+        self._rows.append(
+            {
+                "step": worker.step,
+                "end": end,
+                "loss": value,
+                "sent": engine.payload_bytes - sent,
+                "step_seconds": end - start,
+                "exposed_seconds": engine.exposed_seconds - exposed,
+                "metrics": engine.metrics(),
+            }
+        )
+        if end - self._told_at >= _REPORT_SECONDS:
+            self._tell_rows()
+
+    def _tell_rows(self) -> None:
+        self._told_at = time.monotonic()
+        if self._rows:
+            self._emit({"event": "rows", "worker": self.worker.worker_id, "rows": self._rows})
+            self._rows = []
+
+    def _tell_view(self, view: View) -> None:
+        self._emit(
+            {
+                "event": "view",
+                "epoch": view.epoch,
+                "members": list(view.members),
+                "joined": list(view.joined),
+                "lost": list(view.lost),
+                "left": dict(view.left),
+                "step": self.worker.step,
+                "at": time.monotonic(),
+            }
+        )
+
+    def _evaluate(self) -> None:
+        # All workers do: any of them may be lost meanwhile, and the others have the result.
+        self._tell_rows()
+        with self.worker.consensus() as model, torch.no_grad():
+            found = self._task.evaluate(model, limit=self._settings.eval_limit)
+        figures: dict[str, Any] = {"eval_loss": found.loss, "eval_metric": found.metric, "targets": found.targets}
+        self._emit({"event": "evaluation", "step": self.worker.step, "at": time.monotonic(), **figures})

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The folder of a run: settings, metrics, results and checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from thinwire.core.storage.files import write_atomically
+from thinwire.errors import ConfigError
+from thinwire.lab.runs.configuration import NAME, settings_as_toml
+from thinwire.lab.runs.measure import Record
+from thinwire.lab.runs.settings import Settings, read_settings
+
+Fields = dict[str, Any]
+
+
+class RunFolder:
+    """One run's files.
+
+    `settings.json` is enough to start the run again, `run.toml` holds the same as options of the command line;
+    `config.json` is for readers; `metrics.jsonl` and `timeline.jsonl` grow line by line; `links.json` and
+    `summary.json` are written at the end; `--resume` reads `checkpoints/`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
+        return self.path / "checkpoints"
+
+    def create(self) -> None:
+        """Create the folder, empty.
+
+        Raises:
+            ConfigError: it cannot be created, or it holds a run already.
+        """
+        if (self.path / "settings.json").exists():
+            raise ConfigError(f"{self.path} holds a run already; name another folder, or resume it with --resume")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be created ({error.strerror}); name a folder you may write to"
+            ) from None
+
+    def write_settings(self, settings: Settings) -> None:
+        """Write the settings, for the workers and for resuming, and as options of `thinwire train --config`."""
+        self._write(NAME, settings_as_toml(settings))
+        self.write("settings.json", settings.to_json())
+
+    def settings(self) -> Settings:
+        """Read the settings.
+
+        Raises:
+            CheckpointError: there are none.
+        """
+        return read_settings(self.path / "settings.json")
+
+    def write(self, name: str, content: Any) -> None:
+        """Write one JSON file, atomically.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self._write(name, json.dumps(content, indent=2) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            write_atomically(self.path / name, text.encode())
+        except OSError as error:
+            raise ConfigError(f"{self.path / name} cannot be written ({error.strerror}); free some space") from None
+
+    def append(self, name: str, lines: Iterable[Fields]) -> None:
+        """Add lines to a JSON-lines file and flush them."""
+        with (self.path / name).open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+
+    def lines(self, name: str) -> list[Fields]:
+        """The lines of a JSON-lines file; an incomplete last line is dropped."""
+        path = self.path / name
+        rows = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
+        # What follows the last newline is empty, or a line that a killed writer did not finish.
+        return [json.loads(row) for row in rows[:-1] if row]
+
+    def records(self) -> list[Record]:
+        """The steps that were written."""
+        return [_record(line) for line in self.lines("metrics.jsonl") if "loss" in line]
+
+    def rewind(self, step: int) -> list[Record]:
+        """Drop what was written after a step, to resume from it; return the steps up to it.
+
+        The step's own evaluation is dropped too, as the resumed run begins with it.
+        """
+        kept = [
+            line
+            for line in self.lines("metrics.jsonl")
+            if line["step"] <= step and ("loss" in line or line["step"] < step)
+        ]
+        write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept).encode())
+        (self.path / "timeline.jsonl").unlink(missing_ok=True)
+        (self.path / "summary.json").unlink(missing_ok=True)
+        return [_record(line) for line in kept if "loss" in line]
+
+    def summary(self) -> Fields | None:
+        """The result of the run; None while it has not ended."""
+        path = self.path / "summary.json"
+        return json.loads(path.read_bytes()) if path.exists() else None
+
+
+class Scalars:
+    """TensorBoard events beside the metrics."""
+
+    def __init__(self, path: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(path)
+
+    def add(self, records: Sequence[Record]) -> None:
+        """Write steps."""
+        for record in records:
+            for name in ("loss", "step_seconds", "exposed_seconds", "payload_bytes"):
+                self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
+            for name, value in record.metrics.items():
+                self._writer.add_scalar(f"metrics/{name}", value, record.step)
+
+    def add_evaluation(self, step: int, loss: float, metric: float) -> None:
+        """Write an evaluation."""
+        self._writer.add_scalar("held_out/loss", loss, step)
+        self._writer.add_scalar("held_out/metric", metric, step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def _record(line: Fields) -> Record:
+    names = ("step", "seconds", "loss", "payload_bytes", "step_seconds", "exposed_seconds")
+    return Record(*(line[name] for name in names), metrics=line.get("metrics", {}))

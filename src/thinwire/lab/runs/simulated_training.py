@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training runs of simulated workers: a quadratic with known gradients, a task with real ones, or no numbers at all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from thinwire.errors import ConfigError
+from thinwire.lab import tasks
+from thinwire.methods.strategies.base import Strategy
+from thinwire.planning.simulate.comm import SimulatedComm
+from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+_LARGEST_TENSOR = 1 << 20
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one worker has to tell after its run.
+
+    Attributes:
+        loss: of the model that all workers agree on: of a quadratic, the mean over workers of half the mean square of
+            the distance to a worker's own minimum; of a task, on its held-out data. None where there are no numbers,
+            and on ranks other than 0.
+        seconds: virtual time at the end of the last step.
+        payload_bytes: sent in all steps.
+        messages: calls in which it sent anything.
+    """
+
+    loss: float | None
+    seconds: float
+    payload_bytes: float
+    messages: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training run, the same on each simulated worker: `simulate(workers, Training(...))`.
+
+    Args:
+        strategy: the recipe.
+        steps: how many.
+        make_optimizer: makes the optimizer from the parameters; plain SGD unless given.
+        parameters: of the quadratic; each worker has a minimum of its own, drawn from the seed.
+        task: instead of the quadratic, a task of `thinwire.lab.tasks`, with real gradients.
+        numbers: "real"; or "meta", where tensors have no data, for the times and bytes of many workers.
+        seed: of the data, the model and the strategy's draws.
+
+    Raises:
+        ConfigError: fewer than one step or parameter, or a task without numbers.
+
+    Example:
+        >>> from thinwire import PushSum
+        >>> from thinwire.planning.simulate import simulate
+        >>> from thinwire.lab.runs.simulated_training import Training
+        >>> ended = simulate(8, Training(PushSum(), steps=40, parameters=10))
+        >>> ended.results[0].payload_bytes
+        1600.0
+    """
+
+    strategy: Strategy
+    steps: int = 100
+    make_optimizer: MakeOptimizer | None = None
+    parameters: int = 10_000
+    task: str | None = None
+    numbers: Literal["real", "meta"] = "real"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if self.steps < 1:
+            raise ConfigError(f"steps={self.steps}: must be at least 1")
+        if self.parameters < 1:
+            raise ConfigError(f"parameters={self.parameters}: a model has at least 1")
+        if self.task is not None and self.numbers == "meta":
+            raise ConfigError(f"task={self.task!r}: real gradients need numbers; leave out the task, or numbers='meta'")
+
+    def __call__(self, comm: SimulatedComm) -> Outcome:
+        """Train on one worker."""
+        return self._train_task(comm, self.task) if self.task is not None else self._train_quadratic(comm)
+
+    def _train_quadratic(self, comm: SimulatedComm) -> Outcome:
+        device = "meta" if self.numbers == "meta" else "cpu"
+        sizes = [min(_LARGEST_TENSOR, self.parameters - start) for start in range(0, self.parameters, _LARGEST_TENSOR)]
+        model = nn.ParameterList([torch.zeros(size, dtype=torch.float32, device=device) for size in sizes])
+        minimum = None if self.numbers == "meta" else self._minimum(comm.rank)
+        centres = [torch.empty_like(p) for p in model] if minimum is None else list(minimum.split(sizes))
+        optimizer = self._optimizer(model, 0.1)
+        worker = attach(model, optimizer, self.strategy, comm=comm, seed=self.seed)
+        if minimum is None:
+            _spare_arithmetic(optimizer, worker)
+
+        def gradients() -> None:
+            for parameter, centre in zip(model, centres, strict=True):
+                parameter.grad = centre if minimum is None else torch.sub(parameter.detach(), centre)
+            if worker.backward is not None:
+                worker.backward.flush()
+            worker.record_batch(1, loss=0.0)
+
+        def loss() -> float | None:
+            if minimum is None or comm.rank:
+                return None
+            agreed = torch.cat([parameter.detach() for parameter in model])
+            rows = (self._minimum(rank) for rank in range(comm.size))
+            return sum(float((agreed - row).square().mean()) / 2 for row in rows) / comm.size
+
+        return self._train(comm, worker, gradients, loss)
+
+    def _minimum(self, rank: int) -> Tensor:
+        draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
+        return torch.randn(self.parameters, generator=draw, dtype=torch.float32, device="cpu")
+
+    def _train_task(self, comm: SimulatedComm, name: str) -> Outcome:
+        task = tasks.load(name)
+        shard = task.shards(comm.size)[comm.rank]
+        with torch.device("cpu"):  # where the batches are
+            model = task.model(seed=self.seed)
+        worker = attach(model, self._optimizer(model, task.defaults.lr), self.strategy, comm=comm, seed=self.seed)
+
+        def gradients() -> None:
+            batch = task.batch(
+                shard, step=worker.step, batch_size=task.defaults.batch_size, seed=self.seed, rank=comm.rank
+            )
+            worker.optimizer.zero_grad()
+            loss = task.loss(model, batch)
+            loss.backward()
+            worker.record_batch(len(batch[0]), loss=loss)
+
+        def loss() -> float | None:
+            return None if comm.rank else task.evaluate(model).loss
+
+        return self._train(comm, worker, gradients, loss)
+
+    def _train(
+        self, comm: SimulatedComm, worker: Worker, gradients: Callable[[], None], loss: Callable[[], float | None]
+    ) -> Outcome:
+        """The loop; what is sent to attach the model does not count."""
+        nbytes, messages = comm.meter.payload_bytes, comm.meter.messages
+        # A worker that was late may continue at a later step.
+        while worker.step < self.steps:
+            comm.compute()
+            gradients()
+            worker.optimizer.step()
+        worker.wait_pending()
+        comm.end_step()
+        sent, seconds = comm.meter.payload_bytes - nbytes, comm.now
+        messages = comm.meter.messages - messages
+        with worker.consensus():
+            found = loss()
+        worker.detach()
+        return Outcome(found, seconds, sent, messages)
+
+    def _optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+        parameters = list(model.parameters())
+        if self.make_optimizer is None:
+            return SGD(parameters, lr=lr)
+        optimizer = self.make_optimizer(parameters)
+        for group in optimizer.param_groups:
+            group["lr"] = lr if isinstance(optimizer, SGD) else group["lr"]
+        return optimizer
+
+
+def _spare_arithmetic(optimizer: Optimizer, worker: Worker) -> None:
+    """Let an optimizer of torch do nothing from its second step on, when it has its state: meta tensors are slow."""
+
+    def drop_gradients(*_: object) -> None:
+        if worker.step:
+            optimizer.zero_grad()
+
+    if type(optimizer).__module__.startswith("torch.optim"):
+        optimizer.register_step_pre_hook(drop_gradients)

@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The data files: finding them in the data folder, and reading their formats."""
+
+import gzip
+import os
+import struct
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import ConfigError
+from thinwire.lab.tasks.data.base import Indices
+
+Content = TypeVar("Content")
+_BROKEN = (OSError, EOFError, ValueError, KeyError, IndexError, zlib.error, struct.error, zipfile.BadZipFile)
+
+
+@dataclass(frozen=True)
+class Folder:
+    """The folder of data files, which need not exist.
+
+    Args:
+        task: the task that reads it, for errors.
+        path: the folder; None means the one that the environment variable THINWIRE_DATA names.
+    """
+
+    task: str
+    path: Path | None = None
+
+    @property
+    def root(self) -> Path | None:
+        """The folder, if any was named."""
+        named = os.environ.get("THINWIRE_DATA", "")
+        return self.path or (Path(named) if named else None)
+
+    def has(self, *names: str) -> bool:
+        """Whether any of these files exists."""
+        root = self.root
+        return root is not None and any((root / name).is_file() for name in names)
+
+    def lacks(self, *names: str) -> bool:
+        """Whether none of these files exists, so that they may be downloaded instead.
+
+        Raises:
+            ConfigError: a folder was named that does not exist.
+        """
+        if self.root is not None and not self.root.is_dir():
+            raise ConfigError(self._no_folder(names[0]))
+        return not self.has(*names)
+
+    def file(self, name: str, *, otherwise: str = "") -> Path:
+        """The path of a file that must exist.
+
+        Args:
+            name: its path within the folder.
+            otherwise: another fix, which the error names too.
+
+        Raises:
+            ConfigError: the file or the folder does not exist, or no folder was named.
+        """
+        root = self.root
+        if root is None:
+            raise ConfigError(
+                f"THINWIRE_DATA is not set, and task {self.task!r} reads {name} from the folder it names; "
+                f"set THINWIRE_DATA=FOLDER or pass data=FOLDER{otherwise}"
+            )
+        if not root.is_dir():
+            raise ConfigError(self._no_folder(name) + otherwise)
+        if not (root / name).is_file():
+            raise ConfigError(
+                f"{root / name} is missing, and task {self.task!r} needs it; "
+                f"put it there, or let THINWIRE_DATA (or data=) name another folder{otherwise}"
+            )
+        return root / name
+
+    def _no_folder(self, name: str) -> str:
+        return (
+            f"{self.root} is not a folder, and task {self.task!r} reads {name} from it; "
+            "let THINWIRE_DATA (or data=) name the folder that holds it"
+        )
+
+
+def read(path: Path, reader: Callable[[Path], Content]) -> Content:
+    """The content of the file as `reader` returns it.
+
+    Raises:
+        ConfigError: the reader failed; the message names the file.
+    """
+    try:
+        return reader(path)
+    except ConfigError:
+        raise
+    except _BROKEN as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}); it is damaged or not what its name says: copy it again"
+        ) from error
+
+
+def idx(path: Path) -> NDArray[np.uint8]:
+    """A gzipped IDX file of bytes: two zeros, type 8, the number of axes, big-endian sizes, then the bytes."""
+    raw = gzip.decompress(path.read_bytes())
+    zero, kind, axes = struct.unpack_from(">HBB", raw)
+    if zero or kind != 8:
+        raise ValueError(f"it starts with {raw[:4].hex()}, and IDX of bytes starts with 000008")
+    shape = struct.unpack_from(f">{axes}I", raw, 4)
+    return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+def libsvm(path: Path, features: int) -> tuple[NDArray[np.uint8], Indices]:
+    """A gzipped libsvm file of 0/1 features: uint8 [n, features], and classes 0 (for -1) and 1 (for +1)."""
+    lines = gzip.decompress(path.read_bytes()).decode("ascii").splitlines()
+    table = np.zeros((len(lines), features), np.uint8)
+    labels = np.zeros(len(lines), np.int64)
+    for number, line in enumerate(lines):
+        label, *entries = line.split()
+        columns, values = zip(*(entry.split(":") for entry in entries), strict=True) if entries else ((), ())
+        indices = [int(column) for column in columns]
+        for index in indices:
+            # Features are numbered from 1.
+            if not 1 <= index <= features:
+                raise ValueError(f"feature {index}, and they are numbered 1 to {features}")
+        table[number, [index - 1 for index in indices]] = [int(value) for value in values]
+        labels[number] = float(label) > 0
+    return table, labels
+
+
+def lines(path: Path) -> list[str]:
+    """The lines of a gzipped UTF-8 text, without line ends."""
+    return gzip.decompress(path.read_bytes()).decode("utf-8").rstrip("\n").split("\n")

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads that go to all workers as they are, in one round."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, CodecWrapper
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.registry import registered
+
+
+@registered
+class Gathered(CodecWrapper):
+    r"""Send every worker's payload to all others, in one round; each takes the mean of what it decodes.
+
+    $$\bar y = \tfrac1n \sum_i C(x_i)$$
+
+    Nothing is encoded a second time, so that the mean has the error of the workers' codes alone, and there is one
+    latency instead of two. Each worker sends $n - 1$ payloads of the whole vector, where two stages send two
+    $n$-ths of that: as many bytes for two workers, $n/2$ times as many for more. Worth it for two workers
+    (`Gathered(Quantize(8))` is an all-reduce in 8 bits and one round), where latency is longer than the transfer, and
+    for sparse codecs, whose servers would choose again among what workers have chosen, as in SparseLoCo, 2025,
+    arXiv:2508.15706.
+    With error feedback it stands inside: `ErrorFeedback(Gathered(ChunkedTopK()))`.
+
+    Args:
+        codec: $C$, which makes the payloads; not one whose payloads an all-reduce adds.
+
+    Example:
+        >>> import torch, thinwire
+        >>> from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
+        >>> def mean(comm):
+        ...     x = torch.tensor([[4.0, 0.0, 0.0], [0.0, 2.0, 0.0]])[comm.rank]
+        ...     return compressed_mean_(comm, x, Gathered(thinwire.TopK(0.3)), {}).wait().tolist()
+        >>> thinwire.run_threads(2, mean)[0]
+        [2.0, 1.0, 0.0]
+    """
+
+    codec: Codec = OneBit()
+
+    def __post_init__(self) -> None:
+        """Refuse codecs of which an all-reduce adds the payloads, and those that keep a residual."""
+        if self.codec.linear:
+            raise ConfigError(f"codec={self.codec}: an all-reduce adds its payloads, in fewer bytes; use it as it is")
+        if self.codec.keeps_residual or self.codec.one_round:
+            raise ConfigError(
+                f"codec={self.codec}: must be a codec alone; use ErrorFeedback(Gathered(OneBit())) for feedback"
+            )
+
+    @property
+    def one_round(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def sign_only(self) -> bool:
+        """False: the mean has other sizes than the payloads have."""
+        return False
+
+    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
+        """As the codec."""
+        return self.codec.encode_with_residual_(x, residual, key)
+
+    def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
+        """As the codec."""
+        return self.codec.decode_sum(payloads, like, keys)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Majority vote over the signs of the workers' elements."""
+
+from __future__ import annotations
+
+from math import inf
+
+from torch import Tensor
+
+from thinwire.core.kernels import pack_signs, unpack_signs
+from thinwire.methods.codecs.base import Codec, State
+from thinwire.registry import registered
+
+
+@registered
+class MajorityVote(Codec):
+    r"""Send the sign of each element; the result is the sign that most workers sent.
+
+    $$C(x)_i = \pm 1 \quad\text{with the sign of } x_i, \qquad
+      \text{in two stages: } \operatorname{sgn} \sum_w \operatorname{sgn} x_{w,i} .$$
+
+    Zero has the sign bit that it is stored with, mostly plus; a tie is plus. All elements move by the learning rate,
+    whatever the size of their gradient: use a tenth to a hundredth of the usual learning rate, little momentum, and
+    gradients whose noise is symmetric about their mean. Elements whose gradient is always zero move too. It is refused
+    where anything but the gradient of one step is coded, and in `ErrorFeedback`: there every element would move by one.
+    Payload: 1 bit an element, in either stage.
+
+    Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019,
+    arXiv:1810.05291, Algorithm 1.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import MajorityVote
+        >>> codec, x = MajorityVote(), torch.tensor([0.1, -3.0, 2.0])
+        >>> codec.decode(codec.encode(x, {}), x).tolist(), codec.nbytes(1000)
+        ([1.0, -1.0, 1.0], 125)
+    """
+
+    @property
+    def sign_only(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def keeps_size(self) -> bool:
+        """False: the learning rate alone decides how far elements move."""
+        return False
+
+    @property
+    def error_bound(self) -> float:
+        """Infinity: a small element is decoded to one."""
+        return inf
+
+    @property
+    def alignment(self) -> int:
+        """The elements in a byte of signs."""
+        return 8
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The signs: element 8k+j is bit j of byte k."""
+        return pack_signs(x)
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Plus or minus one for each element."""
+        return unpack_signs(payload, like.numel()).to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """One bit per element."""
+        return -(-n // 8)

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Natural compression: stochastic rounding to powers of two."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from thinwire.core.kernels import decode_powers, encode_powers
+from thinwire.methods.codecs.base import Codec, State
+from thinwire.registry import registered
+
+
+@registered
+class Natural(Codec):
+    r"""Round each element to one of the two powers of two around it, at random and without bias.
+
+    $$C(x) = \operatorname{sgn}(x)\, 2^{\lfloor \log_2 |x| \rfloor} (1 + \zeta), \qquad
+      P(\zeta = 1) = |x|\, 2^{-\lfloor \log_2 |x| \rfloor} - 1,$$
+
+    so only the sign and the exponent of fp32 are sent, and no mantissa. $E|C(x) - x|^2 \le |x|^2/8$ for elements of any
+    magnitude, so no scales are needed. Subnormal elements become zero or the smallest normal number.
+    Payload: 9 bits an element.
+
+    Horvath et al., Natural Compression for Distributed Deep Learning, MSML 2022, arXiv:1905.10988, Definition 1.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Natural
+        >>> codec, x = Natural(), torch.tensor([4.0, -0.5, 0.0])
+        >>> codec.decode(codec.encode(x, {}, key=1), x).tolist(), codec.nbytes(1000)
+        ([4.0, -0.5, 0.0], 1125)
+    """
+
+    @property
+    def error_bound(self) -> float:
+        """1/8, by Theorem 1 of the paper."""
+        return 0.125
+
+    @property
+    def alignment(self) -> int:
+        """8, as one byte holds the signs of 8 elements."""
+        return 8
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The payload: one byte of exponent for each element, then one bit of sign for each."""
+        return encode_powers(x, key=int(key))
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Powers of two with their signs; exponent 0 decodes to zero."""
+        return decode_powers(payload, like.numel()).to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """Nine bits per element."""
+        return n + -(-n // 8)

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One bit an element: the sign, and a scale for every block."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import decode_signs_, encode_signs_, join, sign_nbytes, sum_signs_
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, State, as_single, payload_like
+from thinwire.registry import registered
+
+_SCALE_BYTES = 4
+
+
+@registered
+class OneBit(Codec):
+    r"""Send the sign of each element, and the mean absolute value of each block.
+
+    $$C(x)_i = \pm\sigma_b, \qquad \sigma_b = \tfrac1{|b|}\sum_{j \in b} |x_j| \;\text{("l1")}, \qquad
+      \sigma_b = \sqrt{\tfrac1{|b|}\sum_{j \in b} x_j^2} \;\text{("l2")}$$
+
+    with the sign of $x_i$; a block of zeros stays zero. With "l1" the error is never larger than the vector,
+    $|x - C(x)|^2 = |x|^2 - |b|\sigma_b^2$ in each block; with "l2" it can reach $2|x|^2$, but the larger scale reduces
+    the residual faster. Small elements of a block are overstated, so this needs error feedback.
+    Payload: an eighth of a byte an element, and 4 bytes a block.
+
+    Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
+    SignSGD, ICML 2019, arXiv:1901.09847; whole vectors: Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888.
+
+    Args:
+        block: elements that share a scale, a multiple of 8; fewer are more exact, in more bytes.
+        norm: the scale is the mean absolute value, "l1", or the root of the mean square, "l2".
+        whole: one scale for the whole vector instead, as in the papers; it does not fit parts whose elements are much
+            smaller than the rest.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import OneBit
+        >>> codec, x = OneBit(block=8), torch.tensor([1.0, -3.0, 2.0, -2.0])
+        >>> codec.decode(codec.encode(x, {}), x).tolist(), codec.nbytes(1024)
+        ([2.0, -2.0, 2.0, -2.0], 640)
+    """
+
+    block: int = 2048
+    norm: Literal["l1", "l2"] = "l1"
+    whole: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the types and the block."""
+        if self.block < 8 or self.block % 8:
+            raise ConfigError(f"block={self.block}: signs fill whole bytes; use a multiple of 8, such as 2048")
+
+    @property
+    def needs_feedback(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def sign_only(self) -> bool:
+        """True."""
+        return True
+
+    @property
+    def alignment(self) -> int:
+        """The elements of a block; of a byte of signs where the vector has one scale."""
+        return 8 if self.whole else self.block
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The scales, then the signs: element 8k+j is bit j of byte k."""
+        payload = payload_like(x, self.nbytes(x.numel()))
+        encode_signs_(as_single(x), None, payload, **self._options(x.numel()))
+        return payload
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Each element's sign times its block's scale."""
+        x = torch.empty_like(like, dtype=torch.float32)
+        decode_signs_(payload, x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        return x.to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """One bit per element, and 4 bytes per block."""
+        return sign_nbytes(n, self._span(n), _SCALE_BYTES)
+
+    def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
+        """As the base class, in one pass over memory."""
+        payload = payload_like(x, self.nbytes(x.numel()))
+        # The kernel writes the new residual into its second argument; swapping the two leaves their sum the same.
+        encode_signs_(residual, x, payload, **self._options(x.numel()))
+        return payload
+
+    def encode_pieces_with_residual_(
+        self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
+    ) -> list[Tensor]:
+        """As the base class, in one pass over all pieces; a whole vector's scale is part of each payload."""
+        payload, span = self.encode_with_residual_(x, residual), self._span(x.numel())
+        scales, signs = payload.split([payload.numel() - -(-x.numel() // 8), -(-x.numel() // 8)])
+        pieces: list[Tensor] = []
+        for cut in cuts:
+            if cut.start == cut.stop:  # vectors shorter than the number of ranks leave some without a piece
+                pieces.append(signs[:0])
+                continue
+            own_scales = scales[cut.start // span * _SCALE_BYTES : -(-cut.stop // span) * _SCALE_BYTES]
+            pieces.append(join([own_scales, signs[cut.start // 8 : -(-cut.stop // 8)]]))
+        return pieces
+
+    def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
+        """As the base class; in one pass over all pieces where blocks have the scales."""
+        if self.whole:
+            for payload, cut in zip(payloads, cuts, strict=True):
+                n = cut.stop - cut.start
+                decode_signs_(payload[: self.nbytes(n)], x[cut], block=max(n, 1), scale_bytes=_SCALE_BYTES)
+            return
+        scales, signs = list[Tensor](), list[Tensor]()
+        for payload, cut in zip(payloads, cuts, strict=True):
+            n = cut.stop - cut.start
+            head = -(-n // self.block) * _SCALE_BYTES
+            scales.append(payload[:head])
+            signs.append(payload[head : head + -(-n // 8)])
+        decode_signs_(join([*scales, *signs]), x, block=self.block, scale_bytes=_SCALE_BYTES)
+
+    def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
+        """As the base class, in one pass over memory."""
+        x = torch.empty_like(like, dtype=torch.float32)
+        sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        return x.to(like.dtype)
+
+    def _span(self, n: int) -> int:
+        return max(n, 1) if self.whole else self.block
+
+    def _options(self, n: int) -> dict[str, Any]:
+        return {"block": self._span(n), "norm": self.norm, "scale_bytes": _SCALE_BYTES}

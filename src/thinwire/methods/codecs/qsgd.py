@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""QSGD: stochastic rounding to levels of the Euclidean norm."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, State, as_single, payload_like
+from thinwire.registry import registered
+
+_SCALE_BYTES = 4
+
+
+@registered
+class QSGD(Codec):
+    r"""Round each element to a level of its bucket's Euclidean norm, at random and without bias.
+
+    With $s = 2^{b-1} - 1$ levels on either side of zero,
+
+    $$C(x)_i = |x|_2 \operatorname{sgn}(x_i)\, \zeta_i, \qquad
+      \zeta_i = \tfrac{l+1}{s} \text{ with probability } \tfrac{|x_i|}{|x|_2} s - l, \text{ else } \tfrac{l}{s},$$
+
+    so that $E\,C(x) = x$ and $E|C(x) - x|^2 \le \min(d/s^2, \sqrt d/s)\,|x|^2$ in a bucket of $d$ elements. Few
+    elements are near the norm, so at equal bits `Quantize`, whose scale is the largest element, is more exact; this one
+    is the paper's.
+    Payload: $b$ bits an element (of fixed length, where the paper codes by Elias), and 4 bytes a bucket.
+
+    Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017,
+    arXiv:1610.02132, equation 3.
+
+    Args:
+        bits: $b$, an element, sign included, 2 to 8; fewer are less exact.
+        bucket: $d$, elements that share a norm; fewer cost more bytes and are more exact.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import QSGD
+        >>> codec, x = QSGD(bits=3, bucket=8), torch.tensor([3.0, -4.0])
+        >>> codec.decode(codec.encode(x, {}, key=1), x).abs().div(5 / 3).round().tolist(), codec.nbytes(512)
+        ([2.0, 2.0], 448)
+    """
+
+    bits: int = 4
+    bucket: int = 512
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        if not 2 <= self.bits <= 8:
+            raise ConfigError(f"bits={self.bits}: must lie in 2..8, the sign among them; use OneBit() for one")
+        if self.bucket < 8 or self.bucket % 8:
+            raise ConfigError(f"bucket={self.bucket}: codes fill whole bytes; use a multiple of 8, such as 512")
+
+    @property
+    def error_bound(self) -> float:
+        """Lemma 3.1 of the paper."""
+        levels = 2 ** (self.bits - 1) - 1
+        return min(self.bucket / levels**2, self.bucket**0.5 / levels)
+
+    @property
+    def alignment(self) -> int:
+        """The elements of a bucket."""
+        return self.bucket
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The norms, then the levels: the lowest bit of all elements, then the next bit."""
+        payload = payload_like(x, self.nbytes(x.numel()))
+        single, bits = as_single(x), self.bits
+        quantize_(single, payload, bits=bits, block=self.bucket, key=int(key), norm="l2", scale_bytes=_SCALE_BYTES)
+        return payload
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Each element's level."""
+        x = torch.empty_like(like, dtype=torch.float32)
+        dequantize_(payload, x, bits=self.bits, block=self.bucket, key=int(key), scale_bytes=_SCALE_BYTES)
+        return x.to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """`bits` per element, and 4 bytes per bucket."""
+        return quantized_nbytes(n, self.bits, self.bucket, _SCALE_BYTES)

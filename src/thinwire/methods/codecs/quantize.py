@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A few bits an element: stochastic rounding to levels of the block's range."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, State, as_single, payload_like, shared_draw
+from thinwire.registry import registered
+
+_SCALE_BYTES = 4
+
+
+@registered
+class Quantize(Codec):
+    r"""Round each element to a level of its block's range, at random and without bias.
+
+    With $N_b$ the largest absolute value of a block, $s = 2^{b-1} - 1$ levels on either side of zero,
+    $\Delta = N_b / s$ and $u_i$ uniform in $[0, 1)$,
+
+    $$C(x)_i = \Delta \Bigl( \bigl\lfloor x_i / \Delta + s + u_i \bigr\rfloor - s \Bigr), \qquad E\,C(x) = x, \qquad
+      E\,(C(x)_i - x_i)^2 \le \Delta^2 / 4 .$$
+
+    With one bit there are two levels, $\pm N_b$. `dither` draws $u$ again where the payload is decoded and subtracts
+    it: the error is then uniform, of variance $\Delta^2/12$, whatever $x$ is. `correlated` shares one $u$ among
+    workers, each shifted by an equal part of the circle, so that their errors cancel where their vectors agree.
+    As it is unbiased, it needs no error feedback.
+    Payload: $b$ bits an element, and 4 bytes a block.
+
+    Alistarh et al., QSGD, NeurIPS 2017, arXiv:1610.02132, with the largest value for a scale; dither: Roberts, Picture
+    Coding Using Pseudo-Random Noise, IRE Transactions, 1962; correlated: Suresh et al., Correlated Quantization for
+    Distributed Mean Estimation, ICML 2022, arXiv:2203.04925.
+
+    Args:
+        bits: $b$, an element, 1 to 8; fewer are less exact.
+        block: elements that share a scale; fewer cost more bytes and are more exact.
+        dither: subtract the draws after decoding.
+        correlated: shift one draw for each worker, so that errors cancel.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import Quantize
+        >>> codec, x = Quantize(bits=3, block=8), torch.tensor([3.0, -1.0, 0.5])
+        >>> codec.decode(codec.encode(x, {}, key=1), x)[:2].tolist(), codec.nbytes(2048)
+        ([3.0, -1.0], 1792)
+    """
+
+    bits: int = 4
+    block: int = 2048
+    dither: bool = False
+    correlated: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        if not 1 <= self.bits <= 8:
+            raise ConfigError(f"bits={self.bits}: must lie in 1..8; use Bf16() for more")
+        if self.block < 8 or self.block % 8:
+            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
+
+    @property
+    def sign_only(self) -> bool:
+        """With one bit."""
+        return self.bits == 1
+
+    @property
+    def error_bound(self) -> float:
+        """Reached by small elements beside a large one."""
+        # With one bit every element becomes plus or minus the largest of its block, however small it is.
+        if self.bits == 1:
+            return float(self.block)
+        levels = 2 ** (self.bits - 1) - 1
+        return self.block / (12 * levels**2) if self.dither else self.block**0.5 / (2 * levels)
+
+    @property
+    def alignment(self) -> int:
+        """The elements of a block."""
+        return self.block
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The scales, then the levels: the lowest bit of all elements, then the next bit."""
+        payload, (draw, shift) = payload_like(x, self.nbytes(x.numel())), self._draw(key)
+        quantize_(
+            as_single(x),
+            payload,
+            bits=self.bits,
+            block=self.block,
+            key=draw,
+            shift=shift,
+            norm="max",
+            scale_bytes=_SCALE_BYTES,
+        )
+        return payload
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Each element's level."""
+        x, (draw, shift) = torch.empty_like(like, dtype=torch.float32), self._draw(key)
+        dequantize_(
+            payload,
+            x,
+            bits=self.bits,
+            block=self.block,
+            key=draw,
+            dither=self.dither,
+            shift=shift,
+            scale_bytes=_SCALE_BYTES,
+        )
+        return x.to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """`bits` per element, and 4 bytes per block."""
+        return quantized_nbytes(n, self.bits, self.block, _SCALE_BYTES)
+
+    def _draw(self, key: int) -> tuple[int, float]:
+        return shared_draw(key) if self.correlated else (int(key), 0.0)

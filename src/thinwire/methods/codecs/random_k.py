@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A random subset of the elements, the same on all ranks."""
+
+from __future__ import annotations
+
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import take, top_k, uniform
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, State, as_single
+from thinwire.registry import registered
+
+
+@registered
+class RandomK(Codec):
+    r"""Send a random subset of the elements, drawn for each message and the same on all ranks, so without indices.
+
+    Of $n$ elements $k = \lceil \phi n \rceil$ are sent. `unbiased` multiplies them by $n/k$, so that $E\,C(x) = x$
+    and $E|C(x) - x|^2 = (n/k - 1)\,|x|^2$. Otherwise they stay as they are, $E|C(x) - x|^2 = (1 - k/n)\,|x|^2$, and the
+    codec needs error feedback. All ranks send the same elements, so an all-reduce adds the payloads.
+    Payload: $k$ values of 4 bytes.
+
+    Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599, Definition 2.1; unbiased: Wangni et al.,
+    Gradient Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 2018, arXiv:1710.09854.
+
+    Args:
+        fraction: $\phi$, of elements that are sent, in (0, 1]; less sends fewer bytes, with a larger error.
+        unbiased: scale up what is sent; for use without error feedback.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import RandomK
+        >>> codec, x = RandomK(fraction=0.25), torch.ones(8)
+        >>> codec.decode(codec.encode(x, {}, key=1), x, key=1).sort().values.tolist(), codec.nbytes(8)
+        ([0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 4.0, 4.0], 8)
+    """
+
+    fraction: float = 0.01
+    unbiased: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the types and the range."""
+        if not 0 < self.fraction <= 1:
+            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
+
+    @property
+    def linear(self) -> bool:
+        """True, for equal keys."""
+        return True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Values in fp32."""
+        return torch.float32
+
+    @property
+    def needs_feedback(self) -> bool:
+        """True unless it is unbiased."""
+        return not self.unbiased and self.fraction < 1
+
+    @property
+    def error_bound(self) -> float:
+        """The variance of the unbiased codec."""
+        return 1 / self.fraction - 1 if self.unbiased else 0.0
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The values, in fp32."""
+        x, k = as_single(x), self.count(x.numel())
+        values = take(x, _indices(x, k, key))
+        return values.mul_(x.numel() / k) if self.unbiased and k else values
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """The values at their indices, zero elsewhere."""
+        x = torch.zeros_like(like)
+        x[_indices(x, payload.numel(), key)] = payload.to(x.dtype)
+        return x
+
+    def nbytes(self, n: int) -> int:
+        """Four bytes per value."""
+        return 4 * self.count(n)
+
+    def count(self, n: int) -> int:
+        """How many of n elements are sent."""
+        return min(n, ceil(self.fraction * n))
+
+
+def _indices(x: Tensor, k: int, key: int) -> Tensor:
+    """The indices of the k largest of n random numbers: a random subset that any device draws alike."""
+    # Not `torch.randperm`, which draws other numbers on a GPU than on a CPU.
+    return top_k(uniform(x.numel(), int(key), device=x.device), k)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""TernGrad: stochastic rounding to minus one, zero or one times a scale."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import clip_outliers, dequantize_, quantize_, quantized_nbytes
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, State, payload_like
+from thinwire.registry import registered
+
+_BITS, _SCALE_BYTES = 2, 4
+
+
+@registered
+class TernGrad(Codec):
+    r"""Clip the outliers of each block, then round each element at random to 0 or to its sign times the scale $s_b$.
+
+    $$\hat x_i = \operatorname{sgn}(x_i) \min(|x_i|, c\,\sigma_b), \qquad s_b = \max_i |\hat x_i|, \qquad
+      C(x)_i = s_b \operatorname{sgn}(\hat x_i) \text{ with probability } |\hat x_i| / s_b, \text{ else } 0,$$
+
+    with $\sigma_b$ the standard deviation of the block (the paper's blocks are layers). Only the clipping is biased, so
+    the codec needs no error feedback. `ErrorFeedback` refuses it, as its error can be larger than the vector.
+    Payload: 2 bits an element, and 4 bytes a block.
+
+    Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, NeurIPS 2017,
+    arXiv:1705.07878, Algorithm 1 and section 3.3.
+
+    Args:
+        block: elements that share a scale; fewer cost more bytes and are more exact.
+        clip: $c$, in standard deviations; less has more bias and less variance. None does not clip.
+
+    Example:
+        >>> import torch
+        >>> from thinwire import TernGrad
+        >>> codec, x = TernGrad(block=8, clip=None), torch.tensor([2.0, -2.0, 0.0])
+        >>> codec.decode(codec.encode(x, {}, key=1), x).tolist(), codec.nbytes(2048)
+        ([2.0, -2.0, 0.0], 1536)
+    """
+
+    block: int = 2048
+    clip: float | None = 2.5
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        if self.block < 8 or self.block % 8:
+            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"clip={self.clip}: must be positive; 2.5 standard deviations is usual")
+
+    @property
+    def error_bound(self) -> float:
+        """sqrt(block) / 2, for a block of one large element and many small ones."""
+        return self.block**0.5 / 2
+
+    @property
+    def alignment(self) -> int:
+        """The number of elements in a block."""
+        return self.block
+
+    def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
+        """The payload: a scale per block, then two bits per element: first the low bits of all, then the high bits."""
+        payload = payload_like(x, self.nbytes(x.numel()))
+        clipped = x if self.clip is None else clip_outliers(x, block=self.block, deviations=self.clip)
+        quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key), norm="max", scale_bytes=_SCALE_BYTES)
+        return payload
+
+    def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
+        """Zero, or plus or minus the scale of the block, for each element."""
+        x = torch.empty_like(like, dtype=torch.float32)
+        dequantize_(payload, x, bits=_BITS, block=self.block, key=int(key), scale_bytes=_SCALE_BYTES)
+        return x.to(like.dtype)
+
+    def nbytes(self, n: int) -> int:
+        """Two bits per element, and 4 bytes per block."""
+        return quantized_nbytes(n, _BITS, self.block, _SCALE_BYTES)

@@ -1,0 +1,74 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A freezing optimizer, addressed by slices of a replica's flat vectors: the strategies of the 1-bit family use it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.core.replica.flat import Segment
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.optimizers.freezing import FreezingOptimizer
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """The worker's optimizer, and those of its parameters that belong to one replica.
+
+    Attributes:
+        optimizer: the worker's own, which may have parameters in other replicas too.
+        parameters: of the replica.
+        segments: the position of each in the replica's vectors.
+    """
+
+    optimizer: FreezingOptimizer
+    parameters: Sequence[Tensor]
+    segments: Sequence[Segment]
+
+    @property
+    def has_first_parameter(self) -> bool:
+        """Whether the optimizer's first parameter is here; the one replica that has it decides for all."""
+        everything = (p for group in self.optimizer.param_groups for p in group["params"])
+        # One without elements is in no replica.
+        first = next(p for p in everything if p.requires_grad and p.numel())
+        return any(parameter is first for parameter in self.parameters)
+
+    @property
+    def variance_steps(self) -> int:
+        r"""The time constant of the variance in steps, $1/(1-\beta_2)$."""
+        return max(1, round(1 / (1 - max(group["betas"][1] for group in self.optimizer.param_groups))))
+
+    def within(self, part: slice, vector: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+        """The parameters in a part of the replica's vectors, and their segments of one such vector."""
+        chosen = [
+            (parameter, segment.of(vector))
+            for parameter, segment in zip(self.parameters, self.segments, strict=True)
+            if part.start <= segment.start and segment.stop <= part.stop
+        ]
+        return [p for p, _ in chosen], [view for _, view in chosen]
+
+    def next_momenta_(
+        self, part: slice, target: Tensor, gradient: Tensor, *, share: float, rescale: bool = False
+    ) -> None:
+        """Write this worker's momentum after a gradient into a part of `target`, which may be the gradient itself."""
+        parameters, momenta = self.within(part, target)
+        gradients = momenta if target is gradient else self.within(part, gradient)[1]
+        self.optimizer.next_momenta_(momenta, gradients, parameters, share=share, rescale=rescale)
+
+
+def replica_view(r: Replica) -> ReplicaView:
+    """The view of a replica's freezing optimizer.
+
+    Raises:
+        ConfigError: it has another optimizer, or none.
+    """
+    optimizer = r.moments.optimizer
+    if not isinstance(optimizer, FreezingOptimizer):
+        raise ConfigError(
+            f"{type(optimizer).__name__}: its variance cannot be frozen; give the replica the moments of OneBitAdam, "
+            "OneBitLamb or ZeroOneAdam, as attach does"
+        )
+    return ReplicaView(optimizer, r.moments.parameters, r.segments)

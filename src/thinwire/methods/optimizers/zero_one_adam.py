@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0/1 Adam: Adam whose variance and momentum are synchronised less and less often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.core.replica.flat import copy_each_
+from thinwire.core.torch_internals import foreach
+from thinwire.methods.optimizers.freezing import FreezingAdam, adam_step_
+from thinwire.methods.optimizers.lamb import denominators_of
+
+
+class ZeroOneAdam(FreezingAdam):
+    r"""Adam in three kinds of steps, of which `ZeroOne()` chooses one each time.
+
+    With $x'$ and $t'$ the parameters and the step of the last synchronisation, on worker $i$,
+
+    $$m_i \leftarrow \beta_1 m_i + (1-\beta_1) g_i, \qquad u_i \leftarrow u_i + \gamma_t m_i, \qquad
+      x_i \leftarrow x_i - \gamma_t \frac{m_i}{\sqrt v + \epsilon} \quad \text{(local)},$$
+
+    $$m \leftarrow \frac{\bar u}{\sum_{k=t'}^t \gamma_k}, \qquad x \leftarrow x' - \frac{\bar u}{\sqrt v + \epsilon},
+      \qquad u \leftarrow 0 \quad \text{(synchronised)},$$
+
+    where $\bar u$ is the compressed mean of all $u_i$, this step's included; and, with $g$ the mean gradient of all
+    workers,
+
+    $$m \leftarrow \beta_1 m + (1-\beta_1) g, \quad v \leftarrow \beta_2 v + (1-\beta_2) g^2, \quad
+      x \leftarrow x - \gamma \frac{m}{\sqrt v + \epsilon} \quad \text{(full)} .$$
+
+    Moments have no bias correction. Weight decay acts on $x$ and $x'$ alike and is no part of $u$, so that momenta do
+    not contain it. Without a strategy every step is a full one, until `freeze()`.
+
+    State: `momentum`, `variance`, each like the parameters, in fp32 at least; from the first local step on, `anchor`
+    ($x'$) and `update_sum` ($u$) too; for parameters in 16 bits `master`.
+
+    Lu et al., Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam, ICLR 2023, arXiv:2202.06009,
+    Algorithm 1.
+
+    Example:
+        >>> x = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = ZeroOneAdam([x], lr=0.1, betas=(0.0, 0.0))
+        >>> for kind in ("full", "local", "local"):
+        ...     if kind == "local":
+        ...         optimizer.freeze()
+        ...         optimizer.set_local(local=True)
+        ...     x.grad = torch.ones(1)
+        ...     optimizer.step()
+        >>> [round(float(value), 4) for value in (x.detach(), optimizer.state[x]["update_sum"])]
+        [-0.3, 0.2]
+
+    Args:
+        params: the parameters.
+        lr: $\gamma$.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
+        eps: $\epsilon$; more shortens the steps of entries with small gradients.
+        weight_decay: $\lambda$.
+
+    Raises:
+        ConfigError: a value out of its range.
+    """
+
+    # `alone` marks local steps; `reach` is the sum of their learning rates since the last synchronisation.
+    group_defaults: ClassVar[Mapping[str, Any]] = {"lr_sum": 0.0, "local": False}
+
+    def unfreeze(self) -> None:
+        """Let the next gradient, which must be equal on all workers, update the variance."""
+        for group in self.param_groups:
+            group["frozen"] = False
+
+    def set_local(self, *, local: bool) -> None:
+        """Choose whether the next steps are local, until the next synchronisation."""
+        for group in self.param_groups:
+            group["local"] = local
+
+    def forget_local_steps(self) -> None:
+        """Begin local steps at the present parameters, which were set from outside, as after a synchronisation."""
+        for group in self.param_groups:
+            group["lr_sum"] = 0.0
+
+    def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+        """Send the mean momentum since the last synchronisation, each step weighted by its learning rate.
+
+        A mean has the size of one momentum however many steps it covers, so that residuals keep their scale when the
+        gaps between synchronisations grow.
+        """
+        if group["lr_sum"] == 0.0:
+            # No local step since the last synchronisation: the momentum itself is the mean.
+            return
+        lr = float(group["lr"])
+        foreach.mul_(momenta, lr)
+        foreach.add_(momenta, [state["update_sum"] for state in states])
+        foreach.div_(momenta, group["lr_sum"] + lr)
+
+    def frozen_step(
+        self,
+        group: dict[str, Any],
+        parameters: list[Tensor],
+        momenta: list[Tensor],
+        states: Sequence[dict[str, Tensor]],
+    ) -> None:
+        """Move along this worker's momentum, or from the last synchronised parameters along the mean momentum."""
+        copy_each_([state["momentum"] for state in states], momenta)
+        lr, variances = float(group["lr"]), [state["variance"] for state in states]
+        if group["local"]:
+            for parameter, state in zip(parameters, states, strict=True):
+                if "anchor" not in state:
+                    state["anchor"], state["update_sum"] = (
+                        parameter.detach().clone(),
+                        torch.zeros_like(state["momentum"]),
+                    )
+            anchors, sums = ([state[name] for state in states] for name in ("anchor", "update_sum"))
+            # The first local step after a synchronisation: later ones return to here.
+            if group["lr_sum"] == 0.0:
+                copy_each_(anchors, parameters)
+                foreach.zero_(sums)
+            foreach.add_(sums, momenta, alpha=lr)
+            # The synchronisation replaces the parameters by the anchor, so that weight decay must act on both.
+            foreach.mul_(anchors, 1 - lr * group["weight_decay"])
+        elif group["lr_sum"]:
+            # The local steps are replaced by one along the mean momentum, whose length is the sum of their lengths.
+            denominators = denominators_of(group, variances)
+            copy_each_(parameters, [state["anchor"] for state in states])
+            foreach.mul_(parameters, 1 - lr * group["weight_decay"])
+            foreach.addcdiv_(parameters, momenta, denominators, value=-group["lr_sum"] - lr)
+            return
+        adam_step_(group, parameters, momenta, variances)
+
+    def on_moved(self, group: dict[str, Any]) -> None:
+        """Add up the learning rates since the last synchronisation."""
+        group["lr_sum"] = group["lr_sum"] + float(group["lr"]) if group["local"] else 0.0

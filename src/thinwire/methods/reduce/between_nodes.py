@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A mean that is plain within nodes and coded between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.members import Members, node_and_peers
+from thinwire.core.comm.pending import Stages
+from thinwire.core.kernels import decisions
+from thinwire.methods.codecs.base import as_single
+
+
+def mean_between_nodes(
+    comm: Comm,
+    x: Tensor,
+    node_size: int,
+    cuts: Sequence[slice],
+    coded_mean: Callable[[Comm, Tensor, slice], Stages],
+    *,
+    count: int,
+) -> Stages:
+    """A mean in stages, as `PendingMeans` takes them.
+
+    Args:
+        comm: all ranks.
+        x: a vector.
+        node_size: ranks per node.
+        cuts: the part of the vector for each rank of a node, end to end.
+        coded_mean: the mean over the ranks of a comm of the part of the vector that lies in a slice of it.
+        count: what the sum over all ranks is divided by.
+    """
+    node, peers = node_and_peers(comm, node_size)
+    single = as_single(x)
+    own = cuts[node.rank]
+    parts = [single[cut] for cut in cuts]
+
+    # Within the node: each rank adds one part.
+    scattered = node.all_to_all(parts, [own.stop - own.start] * node.size)
+    yield
+
+    # Between nodes: the mean over nodes of this part, by the codec.
+    total = reduce(torch.add, scattered.wait()).mul_(peers.size / count)
+    mean = coded_mean(peers, total, own)
+    next(mean)
+    next(mean)
+    yield
+
+    # What is not finite in any part is a verdict of all.
+    finite = yield _all_agree(node, single, next(mean))
+    mean.send(finite)
+    try:
+        next(mean)
+    except StopIteration as end:
+        total = end.value
+
+    # Within the node: the parts together.
+    gathered = node.all_to_all([total] * node.size, [cut.stop - cut.start for cut in cuts]).wait()
+    for part, found in zip(parts, gathered, strict=True):
+        part.copy_(found)
+    if single.data_ptr() != x.data_ptr():
+        x.copy_(single)
+    yield
+    return x
+
+
+def _all_agree(node: Members, like: Tensor, finite: bool | None) -> bool:
+    """Whether it is so on all ranks of the node."""
+    flag = torch.full((1,), float(bool(finite)), dtype=torch.float32, device=like.device)
+    return decisions.holds(torch.stack(node.all_gather(flag).wait()).amin() > 0)

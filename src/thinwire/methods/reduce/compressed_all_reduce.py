@@ -1,0 +1,573 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means and exchanges over a comm: plain, compressed by a codec, or weighted by a topology."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import lcm
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.members import Members
+from thinwire.core.comm.pending import PendingMeans, Stages
+from thinwire.core.comm.work import Work
+from thinwire.core.kernels import all_finite, norm_if_finite
+from thinwire.core.replica.flat import Segment, cut_out
+from thinwire.errors import CommError, NonFiniteError
+from thinwire.methods.codecs.base import (
+    Codec,
+    Matrix,
+    MatrixCodec,
+    StageKeys,
+    State,
+    as_single,
+    check_payloads,
+    payload_like,
+    worker_key,
+)
+from thinwire.methods.codecs.between_nodes import BetweenNodes
+from thinwire.methods.codecs.feedback import ErrorFeedback, keep_, residual_of, server_residual_of
+from thinwire.methods.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_all, unseal, unseal_all
+from thinwire.methods.reduce.between_nodes import mean_between_nodes
+from thinwire.methods.reduce.pieces import pieces, pieces_at
+from thinwire.methods.topology.base import Peers
+
+Observer = Callable[[Tensor, list[Tensor]], None]
+"""Called with this rank's vector and the received ones."""
+
+
+def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
+    """Replace `x` on every rank by its mean over ranks: one all-reduce, 2 (n-1)/n of the vector sent per rank.
+
+    Args:
+        comm: the ranks.
+        x: a vector; must not be used before the wait.
+        count: divide the sum by this instead of the number of ranks, where some ranks contribute zeros.
+    """
+    divisor = count or _count_speaking(comm, x)
+    if x.dtype == torch.float16 and divisor != 1:
+        # In fp16 a sum overflows where the mean is finite.
+        return comm.all_reduce_(x.div_(divisor))
+    work = comm.all_reduce_(x)
+    return work if divisor == 1 else work.then(lambda total: total.div_(divisor))
+
+
+def _count_speaking(comm: Comm, x: Tensor) -> int:
+    """How many ranks a mean is over; the vector of one that has just joined, and has nothing to add, becomes zero."""
+    if comm.rank in comm.silent:
+        x.zero_()
+    return comm.size - len(comm.silent)
+
+
+def compressed_mean_(
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    state: State,
+    *,
+    key: int = 0,
+    count: int | None = None,
+    offset: int = 0,
+    length: int | None = None,
+    segments: Sequence[Segment] = (),
+    pending: PendingMeans | None = None,
+) -> Work[Tensor]:
+    """`mean_` of compressed vectors: one all-reduce if the codec is linear, two for matrices, else two stages.
+
+    Args:
+        comm: the ranks.
+        x: a vector; must not be used before the wait.
+        codec: compresses the vectors; `ErrorFeedback` keeps its residual in `state`.
+        state: of the codec.
+        key: of the random draws, equal on all ranks.
+        count: divide the sum by this instead of the number of ranks.
+        offset: where `x` begins in the vector that residuals are kept for.
+        length: elements of that vector; those of `x` unless given.
+        segments: the tensors of that vector; without them a codec of matrices sends vectors as they are.
+        pending: the means that this one finishes together with; it is alone unless given.
+    """
+    count = count or _count_speaking(comm, x)
+    if codec.linear and not codec.keeps_residual:
+        return _linear_mean(comm, x, codec, state, key=key, count=count)
+    where = Place(offset, length if length is not None else x.numel(), segments)
+    mean = _stages(comm, x, codec, state, where, key=key, count=count)
+    return (pending or PendingMeans()).launch(mean)
+
+
+def mean_from_residual(
+    comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int = 0, count: int | None = None
+) -> Work[Tensor]:
+    """`compressed_mean_` for less memory: a new vector, with only payloads in flight, where `at_once(codec)`.
+
+    The residual is what the message leaves out from the launch on, and not from the wait. So it cannot stay as it was
+    if another rank's vector is not finite: this is for means after which such a run ends.
+
+    Args:
+        comm: the ranks.
+        x: a vector; it is read now, and not changed.
+        codec: with error feedback, in two stages.
+        state: of the codec, with its residual `error`.
+        key: of the random draws, equal on all ranks.
+        count: divide the sum by this instead of the number of ranks.
+    """
+    if comm.rank in comm.silent:
+        # One that has just joined has nothing to add: with its residual this is zero.
+        x = residual_of(state, x).neg()
+    count, where = count or comm.size - len(comm.silent), Place(0, x.numel())
+    return PendingMeans().launch(_two_stages_of(comm, x, codec, state, where, codec, key=key, count=count, undo=False))
+
+
+def at_once(codec: Codec) -> bool:
+    """Whether what a message leaves out is known when it is sent: with error feedback in two stages."""
+    return isinstance(codec, ErrorFeedback) and not codec.linear and not codec.own_mean and not codec.forgets
+
+
+class Place(NamedTuple):
+    """Where a vector lies in the one that residuals are kept for.
+
+    Attributes:
+        offset: its first element.
+        length: elements of that vector.
+        segments: the tensors of that vector.
+    """
+
+    offset: int
+    length: int
+    segments: Sequence[Segment] = ()
+
+
+def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, *, key: int, count: int) -> Stages:
+    """The mean by a codec, in stages."""
+    if isinstance(codec, BetweenNodes) and comm.size == 1:
+        codec = codec.codec
+    if isinstance(codec, BetweenNodes):
+        inner = codec.codec
+
+        def part_mean(peers: Comm, part: Tensor, own: slice) -> Stages:
+            place = Place(where.offset + own.start, where.length, where.segments)
+            return _stages(peers, part, inner, state, place, key=key, count=peers.size)
+
+        if isinstance(inner, MatrixCodec):
+            edges = [each.stop for each in matrices_of(where.segments, x, where.offset)]
+            cuts = pieces_at(edges, codec.node_size)
+        else:
+            cuts = pieces(x.numel(), codec.node_size, codec.alignment)
+        return mean_between_nodes(comm, x, codec.node_size, cuts, part_mean, count=count)
+    if codec.linear and not codec.keeps_residual:
+        return _linear_stages(comm, x, codec, state, key=key, count=count)
+    residual = residual_of(state, x, where.offset, where.length) if codec.keeps_residual else None
+    if isinstance(codec, MatrixCodec) and residual is not None:
+        matrices = matrices_of(where.segments, x, where.offset)
+        return _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count)
+    if codec.one_round:
+        return _gathered_mean(comm, x, codec, residual, key=key, count=count)
+    if isinstance(codec, ErrorFeedback) and codec.linear and residual is not None:
+        return _residual_mean(comm, x, codec, residual, key=key, count=count)
+    return _two_stages_of(comm, x, codec, state, where, codec, key=key, count=count)
+
+
+def _linear_mean(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int, count: int) -> Work[Tensor]:
+    """A mean of payloads that an all-reduce adds, without residuals."""
+    payload = codec.encode(x, state, key)
+    # A codec that leaves elements out would leave out one that is not finite too.
+    if not codec.elementwise and not all_finite(x):
+        payload.fill_(torch.nan)
+    work = mean_(comm, payload, count=count)
+    return work.then(lambda payload: x.copy_(codec.decode(payload, x, key)))
+
+
+def two_stage_mean_(
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    state: State,
+    *,
+    key: int = 0,
+    count: int | None = None,
+    offset: int = 0,
+    length: int | None = None,
+    pending: PendingMeans | None = None,
+    server: Codec | None = None,
+) -> Work[Tensor]:
+    r"""`mean_` in two compressed stages: each rank (the server of a piece) adds one piece, and encodes the mean again.
+
+    With $C$ the codec, $e_i$ and $\bar e$ the residuals of workers and servers (zero if the codec needs no feedback),
+
+    $$y_i = C(x_i + e_i), \quad e_i \leftarrow x_i + e_i - y_i; \qquad
+      \bar y = C(\tfrac1n \sum_i y_i + \bar e), \quad \bar e \leftarrow \tfrac1n \sum_i y_i + \bar e - \bar y .$$
+
+    Every rank decodes the same bytes. If any rank's vector is not finite, here or in a mean that finishes together with
+    this one, all ranks get vectors of NaN for all of them, and residuals stay as they are. Sent per rank: a header of
+    16 bytes and the payload of a piece to each other rank, twice.
+
+    Tang et al., DoubleSqueeze, ICML 2019, arXiv:1905.05957, Algorithm 1.
+
+    Args:
+        comm: the ranks.
+        x: a vector; must not be used before the wait.
+        codec: any; one that needs feedback has it, also without `ErrorFeedback`.
+        state: of the codec: `error`, and `server_error/START-STOP` for this rank's piece.
+        key: of the random draws, equal on all ranks.
+        count: divide the sum by this instead of the number of ranks.
+        offset: where `x` begins in the vector that residuals are kept for.
+        length: elements of that vector; those of `x` unless given.
+        pending: the means that this one finishes together with; it is alone unless given.
+        server: the codec of the second stage; the first one's unless given.
+
+    Raises:
+        CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or of another codec, step or
+            stage.
+    """
+    check_payloads(codec)
+    where = Place(offset, length if length is not None else x.numel())
+    mean = _two_stages_of(comm, x, codec, state, where, server, key=key, count=count or comm.size)
+    return (pending or PendingMeans()).launch(mean)
+
+
+def _two_stages_of(
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    state: State,
+    where: Place,
+    server: Codec | None,
+    *,
+    key: int,
+    count: int,
+    undo: bool = True,
+) -> Stages:
+    """`two_stage_mean_` in stages."""
+    inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
+    answer = inner if server is None or server is codec else server
+    # Cut where blocks of both codecs begin, so that no block is split between servers.
+    cuts = pieces(x.numel(), comm.size, lcm(inner.alignment, answer.alignment))
+    residuals = None
+    if inner is not codec or codec.needs_feedback:
+        residual = residual_of(state, x, where.offset, where.length)
+        residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count)
+    return _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count, decay=decay, undo=undo)
+
+
+def _two_stage_mean(
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    server: Codec,
+    cuts: Sequence[slice],
+    residuals: tuple[Tensor, Tensor] | None,
+    *,
+    key: int,
+    count: int,
+    decay: float,
+    undo: bool,
+) -> Stages:
+    """`two_stage_mean_` from its first line to its last; `PendingMeans` says when each `yield` returns.
+
+    Without `undo` the mean is a new vector, and residuals are written at once, as `mean_from_residual` says.
+    """
+    lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
+    recipe = repr(codec) if server is codec else f"{codec!r} and {server!r}"
+    # The step of the launch: the waits may belong to a later step.
+    header = Header(codec_number(recipe, x.numel()), comm.step)
+    keys, updated = StageKeys.of(key, comm.rank, comm.size), as_single(x)
+
+    # Encode each piece. What is not finite is not encoded; `updated` becomes the new residual.
+    finite, square = norm_if_finite(x)
+    if finite:
+        payloads = _encoded(codec, updated, residuals and residuals[0], cuts, keys.own, undo=undo)
+    else:
+        payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
+    messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
+    if not undo:
+        x = updated = torch.empty(0, dtype=torch.float32, device=x.device)  # no reference to what is needed no more
+
+    # All-to-all: each piece to the rank that is its server.
+    scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
+    del payloads, messages
+    yield
+
+    # Decode all ranks' codes of this rank's piece, take their mean, and encode it.
+    headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype, comm.name)
+    del scattered
+    finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
+    # An all-gather needs payloads of one size, that of the first piece, which is the longest.
+    payload = payload_like(x, server.nbytes(lengths[0])).zero_()
+    mean = updated[own] if undo else torch.empty(lengths[comm.rank], dtype=torch.float32, device=x.device)
+    if finite and not problem:
+        mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
+        code, mean, finite = _encoded_mean(server, mean, residuals and residuals[1], keys.means[comm.rank], undo=undo)
+        payload[: code.nbytes].copy_(code.view(torch.uint8))
+
+    # All-gather: the mean of this rank's piece to all; or that a payload was no good, so that all raise together.
+    header = header._replace(second_stage=True)
+    flags = header._replace(non_finite=not finite, rejected=bool(problem), squared_norm=square)
+    gathered = comm.all_gather(seal(payload, flags))
+    del payloads, payload
+    yield
+
+    # The verdict, before anyone changes its residuals or its vector: all ranks read the same flags of all servers.
+    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype, comm.name)
+    del gathered
+    reports = (f"{comm.name(rank)} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
+    if problem := problem or damage or next(reports, ""):
+        where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
+        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+    all_finite = yield not any(each.non_finite for each in headers)
+    if all_finite and residuals and undo:
+        keep_(residuals[0], updated, decay)
+        residuals[1].copy_(mean)
+    yield
+
+    # Decode the means of all pieces.
+    if not undo:
+        x = updated = torch.empty(sum(lengths), dtype=torch.float32, device=x.device)
+    if not all_finite:
+        return x.fill_(torch.nan)
+    server.decode_pieces_(payloads, updated, cuts, keys.means)
+    return x if updated.data_ptr() == x.data_ptr() else x.copy_(updated)
+
+
+def _encoded(
+    codec: Codec, x: Tensor, residual: Tensor | None, cuts: Sequence[slice], keys: Sequence[int], *, undo: bool
+) -> list[Tensor]:
+    """The payloads of pieces of `x` plus the residual; `x`, or without `undo` that, becomes what they leave out."""
+    if residual is None:
+        return [codec.encode(x[cut], {}, key) for cut, key in zip(cuts, keys, strict=True)]
+    # Only their sum counts, and the first of the two becomes what is left out.
+    first, other = (x, residual) if undo else (residual, x)
+    return codec.encode_pieces_with_residual_(first, other, cuts, keys)
+
+
+def _encoded_mean(
+    server: Codec, mean: Tensor, residual: Tensor | None, key: int, *, undo: bool
+) -> tuple[Tensor, Tensor, bool]:
+    """The payload of a piece's mean, what it leaves out (the server's new residual), and whether that is finite."""
+    # Codes of finite vectors, and their sum, may overflow; then the step is skipped, and residuals stay finite.
+    finite = norm_if_finite(mean)[0]
+    cuts = [slice(0, mean.numel())]
+    (payload,) = _encoded(server, mean, residual, cuts, [key], undo=undo)
+    left = mean if undo or residual is None else residual
+    return payload, left, finite and norm_if_finite(left)[0]
+
+
+def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:
+    """A mean of payloads that an all-reduce adds, with each worker's residual; `yield` as in `_two_stage_mean`."""
+    updated, codec = as_single(x), feedback.codec  # the vector becomes the new residual
+
+    # Encode.
+    if not norm_if_finite(x)[0]:
+        # NaN in the payload makes the sum NaN on all ranks, so no flag has to be sent.
+        payload = codec.encode(torch.zeros_like(updated), {}, key).fill_(torch.nan)
+    elif codec.residual_after_sum:
+        payload = codec.encode(updated.add_(residual), {}, key)
+    else:
+        payload = codec.encode_with_residual_(updated, residual, key)
+
+    # All-reduce. It has no second stage, and is not waited for before it must be.
+    reduced = mean_(comm, payload, count=count)
+    yield
+    yield
+    payload = reduced.wait()
+    finite = yield all_finite(payload)
+
+    # Decode.
+    if not finite:
+        x.fill_(torch.nan)
+    else:
+        mean = codec.decode(payload, updated, key)
+        if codec.residual_after_sum:
+            # `size` workers subtract this part of the mean each, which is `count` means in all: the sum.
+            updated.sub_(mean, alpha=count / comm.size)
+        # The residual first: `updated` shares memory with `x` where `x` is in fp32.
+        keep_(residual, updated, feedback.decay)
+        x.copy_(mean)
+    yield
+    return x
+
+
+def _linear_stages(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int, count: int) -> Stages:
+    """`_linear_mean`, where a mean in stages is wanted."""
+    work = _linear_mean(comm, x, codec, state, key=key, count=count)
+    yield
+    yield
+    found = work.wait()
+    finite = yield all_finite(found)
+    yield
+    return found if finite else found.fill_(torch.nan)
+
+
+def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None, *, key: int, count: int) -> Stages:
+    """A mean of all workers' payloads, which are gathered; `yield` as in `_two_stage_mean`."""
+    inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
+    header = Header(codec_number(repr(inner), x.numel()), comm.step)
+    keys = [worker_key(key, rank, comm.size) for rank in range(comm.size)]
+    updated, (finite, square) = as_single(x), norm_if_finite(x)
+    if not finite:
+        payload = payload_like(x, inner.nbytes(x.numel())).zero_()
+    elif residual is None:
+        payload = inner.encode(updated, {}, keys[comm.rank])
+    else:
+        payload = inner.encode_with_residual_(updated, residual, keys[comm.rank])
+    gathered = comm.all_gather(seal(payload, header._replace(non_finite=not finite, squared_norm=square)))
+    yield
+    yield
+
+    # All ranks read the same flags and decode the same bytes, in the same order.
+    headers, payloads, problem = unseal_all(gathered.wait(), header, inner.dtype, comm.name)
+    del gathered
+    if problem:
+        where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
+        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+    mean = None
+    if not any(each.non_finite for each in headers):
+        mean = inner.decode_sum(payloads, updated, keys).div_(count)
+    finite = yield mean is not None and norm_if_finite(mean)[0]
+
+    if not finite or mean is None:
+        x.fill_(torch.nan)
+    else:
+        if residual is not None:
+            keep_(residual, updated, decay)
+        x.copy_(mean)
+    yield
+    return x
+
+
+def _matrix_mean(
+    comm: Comm,
+    x: Tensor,
+    codec: MatrixCodec,
+    residual: Tensor,
+    matrices: Sequence[Matrix],
+    state: State,
+    *,
+    key: int,
+    count: int,
+) -> Stages:
+    """A mean that a codec computes itself, by two all-reduces; `yield` as in `_two_stage_mean`."""
+    updated, finite = as_single(x), norm_if_finite(x)[0]
+    if finite:
+        updated.add_(residual)
+    else:
+        updated.zero_()
+    rounds = codec.mean(updated, residual, matrices, state, key=key, share=count / comm.size)
+
+    # The first all-reduce. NaN makes the sum NaN on all ranks, so no flag has to be sent.
+    message = next(rounds)
+    reduced = mean_(comm, message if finite else message.fill_(torch.nan), count=count)
+    yield
+
+    # The second, which goes on from the first one's sum. That is the same on all ranks, and so is what it leads to.
+    summed = reduced.wait()
+    finite = all_finite(summed)
+    summed = rounds.send(summed if finite else summed.zero_())
+    # Among some of the ranks it is a call of all of them, whose own parts may be longer, and finite.
+    called = isinstance(comm, Members) or (summed.numel() and finite)
+    reduced = mean_(comm, summed, count=count) if called else None
+    yield
+    if reduced is not None:
+        summed = reduced.wait()
+        finite = finite and all_finite(summed)
+    finite = yield finite
+
+    # Decode, and keep what the mean leaves out.
+    if not finite:
+        x.fill_(torch.nan)
+        rounds.close()
+    else:
+        with suppress(StopIteration):
+            rounds.send(summed)
+        if updated.data_ptr() != x.data_ptr():
+            x.copy_(updated)
+    yield
+    return x
+
+
+def matrices_of(segments: Sequence[Segment], x: Tensor, offset: int) -> list[Matrix]:
+    """The tensors that lie in `x`, the part of a vector from `offset` on; all of `x` in one row where none are given.
+
+    A tensor that lies in it in part, or in part of its memory only, has one row.
+    """
+    found: list[Matrix] = []
+    for each in cut_out(segments, slice(offset, offset + x.numel())):
+        # The dimension that is outermost in memory, also of tensors in channels-last or transposed.
+        outer = max(range(len(each.shape)), key=each.stride.__getitem__, default=0)
+        rows = each.shape[outer] if len(each.shape) > 1 else 1
+        if each.size:
+            found.append(Matrix(each.start, rows, each.size // rows, offset + each.start))
+    return found or [Matrix(0, 1, x.numel(), offset)]
+
+
+def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
+    """Replace `x` by the weighted sum of itself and the received vectors, with the topology's weights."""
+    # In the order of `peers.src`, so that the sum's bits do not depend on which vector arrived first.
+    x.mul_(peers.own)
+    for weight, y in zip(peers.weights, received, strict=True):
+        x.add_(y, alpha=weight)
+    return x
+
+
+def gossip_(comm: Comm, x: Tensor, peers: Peers, observe: Observer | None = None) -> Work[Tensor]:
+    """Exchange `x` with this step's neighbours and replace it by the weighted mean; sends len(peers.dst) vectors.
+
+    Args:
+        comm: the ranks.
+        x: a vector; must not be used before the wait.
+        peers: the neighbours and weights of this step.
+        observe: called with `x` and the received vectors, before they are mixed.
+    """
+
+    def mix(received: list[Tensor]) -> Tensor:
+        if observe is not None:
+            observe(x, received)
+        return mix_(x, received, peers)
+
+    return comm.send_recv(x, peers.dst, peers.src).then(mix)
+
+
+def compressed_exchange(
+    comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: int
+) -> Work[tuple[Tensor, list[Tensor]]]:
+    """Exchange `x` in compressed form with this step's neighbours, with a header of 16 bytes each.
+
+    Args:
+        comm: the ranks.
+        x: a vector.
+        codec: without error feedback.
+        peers: the neighbours of this step.
+        key: of the random draws, equal on all ranks.
+
+    Returns:
+        Work of this rank's vector as the others decode it, and of the vectors of `peers.src`; all in fp32.
+
+    Raises:
+        NonFiniteError: in `wait`, if a neighbour's vector or this rank's is not finite.
+        CommError: in `wait`, if a payload is damaged, or of another codec or step.
+    """
+    # A vector that is not finite is sent as zeros with a flag, so codecs need not handle NaN.
+    single, number = as_single(x), codec_number(repr(codec), x.numel())
+    finite, square = norm_if_finite(x)
+    own_key = worker_key(key, comm.rank, comm.size)
+    payload = codec.encode(single if finite else torch.zeros_like(single), {}, own_key)
+    header = Header(number, comm.step, non_finite=not finite, squared_norm=square)
+    own_message = seal(payload, header)
+
+    def decode(src: int, message: Tensor) -> Tensor:
+        received, content, problem = unseal(message, header)
+        where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
+        if problem:
+            raise CommError(f"{where}: what {comm.name(src)} sent {problem}; all ranks must run the same recipe")
+        if received.non_finite:
+            raise NonFiniteError(
+                f"{where}: the parameters of {comm.name(src)} are NaN or infinite; lower the learning rate"
+            )
+        return codec.decode(content.view(codec.dtype), single, worker_key(key, src, comm.size))
+
+    def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        # This rank decodes its own message too, since its neighbours hold the decoded vector and not `x`.
+        own = decode(comm.rank, own_message)
+        return own, [decode(src, message) for src, message in zip(peers.src, messages, strict=True)]
+
+    return comm.send_recv(own_message, peers.dst, peers.src).then(decode_all)

@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average parameters with a few neighbours at every step."""
+
+from functools import cached_property
+from typing import Literal
+
+from thinwire.core.replica.replica import Replica
+from thinwire.methods.reduce.compressed_all_reduce import gossip_, mean_, mix_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.topology.base import Topology
+from thinwire.methods.topology.certificate import check_average_kept
+from thinwire.methods.topology.exact_weights import exact_weights
+from thinwire.methods.topology.graphs import Ring
+from thinwire.registry import registered
+
+
+@registered
+class Gossip(Strategy):
+    r"""Mix the parameters with those of this step's neighbours (decentralised SGD, D-PSGD).
+
+    With $W$ the doubly stochastic weights of the graph,
+
+    $$x_i \leftarrow \sum_j W_{ij} x_j - \gamma\, g_i(x_i)  \quad\text{(combine while adapting)}, \qquad
+      x_i \leftarrow \sum_j W_{ij} \bigl(x_j - \gamma\, g_j(x_j)\bigr) \quad\text{(adapt, then combine)}.$$
+
+    The first is the paper's order: its messages are sent during the forward and backward pass. The second mixes newer
+    values and waits for them. On the complete graph the second is AllReduce under plain SGD. With a momentum in the
+    optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and on
+    heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal` and
+    `ExactDiffusion` avoid that.
+    Traffic: one vector per neighbour and step. State: none between steps.
+
+    Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056,
+    Algorithm 1.
+
+    Args:
+        topology: the graph; its weights must be doubly stochastic.
+        order: "while" combines while adapting, "after" adapts, then combines.
+
+    Example:
+        On a ring of four, what one worker starts with reaches its two neighbours first:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     thinwire.attach(model, optimizer, thinwire.Gossip(thinwire.Ring(), order="after"), comm=comm)
+        ...     model.weight.grad = torch.full_like(model.weight, -9.0 if comm.rank == 0 else 0.0)
+        ...     optimizer.step()
+        ...     return round(model.weight.item(), 3)
+        >>> thinwire.run_threads(4, train)
+        [3.0, 3.0, 0.0, 3.0]
+    """
+
+    topology: Topology = Ring()
+    order: Literal["while", "after"] = "while"
+
+    paper = "Lian et al., Can Decentralized Algorithms Outperform Centralized ...?, NeurIPS 2017, arXiv:1705.09056"
+    waits = "at every step each worker waits for its neighbours of that step"
+    limits = "workers hold different parameters between averages of all; evaluate at consensus"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(topology=self.topology, elementwise=True, restarts_on_resize=True)
+
+    def check(self, size: int) -> None:
+        """Refuse graphs that do not exist, do not connect, or do not keep the average."""
+        check_average_kept(self, self.topology, size)
+
+    def start(self, r: Replica) -> None:
+        """Send the parameters where workers start apart; where they start alike, mixing them changes nothing."""
+        if self.order == "while" and not r.equal_start:
+            self._launch(r)
+
+    def before_step(self, r: Replica) -> None:
+        """In the order "while", compute how far the parameters move towards those that the neighbours have sent."""
+        received = r.collect("neighbours")
+        if received is not None:
+            r.record_distance(r.x, received)
+            # The messages were launched at the end of the last step for this one, and so have this step's weights.
+            peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
+            # The move itself follows the optimizer's step, whose weight decay, like the gradient, belongs to the
+            # parameters before it.
+            r.state["pull"] = mix_(r.x.clone(), received, peers).sub_(r.x)
+
+    def after_step(self, r: Replica) -> None:
+        """Send the parameters; in the order "after" also wait for the neighbours', and mix."""
+        if self.order == "after":
+            peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
+            gossip_(r.comm, r.x, peers, r.record_distance).wait()
+            return
+        if (pull := r.state.pop("pull", None)) is not None:
+            r.x.add_(pull)
+        self._launch(r)
+
+    def restart(self, r: Replica) -> None:
+        """Drop the messages in flight, which hold older parameters; mixing equal ones changes nothing."""
+        r.collect("neighbours")
+
+    def holds_average(self, size: int) -> bool:
+        """In the order "after"; in the other one, messages in flight are still to be mixed in."""
+        return self.order == "after"
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all workers; messages in flight move the workers, but not their mean."""
+        # Collected first: the messages are sent from the parameters' memory.
+        self.restart(r)
+        mean_(r.comm, r.x).wait()
+
+    def _launch(self, r: Replica) -> None:
+        peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
+        # Without a copy: the parameters do not change until `before_step` has collected the messages.
+        r.launch("neighbours", r.comm.send_recv(r.x, peers.dst, peers.src))

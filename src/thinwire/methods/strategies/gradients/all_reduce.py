@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average gradients at every step."""
+
+from functools import cached_property
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.replica import Replica
+from thinwire.methods.codecs.base import Codec, check_feedback, draw_key, sends_all
+from thinwire.methods.optimizers.adaptive import check_signs
+from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class AllReduce(Strategy):
+    r"""Average the gradients of all workers at every step, while the backward pass still runs.
+
+    $$x \leftarrow x - \gamma \, \tfrac1n \sum_i g_i(x)$$
+
+    This is large-batch SGD, exactly, and the baseline of every other method. Parameters stay equal on all ranks, so
+    evaluation sends nothing.
+
+    With a `codec` the mean is that of the decoded payloads. The payloads of a linear codec, such as `Bf16()`, are added
+    up by the all-reduce itself. Others take two stages: an all-to-all, in which every rank receives all ranks' codes of
+    one piece of the vector, and an all-gather of the encoded means of these pieces. A gradient that is not finite on
+    any rank is then NaN on all of them. Codecs of signs, such as `OneBit()`, are refused under optimizers that divide
+    each element by its own size, as Adam does: `CompressedMomentum` sends one bit an element there.
+
+    Traffic: $2\frac{n-1}{n}$ of the gradient, or of its payload, per worker and step. State: none, or with
+    `ErrorFeedback` the residuals, like the gradient in fp32 and an $n$-th of that.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=1.0), AllReduce(), comm=comm)
+        ...     model(torch.tensor([[1.0 + comm.rank]])).sum().backward()  # the gradient is 1 on rank 0, 2 on rank 1
+        ...     worker.optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(2, train)
+        [-1.5, -1.5]
+
+    Args:
+        codec: for the gradients, bucket by bucket; None sends them as they are.
+    """
+
+    codec: Codec | None = None
+
+    paper = "synchronous SGD; ring all-reduce: Patarasuk and Yuan, JPDC 2009"
+    waits = "every step, all wait for the slowest worker and for the transfer of the whole gradient"
+    limits = "on a slow link the step takes as long as the transfer"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            equal_replicas=True,
+            moves_parameters=False,
+            lr_factor=1.0 if sends_all(self.codec) else None,
+            elementwise=True,
+        )
+
+    def check(self, size: int) -> None:
+        """Refuse a biased codec without error feedback, whose residual would be lost."""
+        check_feedback(self.codec)
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse signs of gradients where the optimizer divides each element by its own size."""
+        check_signs(self, self.codec, optimizer)
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
+        """Launch the mean of one bucket."""
+        if self.codec is None:
+            return mean_(r.comm, r.g[part], count=r.active)
+        key, whole = draw_key(r.seed, r.step, offset=part.start), r.g.numel()
+        return compressed_mean_(
+            r.comm,
+            r.g[part],
+            self.codec,
+            r.state,
+            key=key,
+            count=r.active,
+            offset=part.start,
+            length=whole,
+            segments=r.segments,
+            pending=r.pending_means,
+        )

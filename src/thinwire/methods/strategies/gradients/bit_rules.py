@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rules that choose the bits of every step: a fixed number, a bound on the error, or a budget."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, replace
+from math import inf, isinf, isnan, log2, nan
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.gradients.bits import (
+    LEAST,
+    MOST,
+    best_bits,
+    contraction,
+    error_of,
+    fewest_bits,
+    levels_of,
+)
+from thinwire.registry import registered
+
+_LEVEL_DECAY, _SLOPE_DECAY = 0.8, 0.95  # of the exponential means of log-squares and of their slope
+_MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not go on shrinking as fast as they do now
+_POINTS = 64  # of the remaining steps at which the error is evaluated: a run may have millions of them
+
+
+@dataclass(frozen=True)
+class BitLedger:
+    """The bits spent so far, and the error made with them.
+
+    Args:
+        step: steps that are settled.
+        bits: a worker has sent so far for one entry of its gradients; scales are not counted.
+        error: that quantisation has added so far to the bound on the loss.
+        level: an exponential mean of half the binary logarithm of squares; NaN before the first.
+        slope: an exponential mean of the level's change in one step.
+        answered: bits so far of one entry of the means that were sent back; rules do not spend these.
+    """
+
+    step: int = 0
+    bits: float = 0.0
+    error: float = 0.0
+    level: float = nan
+    slope: float = 0.0
+    answered: float = 0.0
+
+    @staticmethod
+    def read(numbers: Tensor) -> BitLedger:
+        """From six numbers, as `to_tensor` gives them."""
+        step, *rest = (float(number) for number in numbers.tolist())
+        return BitLedger(int(step), *rest)
+
+    def to_tensor(self) -> Tensor:
+        """As six numbers in double precision."""
+        return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
+
+    def after(self, bits: float, error: float, square: float) -> BitLedger:
+        """One step later."""
+        level, slope = self.level, self.slope
+        # A zero gradient has no logarithm, and must not lower the mean for ever.
+        if square > 0:
+            now = log2(square) / 2
+            known = now if isnan(level) else level
+            level = _LEVEL_DECAY * known + (1 - _LEVEL_DECAY) * now
+            slope = _SLOPE_DECAY * slope + (1 - _SLOPE_DECAY) * (level - known)
+        return BitLedger(self.step + 1, self.bits + bits, error, level, slope, self.answered)
+
+    def with_answer(self, bits: float) -> BitLedger:
+        """With the bits in which the mean of the last step was sent back."""
+        return replace(self, answered=self.answered + bits)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a rule knows of a step.
+
+    Args:
+        squares: one worker's, of each part of the gradient: this step's, or the previous step's as an estimate;
+            infinite where neither is known.
+        sizes: entries of each part.
+        lr: the learning rate.
+        share: the mean square error over that of one worker's code, and over a quarter of a level's square.
+    """
+
+    squares: Sequence[float]
+    sizes: Sequence[int]
+    lr: float
+    share: float
+
+    @property
+    def square(self) -> float:
+        """Of the whole gradient."""
+        return sum(self.squares)
+
+    def mean_bits(self, bits: Sequence[int]) -> float:
+        """For one entry, over all parts."""
+        return sum(b * size for b, size in zip(bits, self.sizes, strict=True)) / max(1, sum(self.sizes))
+
+
+@registered
+class FixedBits:
+    """The same bits at every step, as in the baselines of Yan et al., DQ-SGD, 2021, arXiv:2107.14575.
+
+    Example:
+        >>> FixedBits(3).choose(BitLedger(), Step(squares=[1.0, 9.0], sizes=[10, 10], lr=0.1, share=1.0))
+        [3, 3]
+
+    Args:
+        bits: of each entry, 2 to 8.
+    """
+
+    bits: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the type and the range."""
+        _check_range(self.bits, self.bits)
+
+    @property
+    def least(self) -> int:
+        """The same."""
+        return self.bits
+
+    @property
+    def most(self) -> int:
+        """The same."""
+        return self.bits
+
+    def choose(self, ledger: BitLedger, step: Step) -> list[int]:
+        """The bits of each part of the gradient."""
+        return [self.bits] * len(step.sizes)
+
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
+        """The ledger after a step whose squares are known."""
+        return ledger.after(step.mean_bits(bits), 0.0, step.square)
+
+
+@registered
+class ErrorBound:
+    r"""The fewest bits that keep what quantisation adds to the bound on $F(x_T) - F^*$ within `error`.
+
+    Let $E_t$ be the error added before step $t$, which follows
+    $E_{t+1} = \alpha_t E_t + \eta_t^2 L S_t / 8 n s_t^2$ (this form allows the learning rate to change). The rule
+    assumes that the remaining steps are like this one. Each of them may add the same error $\lambda$, except where
+    `least` or `most` bits prevent it:
+
+    $$\frac{a_t}{s_t^2} \approx \lambda, \qquad \sum_{k \ge t} \frac{a_k}{s_k^2} = \epsilon - \alpha_t^{T-t} E_t .$$
+
+    Bits are rounded so that the error is as near to $\lambda$ as it can be, and never exceeds what is left. The bound
+    therefore holds as long as `most` bits suffice, and squares are at most `margin` larger than estimated. After
+    `steps` steps the plan starts again.
+
+    Where squares shrink during the run, or each step removes much of the earlier errors ($\alpha_t$ well below 1), the
+    plan reserves error for steps that need less of it, and more bits are sent than the fewest that hindsight would
+    allow. Over 400 steps with $L = 1$, at the `error` that is worst for it: 1.5 times as many with squares that fall a
+    thousandfold, $\mu = 0.05$ and $\eta = 0.5$; 2.4 times with constant squares and $\mu = \eta = 0.5$, 3.5 times
+    where they fall a thousandfold there; 3.7 times with squares that fall a millionfold, $\mu = 0.5$ and $\eta = 1$.
+    Four times, all of `most` for `least`, is the most there can be. `BitBudget` does not depend on that.
+
+    Example:
+        >>> step = Step(squares=[1.0], sizes=[100], lr=0.1, share=1.0)
+        >>> [ErrorBound(error, steps=100).choose(BitLedger(), step) for error in (1e-1, 1e-2, 1e-3)]
+        [[2], [3], [5]]
+
+    Args:
+        error: $\epsilon$, in units of the loss; more sends fewer bits.
+        steps: $T$, of the run.
+        smoothness: $L$; an overestimate sends more bits than necessary.
+        strong_convexity: $\mu$; 0 weighs all steps equally, more sends fewer bits early and more at the end.
+        final_lr: the least learning rate to come, where it falls: early errors then decay more slowly, and less may be
+            added early. None for a constant one.
+        margin: by how much squares may exceed their estimate. Without it, one bit too few could end the run above its
+            bound; it only matters near the end.
+        least: bits of each entry at least, from 2.
+        most: bits of each entry at most, to 8; the first step takes these.
+    """
+
+    error: float = 1e-3
+    steps: int = 1000
+    smoothness: float = 1.0
+    strong_convexity: float = 0.0
+    final_lr: float | None = None
+    margin: float = 0.5
+    least: int = LEAST
+    most: int = MOST
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        _check_range(self.least, self.most)
+        _check_steps(self.steps)
+        if self.final_lr is not None and not 0 <= self.final_lr < inf:
+            raise ConfigError(f"final_lr={self.final_lr}: must be finite and not negative; None for a constant rate")
+        if not 0 <= self.margin < inf:
+            raise ConfigError(f"margin={self.margin}: must be finite and not negative; 0.5 is usual")
+        if not 0 < self.error < inf:
+            raise ConfigError(f"error={self.error}: must be positive and finite, in units of the loss; 1e-3 is usual")
+        if not 0 < self.smoothness < inf or not 0 <= self.strong_convexity <= self.smoothness:
+            raise ConfigError(
+                f"smoothness={self.smoothness}, strong_convexity={self.strong_convexity}: the first must be positive "
+                "and finite, the second lie between 0 and it; 1.0 and 0.0 weigh all steps alike"
+            )
+
+    def choose(self, ledger: BitLedger, step: Step) -> list[int]:
+        """The bits of each part of the gradient."""
+        if isinf(step.square):
+            return [self.most] * len(step.sizes)
+        remaining = self.steps - ledger.step % self.steps
+        rates = (step.lr, step.lr if self.final_lr is None else self.final_lr)
+        alpha = max(contraction(lr, self.smoothness, self.strong_convexity) for lr in rates)
+        # A new plan does not count the errors of the last one.
+        error = ledger.error if remaining < self.steps else 0.0
+        left = self.error - alpha**remaining * error
+        now = self._weights(step)
+        weights = [alpha ** (remaining - 1) * weight for weight in now]
+        share, bound = _share(sum(now), alpha, remaining, left, (levels_of(self.least), levels_of(self.most)))
+        # The squares are those of the previous step; this one's may be larger.
+        bound /= 1 + self.margin
+        return fewest_bits(weights, share, bound=bound, sizes=step.sizes, least=self.least, most=self.most)
+
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
+        """The ledger after a step whose squares are known."""
+        alpha = contraction(step.lr, self.smoothness, self.strong_convexity)
+        carried = alpha * ledger.error if ledger.step % self.steps else 0.0
+        return ledger.after(step.mean_bits(bits), carried + error_of(self._weights(step), bits), step.square)
+
+    def _weights(self, step: Step) -> list[float]:
+        factor = self.smoothness * step.lr**2 / 8 * step.share
+        return [factor * square for square in step.squares]
+
+
+@registered
+class BitBudget:
+    r"""A number of bits an entry on average, more of them where gradients are large and, with `decay`, near the end.
+
+    The error is least where $\log_2 s_t$ differs from its mean over the remaining steps by as much as
+    $\tfrac12 \log_2 a_t$ differs from its own mean. With $R$ the bits left for each remaining step, $\ell$ a mean of
+    recent $\tfrac12 \log_2 S$ and $\ell'$ its slope, which is assumed to last for as many steps as were observed and
+    to change the result by two bits at most, a step gets
+
+    $$R + \tfrac12 \log_2 S_t - \ell - \ell' - \tfrac12 \min(t, T-1-t)\,\ell' + \tfrac14 (T-1-t) \log_2 \alpha ,$$
+
+    bits, divided among its parts so that the error is least. Bits that a step leaves over go to later ones, and no
+    step takes the `least` bits of later ones: the budget is never exceeded. After `steps` steps the plan starts again.
+
+    Example:
+        >>> rule, small, large = BitBudget(bits=4.0, steps=100), 1.0, 64.0
+        >>> ledger = BitLedger(step=50, bits=200.0, level=0.0)  # half of the run; squares were 1 so far
+        >>> [rule.choose(ledger, Step([square], [100], lr=0.1, share=1.0)) for square in (small, large)]
+        [[4], [7]]
+
+    Args:
+        bits: an entry and step, on average over the run; scales are not counted.
+        steps: $T$, of the run.
+        decay: $\alpha$ in (0, 1], the factor by which one step reduces earlier errors; 1 for non-convex functions.
+        least: bits of each entry at least, from 2.
+        most: bits of each entry at most, to 8.
+    """
+
+    bits: float = 4.0
+    steps: int = 1000
+    decay: float = 1.0
+    least: int = LEAST
+    most: int = MOST
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        _check_range(self.least, self.most)
+        _check_steps(self.steps)
+        if not self.least <= self.bits <= self.most:
+            raise ConfigError(f"bits={self.bits}: must lie between least={self.least} and most={self.most}")
+        if not 0 < self.decay <= 1:
+            raise ConfigError(f"decay={self.decay}: must lie in (0, 1]; use 1 for non-convex functions")
+
+    def choose(self, ledger: BitLedger, step: Step) -> list[int]:
+        """The bits of each part of the gradient."""
+        remaining = self.steps - ledger.step % self.steps
+        earlier_runs = ledger.step // self.steps
+        bits_left = self.bits * self.steps * (earlier_runs + 1) - ledger.bits
+        wanted = bits_left / remaining + self._above_mean(ledger, step.square, remaining)
+        squares = step.sizes if isinf(step.square) else step.squares
+        granted, entries = max(wanted, self.least), sum(step.sizes)
+        # `best_bits` rounds down; half a bit of the smallest part more makes that the nearest.
+        granted = min(granted + min(step.sizes) / entries / 2, bits_left - self.least * (remaining - 1))
+        budget = granted * entries * (1 + 1e-12)
+        return best_bits(squares, budget, sizes=step.sizes, least=self.least, most=self.most)
+
+    def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
+        """The ledger after a step whose squares are known."""
+        return ledger.after(step.mean_bits(bits), 0.0, step.square)
+
+    def _above_mean(self, ledger: BitLedger, square: float, remaining: int) -> float:
+        """By how many bits a step should exceed the mean of the remaining ones."""
+        if remaining == 1:
+            return 0.0
+        of_decay = (remaining - 1) / 4 * log2(self.decay)
+        if isinf(square) and not ledger.step:
+            return self.most
+        if square <= 0 or isinf(square) or isnan(ledger.level):
+            return of_decay
+        # Corrected for the start of the exponential mean at zero.
+        slope = ledger.slope / (1 - _SLOPE_DECAY**ledger.step)
+        falling = -slope * min(remaining - 1, ledger.step) / 2
+        return (
+            log2(square) / 2 - ledger.level - slope + min(max(falling, -_MOST_SLOPE_BITS), _MOST_SLOPE_BITS) + of_decay
+        )
+
+
+Rule = FixedBits | ErrorBound | BitBudget
+
+
+def _share(weight: float, alpha: float, remaining: int, left: float, levels: tuple[int, int]) -> tuple[float, float]:
+    """The error that the current step should add, and the most that it may add.
+
+    Args:
+        weight: of a step's error when it is made; until the end it shrinks by `alpha` with each step after it.
+        alpha: the factor by which one step reduces earlier errors.
+        remaining: steps, the current one among them.
+        left: the error that all of them may add.
+        levels: the fewest and the most.
+    """
+    count = min(remaining, _POINTS)
+    stride = (remaining - 1) / max(1, count - 1)
+    weights = [weight * alpha ** (remaining - 1 - stride * i) for i in range(count)]
+    most, least = ([w / s**2 for w in weights] for s in levels)
+    target = left * count / remaining
+
+    def added(share: float) -> float:
+        return sum(min(max(share, low), high) for low, high in zip(least, most, strict=True))
+
+    # Bisection for the equal share: what is added grows with it, piecewise linearly.
+    low, high = 0.0, max(most)
+    for _ in range(40):
+        middle = (low + high) / 2
+        low, high = (middle, high) if added(middle) <= target else (low, middle)
+    return (high if added(high) <= target else low), left - sum(least[1:]) * (remaining - 1) / max(1, count - 1)
+
+
+def skipped_step(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
+    """The ledger after a step whose gradient was not finite: its bits are spent, it adds no error."""
+    return ledger.after(step.mean_bits(bits), ledger.error, 0.0)
+
+
+def _check_range(least: int, most: int) -> None:
+    if not LEAST <= least <= most <= MOST:
+        raise ConfigError(f"least={least}, most={most}: bits must lie in {LEAST}..{MOST}, the least first")
+
+
+def _check_steps(steps: int) -> None:
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: a run has at least 1 step; give the number of optimizer steps of the run")

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average gradients at every step, in a number of bits that a rule chooses for each step and bucket."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+from math import inf
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.work import Work
+from thinwire.core.kernels import all_finite
+from thinwire.core.kernels.decisions import decide, on_host
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.codecs.cast import Fp32
+from thinwire.methods.codecs.quantize import Quantize
+from thinwire.methods.reduce.compressed_all_reduce import two_stage_mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.gradients.bit_rules import (
+    BitBudget,
+    BitLedger,
+    ErrorBound,
+    FixedBits,
+    Step,
+    skipped_step,
+)
+from thinwire.methods.strategies.gradients.bits import MOST, square_of
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+_FP32_BITS = 32.0
+
+
+@registered
+class DQSGD(Strategy):
+    r"""Average quantised gradients; a rule chooses the bits of each step from the gradients' size and what is left.
+
+    With $C_b$ random rounding to $s = 2^{b-1}-1$ levels on each side of zero, relative to the largest entry of each
+    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and the two stages of any compressed
+    mean,
+
+    $$x \leftarrow x - \gamma\, C_{b_t+a}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
+
+    `ErrorBound` spends the fewest bits that keep what quantisation adds to the loss within a bound, `BitBudget` gets
+    the least error out of a given number of bits, and `FixedBits` is the baseline. Rules know the gradients of the
+    previous step: workers sum their squares in a message of 8 bytes a bucket, for which no worker waits. All ranks thus
+    choose the same bits, bucket by bucket, before the backward pass begins. The first step has no previous one, and
+    takes as many bits as the rule allows.
+
+    Codes are unbiased, so there is no residual, and any optimizer may follow. A single worker encodes nothing. A
+    gradient that is not finite on any rank becomes NaN on all of them, and the rule skips that step.
+
+    Rules spend the bits that workers send; the bits of the mean that comes back are counted separately. Traffic:
+    $\frac{n-1}{n}$ of the codes in each direction per worker and step, $b_t/8$ and $(b_t+a)/8$ bytes an entry and a
+    scale a block, and the squares. State: `ledger`, the bits spent and the error made, and a few numbers a bucket.
+
+    Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021,
+    arXiv:2107.14575.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(64, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ...     worker = thinwire.attach(model, optimizer, DQSGD(BitBudget(bits=3.0, steps=4, most=6)), comm=comm)
+        ...     for _ in range(5):
+        ...         optimizer.zero_grad()
+        ...         model(torch.ones(1, 64)).sum().backward()
+        ...         optimizer.step()
+        ...     return worker.metrics()["spent_bits_per_entry"]
+        >>> thinwire.run_threads(2, train)  # 4 steps of 3 bits on average
+        [12.0, 12.0]
+
+    Args:
+        rule: chooses the bits of each step.
+        block: entries that share a scale; fewer entries make the codes more exact, and add bytes for scales.
+        dither: subtract after decoding what was added before rounding; this divides the squared error by three, and
+            makes it the same whatever the gradient.
+        correlated: workers round the same entry at evenly spaced thresholds: better where their gradients are nearly
+            equal, worse where they differ by half a level.
+        answer: $a$, by how many bits the codes of the mean exceed those of the gradients. The errors of the gradients'
+            codes average out over workers, that of the mean does not: $\frac12 \log_2 n$ makes both alike.
+            None sends the mean itself in fp32, as in papers that count one direction only.
+    """
+
+    rule: FixedBits | ErrorBound | BitBudget = BitBudget()
+    block: int = 2048
+    dither: bool = True
+    correlated: bool = False
+    answer: int | None = 0
+
+    paper = "Yan et al., DQ-SGD: Dynamic Quantization in SGD, 2021, arXiv:2107.14575"
+    waits = "every step, all wait for the slowest worker and for the transfer of the codes, twice"
+    limits = "rules plan for a known number of steps; codes of two bits are noisy and need small learning rates"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            data_dependent_bytes=self.rule.least < self.rule.most,
+            equal_replicas=True,
+            moves_parameters=False,
+            growing=("plan", "sent", "last_squares", "squares"),
+        )
+
+    def __post_init__(self) -> None:
+        """Check the types and the block."""
+        if self.block < 8 or self.block % 8:
+            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
+        if self.answer is not None and not 0 <= self.answer <= MOST - self.rule.most:
+            raise ConfigError(
+                f"answer={self.answer}: at least 0, and with the rule's {self.rule.most} bits at most {MOST}; let the "
+                "rule have fewer, as in BitBudget(most=7), or use None for the mean itself"
+            )
+
+    def start(self, r: Replica) -> None:
+        """An empty ledger, and no buckets yet."""
+        _QuantizationState(
+            ledger=BitLedger().to_tensor(),
+            plan=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
+            sent=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
+            last_squares=torch.zeros(0, dtype=torch.float64, device="cpu"),
+            lr_and_error=torch.zeros(2, dtype=torch.float64, device="cpu"),
+            squares=r.x.new_zeros(0, dtype=torch.float64),
+        ).store(r)
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
+        """Launch the compressed mean of one bucket; after the last one, the sum of squares."""
+        state = _QuantizationState.of(r)
+        # Buckets are final from the end of the vector to its beginning.
+        if part.stop == r.x.numel():
+            self._plan(r, state)
+        # Divided by the ranks with data, so that the sum is the mean square of one worker.
+        state.squares = torch.cat([state.squares, square_of(r.g[part], self.block).reshape(1) / r.active])
+        bits, key = self._bits_of(state, part), draw_key(r.seed, r.step, offset=part.start)
+        codec, server = self._codec(bits), Fp32() if self.answer is None else self._codec(bits + self.answer)
+        mean = two_stage_mean_(
+            r.comm, r.g[part], codec, {}, key=key, count=r.active, pending=r.pending_means, server=server
+        )
+        if part.start == 0:
+            total = r.comm.all_reduce_(state.squares)
+            # Collected by the next backward pass, so that no worker waits for it.
+            r.launch("squares", total.then(lambda squares: [squares]))
+            state.squares = state.squares.new_zeros(0)
+        state.store(r)
+        return mean
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """Let all plan alike: by the ledger of the one that is furthest, and with no squares of an earlier pass.
+
+        Where a worker was lost in a pass, some have used the squares of the pass before, which the others have dropped.
+        """
+        state = _QuantizationState.of(r)
+        ledgers = r.comm.all_gather(state.ledger.to(r.x.device)).wait()
+        state.ledger = max((each.cpu() for each in ledgers), key=lambda ledger: float(ledger[0]))
+        state.plan, state.sent = (torch.zeros(0, 3, dtype=torch.int64, device="cpu") for _ in range(2))
+        state.last_squares = torch.zeros(0, dtype=torch.float64, device="cpu")
+        r.inflight.pop("squares", None)
+        state.store(r)
+
+    # -- the bits of a step ----------------------------------------------------------------------------------------
+
+    def _plan(self, r: Replica, state: _QuantizationState) -> None:
+        """Settle the previous step, whose squares have arrived by now, and choose the bits of this one."""
+        # Sums of a backward pass that no step followed are still here.
+        state.squares = r.x.new_zeros(0, dtype=torch.float64)
+        state.plan, state.sent = state.sent, torch.zeros(0, 3, dtype=torch.int64, device="cpu")
+        received = r.collect("squares")
+        # Each bit more at least halves a level, so that it quarters the squared error of the mean.
+        answer_error = 0.0 if self.answer is None else 0.25**self.answer
+        found = r.lr
+        lr = found if not isinstance(found, Tensor) else decide(found, lambda: float(found.max()), most=1.0, least=1.0)
+        error = (1 if self.correlated else 1 / r.active) + answer_error
+        if received is not None:
+            ledger, sizes = self._settled(r, state, received[0])
+            squares = state.last_squares.tolist()
+            # Saved squares are of other buckets where a checkpoint goes on with another bucket size.
+            squares = squares if len(squares) == len(sizes) else [inf] * len(sizes)
+            step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
+            most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
+            chosen = decide(received[0], lambda: rule.choose(ledger, step), most=most, least=least)
+            state.plan[:, 2] = torch.tensor(chosen, dtype=torch.int64, device="cpu")
+        state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64, device="cpu")
+
+    def _settled(self, r: Replica, state: _QuantizationState, squares: Tensor) -> tuple[BitLedger, list[int]]:
+        """The ledger after the previous step, and the sizes of its buckets."""
+        buckets = state.plan.tolist()
+        sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
+        ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
+        unknown = Step([], sizes, lr, error)
+        if not all_finite(squares):
+            ledger = skipped_step(ledger, unknown, bits)
+        else:
+            state.last_squares = on_host(squares)
+            ledger = self.rule.settle(
+                ledger, Step(state.last_squares.tolist(), sizes, lr, self._error_share(error)), bits
+            )
+        sent_bits = unknown.mean_bits(bits)
+        ledger = ledger.with_answer(_FP32_BITS if self.answer is None else sent_bits + self.answer)
+        state.ledger = ledger.to_tensor()
+        r.metrics["bits"] = sent_bits
+        r.metrics["spent_bits_per_entry"] = ledger.bits
+        r.metrics["answered_bits_per_entry"] = ledger.answered
+        r.metrics["quantisation_error"] = ledger.error
+        return ledger, sizes
+
+    def _bits_of(self, state: _QuantizationState, part: slice) -> int:
+        """The planned bits of this bucket; for a bucket that the last step did not have, those of unknown squares."""
+        place = [part.start, part.stop]
+        bits = next((each for *known, each in state.plan.tolist() if known == place), 0)
+        if not bits:
+            unknown = Step([inf], [part.stop - part.start], *state.lr_and_error.tolist())
+            (bits,) = self.rule.choose(BitLedger.read(state.ledger), unknown)
+        state.sent = torch.cat([state.sent, torch.tensor([[*place, bits]], dtype=torch.int64, device="cpu")])
+        return bits
+
+    def _codec(self, bits: int) -> Quantize:
+        return Quantize(bits, self.block, self.dither, self.correlated)
+
+    def _error_share(self, error: float) -> float:
+        """The mean square error of both stages together, over a quarter of a level's square."""
+        return error / 3 if self.dither else error
+
+
+@dataclass
+class _QuantizationState:
+    """What one backward pass leaves to the next; `Replica.state` holds every field under its name, so it is saved.
+
+    Attributes:
+        ledger: float64 [6]; a `BitLedger`.
+        plan: int64 [buckets, 3]; start, stop and bits of every bucket, as planned for this backward pass.
+        sent: int64 [buckets, 3]; the same for the buckets of this backward pass so far.
+        last_squares: float64 [buckets]; the squares of the last finite step, over all workers.
+        lr_and_error: float64 [2]; the learning rate that the plan was made with, and the squared error of both stages
+            over that of one worker's code.
+        squares: float64 [buckets so far]; this worker's, until they are sent.
+    """
+
+    ledger: Tensor
+    plan: Tensor
+    sent: Tensor
+    last_squares: Tensor
+    lr_and_error: Tensor
+    squares: Tensor
+
+    @classmethod
+    def of(cls, r: Replica) -> _QuantizationState:
+        """As `r.state` holds it."""
+        return cls(**{field.name: r.state[field.name] for field in fields(cls)})
+
+    def store(self, r: Replica) -> None:
+        """Put it into `r.state`."""
+        for field in fields(self):
+            r.state[field.name] = getattr(self, field.name)

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shared by `SketchedSGD` and `FetchSGD`: count sketches, the parts of a vector in them, and sparse updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from thinwire.core.kernels import all_finite, cells_at, heavy, sketch_, unsketch
+from thinwire.core.kernels.decisions import decide
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.reduce.leaving import hand_on_sums_
+
+# Of each worker; their sums over workers count.
+_SHARES = ("momentum", "unsent")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A count sketch of a vector: every element is added, with a random sign, to one random cell of each row.
+
+    An element's estimate is the median over rows of its cells with its sign. Tables of the same shape, length and key
+    add up: the sum of tables is the table of the sum.
+
+    Attributes:
+        cells: [rows, columns], fp32.
+        length: elements of the vector.
+        key: determines cells and signs.
+    """
+
+    cells: Tensor
+    length: int
+    key: int
+
+    @classmethod
+    def of(cls, x: Tensor, shape: Sequence[int], key: int) -> Table:
+        """The sketch of a vector in a table of this shape."""
+        cells = torch.zeros(*shape, dtype=torch.float32, device=x.device)
+        # In fp32, like the cells: sums in 16 bits would lose small entries.
+        if x.numel():
+            sketch_(x.float(), cells, key=key)
+        return cls(cells, x.numel(), key)
+
+    def all_reduced(self, r: Replica, dense: Tensor) -> tuple[Table, Tensor]:
+        """The sum over ranks of this table and of an uncompressed vector, in one all-reduce."""
+        message = torch.cat([self.cells.view(-1).to(dense.dtype), dense])
+        total = r.comm.all_reduce_(message).wait()
+        cells, rest = total[: self.cells.numel()], total[self.cells.numel() :]
+        return Table(cells.view(self.cells.shape).float(), self.length, self.key), rest
+
+    @property
+    def finite(self) -> bool:
+        """Whether no cell is NaN or infinite."""
+        return all_finite(self.cells)
+
+    @property
+    def norm(self) -> Tensor:
+        """An estimate of the vector's Euclidean norm."""
+        return self.cells.square().sum(1).median().sqrt()
+
+    def largest(self, k: int) -> Tensor:
+        """The indices of the k largest estimates, in order."""
+        # An empty vector has a table without columns.
+        return heavy(self.cells, self.length, k, key=self.key) if self.length else self.cells.new_empty(0).long()
+
+    def estimates(self, indices: Tensor) -> Tensor:
+        """Estimates of these elements."""
+        return unsketch(self.cells, indices, self.length, key=self.key)
+
+    def cells_of(self, indices: Tensor) -> Tensor:
+        """The cells that these elements are added to, as booleans like `cells`."""
+        cells, _ = cells_at(self.cells, indices, key=self.key)
+        return torch.zeros_like(self.cells, dtype=torch.bool).scatter_(1, cells, True)
+
+    def subtract_(self, indices: Tensor, values: Tensor) -> None:
+        """Subtract the sketch of a vector that has these values at these indices, ascending, and zeros elsewhere."""
+        if self.cells.is_cuda:
+            # There index_add_ adds in any order, and tables must be equal on all ranks.
+            dense = values.new_zeros(self.length).index_put_((indices,), values)
+            self.cells.sub_(Table.of(dense, self.cells.shape, self.key).cells)
+            return
+        cells, signs = cells_at(self.cells, indices, key=self.key)
+        gone = torch.zeros_like(self.cells)
+        for line, row, sign in zip(gone, cells, signs, strict=True):
+            line.index_add_(0, row, sign * values.float())
+        self.cells.sub_(gone)
+
+
+# -- the parts of a vector that are sketched ---------------------------------------------------------------------------
+
+
+class Split(NamedTuple):
+    """The slices of a vector that are sketched, and those that are sent uncompressed.
+
+    Attributes:
+        large: slices of large tensors, which are sketched.
+        small: slices of small ones.
+    """
+
+    large: Sequence[slice]
+    small: Sequence[slice]
+
+    @property
+    def length(self) -> int:
+        """Elements that are sketched."""
+        return sum(part.stop - part.start for part in self.large)
+
+    def large_of(self, x: Tensor) -> Tensor:
+        """The sketched elements as one vector; the vector itself where that is all of it."""
+        return torch.cat([x[:0], *(x[part] for part in self.large)]) if self.small else x
+
+    def small_of(self, x: Tensor) -> Tensor:
+        """The uncompressed elements as one vector."""
+        return torch.cat([x[:0], *(x[part] for part in self.small)])
+
+    def positions(self, indices: Tensor) -> Tensor:
+        """The positions in the vector of these elements of `large_of`."""
+        if not self.small or not self.large:
+            return indices
+        lengths = torch.tensor([part.stop - part.start for part in self.large], dtype=torch.int64, device="cpu")
+        stops = lengths.cumsum(0)
+        shifts = torch.tensor([part.start for part in self.large], dtype=torch.int64, device="cpu") - (stops - lengths)
+        return indices + shifts.to(indices.device)[torch.bucketize(indices, stops.to(indices.device), right=True)]
+
+
+def split_of(r: Replica, dense_below: int) -> Split:
+    """Split by the size of tensors; adjacent ones are joined."""
+    large, small = list[slice](), list[slice]()
+    for segment in r.segments:
+        slices = small if segment.size < dense_below else large
+        start = slices.pop().start if slices and slices[-1].stop == segment.start else segment.start
+        slices.append(slice(start, segment.stop))
+    return Split(large, small)
+
+
+# -- sparse updates ----------------------------------------------------------------------------------------------------
+
+
+class Update(NamedTuple):
+    """A sparse update that is equal on all ranks.
+
+    Attributes:
+        parts: positions in the replica's vector with the values to subtract there. The positions of one part differ,
+            except on a CPU, where values at one position are added in order.
+        mine: positions of which this worker's residual was sent completely.
+        dense: values for the small tensors.
+        small: the slices of these.
+    """
+
+    parts: list[tuple[Tensor, Tensor]]
+    mine: Tensor
+    dense: Tensor
+    small: Sequence[slice]
+
+
+def gradient_share(r: Replica, inside: bool) -> Tensor:
+    """This worker's share of the mean gradient, times the learning rate where that is `inside` the residual."""
+    # In fp32 at least: residuals sum many small gradients.
+    fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
+    return fresh.mul_(r.lr) if inside else fresh
+
+
+def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
+    """Write an update into `r.g`, for plain SGD to apply; returns the positions of `mine` that it will apply.
+
+    Parameters whose learning rate is zero do not change, and their update stays in the residual.
+    """
+    lr = torch.as_tensor(r.lr, dtype=torch.float64, device=r.g.device)
+
+    def at(where: Tensor | slice) -> Tensor:
+        return lr[where] if lr.ndim else lr
+
+    def gradients(where: Tensor | slice, values: Tensor) -> Tensor:
+        if not inside:
+            return values.to(r.g.dtype)
+        # SGD multiplies by the learning rate again.
+        rate = at(where).to(values.dtype)
+        return torch.where(rate > 0, values / torch.where(rate > 0, rate, 1.0), 0.0).to(r.g.dtype)
+
+    # Parts are added one after the other, because positions may repeat between them.
+    for where, values in update.parts:
+        r.g.index_add_(0, where, gradients(where, values))
+    sizes = [part.stop - part.start for part in update.small]
+    for part, values in zip(update.small, update.dense.split(sizes) if sizes else (), strict=True):
+        r.g[part] = gradients(part, values)
+    mine, moves = update.mine, at(update.mine) > 0
+    return decide(moves, lambda: mine[moves.expand_as(mine)], most=mine, least=mine)
+
+
+# -- checks and resizing -----------------------------------------------------------------------------------------------
+
+
+def check_table(fraction: float, columns: int, rows: int) -> None:
+    """Refuse invalid tables.
+
+    Raises:
+        ConfigError: with the value, the rule and the fix.
+    """
+    if not 0 < fraction <= 1:
+        raise ConfigError(f"fraction={fraction}: must lie in (0, 1]; 0.0003 is usual")
+    if columns < 1:
+        raise ConfigError(f"columns={columns}: at least 1 for each updated coordinate; 32 is usual")
+    if rows < 1 or rows % 2 == 0:
+        raise ConfigError(
+            f"rows={rows}: an estimate is the median of the rows, so their number must be odd; 5 is usual"
+        )
+
+
+def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
+    """Refuse everything but `torch.optim.SGD` without momentum.
+
+    Raises:
+        ConfigError: with the fix.
+    """
+    plain = isinstance(optimizer, SGD) and not any(
+        group["momentum"] or group["maximize"] for group in optimizer.param_groups
+    )
+    if not plain:
+        raise ConfigError(
+            f"{type(optimizer).__name__} under {name}: it must apply {name}'s update as it is; use "
+            f"torch.optim.SGD without momentum, and {name}(momentum=0.9)"
+        )
+
+
+def hand_on_unsent(r: Replica, leaving: Sequence[int]) -> None:
+    """Let leaving workers' residuals and momenta, which are shares of a sum, go to their neighbours."""
+    hand_on_sums_(r.comm, r.state, leaving, lambda name: name.rpartition("/")[2] in _SHARES, scale=1)
+
+
+def begin_without_shares_(r: Replica, before: int) -> None:
+    """Let a worker that joins owe nothing: it was given another one's shares, which would be applied twice.
+
+    Args:
+        r: the replica, with the state of `SketchedSGD` or `FetchSGD`.
+        before: the number of workers before; 0 on one that joins.
+    """
+    for name in () if before else r.state.keys() & set(_SHARES):
+        r.state[name].zero_()
+
+
+def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+    """The states of another number of workers, with the same residual and momentum in total.
+
+    Args:
+        states: of all workers under `SketchedSGD` or `FetchSGD`, as in their checkpoints.
+        size: new number of workers; each gets an equal share. Tables, which are equal on all workers, are copied.
+    """
+    if not states or size < 1:
+        raise ConfigError(f"{len(states)} states for {size} workers: both must be at least 1")
+    shares: dict[str, Tensor] = {}
+    for name, first in states[0].items():
+        if name.rpartition("/")[2] in _SHARES:
+            total = torch.stack([state[name].double() for state in states]).sum(0)
+            shares[name] = (total / size).to(first.dtype)
+        else:
+            shares[name] = first
+    return [{name: x.clone() for name, x in shares.items()} for _ in range(size)]

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0/1 Adam: average gradients and encoded momenta at steps that grow farther apart, with local steps in between."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.core.comm.work import Work
+from thinwire.core.kernels import all_finite
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
+from thinwire.methods.codecs.feedback import resize_errors
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.methods.optimizers.replica_view import replica_view
+from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.methods.reduce.compressed_all_reduce import mean_, two_stage_mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class ZeroOne(Strategy):
+    r"""0/1 Adam: average gradients at ever fewer steps and compressed momenta at the others, later at few steps only.
+
+    Needs `ZeroOneAdam`. During the first `variance_steps`, gradients are averaged at steps $0 = k_0 < k_1 < \dots$ with
+    $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. The other of these steps average compressed
+    momenta, with error feedback and in two stages (each rank averages one piece, compresses it again and sends it to
+    all), as under `CompressedMomentum`. Then the variance is frozen, and workers take local steps between
+    synchronisations. The gaps between synchronisations are $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps, each gap
+    `local_doubling` times, up to `most_local`. With $C$ the codec, $e_i$ the residual of worker $i$, $\gamma_k$ and
+    $m_{i,k}$ the learning rate and momentum of step $k$, and sums over the steps since the last synchronisation, a
+    synchronisation computes
+
+    $$\bar m = C\Big(\frac{\sum_k \gamma_k m_{i,k}}{\sum_k \gamma_k} + e_i\Big) \text{ in two stages}, \qquad
+      x \leftarrow x' - \frac{\sum_k \gamma_k}{\sqrt v + \epsilon} \bar m ,$$
+
+    where $x'$ are the parameters of the last synchronisation, and $\bar m$ the mean momentum of the steps since then.
+    As a mean, $\bar m$ has the magnitude of one momentum for any gap, so residuals keep their scale when gaps grow.
+
+    After every synchronisation all workers hold the same parameters, bit for bit. A gradient that is not finite counts
+    as zero in a local step; at a synchronisation all workers skip the step and keep their residuals.
+
+    Traffic per worker: $2\frac{n-1}{n}$ of the gradient at steps that average gradients, $2\frac{n-1}{n}$ of the
+    compressed momentum at steps that average momenta, nothing at local steps. State: the residual of the worker, like
+    the parameters, and that of its piece, $1/n$ of them; for parameters in 16 bits also `message`, the momenta to be
+    sent, like the parameters in fp32.
+
+    Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009, Algorithm 1.
+
+    Example:
+        >>> strategy = ZeroOne(variance_steps=8, variance_doubling=2, local_doubling=2, most_local=4)
+        >>> [step for step in range(8) if strategy.averages_gradients(step)]  # gradients, in full precision
+        [0, 1, 2, 4, 6]
+        >>> [step for step in range(8, 24) if strategy.synchronises(step)]  # encoded momenta; the other steps are local
+        [8, 9, 11, 13, 17, 21]
+
+    Args:
+        codec: for the momenta; `OneBit(norm="l2", whole=True)` as in the paper.
+        variance_steps: steps during which the variance is updated; more gives a better variance, and sends more.
+        variance_doubling: $\kappa$, averages of gradients until the gap between them doubles; more sends more.
+        local_doubling: synchronisations until the gap between them doubles; more sends more.
+        most_local: the widest gap, a power of two; 1 synchronises at every step.
+    """
+
+    codec: Codec = OneBit(norm="l2")
+    variance_steps: int = 1000
+    variance_doubling: int = 16
+    local_doubling: int = 1000
+    most_local: int = 16
+
+    paper = "Lu et al., 0/1 Adam, ICLR 2023, arXiv:2202.06009"
+    waits = "at every synchronisation, all workers wait for the slowest one and for two transfers of compressed momenta"
+    limits = "needs ZeroOneAdam; the workers' gradients must be similar enough for a few local steps"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            sends_gradients=True,
+            reads_gradient=True,
+            skips_nonfinite=True,
+            steady_from=self._widest_from,
+            needs_equal_start=True,
+            moves_parameters=False,
+            feeds_back=True,
+        )
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        check_payloads(self.codec)
+        check_sizes(self.codec)
+        for name in ("variance_steps", "variance_doubling", "local_doubling"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; 1000, 16 and 1000 are usual")
+        if self.most_local < 1 or self.most_local & (self.most_local - 1):
+            raise ConfigError(f"most_local={self.most_local}: gaps double, so it must be a power of two; 16 is usual")
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse every optimizer but `ZeroOneAdam`."""
+        if not isinstance(optimizer, ZeroOneAdam):
+            raise ConfigError(
+                f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronise; use ZeroOneAdam"
+            )
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
+        """Convert the states to another number of workers; the residuals' effect on the mean is kept."""
+        return resize_errors(states, size)
+
+    def averages_gradients(self, step: int) -> bool:
+        """Whether this step averages gradients and updates the variance."""
+        if step >= self.variance_steps:
+            return False
+        gap, place = _doubling(step, self.variance_doubling, self.variance_steps)
+        return place % gap == 0
+
+    def synchronises(self, step: int) -> bool:
+        """Whether all workers hold the same parameters after this step."""
+        if step < self.variance_steps:
+            return True
+        gap, place = _doubling(step - self.variance_steps, self.local_doubling, self.most_local)
+        return place % gap == gap - 1
+
+    def start(self, r: Replica) -> None:
+        """Prepare the optimizer for the first step, which averages gradients."""
+        self._prepare(r)
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
+        """Launch the all-reduce of one bucket's gradient, at steps that update the variance."""
+        return mean_(r.comm, r.g[part], count=r.active) if self.averages_gradients(r.step) else None
+
+    def before_step(self, r: Replica) -> None:
+        """Average the momenta of this step, or prepare a local step."""
+        if self.averages_gradients(r.step):
+            return
+        if self.synchronises(r.step):
+            self._synchronise(r)
+        elif not all_finite(r.g):
+            # The other workers do not know of it, so this one must take a step too, with a zero gradient.
+            r.g.zero_()
+            r.metrics["skipped_steps"] = 1.0
+
+    def after_step(self, r: Replica) -> None:
+        """Tell the optimizer whether the next step is local, and whether it updates the variance."""
+        self._prepare(r)
+
+    def restart(self, r: Replica) -> None:
+        """The next local steps begin at the parameters, as after a synchronisation."""
+        optimizer = replica_view(r).optimizer
+        if isinstance(optimizer, ZeroOneAdam):
+            optimizer.forget_local_steps()
+
+    @property
+    def _widest_from(self) -> int:
+        """The step from which on gaps have their full width."""
+        widths = self.most_local.bit_length() - 1  # 1, 2, 4, ... below `most_local`
+        return self.variance_steps + self.local_doubling * (2**widths - 1)
+
+    def _prepare(self, r: Replica) -> None:
+        optimizer = replica_view(r).optimizer
+        assert isinstance(optimizer, ZeroOneAdam)  # by `check_optimizer`
+        optimizer.set_local(local=not self.synchronises(r.step))
+        if self.averages_gradients(r.step):
+            optimizer.unfreeze()
+        else:
+            optimizer.freeze()
+
+    def _synchronise(self, r: Replica) -> None:
+        """Average the momenta since the last synchronisation; all skip the step if the mean is not finite."""
+        view, target = replica_view(r), self._target(r)
+        parameters, momenta = view.within(slice(0, r.x.numel()), target)
+        # `share` makes the mean over all ranks one over those that still have data.
+        view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
+        key = draw_key(r.seed, r.step)
+        mean = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
+        # A mean that is not finite is NaN throughout.
+        if not all_finite(mean[:1]):
+            view.optimizer.skip_next_step()
+            r.metrics["skipped_steps"] = 1.0
+            return
+        view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
+
+    def _target(self, r: Replica) -> Tensor:
+        """The vector that momenta are sent from: the gradient itself, where that is exact."""
+        if r.g.dtype in (torch.float32, torch.float64):
+            return r.g
+        if "message" not in r.state:
+            r.state["message"] = torch.zeros_like(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
+        return r.state["message"]
+
+
+def _doubling(step: int, times: int, most: int) -> tuple[int, int]:
+    """The gap at a step, and the steps since gaps have that width; gaps double `times` apart, up to `most`."""
+    # A loop over the widths, of which there are few: a run need not be counted step by step.
+    gap, begin = 1, 0
+    while 2 * gap <= most and step >= begin + times * gap:
+        begin += times * gap
+        gap *= 2
+    return gap, step - begin

@@ -1,0 +1,257 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Leader election: every worker has a score, and the worker with the least finite score leads.
+
+An election is one all-reduce of a 64-bit number for each worker, its key: the score, as bits that are ordered as scores
+are, above the rank. So the least key names the best worker, and the lowest rank among equals. Scores that are NaN or
+infinite are ordered after all others, and workers without a score after these.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.kernels.decisions import decide
+from thinwire.core.replica.replica import Replica, as_number
+from thinwire.errors import ConfigError
+from thinwire.methods.reduce.compressed_all_reduce import mean_
+
+_LOW_BITS = 0x7FFFFFFF
+_NOT_FINITE = 0x7F800000  # the bits of infinity: above those of every finite score
+_NO_SCORE = 0x7FFFFFFF
+_RANKS = 0xFFFFFFFF
+_MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
+
+
+class ScoreFunction:
+    """A score that the caller computes; less is better.
+
+    A forward pass over the same few examples on all ranks compares parameters rather than the luck of batches.
+
+    Args:
+        compute: given the replica, returns one number, as a tensor on the device of the parameters or as a float.
+        name: distinguishes recipes; equal on all ranks. A recipe with a score function cannot be parsed from its text.
+
+    Example:
+        >>> import torch, thinwire
+        >>> smallest = ScoreFunction(lambda r: r.x.sum(), name="smallest")
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 3.0 - comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ...     strategy = thinwire.LeaderSGD(period=1, pull=1.0, metric=smallest)
+        ...     worker = thinwire.attach(model, optimizer, strategy, comm=comm, init="own")
+        ...     model(torch.ones(1)).sum().backward()
+        ...     optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(3, train)  # rank 2 began with the smallest weight, 1, and leads
+        [1.0, 1.0, 1.0]
+    """
+
+    def __init__(self, compute: Callable[[Replica], Tensor | float], name: str = "probe") -> None:
+        self._compute = compute
+        self._name = name
+
+    def __repr__(self) -> str:
+        return f"ScoreFunction({self._name!r})"
+
+    def __call__(self, r: Replica) -> Tensor:
+        """This worker's score.
+
+        Raises:
+            ConfigError: it is not one number, or lies on another device than the parameters.
+        """
+        value = self._compute(r)
+        if isinstance(value, Tensor) and value.device != r.x.device:
+            raise ConfigError(f"{self}: returned a tensor on {value.device}; compute it on {r.x.device}")
+        return as_number(value, r.x, repr(self))
+
+
+ScoreSource = Literal["window", "ema"] | ScoreFunction
+
+
+# -- scores ------------------------------------------------------------------------------------------------------------
+
+
+def init_scores(r: Replica, metric: ScoreSource, length: int) -> None:
+    """Allocate the state of elections, and try a score function out.
+
+    Args:
+        r: the replica; its state gains `losses`, `num_losses` and `rounds_without_leader`.
+        metric: "window" is the mean of the last `length` losses, "ema" their exponential mean of that length.
+        length: losses that count.
+
+    Raises:
+        ConfigError: the score function does not return one number.
+    """
+    if isinstance(metric, ScoreFunction):
+        metric(r)
+    else:
+        r.state["losses"] = r.x.new_zeros(length if metric == "window" else 1, dtype=torch.float32)
+        r.state["num_losses"] = torch.zeros((), dtype=torch.int64, device="cpu")
+    r.state["rounds_without_leader"] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+
+def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
+    """Record the loss that `worker.record_batch` was given for this step, if any; does not wait for the device."""
+    if r.loss is None or isinstance(metric, ScoreFunction):
+        return
+    losses, count = r.state["losses"], r.state["num_losses"]
+    if metric == "window":
+        losses[int(count) % len(losses)] = r.loss
+    else:
+        # Starts anew after a loss that was not finite: the mean would stay NaN for ever.
+        restart = (count == 0).to(losses.device) | ~torch.isfinite(losses)
+        losses.copy_(torch.where(restart, r.loss, losses.lerp(r.loss.expand(1), 1 / length)))
+    count += 1
+
+
+def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
+    """This worker's score; None if it has recorded no loss."""
+    if isinstance(metric, ScoreFunction):
+        return metric(r)
+    losses = _recorded_losses(r)
+    return losses.mean() if len(losses) else None
+
+
+def _recorded_losses(r: Replica) -> Tensor:
+    """The part of the window that is filled: zeros in the rest would make a worker with fewer steps look better."""
+    return r.state["losses"][: min(int(r.state["num_losses"]), len(r.state["losses"]))]
+
+
+# -- elections ---------------------------------------------------------------------------------------------------------
+
+
+def encode_key(r: Replica, score: Tensor | None) -> Tensor:
+    """This worker's score and rank as one number: int64, [1]."""
+    if score is None:
+        return torch.full((1,), (_NO_SCORE << 32) | r.comm.rank, dtype=torch.int64, device=r.x.device)
+    score = score.reshape(1).float() + 0.0  # minus zero becomes zero
+    # The bits of non-negative floats are ordered as the floats are; those of negative ones the other way round.
+    bits = score.view(torch.int32).long()
+    ordered = torch.where(bits < 0, bits ^ _LOW_BITS, bits)
+    return (torch.where(torch.isfinite(score), ordered, _NOT_FINITE) << 32) | r.comm.rank
+
+
+def elect(r: Replica, score: Tensor | None) -> int | None:
+    """The rank with the least score, by an all-reduce of 8 bytes; None if no score is finite.
+
+    Raises:
+        ConfigError: no worker has recorded a loss; on all ranks.
+    """
+    return best_rank([key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())])
+
+
+def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
+    """The leader, recorded in the metrics; None, and one warning in a run, if no score is finite."""
+    leader = elect(r, score)
+    if leader is None:
+        warn_without_leader(r)
+    else:
+        r.metrics["leader"] = float(leader)
+    return leader
+
+
+def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int:
+    """A key as a number; without data, that of this rank, or of the rank after it among the members.
+
+    The leader sends its parameters on; they end at the rank before it, which sends nothing.
+    """
+    ranks = range(r.comm.size) if members is None else members
+    after = ranks[(ranks.index(r.comm.rank) + 1) % len(ranks)]
+    return decide(key, lambda: int(key), most=r.comm.rank, least=after)
+
+
+def best_rank(keys: Sequence[int]) -> int | None:
+    """The rank in the least of some keys; None if none of their scores is finite.
+
+    Raises:
+        ConfigError: none of these workers has recorded a loss.
+    """
+    least = min(keys)
+    if least >> 32 == _NO_SCORE:
+        raise ConfigError(
+            "no worker knows a loss to be compared by: call worker.record_batch(loss=loss) before optimizer.step(), or "
+            "give metric=ScoreFunction(...)"
+        )
+    return None if least >> 32 == _NOT_FINITE else least & _RANKS
+
+
+def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, Tensor]:
+    """The keys of some ranks, this one among them, by rank: 8 bytes to each of the others."""
+    own = encode_key(r, score)
+    others = [rank for rank in members if rank != r.comm.rank]
+    received = r.comm.send_recv(own, others, others).wait()
+    keys = dict(zip(others, received, strict=True)) | {r.comm.rank: own}
+    return {rank: keys[rank] for rank in members}
+
+
+def warn_without_leader(r: Replica) -> None:
+    """Count a round in which no worker could be elected, and warn of the first."""
+    if r.state["rounds_without_leader"] == 0:
+        warnings.warn(
+            f"{r.comm.name(r.comm.rank)}, step {r.step}: no worker's loss is finite, so nobody leads and nobody is "
+            "pulled; lower the learning rate",
+            stacklevel=3,
+        )
+    r.state["rounds_without_leader"] += 1
+
+
+# -- the leader's parameters -------------------------------------------------------------------------------------------
+
+
+def chain_from(source: int, members: Sequence[int]) -> list[int]:
+    """Some ranks in the order in which they pass a vector on, beginning with `source`."""
+    place = members.index(source)
+    return [*members[place:], *members[:place]]
+
+
+def chain_broadcast_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
+    """Replace `x` on every rank of a chain by that of its first, in pieces; no rank sends a piece twice.
+
+    Args:
+        comm: all ranks; those outside the chain do not call.
+        x: a vector.
+        chain: ranks, this one among them.
+    """
+    place = chain.index(comm.rank)
+    # Pieces, so that each rank passes one on while the next one arrives.
+    nbytes = min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, x.numel() * x.element_size() // _CHUNKS))
+    pieces = x.split(max(1, nbytes // x.element_size()))
+    receiving = [comm.send_recv(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
+    sending = [comm.send_recv(piece, [chain[1]], []) for piece in pieces] if not place and len(chain) > 1 else []
+    for piece, work in zip(pieces, receiving, strict=False):
+        piece.copy_(work.wait()[0])
+        if place < len(chain) - 1:
+            sending.append(comm.send_recv(piece, [chain[place + 1]], []))
+    for work in sending:
+        work.wait()
+    return x
+
+
+def two_level_broadcast_(comm: Comm, x: Tensor, source: int, node_size: int) -> Tensor:
+    """Replace `x` on every rank by that of `source`, which enters each other node of consecutive ranks once."""
+    place, first = source % node_size, comm.rank - comm.rank % node_size
+    column = list(range(place, comm.size, node_size))
+    if comm.rank in column:
+        chain_broadcast_(comm, x, chain_from(source, column))
+    return chain_broadcast_(comm, x, chain_from(first + place, range(first, first + node_size)))
+
+
+def broadcast_leader(r: Replica, leader: int) -> Tensor:
+    """The parameters of the leader, on every rank: `r.x` itself on the leader, a new vector on the others."""
+    x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
+    return r.comm.broadcast_(x, leader).wait()
+
+
+def leader_or_mean(r: Replica, score: Tensor | None) -> Tensor:
+    """A new vector, equal on all ranks: the best worker's parameters, or the mean of all where no score is finite."""
+    least = key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())
+    if least >> 32 >= _NOT_FINITE:
+        return mean_(r.comm, r.x.clone()).wait()
+    return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

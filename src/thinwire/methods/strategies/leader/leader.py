@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Train locally, and pull every worker towards the best one once in a period."""
+
+from functools import cached_property
+from typing import Literal
+
+from torch import Tensor
+
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.leader.election import (
+    ScoreFunction,
+    ScoreSource,
+    broadcast_leader,
+    elect_or_warn,
+    init_scores,
+    leader_or_mean,
+    local_score,
+    record_loss,
+)
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class LeaderSGD(Strategy):
+    r"""Leader SGD: train locally, and every `period` steps move all workers a part of the way to the best one.
+
+    With $z = x_j$ of the worker $j$ whose recent losses are lowest,
+
+    $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
+      \text{every } \tau \text{ steps: } x_i \leftarrow (1-\lambda) x_i + \lambda z .$$
+
+    Report each loss: `worker.record_batch(loss=loss)` before the optimizer's step. Without a pull workers train by
+    themselves and send nothing; `pull=1, period=1` makes all of them the best one after each step. The optimizer's
+    state stays local, and no pull touches it. `MultiLeaderSGD` has a leader for each node too.
+    Traffic: $\frac{n-1}{n}$ of the parameters per worker and period (half of an average's), and 8 bytes. State:
+    `losses`, as many numbers as the period has steps.
+
+    Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
+    arXiv:1905.10395.
+
+    Args:
+        period: $\tau$, optimizer steps between elections; more communicates less.
+        pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader, and lets them explore less.
+        metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
+            `ScoreFunction` any score, such as the loss of a batch that is the same on all ranks.
+        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 4.0 * comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        ...     worker = thinwire.attach(model, optimizer, LeaderSGD(period=2, pull=0.25), comm=comm, init="own")
+        ...     for _ in range(2):
+        ...         loss = model(torch.ones(1)).sum()
+        ...         loss.backward()
+        ...         worker.record_batch(loss=loss)
+        ...         optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(3, train)  # rank 0 has the lowest loss; the others go a quarter of the way to it
+        [0.0, 3.0, 6.0]
+    """
+
+    period: int = 16
+    pull: float = 0.1
+    metric: ScoreSource = "window"
+    result: Literal["leader", "mean"] = "mean"
+
+    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
+    waits = "every period steps, all wait for the slowest and for the leader's parameters"
+    limits = "made for workers with similar data: the one with the easiest data would always lead"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(period=self.period)
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 <= self.pull <= 1:
+            raise ConfigError(f"pull={self.pull}: must lie in [0, 1]; 0.1 is usual")
+        if self.period < 1:
+            raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
+
+    def start(self, r: Replica) -> None:
+        """Allocate the losses."""
+        init_scores(r, self.metric, self.period)
+
+    def after_step(self, r: Replica) -> None:
+        """Record the loss; elect a leader at the end of the period, and move towards it."""
+        record_loss(r, self.metric, self.period)
+        if r.comm.size == 1 or self.pull == 0 or r.step % self.period:
+            return
+        leader = elect_or_warn(r, local_score(r, self.metric))
+        if leader is None:
+            return
+        z = broadcast_leader(r, leader)
+        if z is not r.x:
+            r.x.lerp_(z, self.pull)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The leader of the moment, or the mean."""
+        if self.result == "mean" or r.comm.size == 1:
+            return Strategy.consensus(self, r)
+        return leader_or_mean(r, local_score(r, self.metric))
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
+        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Add a pull towards the best worker to every gradient."""
+
+from math import inf
+
+import torch
+from torch import Tensor
+
+from thinwire.core.replica.displacement import descend_
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.leader.election import (
+    elect_or_warn,
+    init_scores,
+    leader_or_mean,
+    local_score,
+    record_loss,
+)
+from thinwire.registry import registered
+
+
+@registered
+class LeaderGradientDescent(Strategy):
+    r"""Leader gradient descent: at every step, add to each worker's gradient a pull towards the best of them.
+
+    With $z = x_j$ of the worker $j$ whose loss at this step is lowest,
+
+    $$x_i \leftarrow x_i - \gamma \left( g_i(x_i) + \lambda (x_i - z) \right) .$$
+
+    $z$ is treated as a constant: the leader's own step is plain. The pull is scaled by the learning rate, and does not
+    go through the optimizer: it does not enter momentum. Report each loss: `worker.record_batch(loss=loss)` before the
+    optimizer's step. Workers that are all at one stationary point stay there; wherever they stop moving, the leader's
+    gradient is zero.
+    Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss, and during a
+    step a copy of the parameters.
+
+    Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
+    arXiv:1905.10395.
+
+    Args:
+        pull: $\lambda$, at least 0; times the learning rate it is the share of the way to the leader.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.constant_(model.weight, 4.0 * comm.rank)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        ...     worker = thinwire.attach(model, optimizer, LeaderGradientDescent(pull=1.0), comm=comm, init="own")
+        ...     loss = 0.0 * model(torch.ones(1)).sum()  # no gradient: only the pull moves the parameters
+        ...     loss.backward()
+        ...     worker.record_batch(loss=float(comm.rank))  # rank 0 is best
+        ...     optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(3, train)  # half of the way to rank 0
+        [0.0, 2.0, 4.0]
+    """
+
+    pull: float = 0.1
+
+    paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
+    waits = "every step, all wait for the slowest worker and for the leader's parameters"
+    limits = "communicates at every step; LeaderSGD does once in a period"
+
+    def __post_init__(self) -> None:
+        """Check the kind and the range."""
+        if not 0 <= self.pull < inf:
+            raise ConfigError(f"pull={self.pull}: must be finite and not negative; 0.1 is usual")
+
+    def start(self, r: Replica) -> None:
+        """Allocate one loss."""
+        init_scores(r, "window", 1)
+
+    def before_step(self, r: Replica) -> None:
+        """Save the parameters that gradient, loss and pull belong to."""
+        if r.comm.size > 1 and self.pull:
+            r.state["anchor"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Elect by the losses at the saved parameters, and add the pull between those."""
+        # After the optimizer's step: its weight decay, like the gradient, belongs to the parameters before the pull.
+        record_loss(r, "window", 1)
+        anchor = r.state.pop("anchor", None)
+        if anchor is None:
+            return
+        leader = elect_or_warn(r, local_score(r, "window"))
+        if leader is None:
+            return
+        mine = r.comm.rank == leader
+        z = r.comm.broadcast_(anchor if mine else torch.empty_like(anchor), leader).wait()
+        if not mine:
+            descend_(r.x, anchor.sub_(z), r.lr, self.pull)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The leader of the last step."""
+        return Strategy.consensus(self, r) if r.comm.size == 1 else leader_or_mean(r, local_score(r, "window"))

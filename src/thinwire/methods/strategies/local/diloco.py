@@ -1,0 +1,352 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average every period, and let an outer optimizer take a step along the workers' mean displacement."""
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.flat import Segment
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec
+from thinwire.methods.reduce.compressed_all_reduce import mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.local.coded_means import (
+    check_tracked,
+    forget_residuals,
+    mean_from,
+    pull_mean_,
+    restart_mean,
+    track,
+    tracked_mean,
+    tracks,
+)
+from thinwire.methods.strategies.local.local_sgd import Local
+from thinwire.methods.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
+from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
+from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class DiLoCo(OuterStep):
+    r"""Every `period` steps an outer optimizer steps from where the round started, along the mean displacement.
+
+    With $\theta$ the parameters that all workers have in common and $x_i$ those of worker $i$, every $H$ steps
+
+    $$\Delta = \tfrac1n \sum_i (\theta - x_i'), \qquad \theta \leftarrow \text{OuterOpt}(\theta, \Delta), \qquad
+      x_i \leftarrow \alpha x_i + (1-\alpha) \theta ,$$
+
+    where $x_i'$ are the worker's parameters `delay` steps before, when they were sent: training goes on meanwhile. The
+    steps of the delay are in $x_i$ alone, and $\alpha = 0$ drops them.
+
+    The parameters are sent in $F$ `fragments`, which do all this one after another: fragment $f = 0, \ldots, F-1$ at
+    the steps $\lfloor (f+1) H/F \rfloor + kH$. A fragment that would have been sent before the first step begins with
+    its next round.
+
+    With `weights="samples"` and $s_i$ the samples that worker $i$ has used since it last sent, $\Delta$ is
+    $\sum_i s_i (\theta - x_i') / \sum_i s_i$. With a `codec` $C$ it is the mean of coded differences; what
+    error feedback then sends at $\alpha > 0$ is said in `thinwire.methods.strategies.local.coded_means.pull_mean_`; it needs
+    equal weights there.
+
+    $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
+    the paper; its state stays with each worker. SGD with `lr=1` as the outer optimizer is Local SGD, and with momentum
+    too BMUF (Chen and Huo, ICASSP 2016); Adam is FedAdam (Reddi et al., ICLR 2021), and SGD on one worker Lookahead.
+
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period; one number more with
+    `weights="samples"`; what the base sends. A coded mean of two stages begins its second in the middle of the delay.
+    State of each fragment: `anchor` ($\theta$) in fp32 at least, and the outer optimizer's state; `Sharded` and
+    `Offloaded` keep them elsewhere. With a codec also the codec's, and with error feedback and $\alpha > 0$ `mean` and
+    `sent`, like the parameters. With `weights="samples"` the number `samples`.
+
+    Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023, arXiv:2311.08105,
+    Algorithm 1. Fragments, delay and mixing: Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025,
+    arXiv:2501.18512, Algorithm 2.
+
+    Args:
+        base: the strategy between outer steps; with `Local()`, as in the paper, workers send nothing there.
+        period: $H$, optimizer steps between outer steps; more sends less.
+        outer: $\text{OuterOpt}$; the paper's is SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
+        codec: compresses the differences that are averaged; None sends the parameters as they are.
+        fragments: $F$, at most the period; more makes messages smaller and more frequent.
+        cut: "evenly", or "layers" for fragments of whole modules, nearly even, in the order of the parameters.
+        delay: steps from sending a fragment to its outer step, from 0 to `period` - 1; more hides longer transfers,
+            and makes $\Delta$ older.
+        mixing: $\alpha$ in [0, 1], the weight of the worker's own parameters; more keeps more of the steps of the
+            delay, and lets workers drift further apart. At 1 they never come together.
+        weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`, be it samples or
+            tokens; a step without such a number counts as one, a step without gradient as none.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     outer = thinwire.OuterOptimizer("SGD", lr=0.5)
+        ...     thinwire.attach(model, optimizer, thinwire.DiLoCo(period=2, outer=outer), comm=comm)
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     return model.weight.item()
+        >>> thinwire.run_threads(2, train)  # each round's mean displacement is 1
+        [-1.0, -1.0]
+    """
+
+    base: Strategy = Local()
+    period: int = 500
+    outer: OuterOptimizer = OuterOptimizer("SGD", lr=0.7, momentum=0.9, nesterov=True)
+    codec: Codec | None = None
+    fragments: int = 1
+    cut: Literal["evenly", "layers"] = "evenly"
+    delay: int = 0
+    mixing: float = 0.0
+    weights: Literal["equal", "samples"] = "equal"
+
+    paper = "Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Streaming DiLoCo, 2025, arXiv:2501.18512"
+    waits = (
+        "every `period` steps all wait for the rest of the all-reduce that was launched `delay` steps before, one "
+        "fragment at a time, and without a delay for the slowest; else as its base"
+    )
+    limits = (
+        "the outer learning rate and momentum are tuned together with the period: with SGD the effective learning rate "
+        "is the optimizer's times lr / (1 - momentum); without mixing the steps of the delay are lost"
+    )
+
+    # An optimizer may use norms, and keeps numbers such as step counters.
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            fragments=self.fragments,
+            delay=self.delay or self.base.traits.delay,
+            sample_weighted=self.weights == "samples" or self.base.traits.sample_weighted,
+            elementwise=False,
+            local_rounds=self.base.traits.local_rounds and self.ends_together,
+            # Workers send how far they have come since their last message, where they keep a part of that.
+            tracks_mean=tracks(self.codec) and self.mixing > 0,
+            lr_factor=self._lr_factor(),
+        )
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges, and that the base allows them."""
+        super().__post_init__()
+        if not 1 <= self.fragments <= self.period:
+            raise ConfigError(f"fragments={self.fragments}: must lie between 1 and period={self.period}")
+        if not 0 <= self.delay < self.period:
+            raise ConfigError(
+                f"delay={self.delay}: must lie between 0 and period - 1 = {self.period - 1}; 0 waits for the all-reduce"
+            )
+        if not 0 <= self.mixing <= 1:
+            raise ConfigError(
+                f"mixing={self.mixing}: must lie in [0, 1]; 0 takes the outer parameters, 0.5 is usual with a delay"
+            )
+        if self.base != Local() and (not self.ends_together or self.weights == "samples"):
+            raise ConfigError(
+                f"base={self.base} with fragments={self.fragments}, delay={self.delay}, mixing={self.mixing}, "
+                f"weights={self.weights!r}: the base averages all parameters at once and in its own way; use "
+                "base=Local(), or fragments=1, delay=0, mixing=0.0, weights='equal'"
+            )
+        if self.traits.tracks_mean and self.weights == "samples":
+            raise ConfigError(
+                f"codec={self.codec} with mixing={self.mixing}, weights='samples': with error feedback workers send "
+                "how far they have come since their last message, which adds up to their mean only while weights stay "
+                "the same; use weights='equal', mixing=0.0, or a codec without feedback, such as Quantize(8)"
+            )
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether a round ends for all parameters at one step, from which all workers go on alike."""
+        return self.fragments == 1 and self.delay == 0 and self.mixing == 0
+
+    def _lr_factor(self) -> float | None:
+        """In steady state, where the steps of the delay count as far as workers keep them."""
+        factor = factor_of_rounds(self.base, self.codec)
+        if self.outer.momentum is None or factor is None:
+            return None
+        scale, own = self.outer.lr / (1 - self.outer.momentum), self.mixing
+        lost = (1 - own) * self.delay / self.period
+        return factor * scale * (1 - lost) / (1 - own + own * scale)
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse a codec that forgets where workers never come together."""
+        super().check(size)
+        # With less mixing every round takes a part of what was forgotten out of the workers too.
+        if self.mixing == 1:
+            check_tracked(self.codec)
+
+    def check_sharded(self) -> None:
+        """Refuse an outer optimizer whose step on a part of the vector is another one than on all of it."""
+        super().check_sharded()
+        if not self.outer.is_elementwise():
+            raise ConfigError(
+                f"Sharded({self}): {self.outer.optimizer} does not treat every element by itself; use SGD or Adam"
+            )
+        if self.weights == "samples":
+            raise ConfigError(f"Sharded({self}): its means are plain ones; use weights='equal'")
+
+    def start(self, r: Replica, where: Placement = WHOLE) -> None:
+        """Start the base, and the first round of every fragment at the initial parameters."""
+        for fragment, _ in self._fragments(r):
+            super().start(fragment, where)
+            if self.weights == "samples":
+                fragment.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
+            if self.codec is not None and self.traits.tracks_mean:
+                track(fragment, self.codec, fragment.state["anchor"], pulled=True)
+
+    def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
+        """Send the fragment whose round ends in `delay` steps, and end the round of the one that was sent then."""
+        self.base.after_step(self.inner(r))
+        for fragment, end in self._fragments(r):
+            if self.weights == "samples":
+                fragment.state["samples"] += r.samples
+            left = (end - r.step) % self.period
+            if left == self.delay:
+                self._send(fragment, where)
+            elif left == self.delay // 2:
+                fragment.advance("average")
+            if left == 0:
+                self._end_round(fragment, where)
+
+    def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
+        """One step of the outer optimizer, whose gradient is the displacement of the average."""
+        self.outer.step_(state["anchor"], start - average, state)
+
+    def restart(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base; and start the round of every fragment at the parameters, with nothing in flight."""
+        for fragment, _ in self._fragments(r):
+            fragment.collect("average")
+            super().restart(fragment, where)
+            if self.traits.tracks_mean:
+                restart_mean(fragment, self.codec, pulled=True)
+            if self.weights == "samples":
+                fragment.state["samples"].zero_()
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base; and owe nothing to the mean, which had a part of workers that are lost."""
+        super().regroup(r, before)
+        if self.traits.tracks_mean:
+            for fragment, _ in self._fragments(r):
+                forget_residuals(fragment)
+
+    def averages_at(self, step: int) -> bool:
+        """At the end of a round, if all parameters end it at once; and where the base does."""
+        return self.ends_together and super().averages_at(step)
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """The samples that this worker has used since it last sent, if workers are weighted by them."""
+        return r.state["samples"] if self.weights == "samples" and self.fragments == 1 else None
+
+    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base; otherwise the workers' mean, where all fragments start a round."""
+        if self.ends_together and self.weights == "equal":
+            super().average_(r, where)
+        else:
+            r.x.copy_(self.end_point(r))
+            self.restart(r, where)
+
+    def consensus(self, r: Replica) -> Tensor:
+        """As the base; with weights, the mean of all workers' parameters, weighted as the averages are."""
+        if self.weights == "equal":
+            return super().consensus(r)
+        parts = [weighted_mean(r.comm, part.x, part.state["samples"]) for part, _ in self._fragments(r)]
+        return torch.cat([part.wait() for part in parts])
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """As the base; with weights, as `consensus`."""
+        return super().resume_point(r) if self.weights == "equal" else self.consensus(r)
+
+    def end_point(self, r: Replica) -> Tensor:
+        """The workers' mean; without mixing a message with error feedback takes the place of the steps after it."""
+        point, start = super().end_point(r) if self.weights == "equal" else self.consensus(r), 0
+        for part, _ in self._fragments(r):
+            stop, sent = start + part.x.numel(), part.inflight.get("average")
+            # The residual is what this message has left out, so that what it says must count too; and as the outer
+            # parameters would have taken their place, where workers were when they sent it is not known any more.
+            if sent is not None and tracks(self.codec) and not self.traits.tracks_mean:
+                point[start:stop].copy_(sent.wait()[0])
+            start = stop
+        return point
+
+    @property
+    def _averages_in_place(self) -> bool:
+        """Whether the base's own average may take the place of the parameters, as nothing else of them is needed."""
+        return self.delay == 0 and self.mixing == 0 and self.weights == "equal" and self.codec is None
+
+    def _fragments(self, r: Replica) -> Iterator[tuple[Replica, int]]:
+        """Each fragment, with the step at which its first round ends."""
+        if self.fragments == 1:
+            yield r, self.period
+            return
+        names = [f"fragment-{f}" for f in range(self.fragments)]
+        edges = [] if names[0] in r.parts else self._edges(r.segments)
+        for f, name in enumerate(names):
+            part = r.part(name, slice(edges[f], edges[f + 1])) if edges else r.parts[name]
+            yield part, (f + 1) * self.period // self.fragments
+
+    def _edges(self, segments: tuple[Segment, ...]) -> list[int]:
+        """Where fragments begin and end in the vector."""
+        n = segments[-1].stop
+        even = [f * n // self.fragments for f in range(self.fragments + 1)]
+        if self.cut == "evenly":
+            return even
+        # A layer is a module with parameters of its own: consecutive tensors whose names differ in their last part.
+        names = [each.name.rpartition(".")[0] or each.name for each in segments]
+        layers = [segment.start for segment, (a, b) in zip(segments[1:], pairwise(names), strict=True) if a != b]
+        return [min([0, *layers, n], key=lambda edge: abs(edge - place)) for place in even]
+
+    def _send(self, r: Replica, where: Placement) -> None:
+        """Launch the average of the workers' parameters as they are now."""
+        if r.x.numel() and not self._averages_in_place and not r.postponed:
+            r.launch("average", self._mean(r, where).then(lambda mean: [mean]))
+
+    def _mean(self, r: Replica, where: Placement) -> Work[Tensor]:
+        if self.weights == "samples":
+            samples = r.state["samples"].clone()
+            r.state["samples"].zero_()
+            if self.codec is None:
+                return weighted_mean(r.comm, r.x, samples)
+            share = weight_share(r.comm, samples, r.x.device)
+        else:
+            share = 1.0
+        if self.codec is not None:
+            anchor = r.state["anchor"].to(r.x.device)
+            if self.traits.tracks_mean:
+                return tracked_mean(r, r.x, anchor, self.codec)
+            return mean_from(r, r.x, anchor, self.codec, share)
+        return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
+
+    def _end_round(self, r: Replica, where: Placement) -> None:
+        """Take the outer step with the average that has arrived, and pull the worker to where it leads."""
+        if (arrived := r.collect("average")) is not None:
+            average = arrived[0].to(r.state["anchor"])
+        elif self._averages_in_place and r.x.numel() and not r.postponed:
+            average = self._average(r, where)
+        else:
+            return
+        anchor = r.state["anchor"]
+        # The round started at the anchor rounded to the parameters' dtype. Only compressed differences are taken from
+        # the anchor itself.
+        self.step_(r.state, anchor if self.codec is not None else anchor.to(r.x.dtype), average)
+        if self.mixing == 0:
+            self._take_(r, r.x, where)
+        elif self.mixing < 1:
+            point = self._take_(r, torch.empty_like(r.x), where) if where.sharded else anchor.to(r.x)
+            r.x.lerp_(point, 1 - self.mixing)
+        if self.traits.tracks_mean:
+            pull_mean_(r, self.codec, anchor, 1 - self.mixing)
+        if self.ends_together:
+            self.base.restart(self.inner(r))
+
+    def _take_(self, r: Replica, x: Tensor, where: Placement) -> Tensor:
+        """Put the outer parameters into `x`, from all workers where each holds a part."""
+        anchor = r.state["anchor"]
+        return all_gather_(r.comm, anchor.to(x), x) if where.sharded else x.copy_(anchor)

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average parameters every few steps, or never."""
+
+from functools import cached_property
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
+from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.local.means import weighted_mean_
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+def check_period(period: int) -> None:
+    """Refuse a period below one step.
+
+    Raises:
+        ConfigError: below 1.
+    """
+    if period < 1:
+        raise ConfigError(f"period={period}: must be at least 1 step; use AllReduce() to communicate at every step")
+
+
+def common_start(r: Replica) -> Tensor:
+    """Rank 0's parameters on all ranks, in fp32 at least.
+
+    Differences are encoded from this point, so it must be the same everywhere, even if workers start elsewhere.
+    """
+    exact = torch.promote_types(r.x.dtype, torch.float32)
+    return r.comm.broadcast_(r.x.to(exact, copy=True), 0).wait()
+
+
+def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
+    """The mean over workers of their compressed differences from `anchor`; the same on all ranks.
+
+    Args:
+        r: the worker.
+        anchor: a vector that is the same on all ranks.
+        codec: compresses the differences.
+    """
+    delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
+    # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
+    key = draw_key(r.seed, r.step)
+    return compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments).wait()
+
+
+@registered
+class Local(Strategy):
+    """Every worker trains by itself and sends nothing; the base of methods that communicate on top of it.
+
+    Example:
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, thinwire.Local(), comm=comm)
+        ...     model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...     optimizer.step()
+        ...     with worker.consensus():
+        ...         consensus = model.weight.item()
+        ...     return model.weight.item(), consensus
+        >>> thinwire.run_threads(3, train)
+        [(0.0, -1.0), (-1.0, -1.0), (-2.0, -1.0)]
+    """
+
+    paper = "one-shot averaging: Zinkevich et al., NeurIPS 2010"
+    limits = "workers drift apart, because nothing averages them"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(moves_parameters=False, local_rounds=True, elementwise=True)
+
+    def holds_average(self, size: int) -> bool:
+        """Each worker has only its own parameters."""
+        return True
+
+
+@registered
+class LocalSGD(Strategy):
+    r"""Average the parameters of all workers every `period` steps.
+
+    $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
+      \text{every } \tau \text{ steps: } x_i \leftarrow \tfrac1n \sum_j x_j$$
+
+    With `weights="samples"` and $s_i$ the samples that worker $i$ has used since the last average, means are
+    $\sum_i s_i x_i / \sum_i s_i$. During `warmup_steps` workers average at every step (post-local SGD). With a `codec`
+    $C$ and $x_0$ the last average, $x_i \leftarrow x_0 + \tfrac1n \sum_j C(x_j - x_0)$. `NodeAverage` around it is
+    hierarchical Local SGD.
+
+    `period=1` with plain SGD equals `AllReduce`. Optimizer state (momentum, Adam's moments) stays local.
+    Traffic per worker: $2\frac{n-1}{n}$ of the parameters for an average over all $n$ workers; with
+    `weights="samples"` one more element; with a codec its payload in place of the parameters.
+    State: with `weights="samples"` the number `samples` ($s_i$); with a codec `anchor` ($x_0$), like the parameters in
+    fp32, and the codec's state; otherwise none.
+
+    Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767. Warm-up: Lin et al., Don't
+    Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217. Weights: McMahan et al., Communication-Efficient
+    Learning of Deep Networks from Decentralized Data, AISTATS 2017, arXiv:1602.05629, Algorithm 1.
+
+    Args:
+        period: $\tau$, steps between averages; more sends less, and lets workers drift further apart.
+        warmup_steps: the first steps, each of which ends with an average; more keeps workers together while parameters
+            move fastest, and sends as much as AllReduce meanwhile.
+        weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`; a step without
+            such a number counts as one sample, a step without gradient as none.
+        codec: compresses the differences from the last average; None sends the parameters as they are.
+
+    Example:
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     thinwire.attach(model, optimizer, thinwire.LocalSGD(period=2), comm=comm)
+        ...     weights = []
+        ...     for _ in range(4):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...         weights.append(model.weight.item())
+        ...     return weights
+        >>> thinwire.run_threads(2, train)
+        [[0.0, -1.0, -1.0, -2.0], [-1.0, -1.0, -2.0, -2.0]]
+    """
+
+    period: int = 8
+    warmup_steps: int = 0
+    weights: Literal["equal", "samples"] = "equal"
+    codec: Codec | None = None
+
+    paper = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767"
+    waits = (
+        "every `period` steps all workers wait for the slowest one and for the all-reduce of the parameters; in "
+        "between no worker waits"
+    )
+    limits = "workers drift further apart the longer the period is and the more their data differ"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            elementwise=True,
+            local_rounds=True,
+            postpones=True,
+            period=self.period,
+            steady_from=self.warmup_steps,
+            sample_weighted=self.weights == "samples",
+            lr_factor=1.0 if sends_all(self.codec) else None,
+        )
+
+    def __post_init__(self) -> None:
+        """Check the types and the periods."""
+        check_period(self.period)
+        if self.warmup_steps < 0:
+            raise ConfigError(f"warmup_steps={self.warmup_steps}: must not be negative; 0 is no warm-up")
+        if self.codec is not None and self.weights == "samples":
+            raise ConfigError(
+                f"codec={self.codec} with weights='samples': a codec works with plain means only; keep one of them"
+            )
+
+    def check(self, size: int) -> None:
+        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        check_differences(self.codec)
+
+    def start(self, r: Replica) -> None:
+        """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""
+        if self.weights == "samples":
+            r.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
+        if self.codec is not None:
+            r.state["anchor"] = common_start(r)
+
+    def after_step(self, r: Replica) -> None:
+        """Average when a period is over."""
+        if self.weights == "samples":
+            r.state["samples"] += r.samples
+        if self.averages_at(r.step) and not r.postponed:
+            self._average_all_(r)
+
+    def restart(self, r: Replica) -> None:
+        """With a codec, take differences from here on from the new parameters, which are equal on all ranks."""
+        # The residual of the codec stays: it is what earlier messages did not say, wherever the next one starts.
+        if self.codec is not None:
+            r.state["anchor"].copy_(r.x)
+
+    def holds_average(self, size: int) -> bool:
+        """Yes, without a codec, which encodes differences from a point that is common to all workers."""
+        return self.codec is None
+
+    def average_(self, r: Replica) -> None:
+        """Average over all workers, unless this step has already done so."""
+        # A second average of equal parameters would send the same bytes for nothing.
+        if r.postponed or not self.averages_at(r.step):
+            self._average_all_(r)
+
+    def averages_at(self, step: int) -> bool:
+        """At the end of every period, and of every step of the warm-up."""
+        return 0 < step <= self.warmup_steps or (step > 0 and step % self.period == 0)
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """The samples that this worker has used since the last average, if workers are weighted by them."""
+        return r.state["samples"] if self.weights == "samples" else None
+
+    def consensus(self, r: Replica) -> Tensor:
+        """The mean of all workers' parameters, weighted as the averages are."""
+        # Uncompressed even where there is a codec, because its residual must not change here.
+        return self._mean_(r, r.x.clone())
+
+    def _average_all_(self, r: Replica) -> None:
+        if self.codec is None:
+            self._mean_(r, r.x)
+        else:
+            # The anchor is updated, not the parameters: in half precision these would lose small deltas.
+            r.x.copy_(r.state["anchor"].add_(compressed_delta(r, r.state["anchor"], self.codec)))
+        if self.weights == "samples":
+            r.state["samples"].zero_()
+
+    def _mean_(self, r: Replica, x: Tensor) -> Tensor:
+        if self.weights == "equal":
+            return mean_(r.comm, x).wait()
+        return weighted_mean_(x, r.state["samples"], lambda vector: r.comm.all_reduce_(vector).wait())

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of a base strategy, each followed by a step on the workers' average: what SlowMo and DiLoCo have in common."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.kernels.decisions import device_for
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, check_differences, sends_all
+from thinwire.methods.reduce.compressed_all_reduce import mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.local.local_sgd import check_period, common_start, compressed_delta
+from thinwire.methods.strategies.local.means import all_gather_, own_shard, reduce_scatter
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import Wrapper
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the state of outer steps lies.
+
+    Attributes:
+        sharded: every worker keeps an even part of it, and takes the outer step on that part; else all of it.
+        on_host: in the host's memory; else with the parameters.
+    """
+
+    sharded: bool = False
+    on_host: bool = False
+
+    def part_of(self, comm: Comm, x: Tensor) -> Tensor:
+        """The part of a vector like the parameters that this worker keeps state for, as a view."""
+        return own_shard(comm, x) if self.sharded else x
+
+    def device_for(self, x: Tensor) -> torch.device:
+        """The device of the state for parameters `x`."""
+        return device_for(x, "cpu" if self.on_host else None)
+
+    def lr_of(self, r: Replica) -> Tensor | float:
+        """The learning rate for the parameters that this worker keeps state for; a vector if groups differ in it."""
+        lr = r.lr
+        return self.part_of(r.comm, lr).to(self.device_for(r.x)) if isinstance(lr, Tensor) else lr
+
+
+WHOLE = Placement()
+"""All of the state on every worker, with the parameters."""
+
+
+def factor_of_rounds(base: Strategy, codec: Codec | None) -> float | None:
+    """The `lr_factor` of what is sent of the base's rounds between outer steps; None if it is not known."""
+    own = base.traits.lr_factor
+    # A base with rounds of its own begins them anew after each outer step: its factor is that of rounds that go on.
+    return own if sends_all(codec) and (own == 1 or not base.traits.period) else None
+
+
+def scaled_by(base: Strategy, codec: Codec | None, lr: float, momentum: float) -> float | None:
+    """The `lr_factor` of a step with momentum on what is sent of the base's rounds."""
+    factor = factor_of_rounds(base, codec)
+    return None if factor is None else factor * lr / (1 - momentum)
+
+
+def _is_plain(base: Strategy) -> bool:
+    """Whether the base's average is the mean of the parameters as they are, with nothing in flight."""
+    return type(base).average_ is Strategy.average_ and not base.traits.equal_replicas
+
+
+class OuterStep(Wrapper):
+    """Rounds of a base; after each, `step_` moves the point where it started, and all go on from there.
+
+    Its state is `anchor`, the start of the round in fp32 at least, and what `step_` keeps. The hooks take the placement
+    of this state, which `Placed` wrappers choose.
+
+    Attributes:
+        base: the strategy between the averages.
+        period: steps in a round.
+        codec: compresses the differences from the anchor that are averaged; None averages the parameters as they are.
+        exact: whether the round ends with an average; else each worker goes on with its own parameters.
+    """
+
+    base: Strategy
+    period: int
+    codec: Codec | None
+    exact: bool = True
+
+    waits = "every `period` steps all wait for the slowest and for the all-reduce of the parameters; else as its base"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(super().traits, moves_parameters=True, period=self.period, postpones=True)
+
+    def __post_init__(self) -> None:
+        """Check the period, the base, and whether a codec can be used."""
+        check_period(self.period)
+        if isinstance(self.base, OuterStep | Placed):
+            raise ConfigError(f"base={self.base}: one outer step at a time; use its base, {self.base.base}")
+        if self.codec is not None and not (self.exact and _is_plain(self.base)):
+            raise ConfigError(
+                f"codec={self.codec} with base={self.base}, exact={self.exact}: a codec compresses what a plain mean "
+                "of the parameters is taken of; use base=Local(), exact=True"
+            )
+
+    @abstractmethod
+    def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
+        """Move `state["anchor"]`, in place.
+
+        Args:
+            state: this strategy's, by name.
+            start: where the round started: the anchor, rounded to the parameters' dtype.
+            average: the workers' average at its end, on the anchor's device.
+        """
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse codecs that differences cannot be coded with."""
+        check_differences(self.codec)
+        super().check(size)
+        if not self.exact and not self.base.holds_average(size):
+            raise ConfigError(
+                f"exact=False with base={self.base} and {size} workers: a worker's own parameters are not its estimate "
+                "of the average there, as a part of it is in flight, or the base refers to a point that all workers "
+                "have in common; use exact=True"
+            )
+
+    def check_sharded(self) -> None:
+        """Refuse outer steps that cannot be taken on a part of the vector.
+
+        Raises:
+            ConfigError: with the value, the rule and the fix.
+        """
+        if self.codec is not None:
+            raise ConfigError(f"Sharded({self}): differences from the anchor need all of it; use codec=None")
+        if not self.exact:
+            raise ConfigError(f"Sharded({self}): without an average there is nothing to shard; use exact=True")
+
+    def start(self, r: Replica, where: Placement = WHOLE) -> None:
+        """Start the base, and the first round at the initial parameters."""
+        self.base.start(self.inner(r))
+        # Outer steps start at the anchor, which must be equal on all ranks: workers that start apart would stay so.
+        start = r.x if self.codec is None else common_start(r)
+        if self.codec is None and self.exact and not r.equal_start:
+            start = mean_(r.comm, r.x.clone()).wait()
+        exact = torch.promote_types(r.x.dtype, torch.float32)
+        r.state["anchor"] = where.part_of(r.comm, start).to(where.device_for(r.x), exact, copy=True)
+        self.begin_round(r)
+
+    def begin_round(self, r: Replica) -> None:
+        """Runs when a round begins at the anchor."""
+
+    def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
+        """The base's hook; then, when the period is over, the outer step, from which the next round starts."""
+        self.base.after_step(self.inner(r))
+        if r.step % self.period or r.postponed:
+            return
+
+        anchor = r.state["anchor"]
+        average = self._average(r, where)
+        # The round started at the anchor rounded to the parameters' dtype. Only compressed differences are taken from
+        # the anchor itself.
+        self.step_(r.state, anchor if self.codec is not None else anchor.to(r.x.dtype), average)
+        if where.sharded:
+            all_gather_(r.comm, anchor.to(r.x), r.x)
+        else:
+            r.x.copy_(anchor)
+        self.base.restart(self.inner(r))
+        self.begin_round(r)
+
+    def restart(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base; and start the round at the parameters."""
+        self.base.restart(self.inner(r))
+        r.state["anchor"].copy_(where.part_of(r.comm, r.x))
+        self.begin_round(r)
+
+    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base."""
+        self.base.average_(self.inner(r))
+
+    def averages_at(self, step: int) -> bool:
+        """At the end of a round, and where the base does."""
+        return (self.exact and step > 0 and step % self.period == 0) or self.base.averages_at(step)
+
+    def _average(self, r: Replica, where: Placement) -> Tensor:
+        """The workers' average, or this worker's part of it, on the device of the anchor."""
+        anchor = r.state["anchor"]
+        if self.codec is not None:
+            return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
+        if where.sharded and _is_plain(self.base):
+            # A plain mean needs only the first half of an all-reduce here; the second follows after the outer step.
+            return reduce_scatter(r.comm, r.x).wait().to(anchor)
+        if self.exact:
+            self.base.average_(self.inner(r))
+        else:
+            # Messages in flight may still read the parameters, which the outer step is about to change.
+            r.wait_pending()
+        return where.part_of(r.comm, r.x).to(anchor)
+
+
+class Placed(Wrapper):
+    """A wrapper that says where the state of its base's outer steps lies; it changes nothing else.
+
+    Attributes:
+        base: `SlowMo`, `DiLoCo`, or another such wrapper around one of them.
+    """
+
+    base: Strategy
+
+    waits = "as its base"
+
+    def __post_init__(self) -> None:
+        """Check that the base takes outer steps."""
+        if not isinstance(self.base, OuterStep | Placed):
+            raise ConfigError(f"base={self.base}: keeps no state of outer steps; use SlowMo() or DiLoCo()")
+
+    @abstractmethod
+    def placed(self, where: Placement) -> Placement:
+        """A placement, changed as this wrapper does."""
+
+    @property
+    def outer(self) -> OuterStep | Placed:
+        """The base, whose hooks take a placement."""
+        assert isinstance(self.base, OuterStep | Placed)
+        return self.base
+
+    def check_sharded(self) -> None:
+        """As the base."""
+        self.outer.check_sharded()
+
+    def start(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base, with its state in its place."""
+        self.outer.start(self.inner(r), self.placed(where))
+
+    def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base, with its state in its place."""
+        self.outer.after_step(self.inner(r), self.placed(where))
+
+    def restart(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base, with its state in its place."""
+        self.outer.restart(self.inner(r), self.placed(where))
+
+    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
+        """As the base, with its state in its place."""
+        self.outer.average_(self.inner(r), self.placed(where))

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average parameters while the next round computes, and pull the workers towards a common anchor."""
+
+from functools import cached_property
+from math import inf
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.work import completed
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec
+from thinwire.methods.reduce.compressed_all_reduce import mean_
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.local.coded_means import (
+    check_tracked,
+    common_point,
+    restart_mean,
+    tracked_mean,
+    tracks,
+)
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class OverlapLocalSGD(Strategy):
+    r"""Launch an all-reduce of the parameters every `period` steps, and use the mean `delay` steps later.
+
+    With $\bar x$ the mean that has arrived, $z$ the anchor, equal on all workers, and $v$ its momentum,
+
+    $$v \leftarrow \beta v + (\bar x - z), \qquad z \leftarrow z + \eta v, \qquad
+      x_i \leftarrow (1-\alpha) x_i + \alpha z ,$$
+
+    and at the end of the period the all-reduce of the new $x_i$ is launched. The last of the three is the pull. The
+    first $\bar x$ is the initial parameters. The mean is used at exactly that step, even if it arrived earlier, so
+    results do not depend on timing. As long as gradients are zero, this combination of the mean, the anchor and its
+    momentum does not change:
+
+    $$y = a \bar x + (1-a) z + a \alpha \beta v, \qquad a = \frac{\eta}{\alpha(1-\beta) + \eta(1-\alpha)} .$$
+
+    Local steps between a launch and the next pull enter $y$ with a factor of only $1-\alpha$. With a period $\tau$ and
+    a delay $d$, training is as fast as with $a (1 - \alpha d/\tau)$ times the learning rate (`progress`). Use
+    `compensate`, or a larger learning rate, to make up for that.
+
+    With an unbiased `codec` $C$ the mean is $\bar x = z + \tfrac1n \sum_j C(x_j - z)$. With `ErrorFeedback` workers
+    send how far they have come since their last message: with $x_i'$ the parameters then,
+    $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. What a codec holds back makes the mean older, and
+    `progress` smaller.
+
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, with at most one message in
+    flight; of a codec whose mean takes two stages the second starts in the middle of the delay. State: `anchor` ($z$),
+    `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size of the
+    parameters; with a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also
+    `mean` ($\bar x$), like the anchor. What it keeps of $x_i'$ is in the residual `error`, or in `sent`.
+
+    Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
+    ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
+    arXiv:2501.18512.
+
+    Args:
+        period: $\tau$, optimizer steps between launches; more sends less and hides longer transfers.
+        pull: $\alpha$, the weight of the anchor in the pull, in [0, 1); more keeps workers closer together and undoes
+            more of their steps.
+        momentum: $\beta$ of the anchor, in [0, 1); more smooths the anchor and raises `progress`.
+        lr: $\eta$, of the anchor's step towards the mean; 1 is usual.
+        nesterov: whether the anchor's momentum is Nesterov momentum.
+        delay: $d$, steps from a launch to its pull, 1 to `period`; None is the whole period. More hides longer
+            transfers; less uses fresher means.
+        compensate: multiply the local update of each period by 1/`progress`, as a larger learning rate would; needs a
+            delay of the whole period.
+        codec: compresses the differences; None sends the parameters as they are.
+
+    Example:
+        How fast training is, as a multiple of the learning rate:
+
+        >>> import thinwire
+        >>> round(thinwire.OverlapLocalSGD().progress, 2)
+        0.69
+        >>> round(thinwire.OverlapLocalSGD(period=8, delay=2).progress, 2)
+        1.47
+    """
+
+    period: int = 8
+    pull: float = 0.6
+    momentum: float = 0.7
+    lr: float = 1.0
+    nesterov: bool = False
+    delay: int | None = None
+    compensate: bool = False
+    codec: Codec | None = None
+
+    paper = "Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539"
+    waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
+    limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return Traits(
+            period=self.period,
+            delay=self._delay,
+            postpones=True,
+            tracks_mean=tracks(self.codec),
+            lr_factor=1.0 if self.compensate else self.progress,
+        )
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges."""
+        if self.period < 1:
+            raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
+        if not 0 <= self.pull < 1:
+            raise ConfigError(
+                f"pull={self.pull}: must lie in [0, 1), because at 1 every step is undone and training is frozen; "
+                "0.6 is usual"
+            )
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.7 is usual")
+        if not 0 < self.lr < inf:
+            raise ConfigError(f"lr={self.lr}: the anchor's step must be positive and finite; 1 is usual")
+        if self.delay is not None and not 1 <= self.delay <= self.period:
+            raise ConfigError(f"delay={self.delay}: must lie between 1 and period={self.period}; None is the period")
+        if self.compensate and self._delay < self.period:
+            raise ConfigError(
+                f"compensate=True with delay={self.delay}: needs a delay of the whole period; use delay=None, or "
+                "raise the optimizer's lr instead"
+            )
+
+    @property
+    def _delay(self) -> int:
+        return self.period if self.delay is None else self.delay
+
+    @property
+    def progress(self) -> float:
+        r"""Effective learning rate of $y$ in steady state, divided by the optimizer's: $a (1 - \alpha d/\tau)$."""
+        drag = self.pull * (1 - self.momentum)
+        return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
+
+    def check(self, size: int) -> None:
+        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        check_tracked(self.codec)
+
+    def start(self, r: Replica) -> None:
+        """Allocate the anchor and its momentum; the initial parameters are also the first mean."""
+        # The first mean is also the first anchor, which must be equal on all workers.
+        r.state["anchor"] = common_point(r, self.codec)
+        r.state["velocity"] = torch.zeros_like(r.state["anchor"])
+        # The initial parameters as a mean that has arrived: the first round is like every other one.
+        r.launch("mean", completed([r.state["anchor"].clone()]))
+        if self.compensate:
+            r.state["start"] = r.x.clone()
+
+    def after_step(self, r: Replica) -> None:
+        """Use the mean, if it was launched `delay` steps ago; at the end of a period, launch the next one."""
+        # Merge first: with a delay of a whole period both happen at this step, and the message must include the pull.
+        left = (self._delay - r.step) % self.period
+        if left == 0:
+            self._merge_(r)
+        elif left == self._delay // 2:
+            r.advance("mean")
+        if r.step % self.period == 0 and not r.postponed:
+            mean = tracked_mean(r, r.x, r.state["anchor"], self.codec)
+            r.launch("mean", mean.then(lambda mean: [mean]))
+            if self.compensate:
+                r.state["start"].copy_(r.x)
+
+    def _merge_(self, r: Replica) -> None:
+        mean = r.collect("mean")
+        if mean is None:
+            return
+        if self.compensate:
+            # Only the steps of the round are lengthened, so this comes before the pull.
+            r.x.sub_(r.state["start"]).div_(self.progress).add_(r.state["start"])
+        self._move_anchor_(r, mean[0])
+        r.x.lerp_(r.state["anchor"].to(r.x.dtype), self.pull)
+
+    def _move_anchor_(self, r: Replica, mean: Tensor) -> None:
+        anchor, velocity = r.state["anchor"], r.state["velocity"]
+        gap = mean - anchor
+        velocity.mul_(self.momentum).add_(gap)
+        anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
+
+    def restart(self, r: Replica) -> None:
+        """Start anew at the parameters, which are the anchor and the mean that has arrived, as at the first round."""
+        # The mean in flight is of the parameters as they were, towards which it would pull the workers back. The
+        # velocity is a distance between the anchor and means, not a gradient, and belongs to the old anchor too.
+        r.collect("mean")
+        for name in ("anchor", "start") if self.compensate else ("anchor",):
+            r.state[name].copy_(r.x)
+        r.state["velocity"].zero_()
+        restart_mean(r, self.codec)
+        r.launch("mean", completed([r.state["anchor"].clone()]))
+
+    def average_(self, r: Replica) -> None:
+        """The mean of all workers' parameters, where a round starts; drops the mean in flight, which is older."""
+        mean_(r.comm, r.x).wait()
+        self.restart(r)

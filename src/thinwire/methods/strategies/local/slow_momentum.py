@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average every few steps, and take a momentum step on the average."""
+
+from collections.abc import MutableMapping
+from dataclasses import replace
+from functools import cached_property
+from math import inf
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from thinwire.core.replica.moments import fresh_optimizer, moment_names
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.local.local_sgd import Local
+from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, scaled_by
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class SlowMo(OuterStep):
+    r"""Average every `period` steps, then take one momentum step on the average.
+
+    With $x_0$ the parameters after the last slow step and $\gamma$ the mean of the learning rate since,
+
+    $$u \leftarrow \beta u + \tfrac{1}{\gamma}(x_0 - \bar x), \qquad x_0 \leftarrow x_0 - \alpha \gamma u .$$
+
+    While gradients stay alike a round moves $x_0$ by $\alpha/(1-\beta)$ times what its steps did: the paper's effective
+    learning rate is $\alpha\gamma/(1-\beta)$.
+    `momentum=0` is the base with exact averages; `period=1` under SGD is AllReduce with heavy-ball momentum.
+    Traffic: the base's, and per period its exact average: one all-reduce of what it sends. State: `anchor` ($x_0$) and
+    `slow` ($u$), like the parameters, and of the round `lr_sum`, like the learning rate, and its steps `num_steps`.
+
+    Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643, Algorithm 1.
+
+    Args:
+        base: the strategy between averages; with `Local()` workers send nothing there.
+        period: $\tau$, steps between averages; more sends less.
+        momentum: $\beta$, in [0, 1); 0.2 to 0.8 is usual; it can be larger with more workers.
+        lr: $\alpha$, the slow learning rate; 1 is usual.
+        buffers: whether a slow step keeps the optimizer's own state, clears it, or averages its moments over workers.
+        exact: False takes each worker's own parameters as the average, and sends nothing at a slow step.
+        codec: compresses the differences from $x_0$ that are averaged; None sends the parameters as they are.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.ParameterList([torch.zeros(1)])
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     thinwire.attach(model, optimizer, thinwire.SlowMo(period=2), comm=comm)
+        ...     for _ in range(4):
+        ...         model[0].grad = torch.full_like(model[0], comm.rank)
+        ...         optimizer.step()
+        ...     return model[0].item()
+        >>> thinwire.run_threads(2, train)  # averages alone end at -2
+        [-2.5, -2.5]
+    """
+
+    base: Strategy = Local()
+    period: int = 12
+    momentum: float = 0.5
+    lr: float = 1.0
+    buffers: Literal["maintain", "reset", "average"] = "maintain"
+    exact: bool = True
+    codec: Codec | None = None
+
+    paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
+    limits = (
+        "too much momentum, or too long a period, overshoots: the effective learning rate is the optimizer's times "
+        "lr / (1 - momentum), so lower one of them"
+    )
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            elementwise=self.base.traits.elementwise and self.buffers == "maintain",
+            optimizer_state=self.buffers,
+            growing=("lr_sum",),
+            lr_factor=scaled_by(self.base, self.codec, self.lr, self.momentum),
+        )
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        super().__post_init__()
+        if not 0 <= self.momentum < 1:
+            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.2 to 0.8 is usual")
+        if not 0 < self.lr < inf:
+            raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
+        super().check_optimizer(optimizer)
+        if self.buffers != "maintain":
+            (fresh_optimizer if self.buffers == "reset" else moment_names)(optimizer)
+
+    def start(self, r: Replica, where: Placement = WHOLE) -> None:
+        """Start the first round at the initial parameters, without slow momentum."""
+        super().start(r, where)
+        r.state["slow"] = torch.zeros_like(r.state["anchor"])
+
+    def begin_round(self, r: Replica) -> None:
+        """Sum the learning rates of the round; a round that was begun by `restart` has fewer steps than others."""
+        r.state["lr_sum"] = r.state["anchor"].new_zeros((), dtype=torch.float64)
+        r.state["num_steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
+        """The base's hook; then, when the period is over, the slow step, from which the next round starts."""
+        r.state["lr_sum"] = r.state["lr_sum"] + where.lr_of(r)
+        r.state["num_steps"] += 1
+        super().after_step(r, where)
+        if r.step % self.period == 0 and not r.postponed and self.buffers != "maintain":
+            r.moments.forget() if self.buffers == "reset" else r.moments.average_(r.comm)
+
+    def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
+        """One step of slow momentum."""
+        anchor, lr = state["anchor"], (state["lr_sum"] / int(state["num_steps"])).to(state["anchor"].dtype)
+        if self.momentum == 0 and self.lr == 1:  # anchor - (anchor - average) would be rounded
+            anchor.copy_(average)
+            return
+        # Where the learning rate was zero the displacement is zero too, so any positive divisor gives zero.
+        state["slow"].mul_(self.momentum).addcdiv_(start - average, torch.where(lr > 0, lr, 1.0))
+        anchor.addcmul_(state["slow"], lr, value=-self.lr)

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Send the parameters in fragments, one after another."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.base import Strategy, nested
+from thinwire.methods.strategies.local.overlap_local_sgd import OverlapLocalSGD
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import Wrapper
+from thinwire.registry import registered
+
+
+@registered
+class Streaming(Wrapper):
+    r"""Cut the parameters into fragments; each follows the base's schedule by itself, at steps of its own.
+
+    With $F$ fragments and the base's period $\tau$, fragment $f$ is $\lfloor f\tau/F \rfloor$ steps ahead of the first.
+    Workers send as many bytes as without, but in messages of one $F$-th of the size, $\tau/F$ steps apart: the peak
+    falls $F$-fold, and each message is hidden behind fewer steps.
+
+    `DiLoCo` has fragments of its own, which are Streaming DiLoCo's; this is the same for other methods.
+
+    Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512 (where fragments
+    are whole layers; here they are even parts of the vector).
+
+    Args:
+        base: the strategy of each fragment; has a period.
+        fragments: $F$, at most the base's period; more makes messages smaller and more frequent.
+
+    Example:
+        The same bytes in four times as many messages:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def traffic(strategy):
+        ...     def train(comm):
+        ...         model = torch.nn.Linear(16, 1, bias=False)
+        ...         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...         thinwire.attach(model, optimizer, strategy, comm=comm)
+        ...         start = comm.meter.messages, comm.meter.payload_bytes
+        ...         for _ in range(8):
+        ...             optimizer.step()
+        ...         return comm.meter.messages - start[0], comm.meter.payload_bytes - start[1]
+        ...     return thinwire.run_threads(2, train)[0]
+        >>> traffic(thinwire.LocalSGD(period=8))
+        (1, 64.0)
+        >>> traffic(thinwire.Streaming(thinwire.LocalSGD(period=8), fragments=4))
+        (4, 64.0)
+    """
+
+    base: Strategy = OverlapLocalSGD()
+    fragments: int = 4
+
+    paper = "Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512"
+    waits = "as its base, for one fragment at a time"
+    limits = "each message pays the latency of the link; the whole model is never averaged at one step"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(super().traits, fragments=self.fragments, local_rounds=False)
+
+    def __post_init__(self) -> None:
+        """Check the types, and that the base works on fragments."""
+        period = self.base.traits.period
+        if period is None:
+            raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")
+        if any(hasattr(each, "fragments") and not isinstance(each, Streaming) for each in nested(self.base)):
+            raise ConfigError(
+                f"base={self.base}: has fragments of its own; use it without Streaming, with fragments={self.fragments}"
+            )
+        if not 1 <= self.fragments <= period:
+            raise ConfigError(f"fragments={self.fragments}: must lie between 1 and the base's period={period}")
+        if self.base.traits.sends_gradients:
+            raise ConfigError(f"base={self.base}: sends gradients at every step; use a base that averages parameters")
+        if self.base.traits.timing_dependent:
+            raise ConfigError(
+                f"base={self.base}: sends messages on no common schedule, which fragments cannot share; use it without "
+                "Streaming, or a base that averages parameters, such as SlowMo()"
+            )
+        if self.base.traits.steady_from:
+            raise ConfigError(
+                f"base={self.base}: fragments that are steps ahead would leave out a part of the warm-up; use "
+                "warmup_steps=0"
+            )
+        if self.base.traits.optimizer_state != "maintain":
+            raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse one that needs the whole vector at once."""
+        super().check(size)
+        self.base.check_blocks(f"in {self.fragments} fragments")
+
+    def start(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.start(fragment)
+
+    def before_step(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.before_step(fragment)
+
+    def after_step(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.after_step(fragment)
+
+    def restart(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.restart(fragment)
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.regroup(fragment, before)
+
+    def average_(self, r: Replica) -> None:
+        """As the base, for each fragment."""
+        for fragment in self._fragments(r):
+            self.base.average_(fragment)
+
+    def averages_at(self, step: int) -> bool:
+        """Never: fragments are averaged at steps of their own."""
+        return False
+
+    def weight(self, r: Replica) -> Tensor | None:
+        """None: each fragment has its own."""
+        return None
+
+    def consensus(self, r: Replica) -> Tensor:
+        """As the base, for each fragment."""
+        return torch.cat([self.base.consensus(fragment) for fragment in self._fragments(r)])
+
+    def resume_point(self, r: Replica) -> Tensor:
+        """As the base, for each fragment."""
+        return torch.cat([self.base.resume_point(fragment) for fragment in self._fragments(r)])
+
+    def end_point(self, r: Replica) -> Tensor:
+        """As the base, for each fragment."""
+        return torch.cat([self.base.end_point(fragment) for fragment in self._fragments(r)])
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """As the base, for each fragment."""
+        new: list[dict[str, Tensor]] = [{} for _ in range(size)]
+        for f in range(self.fragments):
+            prefix = f"fragment-{f}/"
+            of = [{n.removeprefix(prefix): x for n, x in state.items() if n.startswith(prefix)} for state in states]
+            found = self.base.resized(of, size)
+            if found is None:
+                return None
+            for state, part in zip(new, found, strict=True):
+                state.update({prefix + name: x for name, x in part.items()})
+        return new
+
+    def _fragments(self, r: Replica) -> Iterator[Replica]:
+        # Integer division, so that fragments cover the vector without gap or overlap.
+        edges = [f * r.x.numel() // self.fragments for f in range(self.fragments + 1)]
+        period = self.base.traits.period or 1
+        for f in range(self.fragments):
+            yield r.part(f"fragment-{f}", slice(edges[f], edges[f + 1]), ahead=f * period // self.fragments)

@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Average within each node every few steps, between the averages over all workers."""
+
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+
+from thinwire.core.comm.members import check_nodes
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.local.local_sgd import LocalSGD, check_period
+from thinwire.methods.strategies.local.means import ring_all_reduce_, weighted_mean_
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import Wrapper
+from thinwire.registry import registered
+
+
+@registered
+class NodeAverage(Wrapper):
+    r"""Each node averages its parameters every `period` steps, and the base averages those of all workers less often.
+
+    With nodes of $m$ consecutive ranks, at every $\tau$-th step at which the base does not average over all,
+
+    $$x_i \leftarrow \tfrac1m \sum_{j \in \text{node of } i} x_j ,$$
+
+    weighted as the base's averages are: `NodeAverage(LocalSGD(period=32), period=8)` is hierarchical Local SGD. The
+    base's round goes on meanwhile: a node average is to it as a local step.
+    Traffic: the base's, and at each of these steps $2\frac{m-1}{m}$ of the parameters per worker, within nodes. No
+    state.
+
+    Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217.
+
+    Args:
+        base: `LocalSGD`; or `SlowMo` or `DiLoCo` around it or around `Local()`.
+        period: $\tau$, steps between averages within nodes; divides the base's period.
+        node_size: $m$, ranks per node; larger nodes drift less, and each average takes longer.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     strategy = thinwire.NodeAverage(thinwire.LocalSGD(period=2), period=1, node_size=2)
+        ...     thinwire.attach(model, optimizer, strategy, comm=comm)
+        ...     weights = []
+        ...     for _ in range(2):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...         weights.append(model.weight.item())
+        ...     return weights
+        >>> thinwire.run_threads(4, train)
+        [[-0.5, -3.0], [-0.5, -3.0], [-2.5, -3.0], [-2.5, -3.0]]
+    """
+
+    base: Strategy = LocalSGD(period=32)
+    period: int = 8
+    node_size: int = 2
+
+    paper = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217"
+    waits = "as its base; every `period` steps the workers of a node also wait for its slowest one"
+    limits = "pays if links within a node are faster than those between nodes"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            period=self.period,
+            moves_parameters=True,
+            inelastic="its nodes are neighbouring ranks, whose numbers change when one is lost; use its base",
+            local_rounds=False,  # the nodes' averages are communication of its own
+        )
+
+    def __post_init__(self) -> None:
+        """Check the ranges, and that the base averages over all workers now and then, of what may be moved between."""
+        check_period(self.period)
+        if self.node_size < 1:
+            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
+        longer = self.base.traits.period
+        if longer is None or not self.base.averages_at(longer) or not self.base.traits.local_rounds:
+            raise ConfigError(
+                f"base={self.base}: must be local steps with averages over all workers; use LocalSGD(), or SlowMo() or "
+                "DiLoCo() around LocalSGD() or Local()"
+            )
+        if longer % self.period:
+            raise ConfigError(
+                f"period={self.period}: must divide the base's period={longer}, over which all workers average"
+            )
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse a number of workers that does not fill whole nodes."""
+        check_nodes(self.node_size, size)
+        super().check(size)
+
+    def after_step(self, r: Replica) -> None:
+        """As the base; then average within the node, where that is due and the base has not averaged over all."""
+        super().after_step(r)
+        if r.step % self.period or self.base.averages_at(r.step):
+            return
+        first = r.comm.rank - r.comm.rank % self.node_size
+        node = range(first, first + self.node_size)
+        # The base is not restarted: its anchor is common to all workers, and must not become a node's.
+        weight = self.base.weight(self.inner(r))
+        if weight is None and r.x.dtype == torch.float16:
+            # In fp16 a sum overflows where the mean is finite.
+            ring_all_reduce_(r.comm, r.x.div_(self.node_size), node)
+        elif weight is None:
+            ring_all_reduce_(r.comm, r.x, node).div_(self.node_size)
+        else:
+            weighted_mean_(r.x, weight, lambda vector: ring_all_reduce_(r.comm, vector, node))

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where the state of SlowMo's and DiLoCo's outer steps lies: a part on each worker, or in the host's memory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from thinwire.methods.strategies.base import Strategy, nested
+from thinwire.methods.strategies.local.outer_step import Placed, Placement
+from thinwire.methods.strategies.local.slow_momentum import SlowMo
+from thinwire.methods.strategies.traits import Traits
+from thinwire.registry import registered
+
+
+@registered
+class Sharded(Placed):
+    """Each of n workers keeps one n-th of the base's state, and takes the outer step on that part of the parameters.
+
+    Results are the base's. A reduce-scatter sums the parameters, each worker steps on its part, and an all-gather
+    collects the parts. Where the average is the plain mean, as over `Local()`, these are the two halves of one
+    all-reduce, and bytes are the base's; other bases average in their own way first, and the all-gather comes on top.
+    The learning rates of parameter groups are sharded too.
+
+    Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
+
+    Args:
+        base: `SlowMo` or `DiLoCo`, without a codec.
+
+    Example:
+        >>> import torch, thinwire
+        >>> def state(strategy):
+        ...     def train(comm):
+        ...         model = torch.nn.Linear(8, 1, bias=False)
+        ...         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...         worker = thinwire.attach(model, optimizer, strategy, comm=comm)
+        ...         return {name: x.numel() for name, x in worker.replicas[0].state.items() if x.dim()}
+        ...     return thinwire.run_threads(2, train)[0]
+        >>> state(thinwire.SlowMo())
+        {'anchor': 8, 'slow': 8}
+        >>> state(thinwire.Sharded(thinwire.SlowMo()))
+        {'base/anchor': 4, 'base/slow': 4}
+    """
+
+    base: Strategy = SlowMo()
+
+    paper = "Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            inelastic="a lost worker's part of the outer state is lost with it; use its base, or Offloaded()",
+            elementwise=False,
+        )
+
+    def check(self, size: int) -> None:
+        """As the base; and refuse one whose outer step needs the whole vector."""
+        self.check_sharded()
+        super().check(size)
+
+    def placed(self, where: Placement) -> Placement:
+        """A part of it on each worker."""
+        return replace(where, sharded=True)
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """As the base, of the whole state, which is then cut into other parts."""
+        found = super().resized([{**state, **self._joined(states)} for state in states], size)
+        if found is None:
+            return None
+        parts = {name: x.tensor_split(size) for name, x in found[0].items() if self._is_cut(name, x)}
+        return [
+            {name: parts[name][rank].clone() if name in parts else x for name, x in state.items()}
+            for rank, state in enumerate(found)
+        ]
+
+    def _joined(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """The vectors of which each worker has a part."""
+        return {
+            name: torch.cat([state[name] for state in states]) for name, x in states[0].items() if self._is_cut(name, x)
+        }
+
+    def _is_cut(self, name: str, x: Tensor) -> bool:
+        """Whether it is a vector of the outer steps' own state: below all placements, and not the rounds' base's."""
+        placements = [each for each in nested(self) if isinstance(each, Placed)]
+        prefix = "base/" * len(placements)
+        return x.dim() == 1 and name.startswith(prefix) and not name.startswith(f"{prefix}base/")
+
+
+@registered
+class Offloaded(Placed):
+    """The base's state lies in the host's memory, and the host takes the outer steps; for models on a GPU.
+
+    The average is copied to the host and the new parameters back, once per period.
+
+    Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, USENIX ATC 2021, arXiv:2101.06840.
+
+    Args:
+        base: `SlowMo` or `DiLoCo`.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(8, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> strategy = thinwire.Offloaded(thinwire.DiLoCo(period=100))
+        >>> worker = thinwire.attach(model, optimizer, strategy, comm=thinwire.CountingComm(0, 2))
+        >>> worker.replicas[0].state["base/anchor"].device
+        device(type='cpu')
+    """
+
+    base: Strategy = SlowMo()
+
+    paper = "Ren et al., ZeRO-Offload, USENIX ATC 2021, arXiv:2101.06840"
+    limits = "the host's memory is slower than the GPU's"
+
+    def placed(self, where: Placement) -> Placement:
+        """In the host's memory."""
+        return replace(where, on_host=True)

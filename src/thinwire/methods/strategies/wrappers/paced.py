@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Let every worker take as many steps of a round as its speed allows."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from thinwire.core.comm.pending import PendingMeans
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
+from thinwire.methods.codecs.base import Codec
+from thinwire.methods.strategies.base import Strategy, nested, pace_rule
+from thinwire.methods.strategies.local.local_sgd import LocalSGD
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import Wrapper
+from thinwire.registry import registered
+
+_FIRST_STEPS = 4
+_TIMED_STEPS = 9
+_PAUSE = 4.0
+_EXACT_BYTES = 4
+
+
+@dataclass
+class _Clock:
+    """When a worker's last step ended; not saved, as a resumed run has another clock."""
+
+    mark: float | None = None
+    step: int = -1
+    seconds: float | None = None
+
+
+# By what all replicas of a worker share: they must end a round at the same step.
+_clocks: WeakKeyDictionary[PendingMeans, _Clock] = WeakKeyDictionary()
+
+
+@registered
+class Paced(Wrapper):
+    r"""Slower workers take fewer steps in a round, so that all end it at about the same time.
+
+    The fastest worker takes the base's period $H$ in a round. Every other one ends the round with the step after which
+    the time that the fastest one needs is over, and at least one step, so that a stall costs the round nothing but the
+    steps that were not taken. With $s_i$ the samples of worker $i$ in the round, the base averages
+
+    $$\bar x = \frac{\sum_i s_i x_i}{\sum_i s_i} .$$
+
+    `worker.step` counts the group's steps: a worker that ends a round early goes on at the number where the next one
+    begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
+    save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
+    be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes
+    to each other worker per round. State: twelve numbers; with weights by samples and parameters in 16 bits `start`,
+    like the parameters, where the round started.
+
+    McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
+    arXiv:1602.05629, Algorithm 1, for the weights.
+
+    Args:
+        base: `LocalSGD`; or `SlowMo` or `DiLoCo` around `Local()`; its period is that of the fastest worker.
+        weights: "samples" to weigh workers by the numbers given to `Worker.record_batch` in the round (a step without
+            one counts as one sample); or "equal".
+        steps: in place of measured speeds, the steps of a round for each rank, repeated for further ranks.
+
+    Example:
+        Rank 1 takes one step in the time of rank 0's four, and weighs a quarter as much:
+
+        >>> import torch, thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     strategy = thinwire.Paced(thinwire.LocalSGD(period=4), steps=(4, 1))
+        ...     worker, own = thinwire.attach(model, optimizer, strategy, comm=comm), 0
+        ...     while worker.step < 4:
+        ...         model.weight.grad = torch.full_like(model.weight, -1.0)
+        ...         optimizer.step()
+        ...         own += 1
+        ...     return own, worker.step, round(model.weight.item(), 4)
+        >>> thinwire.run_threads(2, train)
+        [(4, 4, 3.4), (1, 4, 3.4)]
+    """
+
+    base: Strategy = LocalSGD(period=32)
+    weights: Literal["samples", "equal"] = "samples"
+    steps: tuple[int, ...] = ()
+
+    paper = "weights by samples: McMahan et al., AISTATS 2017, arXiv:1602.05629, Algorithm 1"
+    waits = "at the end of a round all wait for each other, and come there at about the same time"
+    limits = "slow workers' data count for less; evaluate and save between rounds only"
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            moves_parameters=True,
+            local_rounds=False,
+            elementwise=False,
+            skips_steps=True,
+            sample_weighted=self.weights == "samples",
+            timing_dependent=not self.steps,
+            # Where workers leave out steps, it depends on who does.
+            lr_factor=self.base.traits.lr_factor if set(self.steps) == {self.base.traits.period} else None,
+        )
+
+    def __post_init__(self) -> None:
+        """Check that the base takes local steps and ends its rounds with plain means."""
+        period = self.base.traits.period
+        averages = [] if period is None else [k for k in range(1, period + 1) if self.base.averages_at(k)]
+        codec = any(isinstance(value, Codec) for each in nested(self.base) for value in vars(each).values())
+        weighted = self.base.traits.sample_weighted
+        if not self.base.traits.local_rounds or weighted or averages != [period] or codec:
+            raise ConfigError(
+                f"base={self.base}: must be rounds of local steps, all alike, that end with a mean of the parameters "
+                "as they are; use LocalSGD(), or SlowMo() or DiLoCo() around Local()"
+            )
+        if any(count < 1 or count > (period or 0) for count in self.steps):
+            raise ConfigError(f"steps={self.steps}: must lie in 1..{period}, the base's period, for every rank")
+
+    def start(self, r: Replica) -> None:
+        """Start the base; nothing is known of speeds."""
+        super().start(r)
+        for name in ("round_seconds", "elapsed", "samples"):
+            r.state[name] = torch.zeros((), dtype=torch.float64, device="cpu")
+        # Of the last steps, across rounds: a stall is one of several. Zero is not known.
+        r.state["step_seconds"] = torch.zeros(_TIMED_STEPS, dtype=torch.float64, device="cpu")
+        if self.weights == "samples" and r.x.element_size() < _EXACT_BYTES:
+            r.state["start"] = r.x.clone() if r.equal_start else r.comm.broadcast_(r.x.clone(), 0).wait()
+
+    def restart(self, r: Replica) -> None:
+        """As the base."""
+        _clocks.pop(r.pending_means, None)
+        super().restart(r)
+        if "start" in r.state:
+            r.state["start"].copy_(r.x)
+
+    def before_step(self, r: Replica) -> None:
+        """Nothing: the base's rounds are of local steps."""
+
+    def after_step(self, r: Replica) -> None:
+        """Count the step; at the end of this worker's round, share its figures, and let the base average."""
+        state, clock = r.state, _clocks.setdefault(r.pending_means, _Clock())
+        if clock.step != r.step:
+            now = r.comm.runtime.clock()
+            clock.seconds = None if clock.mark is None else now - clock.mark
+            clock.mark, clock.step = now, r.step
+        period = self.base.traits.period or 1
+        count = (r.step - 1) % period + 1
+        if clock.seconds is not None and not self.steps:
+            self._time(r, clock.seconds, first=count == 1)
+        state["samples"] += r.samples
+        if not self._ends(r, count, period):
+            return
+        r.step += period - count
+        r.comm.step = r.step  # that of all ranks, as far as they can be compared
+        factor = self._share(r, period)
+        if factor != 1:
+            self._weigh_(r, factor)
+        r.metrics["steps_of_round"] = float(count)
+        self.base.after_step(self.inner(r))
+        if "start" in state:
+            state["start"].copy_(r.x)
+        for name in ("elapsed", "samples"):
+            state[name].zero_()
+        # The wait for others is no step's.
+        clock.mark = r.comm.runtime.clock()
+
+    def _weigh_(self, r: Replica, factor: float) -> None:
+        """Let the plain mean that follows be the weighted one."""
+        start = r.state.get("start")
+        if start is None:
+            r.x.mul_(factor)
+            return
+        # In 16 bits the product would be rounded by as much as a small step in every round. Factors are 1 on average,
+        # so that only differences from a point that all have in common need one.
+        exact = start.float()
+        r.x.copy_((r.x - exact).mul_(factor).add_(exact))
+
+    def _time(self, r: Replica, seconds: float, *, first: bool) -> None:
+        """Count the time of a step."""
+        state, pace = r.state, _pace(r)
+        # Between rounds a loop may evaluate or save, and that is no step's time.
+        if first and 0 < _PAUSE * pace < seconds:
+            state["elapsed"] += pace
+            return
+        state["elapsed"] += seconds
+        state["step_seconds"] = state["step_seconds"].roll(1)
+        state["step_seconds"][0] = seconds
+
+    def _ends(self, r: Replica, count: int, period: int) -> bool:
+        """Whether this worker's round is over."""
+        if self.steps or r.comm.size == 1 or r.x.is_meta:
+            return count >= (self.steps[r.comm.rank % len(self.steps)] if self.steps else period)
+        seconds, elapsed, pace = float(r.state["round_seconds"]), float(r.state["elapsed"]), _pace(r)
+        if not seconds:
+            return count >= min(_FIRST_STEPS, period)
+        # Another step must not bring it further from the end than it is now.
+        return count >= period or elapsed + pace / 2 >= seconds
+
+    def _share(self, r: Replica, period: int) -> float:
+        """Tell all ranks how fast this one is and what it has used; the factor of its parameters in the plain mean."""
+        rate: Any = r.lr
+        own = float(rate.double().mean()) if isinstance(rate, Tensor) else rate
+        mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64, device="cpu")
+        try:
+            # Ranks that have ended an ordinary loop are in another call by now.
+            r.comm.check_in_step("the end of a round").wait()
+            # Of the parameters' device, as NCCL sends no other.
+            found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
+        except (PeerLostError, CommTimeoutError) as error:
+            raise type(error)(f"{error}; {pace_rule(self)}") from error
+        if found.is_meta:
+            return 1.0
+        rows: list[list[float]] = found.tolist()
+        paces = [row[0] for row in rows if row[0]]
+        if paces:
+            r.state["round_seconds"].fill_(period * min(paces))
+        if any(row[2] != rows[0][2] for row in rows):
+            if isinstance(rate, Tensor) and rate.ndim:
+                raise ConfigError(
+                    f"{self}: groups with different learning rates that change between a round's steps, on which "
+                    "workers cannot agree; use one rate for all, or change the rates at multiples of the period"
+                )
+            # Outer steps may divide by the rate, and all must take the same one.
+            rate = rows[0][2]
+        self.inner(r).override_lr(rate)
+        total = sum(row[1] for row in rows)
+        return 1.0 if self.weights == "equal" or not total else rows[r.comm.rank][1] * len(rows) / total
+
+
+def _pace(r: Replica) -> float:
+    """The median of the last steps' times, in seconds; zero where none was measured."""
+    times = r.state["step_seconds"]
+    return float(times[times > 0].median()) if bool((times > 0).any()) else 0.0

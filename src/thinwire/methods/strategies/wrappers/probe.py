@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measure from time to time how much workers' gradients differ."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.optim import SGD, Optimizer
+
+from thinwire.core.comm.work import Work
+from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.base import Strategy, codecs_of
+from thinwire.methods.strategies.gradients.all_reduce import AllReduce
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import Wrapper
+from thinwire.methods.strategies.wrappers.heterogeneity import NAMES, estimate
+from thinwire.registry import registered
+
+
+@registered
+class Probe(Wrapper):
+    r"""Wrap a strategy, the base, and estimate gradient noise and the dissimilarity of workers' gradients.
+
+    Each measurement uses two successive exchanges out of `every`. If the base sends gradients, an exchange is their
+    all-reduce. With `LocalSGD`, or with `Local` inside slow momentum, an exchange is an average of the parameters: the
+    change of a worker's parameters since the last exchange, divided by the sum of its learning rates, gives the mean of
+    its gradients. With $g_i$ the gradient of worker $i$, $\bar g$ the mean over $n$ workers, $e_i = g_i - \bar g$, and
+    $e_i'$ the same at the exchange before, the dissimilarity $\zeta^2$, the noise $\sigma^2$ and the squared norm of
+    the mean gradient are
+
+    $$\zeta^2 \approx \tfrac1n\sum_i\langle e_i, e_i'\rangle, \qquad
+      \sigma^2 \approx \tfrac{1}{n-1}\sum_i\big(\tfrac12|e_i|^2 + \tfrac12|e_i'|^2 - \langle e_i, e_i'\rangle\big),
+      \qquad |\nabla F|^2 \approx |\bar g|^2 - \tfrac1n\sigma^2,$$
+
+    where the estimates are unbiased if the expected gradient $\nabla F_i$ of each worker hardly changes between the two
+    exchanges. $\sigma^2$ is the noise of one worker's gradient at one step; the mean over $K$ steps has $1/K$ of it.
+    The error $\epsilon$ that an unbiased codec makes in the mean counts as noise: the estimate of $\zeta^2$ stays
+    right, those of $\sigma^2$ and $|\nabla F|^2$ are $\tfrac{n}{n-1} E|\epsilon|^2$ and
+    $\tfrac{n-2}{n-1} E|\epsilon|^2$ too large. Codecs whose error may exceed the gradient are refused, and so is error
+    feedback, whose mean is not that of one exchange.
+    Exponential moving averages of the three are written to `Replica.metrics` as `gradient_dissimilarity`,
+    `gradient_noise` and `gradient_square`; `recommend` reads them. The base trains as without the wrapper, bit for bit.
+    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes, where the base sends gradients
+    after a check that all are in the same step. State: `deviation` and
+    `earlier`, each like the parameters (for averages of parameters `anchor` too), and a few numbers.
+
+    Args:
+        base: the strategy whose exchanges are measured.
+        every: exchanges from one measurement to the next; more costs less.
+        keep: the decay of the moving averages at each measurement, in [0, 1); more is smoother and slower.
+
+    Example:
+        Two workers whose gradients are 0 and 1, without noise:
+
+        >>> import torch
+        >>> import thinwire
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     probe = thinwire.Probe(thinwire.LocalSGD(period=1), every=2)
+        ...     worker = thinwire.attach(model, optimizer, probe, comm=comm)
+        ...     for _ in range(2):
+        ...         model.weight.grad = torch.full_like(model.weight, comm.rank)
+        ...         optimizer.step()
+        ...     return [round(figure, 3) for figure in worker.metrics().values()]
+        >>> thinwire.run_threads(2, train)[0]
+        [0.25, 0.0, 0.25]
+    """
+
+    base: Strategy = AllReduce()
+    every: int = 20
+    keep: float = 0.9
+
+    waits = "as its base; at each measurement all workers also wait for an all-reduce of three numbers"
+    limits = (
+        "if the base averages parameters, the optimizer must be plain SGD; with a GradScaler only the ratios of the "
+        "estimates are meaningful"
+    )
+
+    @cached_property
+    def traits(self) -> Traits:
+        """See `Traits`."""
+        return replace(
+            super().traits,
+            local_rounds=False,  # a node's average would pass for steps of this worker
+            growing=("lr_sum",),
+        )
+
+    def __post_init__(self) -> None:
+        """Check the types and the ranges, and that deviations can be measured in the base."""
+        if self.every < 2:
+            raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
+        if not 0 <= self.keep < 1:
+            raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
+        if self.base.traits.sample_weighted:
+            raise ConfigError(f"base={self.base}: the probe measures plain means; use LocalSGD without weights")
+        if self.base.traits.sends_gradients and self.base.traits.reads_gradient:
+            raise ConfigError(
+                f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
+                "AllReduce() for some steps instead"
+            )
+        averages = self.base.traits.local_rounds and not isinstance(self.base, Wrapper)
+        if isinstance(self.base, Probe) or not (self.base.traits.sends_gradients or averages):
+            raise ConfigError(
+                f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
+                "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
+            )
+        self._check_codec()
+
+    def _check_codec(self) -> None:
+        """Refuse codecs whose mean is not that of this exchange's gradients, or only very roughly."""
+        exchanging = self.base
+        while isinstance(exchanging, Wrapper):
+            exchanging = exchanging.base
+        codec = next(codecs_of(exchanging), None)
+        if codec is None or not (codec.keeps_residual or codec.error_bound >= 1):
+            return
+        found = (
+            "its means have what earlier messages left out, and lack what this one does"
+            if codec.keeps_residual
+            else "its error may exceed the gradient itself, and would count as noise"
+        )
+        raise ConfigError(
+            f"base={self.base}: figures compare each gradient with the mean of this exchange; with codec={codec} "
+            f"{found}; measure AllReduce() for some steps instead"
+        )
+
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Refuse what the base refuses and, if it averages parameters, every optimizer but SGD without momentum."""
+        super().check_optimizer(optimizer)
+        plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+        if not self.traits.sends_gradients and not plain:
+            raise ConfigError(
+                f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which takes "
+                "SGD without momentum; measure AllReduce() for some steps instead"
+            )
+
+    def check_blocks(self, blocks: str) -> None:
+        """Refuse blocks: each would be measured by itself, and the figures of one of them reported as the model's."""
+        raise ConfigError(
+            f"{self} {blocks}: its figures are sums over the whole gradient, of which each holds a part; measure the "
+            "undivided model for some steps instead"
+        )
+
+    def start(self, r: Replica) -> None:
+        """Start the base; allocate two deviations and, if it averages parameters, those of the start of a round."""
+        super().start(r)
+        r.zeros_state("deviation")
+        r.zeros_state("earlier")
+        if not self.traits.sends_gradients:
+            r.zeros_state("anchor")
+        r.state["means"] = torch.zeros(4, dtype=torch.float64, device=r.x.device)
+        r.state["square"] = torch.zeros((), dtype=torch.float64, device=r.x.device)
+        r.state["half"] = torch.zeros((), dtype=torch.bool, device="cpu")
+        if not self.traits.sends_gradients:
+            r.state["rounds"] = torch.zeros((), dtype=torch.int64, device="cpu")
+            self._begin_round(r)
+
+    # There are two cases. Where the base sends gradients, `on_gradient` computes each part's deviation as its mean
+    # arrives, and in `after_step` they are complete, also where a closure computed the gradients. For averages of
+    # parameters, `before_step` and `after_step` record the start and the learning rates of a round, and `_end_round`
+    # computes the deviation when the base averages.
+
+    def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
+        """Do as the base does; at a measured exchange, keep this worker's deviation from the mean."""
+        # If some workers have run out of data, the mean is over other workers than before, and the two deviations
+        # cannot be compared.
+        if self._stage(r.step) == 0 or r.active < r.comm.size:
+            return super().on_gradient(r, part)
+        # The mean replaces the gradient in memory, so this worker's own is copied first.
+        deviation, square = r.state["deviation"][part], r.state["square"]
+        deviation.copy_(r.g[part])
+        work = super().on_gradient(r, part)
+        if work is None:
+            raise ConfigError(f"base={self.base}: sends nothing during the backward pass; measure AllReduce()")
+
+        def subtract(mean: Tensor) -> Tensor:
+            # Parts arrive from the end of the vector to its start, so this is the first one of a step.
+            if part.stop == r.x.numel():
+                square.zero_()
+            square.add_(r.g[part].square().sum(dtype=torch.float64))
+            deviation.sub_(r.g[part])
+            return mean
+
+        return work.then(subtract)
+
+    def before_step(self, r: Replica) -> None:
+        """Do as the base does; if it averages parameters, save where a round starts."""
+        if not self.traits.sends_gradients and not r.state["steps"]:
+            r.state["anchor"].copy_(r.x)
+        super().before_step(r)
+
+    def after_step(self, r: Replica) -> None:
+        """Do as the base does; use the deviation of this exchange, or count this step towards the round."""
+        if self.traits.sends_gradients:
+            if r.comm.size > 1 and r.active == r.comm.size:
+                self._measure(r, self._stage(r.step - 1))
+            super().after_step(r)
+            return
+        r.state["lr_sum"] = r.state["lr_sum"] + r.lr
+        r.state["steps"] += 1
+        if self.base.averages_at(r.step):
+            self._end_round(r, super().after_step)
+        else:
+            super().after_step(r)
+
+    def restart(self, r: Replica) -> None:
+        """As the base; if it averages parameters, a round that has started is not measured."""
+        super().restart(r)
+        if not self.traits.sends_gradients:
+            self._begin_round(r)
+
+    def average_(self, r: Replica) -> None:
+        """Average as the base does; if it averages parameters, this ends a round that has started."""
+        if self.traits.sends_gradients or not r.state["steps"]:
+            super().average_(r)
+        else:
+            self._end_round(r, super().average_)
+
+    def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
+        """The base's state, and the estimates so far; a measurement that has begun is dropped."""
+        found = super().resized(states, size)
+        kept = ("means", "rounds")
+        return found and [{n: x for n, x in state.items() if n in kept or n.startswith("base/")} for state in found]
+
+    def _begin_round(self, r: Replica) -> None:
+        r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device="cpu")
+        r.state["steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
+
+    def _end_round(self, r: Replica, average_: Callable[[Replica], None]) -> None:
+        """Average as the base does, and keep the deviation of this worker's mean gradient."""
+        stage = self._stage(int(r.state["rounds"]))
+        if stage == 0 or r.comm.size == 1:
+            average_(r)
+        else:
+            deviation, lr = r.state["deviation"].copy_(r.x), r.state["lr_sum"]
+            average_(r)
+            per_lr = torch.where(lr > 0, 1 / lr, 0.0)
+            # Steps go against the gradient, hence the sign.
+            deviation.sub_(r.x).mul_(-per_lr)
+            r.state["square"] = r.state["anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
+            self._measure(r, stage)
+        r.state["rounds"] += 1
+        self._begin_round(r)
+
+    def _stage(self, exchanges: int) -> int:
+        """1 at the first exchange of a measurement, 2 at the second, 0 elsewhere; `exchanges` were done before."""
+        return max(0, exchanges % self.every - (self.every - 3))
+
+    def _measure(self, r: Replica, stage: int) -> None:
+        """Keep the first deviation of a measurement; at the second, estimate from both."""
+        if stage == 0:
+            return
+        now, earlier = r.state["deviation"], r.state["earlier"]
+        # A first exchange without all workers was skipped; then the second one has nothing to be compared with.
+        complete = stage == 2 and bool(r.state["half"])
+        r.state["half"].fill_(stage == 1)
+        if stage == 1:
+            earlier.copy_(now)
+        if not complete:
+            return
+        if self.traits.sends_gradients:
+            # The gradient of a rank in another step must not meet these sums: Gloo ends a process on other sizes.
+            r.comm.check_in_step("a measurement").wait()
+        pairs = ((now, now), (earlier, earlier), (now, earlier))
+        sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
+        steps = r.state.get("steps", torch.ones((), dtype=torch.float32, device="cpu"))
+        found = estimate(sums, r.state["square"], r.comm.size, float(steps))
+        # Moving averages that start at zero. The first element is the sum of their weights; dividing by it corrects the
+        # bias, as Adam does.
+        means = r.state["means"].mul_(self.keep)
+        means.add_(torch.cat([torch.ones_like(found[:1]), found]))
+        for name, mean in zip(NAMES, means[1:] / means[0], strict=True):
+            r.metrics[name] = mean

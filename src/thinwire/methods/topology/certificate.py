@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+r"""Whether a decentralised method is stable on a graph, computed before step 0 from the mixing matrices.
+
+At any learning rate, differences between workers evolve even without gradients: with $z = (x, v)$ a worker's parameters
+and the method's momentum, minus their means over workers, one step is
+$z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with two by two matrices $A$ (mixed) and $B$ (kept) of the method.
+Where the differences grow, no learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode
+of its own: the growth per step is the spectral radius of $A\lambda + B$. On a changing graph it is that of the product
+over a period, for each mode by itself where the steps share their eigenvectors. Momenta are in units of the parameters,
+and the learning rate is constant.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.errors import ConfigError
+from thinwire.methods.topology.base import Topology, check_edges, doubly_stochastic
+
+Square = tuple[tuple[float, float], tuple[float, float]]
+_MARGIN = 1e-9
+# Beyond this condition number of the eigenvectors, modes are not accurate to the margin.
+_WORST_CONDITION = 1e4
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """How differences between workers evolve in a step without gradients.
+
+    Args:
+        mixed: $A$, what passes through the graph.
+        kept: $B$, what does not.
+    """
+
+    mixed: Square
+    kept: Square
+
+
+def decentlam(momentum: float, *, nesterov: bool = False) -> Disagreement:
+    r"""DecentLaM: $x \leftarrow Wx - \beta v$, $v \leftarrow \beta v + (I-W)x$.
+
+    A mode of eigenvalue $\lambda$ has $z^2 - (\lambda+\beta) z + \beta$, stable for $-(1+2\beta) < \lambda < 1$ and,
+    where it is complex, for $|\mathrm{Im}\,\lambda| < (1-\beta)\sqrt{1-((\mathrm{Re}\,\lambda+\beta)/(1+\beta))^2}$.
+    Nesterov's form takes the new $v$: $z^2 - (1+\beta)\lambda z + \beta\lambda$, stable for
+    $-1/(1+2\beta) < \lambda < 1$.
+    """
+    b = momentum
+    if nesterov:
+        return Disagreement(((1 + b, 0), (-1, 0)), ((-b, -b * b), (1, b)))
+    return Disagreement(((1, 0), (-1, 0)), ((0, -b), (1, b)))
+
+
+def quasi_global(momentum: float, *, memory: float, nesterov: bool = False) -> Disagreement:
+    r"""QG-DmSGD: $x' = W(x - \beta v)$, $v \leftarrow \mu v + (1-\mu)(x - x')$; Nesterov's form has $\beta^2$."""
+    b, m = momentum * momentum if nesterov else momentum, memory
+    return Disagreement(((1, -b), (m - 1, (1 - m) * b)), ((0, 0), (1 - m, m)))
+
+
+def exact_diffusion() -> Disagreement:
+    r"""Exact diffusion with any momentum, mixing with $\frac12(I+W)$: $x' = \frac12(I+W)(x+v)$, $v \leftarrow x' - x$.
+
+    A mode has $z^2 - (1+\lambda) z + \frac12(1+\lambda)$, stable for every real $\lambda$ in $(-1, 1)$.
+    """
+    return Disagreement(((0.5, 0.5), (0.5, 0.5)), ((0.5, 0.5), (-0.5, 0.5)))
+
+
+@lru_cache(maxsize=256)
+def growth(topology: Topology, size: int, method: Disagreement) -> float:
+    """The factor by which differences between workers grow in a step, in the long run; below one they vanish."""
+    if size == 1:
+        return 0.0
+    mixed, kept = np.array(method.mixed), np.array(method.kept)
+    mixings, modes = _mixings(topology, size), _modes(topology, size)
+    if modes is not None:
+        # One 2 x 2 matrix for each mode costs far less than one matrix of 2 (n - 1) rows.
+        period = np.eye(2)
+        for mode in modes:
+            period = (mixed * mode[:, None, None] + kept) @ period
+    else:
+        period = np.eye(2 * (size - 1))
+        for mixing in mixings:
+            period = (np.kron(mixed, mixing) + np.kron(kept, np.eye(size - 1))) @ period
+    return float(np.abs(np.linalg.eigvals(period)).max() ** (1 / len(mixings)))
+
+
+@lru_cache(maxsize=64)
+def _mixings(topology: Topology, size: int) -> list[NDArray[np.float64]]:
+    """Each step's mixing matrix, restricted to vectors of mean zero; a single one where all steps are equal."""
+    matrices = [topology.matrix(size, step) for step in range(topology.period(size))]
+    if all(np.array_equal(matrix, matrices[0]) for matrix in matrices):
+        matrices = matrices[:1]
+    basis = _differences(size)
+    return [basis.T @ matrix @ basis for matrix in matrices]
+
+
+@lru_cache(maxsize=64)
+def _modes(topology: Topology, size: int) -> list[NDArray[np.complex128]] | None:
+    """Each step's eigenvalues, in the order of eigenvectors that all steps share; None where they share none."""
+    mixings = _mixings(topology, size)
+    # If the steps share eigenvectors, these are the eigenvectors of any sum of the steps; unrelated weights keep
+    # eigenvalues of the sum apart where those of the steps are.
+    weights = np.sqrt(2.0 + np.arange(len(mixings)))
+    vectors = np.linalg.eig(sum(weight * mixing for weight, mixing in zip(weights, mixings, strict=True)))[1]
+    if np.linalg.cond(vectors) > _WORST_CONDITION:
+        return None
+    diagonals = [np.linalg.solve(vectors, mixing @ vectors) for mixing in mixings]
+    if any(np.abs(each - np.diag(np.diag(each))).max() > _MARGIN for each in diagonals):
+        return None
+    return [np.diag(each).astype(np.complex128) for each in diagonals]
+
+
+def _differences(size: int) -> NDArray[np.float64]:
+    """Orthonormal columns that span the vectors of mean zero."""
+    # The first column of Q is the direction of ones, so all others are orthogonal to it.
+    spanning = np.eye(size)
+    spanning[:, 0] = 1.0
+    return np.linalg.qr(spanning)[0][:, 1:]
+
+
+def check_average_kept(recipe: object, topology: Topology, size: int) -> None:
+    """Refuse graphs that do not exist, are not connected, or do not keep the average.
+
+    Raises:
+        ConfigError: with the reason and what to use instead.
+    """
+    check_edges(topology, size)
+    if not doubly_stochastic(topology, size):
+        raise ConfigError(
+            f"{recipe} with {size} workers: the weights are not doubly stochastic, so the average would drift; use "
+            "PushSum, which corrects for it, or a regular graph"
+        )
+
+
+def check_stable(
+    recipe: object, topology: Topology, size: int, method: Callable[[float], Disagreement], momentum: float
+) -> None:
+    """Refuse a method on a graph on which differences between workers would grow at any learning rate.
+
+    Args:
+        recipe: the strategy, for the error.
+        topology: the graph.
+        size: the number of workers.
+        method: how differences evolve, given a momentum.
+        momentum: of the recipe.
+
+    Raises:
+        ConfigError: with the growth per step, the largest momentum that is stable, and the alternatives.
+    """
+    factor = growth(topology, size, method(momentum))
+    if factor < 1 - _MARGIN:
+        return
+    fixes: list[str] = []
+    if (best := largest_stable_momentum(topology, size, method)) is not None:
+        fixes.append(f"lower the momentum to {best:.2f} or less, the largest that is stable on this graph")
+    others = {
+        f"QuasiGlobal({topology}, momentum={momentum})": quasi_global(momentum, memory=momentum),
+        f"ExactDiffusion({topology}, momentum={momentum})": exact_diffusion(),
+    }
+    fixes += [f"use {name}" for name, each in others.items() if growth(topology, size, each) < 1 - _MARGIN]
+    fixes.append("take a static symmetric graph, such as Ring()")
+    raise ConfigError(
+        f"{recipe} with {size} workers: differences between workers would grow by {max(factor, 1.0):.3g} a step, "
+        f"however small the learning rate; {', or '.join(fixes)}"
+    )
+
+
+def largest_stable_momentum(topology: Topology, size: int, method: Callable[[float], Disagreement]) -> float | None:
+    """The largest stable momentum, by bisection, rounded down to hundredths; None where there is none."""
+    if growth(topology, size, method(0.0)) >= 1 - _MARGIN:
+        return None
+    # In whole hundredths, so that the momentum in the error is one that has been tested.
+    stable, unstable = 0, 100
+    while unstable - stable > 1:
+        middle = (stable + unstable) // 2
+        fine = growth(topology, size, method(middle / 100)) < 1 - _MARGIN
+        stable, unstable = (middle, unstable) if fine else (stable, middle)
+    return stable / 100

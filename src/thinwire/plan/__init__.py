@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""What a recipe costs, computed before any run."""
-
-from thinwire.plan.card import Card, Link, Method, explain
-
-__all__ = ["Card", "Link", "Method", "explain"]

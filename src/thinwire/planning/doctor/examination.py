@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One examination: all ranks look, meet, measure the links between them and a step; rank 0 collects."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.errors import CommError, CommTimeoutError
+from thinwire.planning.doctor.findings import Examination
+from thinwire.planning.doctor.host import Host, look
+from thinwire.planning.doctor.links import TOKEN_BYTES, Clock, Pair, measure
+from thinwire.planning.doctor.rendezvous import Rendezvous
+from thinwire.planning.doctor.speeds import LoadedStep, StepTime, TimeStep, time_all_reduces, time_loaded_step
+
+Tell = Callable[[str], None]
+
+_MOST_STEPS = 5  # budgets of steps that a slow rank may take
+
+
+def _silence(_: str) -> None:
+    """Tell nothing."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How long the parts of an examination may take, in seconds.
+
+    Attributes:
+        answer: how long to wait for one answer of another rank.
+        links: for all links together.
+        all_reduces: for all sizes together.
+        steps: for the model's steps, and as much again for those beside messages.
+    """
+
+    answer: float = 15.0
+    links: float = 16.0
+    all_reduces: float = 8.0
+    steps: float = 6.0
+
+
+def examine(
+    peers: Rendezvous,
+    rendezvous: str,
+    time_step: TimeStep,
+    *,
+    budget: Budget,
+    tell: Tell = _silence,
+    clock: Clock = time.time,
+) -> Examination | None:
+    """Measure together with the other ranks; every rank calls it.
+
+    Args:
+        peers: of the ranks.
+        rendezvous: its address or name, "" for one process alone.
+        time_step: times a training step on this rank.
+        budget: how long each part may take.
+        tell: called on rank 0 with what is measured now.
+        clock: of this machine.
+
+    Returns:
+        What was seen, on rank 0; None on the others.
+
+    Raises:
+        CommTimeoutError: rank 0 did not answer.
+    """
+    tell("machines")
+    host = look(peers.rank, rendezvous)
+    peers.put("host", host.to_json())
+    if peers.size == 1:
+        tell("a training step")
+        return Examination(1, rendezvous, {0: host}, steps={0: time_step(budget.steps)})
+    token, present, addresses = _gather(peers, budget)
+    tell("links")
+    pairs = measure(
+        peers,
+        present,
+        addresses,
+        token=token,
+        budget_seconds=budget.links,
+        seconds=budget.answer,
+        clock=clock,
+    )
+    peers.put("pairs", [asdict(pair) for pair in pairs])
+    silent: dict[str, list[int]] = {}
+    every = _take(peers, "pairs", present, budget.answer + budget.links, silent, "its links") or {}
+    found = [Pair(**each) for rows in every.values() for each in rows]
+    complete = len(present) == peers.size and not any(pair.problem for pair in found) and not silent
+    reduces, loaded, problem = _in_a_group(peers, complete, time_step, budget, tell)
+    peers.put("loaded", None if loaded is None else asdict(loaded))
+    tell("a training step")
+    # All at once, as in training: cores and memory of a machine are shared.
+    peers.put("ready", 1)
+    peers.collect("ready", present, seconds=budget.answer + _MOST_STEPS * budget.steps)
+    peers.put("step", asdict(time_step(budget.steps)))
+    steps = _take(peers, "step", present, budget.answer + _MOST_STEPS * budget.steps, silent, "its training step")
+    if steps is None:
+        # Rank 0 hosts the store, and has ended where it cannot be reached.
+        with suppress(RuntimeError):
+            peers.collect("end", [0], seconds=budget.answer + _MOST_STEPS * budget.steps)
+        return None
+    hosts = {rank: Host.from_json(each) for rank, each in peers.collect("host", present, seconds=1.0).items()}
+    amid = {rank: LoadedStep(**each) for rank, each in peers.collect("loaded", present, seconds=1.0).items() if each}
+    peers.put("end", 1)
+    timed = {rank: StepTime(**each) for rank, each in steps.items()}
+    return Examination(peers.size, rendezvous, hosts, found, reduces, timed, silent, problem, amid)
+
+
+def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[int, str]]:
+    """Find out who came; rank 0 decides, draws the token for the links, and tells the others."""
+    if peers.rank == 0:
+        hosts = peers.collect("host", range(peers.size), seconds=budget.answer)
+        addresses = {rank: each["gloo_address"] for rank, each in hosts.items()}
+        decision = {"token": secrets.token_hex(TOKEN_BYTES), "addresses": addresses}
+        peers.put("present", decision)
+    found: dict[int, Any] = peers.collect("present", [0], seconds=2 * budget.answer)
+    if 0 not in found:
+        raise CommTimeoutError(
+            f"rank {peers.rank}: the rendezvous answers, but rank 0 did not come within {2 * budget.answer:g} s; see "
+            "whether it was started and what it printed"
+        )
+    told = {int(rank): address for rank, address in found[0]["addresses"].items()}
+    if peers.rank not in told:
+        raise CommTimeoutError(
+            f"rank {peers.rank}: came too late; rank 0 had waited for {budget.answer:g} s and went on with "
+            f"{len(told)} of {peers.size} ranks; start all ranks at about the same time, or raise --timeout"
+        )
+    return bytes.fromhex(found[0]["token"]), sorted(told), told
+
+
+def _take(
+    peers: Rendezvous, name: str, ranks: list[int], seconds: float, silent: dict[str, list[int]], phase: str
+) -> dict[int, Any] | None:
+    """On rank 0, what the ranks put; who does not answer is noted. None on the other ranks."""
+    if peers.rank != 0:
+        return None
+    found = peers.collect(name, ranks, seconds=seconds)
+    if absent := [rank for rank in ranks if rank not in found]:
+        silent[phase] = absent
+    return found
+
+
+def _in_a_group(
+    peers: Rendezvous, complete: bool, time_step: TimeStep, budget: Budget, tell: Tell
+) -> tuple[dict[int, float], LoadedStep | None, str]:
+    """All-reduces by size and a step beside messages, if rank 0 finds that all can take part; and what went wrong."""
+    if peers.rank == 0:
+        peers.put("reduce", complete)
+    go = peers.collect("reduce", [0], seconds=2 * (budget.answer + budget.links))
+    reduces: dict[int, float] = {}
+    if not go.get(0):
+        return reduces, None, ""
+    try:
+        with peers.group(seconds=budget.answer) as comm:
+            tell("all-reduces")
+            reduces = time_all_reduces(comm, budget=budget.all_reduces)
+            tell("a training step while messages pass")
+            return reduces, time_loaded_step(comm, time_step, budget=budget.steps), ""
+    except CommError as error:
+        return reduces, None, str(error)

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What training would cost with some strategies on the links that were measured: each simulated with its own code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+
+import torch
+
+from thinwire.errors import ConfigError
+from thinwire.methods.strategies.recipe import parse
+from thinwire.planning.doctor.findings import Examination, rates_of
+from thinwire.planning.doctor.speeds import StepTime
+from thinwire.planning.plan.networks import contended, fitted
+from thinwire.planning.plan.predict import ModelTime, Prediction, own_work, predict
+from thinwire.planning.simulate import Network, Pair, Special
+from thinwire.planning.simulate.wires import PAYLOAD_SHARE
+
+RECIPES = (
+    "AllReduce()",
+    "AllReduce(codec=Bf16())",
+    "PushSum(staleness=1)",
+    "LocalSGD(period=8)",
+    "OverlapLocalSGD(period=8)",
+    "LocalSGD(period=8, codec=Quantize(4))",
+    "DiLoCo(period=32)",
+)
+"""From those that change training least to those that send least."""
+
+MOST_WORKERS = 32
+_SLOW, _FAR = 0.8, 1.5
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a recipe would cost.
+
+    Attributes:
+        recipe: as text.
+        seconds: of a training step.
+        efficiency: the workers' speed over that of as many which do not communicate.
+        speed: over that of one worker alone.
+        payload_bytes: that a worker sends in a step, on average.
+    """
+
+    recipe: str
+    seconds: float
+    efficiency: float
+    speed: float
+    payload_bytes: float
+
+
+def network_of(seen: Examination) -> Network:
+    """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ.
+
+    Where rates are alike, rate and latency are those at which all-reduces take as long as they were measured to take.
+    A slow rank's pairs have their own latencies where they are far. What a step loses to messages is measured too.
+
+    Raises:
+        ConfigError: no link was measured.
+    """
+    good = [pair for pair in seen.pairs if not pair.problem]
+    if not good:
+        raise ConfigError("no link was measured")
+    fast, best = rates_of(good)
+    specials = tuple(Special((rank,), rate / PAYLOAD_SHARE) for rank, rate in best.items() if rate < _SLOW * fast)
+    slow = {rank for special in specials for rank in special.ranks}
+    latency = median(pair.seconds_per_round_trip for pair in good) / 2
+    pairs: list[Pair] = []
+    for pair in good:
+        one_way = pair.seconds_per_round_trip / 2
+        if {pair.a, pair.b} & slow:
+            pairs += [Pair((pair.a, pair.b), latency=one_way)] if one_way > _FAR * latency else []
+        elif pair.rate < _SLOW * fast:
+            pairs.append(Pair((pair.a, pair.b), pair.rate / PAYLOAD_SHARE, one_way))
+    network = Network(bits_per_second=fast / PAYLOAD_SHARE, latency=latency, specials=specials, pairs=tuple(pairs))
+    network = fitted(network, seen.all_reduces, seen.size)
+    if not seen.loaded:
+        return network
+    return contended(network, seen.slowed, fmean(each.bytes_per_second for each in seen.loaded.values()))
+
+
+def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Cost]:
+    """Simulate some recipes on the measured links, with the measured step of the slowest rank; none where it cannot be.
+
+    Args:
+        seen: with links of all ranks, and steps.
+        recipes: as text.
+    """
+    if not 2 <= seen.size <= MOST_WORKERS or len(seen.hosts) < seen.size or not seen.steps:
+        return
+    if any(pair.problem for pair in seen.pairs) or not seen.pairs:
+        return
+    step = max(seen.steps.values(), key=lambda each: each.seconds)
+    alone = min(each.seconds for each in seen.steps.values())
+    network = network_of(seen)
+    time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
+    for text in recipes:
+        found = _predicted(text, step, seen, network, time)
+        if found is not None:
+            speed = seen.size * alone / found.seconds
+            yield Cost(text, found.seconds, found.efficiency, speed, found.payload_bytes)
+
+
+def _predicted(text: str, step: StepTime, seen: Examination, network: Network, time: ModelTime) -> Prediction | None:
+    shapes, dtype, workers = step.shapes, getattr(torch, step.dtype), seen.size
+
+    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-4)
+
+    strategy = parse(text, imports=False)
+    try:
+        own = own_work(strategy, parameters=shapes, workers=workers, optimizer=optimizer, dtype=dtype)
+        # It was timed on one rank, while the others waited.
+        own = [each * seen.sharing for each in own]
+        return predict(
+            strategy,
+            parameters=shapes,
+            workers=workers,
+            network=network,
+            model_time=time,
+            optimizer=optimizer,
+            own_seconds=own,
+            dtype=dtype,
+        )
+    except ConfigError:
+        return None  # a recipe that does not exist for this number of workers

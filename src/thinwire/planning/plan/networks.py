@@ -1,0 +1,145 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Networks as users describe them, and as they were measured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from thinwire.errors import ConfigError
+from thinwire.lab.emulate import Link
+from thinwire.planning.simulate import Network, Special
+from thinwire.planning.simulate.wires import PAYLOAD_SHARE
+
+LATENCY = 1e-4
+_FASTEST = 1e11
+_LEAST_RATIO = 16
+_LEAST_SHARE, _MOST_SHARE = 0.2, 1.05
+_LEAST_BUSY, _MOST_CONTENTION = 0.5, 0.9
+
+
+def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Network:
+    """Emulated links, as `parse_links` reads them, as a network to be simulated.
+
+    Args:
+        links: one for each worker; one without a rate has 100 Gbit/s.
+        latency: one way between two workers, besides the links' delays, in seconds.
+
+    Example:
+        >>> from thinwire.lab.emulate import parse_links
+        >>> from thinwire.planning.plan.networks import network_of_links
+        >>> network = network_of_links(parse_links("100mbit+5ms,2:10mbit+5ms", 3))
+        >>> network.bits_per_second, network.specials[0].ranks, network.specials[0].bits_per_second
+        (100000000.0, (2,), 10000000.0)
+    """
+    usual, _ = Counter(links).most_common(1)[0]
+    specials = tuple(
+        # Half of it, because a simulated delay is of both directions, and a link's of what its worker sends.
+        Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - usual.delay_seconds) / 2)
+        for rank, each in enumerate(links)
+        if each != usual
+    )
+    if any(special.latency < 0 for special in specials):
+        # Delays are added to the least.
+        least = min(each.delay_seconds for each in links)
+        specials = tuple(
+            Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - least) / 2)
+            for rank, each in enumerate(links)
+        )
+        return Network(bits_per_second=usual.bits_per_second or _FASTEST, latency=latency + least, specials=specials)
+    rate = usual.bits_per_second or _FASTEST
+    return Network(bits_per_second=rate, latency=latency + usual.delay_seconds, specials=specials)
+
+
+def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -> None:
+    """Refuse entries of a network file that would be ignored.
+
+    Args:
+        network: as it was read.
+        argument: the option and its value, for errors.
+        reasons: why an entry is of no use, by the field: `compute`, `deaths` or `pauses`.
+
+    Raises:
+        ConfigError: with the entry and the reason.
+
+    Example:
+        >>> from thinwire.planning.simulate import Network
+        >>> check_entries(Network(bits_per_second=1e8), "--network n.toml", {"deaths": "nobody dies here"})
+    """
+    usual = Network()
+    for field, reason in reasons.items():
+        if getattr(network, field) != getattr(usual, field):
+            entry = "[compute]" if field == "compute" else f"[[{field}]]"
+            raise ConfigError(f"{argument}: {entry}: {reason}; leave it out")
+
+
+def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> Network:
+    """The network on which the simulated ring takes as long as all-reduces were measured to take.
+
+    What one TCP stream reaches is not what Gloo does, which copies, adds and waits for processors in between. The
+    largest all-reduce gives the rate, and the smallest one the latency of a hop. A fit that no network explains, with
+    less than a fifth of the rate of the links, is not used.
+
+    Args:
+        network: of measured links; where some differ from the others it is returned as it is.
+        all_reduces: seconds by bytes of the vector.
+        workers: that took part.
+    """
+    if workers < 2 or len(all_reduces) < 2 or network.specials or network.pairs:
+        return network
+    small, large = min(all_reduces), max(all_reduces)
+    if large < _LEAST_RATIO * small or all_reduces[large] <= all_reduces[small]:
+        return network
+    hops = 2 * (workers - 1)
+    seconds_per_byte = (all_reduces[large] - all_reduces[small]) / (large - small)
+    bits_per_second = 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE
+    share = bits_per_second / network.bits_per_second
+    latency = (all_reduces[small] - small * seconds_per_byte) / hops
+    if share < _LEAST_SHARE:
+        return network
+    return replace(
+        network,
+        bits_per_second=network.bits_per_second * min(_MOST_SHARE, share),
+        latency=max(network.latency, latency),
+    )
+
+
+def contended(network: Network, slowed: float, bytes_per_second: float) -> Network:
+    """The network on which steps take as many times as long while messages pass as they were measured to take.
+
+    Interfaces are not busy all along where a processor limits what they carry, or where rounds of messages have pauses;
+    the loss is then of the time in which they are.
+
+    Args:
+        network: of the links.
+        slowed: how many times as long a step took while each worker sent all along; 1 is no contention.
+        bytes_per_second: of payload that a worker sent meanwhile.
+
+    Example:
+        Steps took 1.25 times as long, so that a fifth of the computation was lost, beside 100 Mbit/s of messages.
+
+        >>> from thinwire.planning.plan.networks import contended
+        >>> from thinwire.planning.simulate import Network
+        >>> round(contended(Network(bits_per_second=1e8), 1.25, 12e6).contention, 3)
+        0.2
+    """
+    busy = min(1.0, max(_LEAST_BUSY, 8 * bytes_per_second / (network.slowest * PAYLOAD_SHARE)))
+    return replace(network, contention=min(_MOST_CONTENTION, (1 - 1 / max(1.0, slowed)) / busy))
+
+
+def network_of_all_reduces(all_reduces: Mapping[int, float], workers: int) -> Network:
+    """The network on which the simulated ring takes as long as two or more all-reduces were measured to take.
+
+    Raises:
+        ConfigError: fewer than two sizes, or one worker.
+    """
+    if workers < 2 or len(all_reduces) < 2:
+        raise ConfigError(f"{len(all_reduces)} sizes on {workers} workers: two sizes are needed, and two workers")
+    small, large = min(all_reduces), max(all_reduces)
+    hops = 2 * (workers - 1)
+    taken = max(all_reduces[large] - all_reduces[small], 1e-3 * all_reduces[large], 1e-9)
+    seconds_per_byte = taken / (large - small)
+    latency = max(0.0, (all_reduces[small] - small * seconds_per_byte) / hops)
+    bits_per_second = 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE
+    return Network(bits_per_second=min(_FASTEST, bits_per_second), latency=latency)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What one worker would send, step by step: the real strategy, run on meta tensors.
+
+No method is described a second time here: `attach` makes the worker, with a Comm that records messages instead of
+sending them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from math import lcm
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from thinwire.core.comm.counting import CountingComm
+from thinwire.core.comm.work import Meter, Work, nbytes_of
+from thinwire.errors import ConfigError
+from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
+from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.topology.base import Topology
+from thinwire.worker.attach import attach
+from thinwire.worker.compatibility import evaluates_several_gradients
+
+MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
+
+MAX_STEPS = 10_000
+"""Steps of a dry run after which it stops looking for traffic that repeats."""
+
+# Several times a usual period, so that a strategy whose period is not in a field of that name is counted right too; and
+# for one that sends something at every step.
+_MIN_STEPS, _FEW_STEPS = 128, 16
+# So many rounds, and so many steps, without a repetition: there is none.
+_ROUNDS, _STEPS = 4, 2048
+# For a rank beside one whose period is known.
+_FEWEST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One message, sent to some ranks and received from others.
+
+    Attributes:
+        nbytes: of one copy.
+        dst: the ranks it is sent to.
+        src: the ranks that send one like it.
+    """
+
+    nbytes: int
+    dst: tuple[int, ...]
+    src: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StepTraffic:
+    """What one worker sends and receives in one step.
+
+    Attributes:
+        collectives: bytes sent in each collective call.
+        exchanges: messages to and from named ranks.
+        surplus: bytes received in collectives beyond those sent; negative where more are sent.
+    """
+
+    collectives: tuple[float, ...]
+    exchanges: tuple[Exchange, ...]
+    surplus: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        """Bytes of payload sent."""
+        return sum(self.collectives) + sum(len(each.dst) * each.nbytes for each in self.exchanges)
+
+    @property
+    def received(self) -> float:
+        """Bytes of payload received."""
+        return sum(self.collectives) + self.surplus + self.received_from_named
+
+    @property
+    def received_from_named(self) -> float:
+        """Bytes of payload received in messages from named ranks."""
+        return sum(len(each.src) * each.nbytes for each in self.exchanges)
+
+    @property
+    def messages(self) -> int:
+        """Calls in which it sends anything."""
+        return len(self.collectives) + sum(len(each.dst) for each in self.exchanges)
+
+    @property
+    def largest(self) -> float:
+        """Bytes of the largest message; for a collective, what this worker sends in it."""
+        return max([*self.collectives, *(each.nbytes for each in self.exchanges if each.dst)], default=0)
+
+
+@dataclass
+class Traffic(Meter):
+    """A meter that also lists the bytes of each collective call."""
+
+    collectives: list[float] = field(default_factory=list[float])
+
+    def sent(self, operation: str, nbytes: float) -> None:
+        """Count one call."""
+        super().sent(operation, nbytes)
+        if operation != "send_recv":
+            self.collectives.append(nbytes)
+
+
+class RecordingComm(CountingComm):
+    """Sends nothing and records what would have been sent.
+
+    Attributes:
+        exchanges: messages since the last `take`.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self.meter = self._traffic = Traffic()
+        self.exchanges: list[Exchange] = []
+        self._surplus = 0
+
+    def forget(self) -> None:
+        """Drop everything recorded so far, and begin to count anew."""
+        self.meter = self._traffic = Traffic()
+        self.exchanges.clear()
+        self._surplus = 0
+
+    def take(self) -> StepTraffic:
+        """Return everything recorded since the last call."""
+        step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges), self._surplus)
+        self._traffic.collectives.clear()
+        self.exchanges.clear()
+        self._surplus = 0
+        return step
+
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        # The one collective in which a rank may receive more or less than it sends.
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        self._surplus += sum(sizes[rank] * xs[0].element_size() - nbytes_of(xs[rank]) for rank in others)
+        return super()._all_to_all(xs, sizes)
+
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
+        self.exchanges.append(Exchange(nbytes_of(x), tuple(dst), tuple(src)))
+        return super()._send_recv(x, dst, src)
+
+
+class DryRun:
+    """One rank's run of a strategy, without data and without other ranks.
+
+    `attach` makes its worker as it makes any other, from parameters on the meta device; a step is a flush of all
+    gradient buckets, `record_batch` and a step of a real optimizer.
+
+    Args:
+        strategy: the recipe.
+        parameters: the shape of each parameter tensor, in the model's order; a number is the size of a vector.
+        workers: number of workers.
+        rank: this worker.
+        dtype: of the parameters; or of each of them.
+        bucket_bytes: bytes of gradient per message, as for `attach`.
+        optimizer: makes the optimizer; unless given, the first of SGD, 1-bit Adam, 1-bit LAMB and 0/1 Adam that the
+            strategy takes.
+
+    Attributes:
+        worker: the worker, whose replicas hold the strategy's state.
+        comm: what the worker sends through.
+        repeats: whether `period` has found that the traffic repeats.
+
+    Raises:
+        ConfigError: the recipe cannot serve this number of workers, or this optimizer.
+
+    Example:
+        >>> import torch, thinwire
+        >>> from thinwire.planning.plan.traffic import DryRun
+        >>> settings = dict(workers=4, rank=0, dtype=torch.float32, bucket_bytes=1 << 20)
+        >>> run = DryRun(thinwire.AllReduce(), [(100, 10), 100], **settings)
+        >>> run.step().sent
+        6600.0
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        parameters: Sequence[int | Sequence[int]],
+        *,
+        workers: int,
+        rank: int,
+        dtype: torch.dtype | Sequence[torch.dtype],
+        bucket_bytes: int,
+        optimizer: MakeOptimizer | None = None,
+    ) -> None:
+        dtypes = [dtype] * len(parameters) if isinstance(dtype, torch.dtype) else dtype
+        shapes = [(shape,) if isinstance(shape, int) else tuple(shape) for shape in parameters]
+        empty = [torch.empty(shape, dtype=each, device="meta") for shape, each in zip(shapes, dtypes, strict=True)]
+        model = nn.ParameterList(empty)
+        self.comm = RecordingComm(rank, workers)
+        made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
+        self.worker = attach(model, made, strategy, comm=self.comm, bucket_bytes=bucket_bytes)
+        self._gradients = [(parameter, torch.empty_like(parameter)) for parameter in model]
+        made.register_step_pre_hook(self._drop_gradients)
+        self.repeats = True
+        # The optimizers of the first line are known to need none.
+        self._idle = optimizer is not None and reads_numbers(optimizer, model)
+        self.comm.forget()
+        if strategy.traits.steady_from > 1:
+            # The first step is real, so that the optimizer has its state; then the clock is put forward.
+            self.step()
+            for replica in self.worker.replicas:
+                replica.step = strategy.traits.steady_from - 1
+            self.step()
+            self.comm.forget()
+
+    def step(self) -> StepTraffic:
+        """One training step, as a loop takes it."""
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        if self.worker.backward is not None:
+            self.worker.backward.flush()
+        self.worker.record_batch(1, loss=0.0)
+        self.worker.optimizer.step()
+        # Those of torch have all of their state after one step.
+        self._idle = self._idle or type(self.worker.optimizer).__module__.startswith("torch.optim")
+        return self.comm.take()
+
+    def _drop_gradients(self, *_: object) -> None:
+        """Spare the optimizer its arithmetic, which is slow on meta tensors, once it has its state."""
+        if self._idle:
+            for parameter, _gradient in self._gradients:
+                parameter.grad = None
+
+    def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
+        """The traffic of the shortest sequence of steps after which it repeats.
+
+        Where it does not repeat, `repeats` is False, and the steps are the later half of those that were run: of four
+        times the recipe's own periods or 2048, whichever are more, and of `max_steps` at most.
+        """
+        declared = cycle(self.worker.strategy, self.comm.size)
+        steps: list[StepTraffic] = []
+        for least in (_FEW_STEPS, _MIN_STEPS):
+            length = min(declared * -(-least // declared), max_steps // 2)
+            # The first round may differ, as messages of an earlier step are in flight only from some step on: look for
+            # two equal rounds in a row.
+            while len(steps) + length <= min(max_steps, max(_ROUNDS * length, _STEPS)):
+                steps += [self.step() for _ in range(length)]
+                now, before = steps[-length:], steps[-2 * length : -length]
+                if now == before:
+                    # A step without a message may belong to a period that no field tells; look longer then.
+                    if least == _FEW_STEPS and not all(step.messages for step in now):
+                        break
+                    return next(tuple(now[:n]) for n in range(1, length + 1) if now[:n] * (length // n) == now)
+                # A period that no field tells: what was sent in the later half of the steps repeats several times.
+                if (found := _repeating(steps[len(steps) // 2 :])) is not None and len(steps) >= 2 * _MIN_STEPS:
+                    return found
+        self.repeats = False
+        return tuple(steps[len(steps) // 2 :])
+
+    def period_like(self, steps: int) -> tuple[StepTraffic, ...]:
+        """`period`, sooner: where another rank's is known to have so many steps."""
+        length = steps * -(-_FEWEST_STEPS // steps)
+        # The first round may differ, as there.
+        _, before, now = ([self.step() for _ in range(length)] for _ in range(3))
+        return tuple(now[:steps]) if now == before else self.period()
+
+
+def _repeating(steps: Sequence[StepTraffic]) -> tuple[StepTraffic, ...] | None:
+    """The shortest sequence that makes up these steps, at least three times; None if there is none."""
+    for n in range(1, len(steps) // 3 + 1):
+        if steps[n:] == steps[:-n]:
+            return tuple(steps[:n])
+    return None
+
+
+def reads_numbers(make: MakeOptimizer, model: nn.ParameterList) -> bool:
+    """Whether an optimizer's step reads numbers, such as norms, so that it cannot run on meta tensors.
+
+    Without gradients it can.
+
+    Args:
+        make: makes the optimizer.
+        model: parameters on the meta device; not changed.
+
+    Raises:
+        ConfigError: its step needs a closure, and how many gradients that evaluates depends on numbers.
+    """
+    parameters = [nn.Parameter(torch.empty_like(p)) for p in model]
+    tried = make(parameters)
+    if evaluates_several_gradients(tried):
+        raise ConfigError(
+            f"optimizer={type(tried).__name__}: the number of gradients that a step evaluates depends on data. Use "
+            "an optimizer that evaluates one gradient in a step, such as SGD; each evaluation sends as much as its step"
+        )
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        tried.step()
+    except RuntimeError:
+        return True
+    return False
+
+
+def default_optimizer(strategy: Strategy, model: nn.Module) -> Optimizer:
+    """The first of plain SGD and the optimizers of the 1-bit family that a strategy takes.
+
+    Raises:
+        ConfigError: it takes none of them.
+    """
+    refusal = ConfigError(f"{strategy}: give the optimizer that it works with")
+    for kind in (SGD, OneBitAdam, OneBitLamb, ZeroOneAdam):
+        optimizer = kind(model.parameters(), lr=1.0)
+        try:
+            strategy.check_optimizer(optimizer)
+        except ConfigError as error:
+            refusal = error
+        else:
+            return optimizer
+    raise refusal
+
+
+def cycle(strategy: Strategy, workers: int) -> int:
+    """The least common multiple of all periods in a recipe: fields of that name, and those of its topologies."""
+    return lcm(*_periods(strategy, workers))
+
+
+def _periods(recipe: object, workers: int) -> Iterator[int]:
+    if isinstance(recipe, Topology):
+        yield recipe.period(workers)
+    for name, value in _fields(recipe):
+        if name.endswith("period") and isinstance(value, int):
+            yield value
+        yield from _periods(value, workers)
+
+
+def topologies(recipe: object) -> Iterator[Topology]:
+    """All topologies in a recipe."""
+    if isinstance(recipe, Topology):
+        yield recipe
+    for _, value in _fields(recipe):
+        yield from topologies(value)
+
+
+def _fields(recipe: object) -> list[tuple[str, Any]]:
+    if not is_dataclass(recipe):
+        return []
+    return [(each.name, getattr(recipe, each.name)) for each in fields(recipe)]
+
+
+def sizes_of_nodes(recipe: object) -> Iterator[int]:
+    """Ranks per node, of all parts of a recipe that treat the ranks of a node apart."""
+    for name, value in _fields(recipe):
+        if name == "node_size" and isinstance(value, int):
+            yield value
+        yield from sizes_of_nodes(value)

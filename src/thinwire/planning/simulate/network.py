@@ -1,0 +1,411 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The network and the workers of a simulation: rates, latencies, racks, slow workers, and what goes wrong.
+
+A network is read from a TOML file, whose form is described in `docs/reference/network-file.md`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from math import inf
+from pathlib import Path
+from typing import Any, cast
+
+from thinwire.core.quantities import parse_rate
+from thinwire.errors import ConfigError
+from thinwire.planning.simulate.durations import Duration, parse_distribution, seconds
+
+_LIMIT = 2**31
+_RANK_DIGITS = 6  # a longer range of ranks would fill the memory
+
+
+@dataclass(frozen=True)
+class Racks:
+    """Workers that stand together, in the order of ranks.
+
+    Attributes:
+        size: workers of a rack.
+        bits_per_second: rate of a rack's uplink in each direction, shared by its workers; infinite unless given.
+        latency: added to what goes from one rack to another, in seconds.
+    """
+
+    size: int
+    bits_per_second: float = inf
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A link between two workers that differs from the others, in both directions.
+
+    Attributes:
+        between: the two ranks.
+        bits_per_second: its rate; that of the slower interface still holds.
+        latency: instead of the network's, one way, in seconds; None for the network's.
+    """
+
+    between: tuple[int, int]
+    bits_per_second: float = inf
+    latency: float | None = None
+
+
+@dataclass(frozen=True)
+class Special:
+    """Workers that differ from the others.
+
+    Attributes:
+        ranks: which.
+        bits_per_second: of their interfaces; None for the network's.
+        latency: added to each of their messages, in seconds.
+        slowdown: how many times as long they compute.
+    """
+
+    ranks: tuple[int, ...]
+    bits_per_second: float | None = None
+    latency: float = 0.0
+    slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Death:
+    """The end of a worker's process, or of its machine.
+
+    Attributes:
+        rank: which.
+        at: when, in seconds; None where `step` says it.
+        step: in which training step: at its first call in it.
+        silent: nothing closes its connections, as when a machine loses its power: others find out by their timeouts.
+    """
+
+    rank: int
+    at: float | None = None
+    step: int | None = None
+    silent: bool = False
+
+
+@dataclass(frozen=True)
+class Pause:
+    """A worker that stands still for a while, and does not receive either.
+
+    Attributes:
+        rank: which.
+        at: from when on, in seconds.
+        seconds: how long.
+    """
+
+    rank: int
+    at: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """The network and the workers of a simulation.
+
+    Attributes:
+        bits_per_second: of each worker's interface, in each direction, shared by all its messages.
+        latency: one way between two workers, in seconds.
+        compute: how long a worker computes in each step; a simulation's own `compute_time` goes before it. No time
+            unless given.
+        racks: which workers stand together; None where all are at one switch.
+        specials: workers that differ.
+        pairs: links that differ.
+        delayed: share of the messages to single ranks that are delayed, from 0 to 1.
+        delay: by how much.
+        overtaking: whether messages on the same link may overtake one that is delayed.
+        deaths: workers that end.
+        pauses: workers that stand still.
+        contention: the share of its computation that a worker loses while its interface sends and receives, since
+            messages need the processor too; half as much while it does one of them. 0, unless given, is for workers
+            with a core or an accelerator to spare; `thinwire doctor` measures it.
+
+    Raises:
+        ConfigError: a number is out of its range.
+
+    Example:
+        >>> from thinwire.planning.simulate import Network
+        >>> network = Network(bits_per_second=1e8, latency=0.01)
+        >>> network.bits_per_second
+        100000000.0
+    """
+
+    bits_per_second: float = 1e9
+    latency: float = 1e-4
+    compute: Duration | None = None
+    racks: Racks | None = None
+    specials: tuple[Special, ...] = ()
+    pairs: tuple[Pair, ...] = ()
+    delayed: float = 0.0
+    delay: Duration = field(default_factory=Duration)
+    overtaking: bool = False
+    deaths: tuple[Death, ...] = ()
+    pauses: tuple[Pause, ...] = ()
+    contention: float = 0.0
+
+    def __post_init__(self) -> None:
+        rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
+        rates += [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
+        if self.racks is not None:
+            rates.append(self.racks.bits_per_second)
+            if self.racks.size < 1:
+                raise ConfigError(f"racks.size={self.racks.size}: must be at least 1 worker")
+        for rate in rates:
+            if not rate > 0:
+                raise ConfigError(f"bits_per_second={rate}: must be positive, such as 1e9")
+        times = [self.latency, *(each.latency for each in self.specials), *(each.latency or 0.0 for each in self.pairs)]
+        times += [each.seconds for each in self.pauses] + [each.at or 0.0 for each in [*self.pauses, *self.deaths]]
+        times += [] if self.racks is None else [self.racks.latency]
+        for time in times:
+            if not 0 <= time < inf:
+                raise ConfigError(f"seconds={time}: a time must be finite and not negative")
+        if not 0 <= self.delayed <= 1:
+            raise ConfigError(f"delayed={self.delayed}: a share of the messages lies in 0..1")
+        if not 0 <= self.contention < 1:
+            raise ConfigError(
+                f"contention={self.contention}: must be the share of computation that is lost while messages pass, "
+                "from 0 to less than 1, such as 0.15"
+            )
+        for special in self.specials:
+            if not 0 < special.slowdown < inf:
+                raise ConfigError(f"slowdown={special.slowdown}: must be positive and finite; 4 is four times as slow")
+        for death in self.deaths:
+            if (death.at is None) == (death.step is None):
+                raise ConfigError(f"the death of rank {death.rank}: give either `at` or `step`")
+
+    @property
+    def slowest(self) -> float:
+        """The lowest rate at which a worker sends, in bits per second; of a rack's uplink its share."""
+        rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
+        rates += [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
+        return min(rates if self.racks is None else [*rates, self.racks.bits_per_second / self.racks.size])
+
+    def check(self, workers: int) -> None:
+        """Refuse ranks that a simulation of so many workers does not have.
+
+        Raises:
+            ConfigError: with the rank.
+        """
+        ranks = [rank for each in self.specials for rank in each.ranks]
+        ranks += [rank for each in self.pairs for rank in each.between]
+        ranks += [each.rank for each in [*self.deaths, *self.pauses]]
+        for rank in ranks:
+            if not 0 <= rank < workers:
+                raise ConfigError(
+                    f"network: there is no rank {rank}; with {workers} workers they are 0 to {workers - 1}"
+                )
+
+
+# -- the file ----------------------------------------------------------------------------------------------------------
+
+Table = Mapping[str, Any]
+Reader = Callable[[Any, str], Any]
+
+
+def load_network(path: str | Path, *, name: str | None = None) -> Network:
+    """Read a network from a TOML file.
+
+    Args:
+        path: of the file.
+        name: what errors call it; its path unless given.
+
+    Raises:
+        ConfigError: the file cannot be read, or a line in it makes no sense; the error names the entry.
+
+    Example:
+        >>> from pathlib import Path
+        >>> from tempfile import TemporaryDirectory
+        >>> from thinwire.planning.simulate import load_network
+        >>> with TemporaryDirectory() as folder:
+        ...     file = Path(folder, "network.toml")
+        ...     _ = file.write_text('network = {bandwidth = "100mbit", latency = "10ms"}')
+        ...     load_network(file).latency
+        0.01
+    """
+    name = str(path) if name is None else name
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{name}: cannot be read ({reason}); give a network file in TOML") from error
+    try:
+        table = tomllib.loads(text)
+    except ValueError as error:  # also an integer of more digits than Python reads
+        raise ConfigError(f"{name}: is not TOML: {error}") from error
+    return read_network(table, name=name)
+
+
+def read_network(table: Table, *, name: str = "network") -> Network:
+    """Make a network of the entries of its file; `name` is the file's, for errors."""
+    top = _read(
+        table,
+        name,
+        {
+            "network": _table,
+            "racks": _table,
+            "workers": _tables,
+            "links": _tables,
+            "compute": _table,
+            "messages": _table,
+            "deaths": _tables,
+            "pauses": _tables,
+        },
+    )
+    network = _read(
+        top.get("network", {}),
+        f"{name}: [network]",
+        {"bandwidth": _rate, "latency": _seconds, "contention": _number},
+    )
+    messages = _read(
+        top.get("messages", {}),
+        f"{name}: [messages]",
+        {"delayed": _number, "delay": _duration, "overtaking": _flag},
+    )
+    if ("delay" in messages) != ("delayed" in messages):
+        raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message; give both")
+    compute = _read(top.get("compute", {}), f"{name}: [compute]", {"time": _duration})
+    racks = None
+    if "racks" in top:
+        found = _read(
+            top["racks"], f"{name}: [racks]", {"size": _whole, "bandwidth": _rate, "latency": _seconds}, ("size",)
+        )
+        racks = Racks(**_renamed(found))
+    try:
+        return Network(
+            **_renamed(network),
+            compute=compute.get("time"),
+            racks=racks,
+            specials=tuple(Special(**_renamed(each)) for each in _entries(top, name, "workers", _WORKER, ("ranks",))),
+            pairs=tuple(Pair(**_renamed(each)) for each in _entries(top, name, "links", _LINK, ("between",))),
+            deaths=tuple(Death(**each) for each in _entries(top, name, "deaths", _DEATH, ("rank",))),
+            pauses=tuple(
+                Pause(each["rank"], each["at"], each["for"])
+                for each in _entries(top, name, "pauses", _PAUSE, ("rank", "at", "for"))
+            ),
+            **messages,
+        )
+    except ConfigError as error:
+        raise error if str(error).startswith(name) else ConfigError(f"{name}: {error}") from None
+
+
+def _renamed(found: dict[str, Any]) -> dict[str, Any]:
+    return {"bits_per_second" if key == "bandwidth" else key: value for key, value in found.items()}
+
+
+def _entries(
+    top: Table, name: str, kind: str, readers: Mapping[str, Reader], needed: Sequence[str]
+) -> list[dict[str, Any]]:
+    return [
+        _read(entry, f"{name}: [[{kind}]] number {place}", readers, needed)
+        for place, entry in enumerate(top.get(kind, []), start=1)
+    ]
+
+
+def _read(table: Table, where: str, readers: Mapping[str, Reader], needed: Sequence[str] = ()) -> dict[str, Any]:
+    """The entries of a table, each read by its reader."""
+    for key in table:
+        if key not in readers:
+            close = get_close_matches(key, readers, n=1, cutoff=0.5)
+            hint = f"did you mean {close[0]}?" if close else f"it may have {', '.join(readers)}"
+            raise ConfigError(f"{where} has no entry {key!r}; {hint}")
+    for key in needed:
+        if key not in table:
+            raise ConfigError(f"{where}: {key} is missing")
+    return {key: readers[key](value, f"{where}, {key}") for key, value in table.items()}
+
+
+def _table(value: Any, where: str) -> Table:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where} = {value!r}: must be a table, [{where.rpartition(', ')[2]}]")
+    return cast(Table, value)
+
+
+def _tables(value: Any, where: str) -> list[Table]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in cast(list[object], value)):
+        raise ConfigError(f"{where}: must be a list of tables, each under [[{where.rpartition(', ')[2]}]]")
+    return cast(list[Table], value)
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(f'{where} = {value!r}: must be text with a unit, such as "100mbit" or "10ms"')
+    return value
+
+
+def _rate(value: Any, where: str) -> float:
+    return parse_rate(_text(value, where), argument=where)
+
+
+def _seconds(value: Any, where: str) -> float:
+    return seconds(_text(value, where), argument=where)
+
+
+def _duration(value: Any, where: str) -> Duration:
+    return parse_distribution(_text(value, where), argument=where)
+
+
+def _brief(value: Any) -> str:
+    """A value for an error; an integer of any length."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _whole(value: Any, where: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ConfigError(f"{where} = {_brief(value)}: must be a whole number, not negative")
+    if value >= _LIMIT:
+        raise ConfigError(f"{where} = {_brief(value)}: must be less than {_LIMIT}")
+    return value
+
+
+def _number(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ConfigError(f"{where} = {value!r}: must be a number")
+    if not abs(value) < _LIMIT:
+        raise ConfigError(f"{where} = {_brief(value)}: must be less than {_LIMIT}")
+    return float(value)
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{where} = {value!r}: must be true or false")
+    return value
+
+
+def _ranks(value: Any, where: str) -> tuple[int, ...]:
+    """A rank, a list of ranks, or text such as "0-15, 20"."""
+    if isinstance(value, list):
+        if not value:
+            raise ConfigError(f'{where} = []: must name ranks, such as 3, [3, 7] or "0-15, 20"')
+        return tuple(_whole(each, where) for each in cast(list[object], value))
+    if not isinstance(value, str):
+        return (_whole(value, where),)
+    found: list[int] = []
+    for part in value.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f'{where} = {value!r}: must name ranks, such as 3, [3, 7] or "0-15, 20"')
+        # Lengths first: Python refuses to read integers of thousands of digits.
+        if max(len(first), len(last)) > _RANK_DIGITS:
+            raise ConfigError(f"{where} = {_brief(value)}: must name ranks of at most {_RANK_DIGITS} digits")
+        if dash and int(last) < int(first):
+            raise ConfigError(f"{where} = {value!r}: of a range the lowest rank comes first, such as {last}-{first}")
+        found += range(int(first), int(last or first) + 1)
+    return tuple(found)
+
+
+def _pair(value: Any, where: str) -> tuple[int, int]:
+    ranks = _ranks(value, where)
+    if len(ranks) != 2 or ranks[0] == ranks[1]:
+        raise ConfigError(f"{where} = {value!r}: must be two different ranks, such as [0, 5]")
+    return ranks[0], ranks[1]
+
+
+_WORKER: dict[str, Reader] = {"ranks": _ranks, "bandwidth": _rate, "latency": _seconds, "slowdown": _number}
+_LINK: dict[str, Reader] = {"between": _pair, "bandwidth": _rate, "latency": _seconds}
+_DEATH: dict[str, Reader] = {"rank": _whole, "at": _seconds, "step": _whole, "silent": _flag}
+_PAUSE: dict[str, Reader] = {"rank": _whole, "at": _seconds, "for": _seconds}

@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long messages take: rates of interfaces and racks, shared by what goes through them, and latencies.
+
+Each interface, in each direction, each rack's uplink and each link of a pair that differs carries one message after the
+other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends to two
+others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
+Collectives take the time of Gloo's algorithms on the same interfaces.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from copy import copy
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from thinwire.core.comm.base import DIRECT_GATHER_BYTES
+from thinwire.planning.simulate.network import Network, Pair
+
+Times = NDArray[np.float64]
+
+PAYLOAD_SHARE = 1448 / 1514
+"""The part of a link's rate that carries payload.
+
+Of an Ethernet frame of 1,514 bytes (as the kernel's shapers and counters see it) 14 are the frame's header, 20 the IP
+header, and 32 the TCP header with timestamps. Acknowledgements and the payload's own headers are negligible.
+"""
+
+# As many ranks as a ring is followed hop by hop for, and pairs of an all-to-all one by one; more by a closed form.
+_MOST_RANKS_OF_A_RING = 512
+_MOST_RANKS_OF_ALL_TO_ALL = 64
+
+
+class Lane:
+    """What one direction of an interface, or of an uplink, is busy with: one message at a time."""
+
+    __slots__ = ("_busy", "_past")
+
+    def __init__(self) -> None:
+        self._busy: list[list[float]] = []
+        self._past = 0.0  # seconds of bookings that are no longer kept
+
+    @property
+    def free_from(self) -> float:
+        """From when on nothing is booked."""
+        return self._busy[-1][1] if self._busy else 0.0
+
+    def busy_seconds(self, now: float) -> float:
+        """For how long it has been busy until now."""
+        return self._past + sum(min(end, now) - start for start, end in self._busy if start < now)
+
+    def book(self, now: float, earliest: float, seconds: float) -> tuple[float, float]:
+        """Book the first time that is free from `earliest` on; returns when it begins and ends.
+
+        What was booked before keeps its time, and the rest goes around it: a message on a long way does not hold up one
+        that comes before it.
+        """
+        busy = self._busy
+        while busy and busy[0][1] <= now:
+            self._past += busy[0][1] - busy[0][0]
+            del busy[0]
+        if not busy or busy[-1][1] <= earliest:
+            busy.append([earliest, earliest + seconds])
+            return earliest, earliest + seconds
+        begin, at, left, place = -1.0, earliest, seconds, 0
+        while True:
+            start, end = busy[place] if place < len(busy) else (inf, inf)
+            if end <= at:
+                place += 1
+                continue
+            if start > at:
+                piece = min(left, start - at)
+                begin, left = at if begin < 0 else begin, left - piece
+                if piece == start - at:
+                    busy[place][0] = at  # up to what was booked
+                elif place and busy[place - 1][1] == at:
+                    busy[place - 1][1] = at + piece
+                else:
+                    busy.insert(place, [at, at + piece])
+                if left <= 0:
+                    return begin, at + piece
+            at = max(at, end)
+            place += 1
+
+
+class Wires:
+    """Every interface and rack of a network, and until when it is busy.
+
+    Args:
+        network: rates and latencies.
+        workers: how many.
+
+    Example:
+        A message of a megabyte takes 8.4 ms at a gigabit per second, and 0.1 ms of latency. The next one to another
+        worker waits for it.
+
+        >>> from thinwire.planning.simulate import Network
+        >>> from thinwire.planning.simulate.wires import Wires
+        >>> wires = Wires(Network(bits_per_second=1e9, latency=1e-4), 3)
+        >>> [f"{wires.send(0.0, 0, dst, 1_000_000)[1]:.4f}" for dst in (1, 2)]
+        ['0.0085', '0.0168']
+    """
+
+    def __init__(self, network: Network, workers: int) -> None:
+        self._workers, self._ranks = workers, list(range(workers))
+        rates, extra = [network.bits_per_second] * workers, [0.0] * workers
+        for special in network.specials:
+            for rank in special.ranks:
+                rates[rank] = special.bits_per_second or rates[rank]
+                extra[rank] += special.latency
+        self._rates = [rate * PAYLOAD_SHARE / 8 for rate in rates]  # bytes of payload in a second
+        self._extra, self._latency = extra, network.latency
+        self._racks = network.racks
+        self._rack_rate = inf if self._racks is None else self._racks.bits_per_second * PAYLOAD_SHARE / 8
+        self._pairs = {tuple(sorted(pair.between)): pair for pair in network.pairs}
+        self._out = [Lane() for _ in range(workers)]
+        self._in = [Lane() for _ in range(workers)]
+        self._uplinks: defaultdict[tuple[str, int], Lane] = defaultdict(Lane)
+        self._links: defaultdict[tuple[int, int], Lane] = defaultdict(Lane)
+        self._rings: tuple[Times, Times] | None = None
+
+    def among(self, ranks: Sequence[int]) -> Wires:
+        """The same interfaces and racks as a group of some ranks sees them, with ranks numbered within the group."""
+        part = copy(self)
+        part._workers, part._ranks = len(ranks), [self._ranks[rank] for rank in ranks]
+        part._rates, part._extra = [self._rates[rank] for rank in ranks], [self._extra[rank] for rank in ranks]
+        # The lanes themselves are shared, so that what one group sends waits for what another one does.
+        part._out, part._in = [self._out[rank] for rank in ranks], [self._in[rank] for rank in ranks]
+        part._rings = None
+        return part
+
+    def busy_seconds(self, rank: int, now: float) -> float:
+        """For how long a worker's interface has been busy until now, the mean of its two directions."""
+        return (self._out[rank].busy_seconds(now) + self._in[rank].busy_seconds(now)) / 2
+
+    def _pair(self, src: int, dst: int) -> Pair | None:
+        ends = self._ranks[src], self._ranks[dst]
+        return self._pairs.get((min(ends), max(ends))) if self._pairs else None
+
+    def _rack(self, rank: int) -> int:
+        assert self._racks is not None, "only of networks with racks"
+        return self._ranks[rank] // self._racks.size
+
+    def latency(self, src: int, dst: int) -> float:
+        """Seconds from one worker to another, without the transfer itself."""
+        pair = self._pair(src, dst)
+        base = self._latency if pair is None or pair.latency is None else pair.latency
+        if self._racks is not None and self._rack(src) != self._rack(dst):
+            base += self._racks.latency
+        return base + self._extra[src] + self._extra[dst]
+
+    def rate(self, src: int, dst: int) -> float:
+        """Bytes of payload in a second from one worker to another, if nothing else is sent."""
+        found = min(self._rates[src], self._rates[dst])
+        if self._racks is not None and self._rack(src) != self._rack(dst):
+            found = min(found, self._rack_rate)
+        pair = self._pair(src, dst)
+        return found if pair is None else min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
+
+    def _between(self, src: int, dst: int) -> Iterator[tuple[Lane, float]]:
+        """What a message goes through between two interfaces: each with its rate, in bytes of payload in a second."""
+        if self._racks is not None and self._rack(src) != self._rack(dst):
+            for uplink in (("up", self._rack(src)), ("down", self._rack(dst))):
+                yield self._uplinks[uplink], self._rack_rate
+        pair = self._pair(src, dst)
+        if pair is not None and pair.bits_per_second < inf:
+            yield self._links[self._ranks[src], self._ranks[dst]], pair.bits_per_second * PAYLOAD_SHARE / 8
+
+    def send(self, now: float, src: int, dst: int, nbytes: float) -> tuple[float, float]:
+        """Book a message.
+
+        Returns:
+            When it has left its sender, and when it has arrived.
+        """
+        seconds = nbytes / self._rates[src]
+        begin, left = self._out[src].book(now, now, seconds)
+        latency = self.latency(src, dst)
+        head, tail = begin + latency, left + latency
+        for lane, rate in self._between(src, dst):
+            head, end = lane.book(now, head, nbytes / rate)
+            tail = max(tail, end)
+        return left, max(tail, self._in[dst].book(now, head, nbytes / self._rates[dst])[1])
+
+    # -- collectives ---------------------------------------------------------------------------------------------
+
+    def all_reduce(self, launched: Sequence[float], nbytes: float) -> list[float]:
+        """When each rank has the result of a ring all-reduce: 2 (n-1) hops of an n-th of the vector."""
+        return self._ring(launched, 2 * (self._workers - 1), nbytes / self._workers)
+
+    def all_gather(self, launched: Sequence[float], nbytes: float) -> list[float]:
+        """When each rank has all vectors: of short ones a message to each other rank, else n-1 hops around a ring."""
+        if nbytes <= DIRECT_GATHER_BYTES and self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
+            return self.all_to_all(launched, [[nbytes] * self._workers] * self._workers)
+        if nbytes <= DIRECT_GATHER_BYTES:
+            sums, shape = np.full(self._workers, (self._workers - 1.0) * nbytes), (self._workers, self._workers)
+            return self._at_once(launched, sums, sums, np.broadcast_to(np.array(float(nbytes)), shape))
+        return self._ring(launched, self._workers - 1, nbytes)
+
+    def all_to_all(self, launched: Sequence[float], nbytes: Sequence[Sequence[float]] | Times) -> list[float]:
+        """When each rank has its column; `nbytes[i][j]` is what rank i sends to rank j.
+
+        Pairwise: rank i sends to i+1, i+2 and so on, as fast as its interface allows. With many ranks only the sums
+        count: after the last rank has launched, each interface, uplink and link that differs carries its bytes at its
+        rate.
+        """
+        ranks = range(self._workers)
+        if self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
+            done = list(launched)
+            for offset in range(1, self._workers):
+                for src in ranks:
+                    dst = (src + offset) % self._workers
+                    left, arrived = self.send(launched[src], src, dst, nbytes[src][dst])
+                    done[src], done[dst] = max(done[src], left), max(done[dst], arrived)
+            return done
+        rows = np.asarray(nbytes, dtype=float)
+        own = rows.diagonal()
+        return self._at_once(launched, rows.sum(1) - own, rows.sum(0) - own, rows)
+
+    def _at_once(self, launched: Sequence[float], out: Times, into: Times, nbytes: Times) -> list[float]:
+        """When each rank has sent its row of bytes and received its column, whose sums are `out` and `into`."""
+        begin, rates = float(self._ready(launched).max()), np.array(self._rates)
+        sent, received, latency = out / rates, into / rates, float(self._latencies().max())
+        taken = np.maximum(sent, received)
+        for ranks, there, back in self._across(nbytes):
+            for uplink, seconds in (("up", there), ("down", back)):
+                self._uplinks[uplink, self._rack(ranks[0])].book(begin, begin, seconds)
+            taken[ranks] = np.maximum(taken[ranks], max(there, back))
+        places = {rank: place for place, rank in enumerate(self._ranks)}
+        for pair in self._pairs.values():
+            if all(rank in places for rank in pair.between):
+                a, b = (places[rank] for rank in pair.between)
+                seconds = max(nbytes[a, b], nbytes[b, a]) * 8 / (pair.bits_per_second * PAYLOAD_SHARE)
+                taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
+                latency = max(latency, self.latency(a, b))
+        self._occupy(sent, received, begin)
+        return (begin + latency + taken).tolist()
+
+    def _across(self, nbytes: Times) -> Iterator[tuple[list[int], float, float]]:
+        """Each rack's ranks, and the seconds for which its uplink carries what they send out of it and receive."""
+        if self._racks is None:
+            return
+        racks: defaultdict[int, list[int]] = defaultdict(list)
+        for rank in range(self._workers):
+            racks[self._rack(rank)].append(rank)
+        for ranks in racks.values():
+            within = nbytes[np.ix_(ranks, ranks)].sum()
+            there, back = nbytes[ranks].sum() - within, nbytes[:, ranks].sum() - within
+            yield ranks, float(there / self._rack_rate), float(back / self._rack_rate)
+
+    def _ring(self, launched: Sequence[float], hops: int, nbytes: float) -> list[float]:
+        """A ring in which each rank passes on, in each hop, what it received in the one before."""
+        rates, latencies = self._ring_links()
+        occupied = nbytes / rates
+        ready, uplinks = self._ready(launched), self._ring_uplinks()
+        for lane, rank in uplinks:
+            # Rings of other groups may go through the same uplink.
+            ready[rank] = max(ready[rank], lane.free_from)
+        if self._workers <= _MOST_RANKS_OF_A_RING:
+            done, free = ready, ready
+            for _ in range(hops):
+                free = np.maximum(done, free) + occupied
+                done = np.maximum(np.roll(free + latencies, 1), done)
+            # A rank is done when it has also sent its last part.
+            done = np.maximum(done, free)
+        else:
+            # The last to launch, then the slower of the way around the ring and of the slowest link's own hops.
+            laps = hops / self._workers * float((occupied + latencies).sum())
+            done = np.full(self._workers, ready.max() + max(laps, hops * float(occupied.max())))
+        busy = hops * occupied
+        begin = float(ready.max())
+        self._occupy(busy, np.roll(busy, 1), begin)
+        for lane, _ in uplinks:
+            lane.book(begin, begin, hops * nbytes / self._rack_rate)
+        return done.tolist()
+
+    def _ring_links(self) -> tuple[Times, Times]:
+        if self._rings is None:
+            pairs = [(rank, (rank + 1) % self._workers) for rank in range(self._workers)]
+            self._rings = np.array([self.rate(*each) for each in pairs]), self._latencies()
+        return self._rings
+
+    def _ring_uplinks(self) -> list[tuple[Lane, int]]:
+        """The uplinks that a ring goes through, each with the rank that sends through it."""
+        if self._racks is None:
+            return []
+        found: list[tuple[Lane, int]] = []
+        for rank in range(self._workers):
+            own, following = self._rack(rank), self._rack((rank + 1) % self._workers)
+            if own != following:
+                found += [(self._uplinks["up", own], rank), (self._uplinks["down", following], rank)]
+        return found
+
+    def _latencies(self) -> Times:
+        return np.array([self.latency(rank, (rank + 1) % self._workers) for rank in range(self._workers)])
+
+    def _occupy(self, sent: Times, received: Times, begin: float) -> None:
+        """Keep interfaces busy for the bytes of a collective; its latencies leave them free."""
+        for rank, (out, into) in enumerate(zip(sent.tolist(), received.tolist(), strict=True)):
+            self._out[rank].book(begin, begin, out)
+            self._in[rank].book(begin, begin, into)
+
+    def _ready(self, launched: Sequence[float]) -> Times:
+        """When each rank has launched a collective, and its interface has nothing else to do."""
+        free = [max(out.free_from, into.free_from) for out, into in zip(self._out, self._in, strict=True)]
+        return np.maximum(np.array(launched), np.array(free))

@@ -1,6 +1,0 @@
-# SPDX-License-Identifier: Apache-2.0
-"""Topologies: graphs of workers, as pure functions of (rank, size, step); recipes find them here."""
-
-from thinwire.topology.base import Peers, Topology
-
-__all__ = ["Peers", "Topology"]

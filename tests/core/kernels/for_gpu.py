@@ -1,0 +1,53 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compile the kernels for a GPU, which need not be there: no product fused with a sum, and no atomic operation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from thinwire.core.kernels import triton_quantized, triton_signs, triton_sketched
+
+KINDS = {
+    **dict.fromkeys(("x", "residual", "scales", "out", "table"), "*fp32"),
+    **dict.fromkeys(("stream", "streams", "planes"), "*u8"),
+    **dict.fromkeys(("shift", "half", "scale"), "fp32"),
+    **dict.fromkeys(("low", "high"), "i64"),
+    "seeds": "*i64",
+}
+FIXED: list[tuple[Any, dict[str, object]]] = [
+    (triton_signs._encode, {"SPAN": 2048, "RESIDUAL": True, "SQUARED": False, "HALF": True}),
+    (triton_signs._encode, {"SPAN": 8, "RESIDUAL": False, "SQUARED": True, "HALF": False}),
+    (triton_signs._sum, {"SPAN": 1024}),
+    (triton_quantized._quantize, {"SPAN": 2048, "BITS": 4, "SQUARED": False, "UP": True}),
+    (triton_quantized._quantize, {"SPAN": 64, "BITS": 1, "SQUARED": True, "UP": False}),
+    (triton_quantized._dequantize, {"SPAN": 1024, "BITS": 3, "DITHER": True}),
+    (triton_sketched._sketch, {"SPAN": 1024}),
+    (triton_sketched._sketch, {"SPAN": 1024, "columns": 1, "blocks": 1}),
+    (triton_sketched._unsketch, {"SPAN": 1024, "ROWS": 1}),
+    (triton_sketched._unsketch, {"SPAN": 1024, "ROWS": 5}),
+]
+
+
+def compiled(kernel: Any, fixed: dict[str, object]) -> str:
+    """Its assembly."""
+    names = list(kernel.arg_names)
+    signature = {name: "constexpr" if name in fixed else KINDS.get(name, "i32") for name in names}
+    source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
+    assert len(made.asm["cubin"]) > 1000
+    return str(made.asm["ptx"])
+
+
+def main() -> None:
+    for kernel, fixed in FIXED:
+        assembly = compiled(kernel, fixed)
+        assert not [word for word in ("fma.", "atom.", "red.global") if word in assembly]
+    print(f"{len(FIXED)} compiled")
+
+
+if __name__ == "__main__":
+    main()

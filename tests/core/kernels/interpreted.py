@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run with TRITON_INTERPRET=1: the kernels for GPUs on CPU tensors, against what torch gives. Prints how many agree."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import quantized_nbytes, sign_nbytes, triton_quantized, triton_signs, triton_sketched
+from thinwire.core.kernels.reference import quantized, signs, sketched
+
+SIZES = (1, 9, 500)
+
+
+def special(n: int, seed: int = 0) -> Tensor:
+    """Numbers with both zeros, and a range of zeros."""
+    x = torch.randn(n, generator=torch.Generator().manual_seed(seed))
+    x[1::11], x[n // 2 : n // 2 + 40] = -0.0, 0
+    return x
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.view(torch.int32).equal(b.view(torch.int32))
+
+
+def check_signs(n: int, block: int, norm: str, scale_bytes: int) -> None:
+    x, ours, theirs = special(n), 0.3 * special(n, 1), 0.3 * special(n, 1)
+    nbytes, head = sign_nbytes(n, block, scale_bytes), -(-n // block) * scale_bytes
+    payload, expected = torch.zeros(2, nbytes, dtype=torch.uint8)
+    how = {"block": block, "scale_bytes": scale_bytes}
+    triton_signs.encode_signs_(x, ours, payload, norm=norm, **how)
+    signs.encode_signs_(x, theirs, expected, norm=norm, **how)
+    assert payload[head:].equal(expected[head:])
+    decoded, wanted = torch.empty(n), torch.empty(n)
+    signs.decode_signs_(payload, decoded, **how)
+    signs.decode_signs_(expected, wanted, **how)
+    assert torch.allclose(decoded, wanted, rtol=1e-6 if scale_bytes == 4 else 2**-7, atol=0)
+    assert same_bits(ours, x + 0.3 * special(n, 1) - decoded)
+    triton_signs.encode_signs_(x, None, payload, norm=norm, **how)
+    signs.encode_signs_(x, None, expected, norm=norm, **how)
+    assert payload[head:].equal(expected[head:])
+    several = torch.stack([payload, expected, payload])
+    triton_signs.sum_signs_(several, decoded, **how)
+    signs.sum_signs_(several, wanted, **how)
+    assert same_bits(decoded, wanted)
+
+
+def check_few_bits(n: int, block: int, bits: int, norm: str, scale_bytes: int) -> None:
+    x, decoded, wanted = special(n), torch.empty(n), torch.empty(n)
+    payload, expected = torch.zeros(2, quantized_nbytes(n, bits, block, scale_bytes), dtype=torch.uint8)
+    how = {"bits": bits, "block": block, "key": n, "shift": 0.375, "scale_bytes": scale_bytes}
+    triton_quantized.quantize_(x, payload, norm=norm, **how)
+    quantized.quantize_(x, expected, norm=norm, **how)
+    if norm == "max":
+        assert payload.equal(expected)
+    for dither in (False, True):
+        triton_quantized.dequantize_(payload, decoded, dither=dither, **how)
+        quantized.dequantize_(payload, wanted, dither=dither, **how)
+        assert same_bits(decoded, wanted)
+    quantized.dequantize_(expected, wanted, dither=True, **how)
+    # Within a level, where scales differ in their last bits.
+    assert float((decoded - wanted).abs().max()) <= float(x.norm()) / max(0.5, 2 ** (bits - 1) - 1) * 1.01
+
+
+def check_sketch(n: int, rows: int, columns: int) -> None:
+    x, ours, theirs = special(n), torch.ones(rows, columns), torch.ones(rows, columns)
+    triton_sketched.sketch_(x, ours, key=n, scale=0.3)
+    sketched.sketch_(x, theirs, key=n, scale=0.3)
+    assert same_bits(ours, theirs)
+    assert triton_sketched.unsketch(ours, n, key=n).equal(sketched.unsketch(ours, None, n, key=n))
+    ours[0, 0] = torch.nan
+    found, expected = triton_sketched.unsketch(ours, n, key=n), sketched.unsketch(ours, None, n, key=n)
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def main() -> None:
+    count = 0
+    for n in SIZES:
+        for block, (norm, scale_bytes) in itertools.product((8, 2048, 12), (("l1", 4), ("l2", 2), ("l1", 2))):
+            check_signs(n, block, norm, scale_bytes)
+            count += 1
+        for block, bits, (norm, scale_bytes) in itertools.product(
+            (40, 2048), (1, 4, 8), (("max", 4), ("max", 2), ("l2", 4))
+        ):
+            check_few_bits(n, block, bits, norm, scale_bytes)
+            count += 1
+        for rows, columns in ((1, 1), (3, 64), (5, 1100), (7, 50)):
+            if n // columns <= 100:
+                check_sketch(n, rows, columns)
+                count += 1
+    print(f"{count} agree")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures that select the builds of the kernels and their implementations, and numbers to test them with."""
+
+from __future__ import annotations
+
+import ctypes
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.core.kernels import base
+
+PLAIN = ["-O1", "-DTHINWIRE_PORTABLE", "-ffp-contract=off", "-Wno-psabi"]
+BUILDS = {"this processor's": base.FLAGS, "narrower vectors": [*base.FLAGS, "-mno-avx512f"], "no vectors": PLAIN}
+
+
+@pytest.fixture(
+    params=[pytest.param(name, marks=[pytest.mark.slow] if "narrower" in name else []) for name in BUILDS],
+    scope="module",
+)
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    """The compiled kernels, with several sets of instructions."""
+    flags = BUILDS[request.param]
+    if "-mno-avx512f" in flags and "x86" not in base.platform.machine():
+        pytest.skip("another kind of processor")
+    found = base.load(flags)
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.fixture
+def by_c(library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the kernels use that library."""
+    monkeypatch.setattr(base, "_compiled", lambda: library)
+    monkeypatch.delenv("THINWIRE_NATIVE", raising=False)
+
+
+@pytest.fixture(params=["native", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Run the test with compiled kernels and with torch."""
+    if request.param == "torch":
+        monkeypatch.setenv("THINWIRE_NATIVE", "0")
+    else:
+        monkeypatch.delenv("THINWIRE_NATIVE", raising=False)
+        if base.compiled(torch.empty(0)) is None:
+            pytest.skip("no C compiler")
+    return str(request.param)
+
+
+def drawn(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def mixed(word: int) -> int:
+    """The mixing of 32 bits, in whole numbers of any size."""
+    word = (word ^ word >> 16) * 0x85EBCA6B % 2**32
+    word = (word ^ word >> 13) * 0xC2B2AE35 % 2**32
+    return word ^ word >> 16
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return _bits(a).equal(_bits(b))
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bit by bit, but for the kind of NaN."""
+    return a.shape == b.shape and bool(((_bits(a) == _bits(b)) | (a.isnan() & b.isnan())).all())
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.dtype == torch.float32 else torch.int64)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton's kernels: interpreted on the CPU, compiled for a GPU that is not there, and run where there is one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire.core import kernels
+
+HERE = Path(__file__).parent
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+needs_gpu = pytest.mark.skipif(
+    find_spec("triton") is None or not torch.cuda.is_available(), reason="no GPU, or triton is not installed"
+)
+
+
+def output_of(script: str, folder: Path, **names: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TRITON_CACHE_DIR": str(folder), **names}
+    done = subprocess.run([sys.executable, HERE / script], env=environment, capture_output=True, text=True, timeout=110)
+    if "triton/runtime/interpreter" in done.stderr and "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("this Triton's interpreter does not know this NumPy, where an array of one element is no number")
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.strip()
+
+
+@needs_triton
+def test_interpreted_kernels_give_what_torch_gives(tmp_path: Path) -> None:
+    assert output_of("interpreted.py", tmp_path, TRITON_INTERPRET="1").endswith(" agree")
+
+
+@needs_triton
+def test_kernels_compile_for_a_gpu_and_fuse_no_product_with_a_sum(tmp_path: Path) -> None:
+    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "10 compiled"
+
+
+# -- on a GPU ----------------------------------------------------------------------------------------------------------
+
+
+def drawn(n: int) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(n))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 9, 5000, 1 << 20])
+def test_signs_on_a_gpu_are_those_on_the_cpu(n: int) -> None:
+    x, error = drawn(n), 0.1 * drawn(n)
+    payloads: list[Tensor] = []
+    for device in ("cpu", "cuda"):
+        payload = torch.zeros(kernels.sign_nbytes(n, 2048), dtype=torch.uint8, device=device)
+        rest, decoded = error.clone().to(device), torch.empty(n, device=device)
+        kernels.encode_signs_(x.to(device), rest, payload, block=2048)
+        kernels.decode_signs_(payload, decoded, block=2048)
+        assert torch.equal(rest, x.to(device) + error.to(device) - decoded)
+        payloads.append(payload.cpu())
+    head = 4 * -(-n // 2048)
+    assert payloads[0][head:].equal(payloads[1][head:])
+    assert torch.allclose(*(each[:head].clone().view(torch.float32) for each in payloads), rtol=1e-6, atol=0)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 9, 5000, 1 << 20])
+def test_few_bits_and_sketches_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) -> None:
+    x, found = drawn(n), dict[str, list[Tensor]](cpu=[], cuda=[])
+    for device, made in found.items():
+        for bits in (1, 4, 8):
+            payload = torch.zeros(kernels.quantized_nbytes(n, bits, 2048), dtype=torch.uint8, device=device)
+            decoded = torch.empty(n, device=device)
+            kernels.quantize_(x.to(device), payload, bits=bits, block=2048, key=7)
+            kernels.dequantize_(payload, decoded, bits=bits, block=2048, key=7, dither=True)
+            made += [payload, decoded]
+        table = torch.zeros(5, 1000, device=device)
+        kernels.sketch_(x.to(device), table, key=7, scale=0.3)
+        made += [table, kernels.unsketch(table, None, n, key=7), kernels.heavy(table, n, 10, key=7)]
+        made += [kernels.top_k(x.to(device), 10), kernels.uniform(n, 3, device=torch.device(device))]
+    assert all(mine.equal(theirs.cpu()) for mine, theirs in zip(found["cpu"], found["cuda"], strict=True))

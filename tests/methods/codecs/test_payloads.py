@@ -1,0 +1,435 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Payloads of codecs: bytes, error bounds, means, and edge cases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles import codecs as oracles
+from thinwire import Bf16, Codec, ConfigError, Fp16, Fp32
+from thinwire.core.kernels import clip_outliers
+from thinwire.methods.codecs.base import DrawKey, draw_key, worker_key
+from thinwire.methods.codecs.cast import Fp8
+from thinwire.methods.codecs.feedback import ErrorFeedback
+from thinwire.methods.codecs.majority import MajorityVote
+from thinwire.methods.codecs.natural import Natural
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.methods.codecs.qsgd import QSGD
+from thinwire.methods.codecs.quantize import Quantize
+from thinwire.methods.codecs.random_k import RandomK
+from thinwire.methods.codecs.sketch import Sketch
+from thinwire.methods.codecs.terngrad import TernGrad
+from thinwire.methods.codecs.top_k import TopK
+
+SIZES = [0, 1, 7, 8, 9, 63, 64, 65, 1000]
+CODECS: list[Codec] = [
+    *(Fp32(), Bf16(), Fp16(), Fp8(block=64), Fp8("e5m2", 64), OneBit(64), OneBit(64, norm="l2"), OneBit(whole=True)),
+    *(Quantize(1, 64), Quantize(2, 64), Quantize(3, 64, dither=True), Quantize(4, 64, correlated=True)),
+    *(Quantize(5, 64), Quantize(6, 64), Quantize(7, 64), Quantize(8, 64), QSGD(4, 64), TernGrad(64), Natural()),
+    *(MajorityVote(), TopK(0.1), RandomK(0.1), RandomK(0.1, unbiased=False), Sketch(3, 64, 2)),
+]
+UNBIASED: list[Codec] = [
+    *(Quantize(bits, 16) for bits in (1, 2, 4, 8)),
+    *(Quantize(3, 16, dither=True), Quantize(3, 16, correlated=True), Quantize(3, 16, dither=True, correlated=True)),
+    *(QSGD(2, 16), QSGD(4, 16), TernGrad(16, clip=None), Natural(), RandomK(0.25)),
+]
+
+
+def drawn(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def decoded(codec: Codec, x: Tensor, key: int = 5) -> Tensor:
+    return codec.decode(codec.encode(x, {}, key), x, key)
+
+
+def bytes_by_formula(codec: Codec, n: int) -> int:
+    """The size of a payload, from a second formula."""
+    blocks, signs = -(-n // 64), -(-n // 8)
+    if isinstance(codec, Fp8):
+        return n + 4 * blocks
+    if isinstance(codec, OneBit):
+        return signs + 4 * ((n > 0) if codec.whole else blocks)
+    if isinstance(codec, (Quantize, QSGD)):
+        return codec.bits * signs + 4 * blocks
+    if isinstance(codec, TernGrad):
+        return 2 * signs + 4 * blocks
+    if isinstance(codec, Natural):
+        return n + signs
+    if isinstance(codec, MajorityVote):
+        return signs
+    if isinstance(codec, RandomK):
+        return 4 * -(-n // 10)
+    if isinstance(codec, Sketch):
+        return 4 * min(n, 192)
+    if isinstance(codec, Fp32):
+        return 4 * n
+    return 2 * n
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("n", SIZES)
+def test_a_payload_has_the_bytes_of_its_formula(codec: Codec, n: int) -> None:
+    payload = codec.encode(drawn(n), {}, 3)
+    assert payload.numel() * payload.element_size() == codec.nbytes(n)
+    if not isinstance(codec, TopK):
+        assert codec.nbytes(n) == bytes_by_formula(codec, n)
+    assert codec.linear or payload.dtype == torch.uint8
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_top_k_sends_four_bytes_per_value_and_a_logarithm_of_bits_per_index(n: int) -> None:
+    k = -(-n // 10)
+    width = max(n - 1, 0).bit_length()
+    assert 4 * k + k * width / 8 <= TopK(0.1).nbytes(n) <= 4 * k + k * (width + 1) / 8 + 8
+
+
+def test_one_bit_is_more_than_31_times_smaller_than_single_precision() -> None:
+    n = 1 << 20
+    assert 4 * n / OneBit().nbytes(n) > 31
+    assert 2 * n / OneBit().nbytes(n) > 15.5
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_every_vector_is_decoded_in_its_size_and_dtype_and_left_unchanged(codec: Codec, dtype: torch.dtype) -> None:
+    for n in (0, 1, 9, 200):
+        x = drawn(n).to(dtype)
+        kept = x.clone()
+        state: dict[str, Tensor] = {}
+        y = codec.decode(codec.encode(x, state, 1), x, 1)
+        assert y.dtype == dtype
+        assert y.shape == x.shape
+        assert y.isfinite().all()
+        assert torch.equal(x, kept)
+        assert state == {}
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_a_vector_of_zeros_is_decoded_as_zeros_even_with_minus_signs(codec: Codec) -> None:
+    for zero in (0.0, -0.0):
+        y = decoded(codec, torch.full((130,), zero))
+        if isinstance(codec, MajorityVote):
+            assert torch.equal(y, torch.full((130,), 1.0 if str(zero) == "0.0" else -1.0))
+        elif isinstance(codec, Quantize) and codec.dither:
+            assert not y.abs().max()
+        else:
+            assert torch.equal(y, torch.zeros(130))
+
+
+@pytest.mark.parametrize("codec", [c for c in CODECS if not isinstance(c, MajorityVote)], ids=str)
+def test_a_block_of_zeros_is_decoded_as_zeros_beside_others(codec: Codec) -> None:
+    if isinstance(codec, (MajorityVote, Sketch)) or (isinstance(codec, OneBit) and codec.whole):
+        return
+    x = torch.cat([drawn(64), torch.zeros(64), drawn(64, 1)])
+    assert not decoded(codec, x)[64:128].any()
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_subnormal_numbers_are_decoded_as_finite_ones(codec: Codec) -> None:
+    x = torch.full((70,), 1e-42)
+    x[::3] = -2e-42
+    x[1] = 1e-45
+    y = decoded(codec, x)
+    assert y.isfinite().all()
+    if not isinstance(codec, (MajorityVote, RandomK)):
+        assert y.abs().max() <= 2.0**-126
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_the_key_alone_decides_what_is_random(codec: Codec) -> None:
+    x = drawn(500)
+    first, again = codec.encode(x, {}, draw_key(1, 2, 3)), codec.encode(x, {}, draw_key(1, 2, 3))
+    assert torch.equal(first, again)
+    if codec in UNBIASED:
+        assert not torch.equal(first, codec.encode(x, {}, draw_key(1, 2, 4)))
+
+
+# -- keys --------------------------------------------------------------------------------------------------------------
+
+
+def test_keys_differ_by_everything_that_goes_into_them() -> None:
+    keys = {
+        draw_key(seed, step, rank, stage, offset)
+        for seed in range(3)
+        for step in range(3)
+        for rank in range(3)
+        for stage in range(3)
+        for offset in (0, 8, 64)
+    }
+    keys |= {worker_key(7, rank, 4, piece) for rank in range(4) for piece in range(6)}
+    assert len(keys) == 3**5 + 24
+    assert all(0 <= key < 1 << 63 for key in keys)
+
+
+def test_workers_share_a_key_and_their_shifts_divide_the_unit_interval() -> None:
+    keys = [worker_key(draw_key(1, 2), rank, 4, 9) for rank in range(4)]
+    assert len({key.shared for key in keys}) == 1
+    assert [key.shift for key in keys] == [0.0, 0.25, 0.5, 0.75]
+    assert isinstance(draw_key(1, 2), DrawKey)
+    assert draw_key(1, 2).shared == draw_key(1, 2)
+
+
+# -- means and variances -----------------------------------------------------------------------------------------------
+
+HARD = torch.tensor(
+    [1.0, -1.0, 0.5, 0.0, 1e-3, -0.37, 0.99, -1 / 3]
+    + [0.01] * 8
+    + [0.2, -0.1]
+    + [0.0] * 6
+    + [-7.0, 1e-8, 3.0, 0.0, 2.0, 1.0, 0.5, 0.25]
+)
+DRAWS = 3000
+
+
+def many(codec: Codec, x: Tensor) -> Tensor:
+    """One vector, encoded and decoded many times; its length is a number of blocks."""
+    return decoded(codec, x.repeat(DRAWS), draw_key(0, 1)).view(DRAWS, -1)
+
+
+@pytest.mark.parametrize("codec", UNBIASED, ids=str)
+def test_the_mean_of_decoded_vectors_is_the_vector(codec: Codec) -> None:
+    found = many(codec, HARD)
+    spread = found.std(0) / DRAWS**0.5
+    assert ((found.mean(0) - HARD).abs() <= 5 * spread + 1e-6).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+@pytest.mark.parametrize("dither", [False, True])
+def test_the_variance_of_levels_is_within_its_bound(bits: int, dither: bool) -> None:
+    step = 1.0 / (2 ** (bits - 1) - 1)
+    variance = (many(Quantize(bits, 16, dither=dither), HARD[:16]) - HARD[:16]).square().mean(0)
+    if dither:
+        assert torch.allclose(variance, torch.tensor(step**2 / 12), rtol=0.15)
+    else:
+        assert (variance <= 1.1 * step**2 / 4).all()
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 8])
+def test_the_largest_element_and_whole_levels_are_sent_exactly(bits: int) -> None:
+    levels = 2 ** (bits - 1) - 1
+    x = torch.arange(-levels, levels + 1, dtype=torch.float32)[:64] * 0.25
+    x[0], x[-1] = -levels * 0.25, levels * 0.25
+    for key in range(20):
+        assert torch.allclose(decoded(Quantize(bits, 256), x, key), x, rtol=1e-6, atol=0)
+
+
+def test_qsgd_and_natural_compression_stay_within_their_papers_variance() -> None:
+    x = drawn(64)
+    for codec in (QSGD(2, 64), QSGD(4, 64), Natural()):
+        error = (many(codec, x) - x).square().sum(1).mean()
+        assert error <= 1.05 * codec.error_bound * x.square().sum()
+
+
+def test_errors_of_independent_draws_average_out_and_those_of_correlated_draws_cancel() -> None:
+    x, size = drawn(512), 8
+
+    def error(codec: Codec) -> float:
+        means = [
+            torch.stack([decoded(codec, x, worker_key(draw_key(0, t), rank, size)) for rank in range(size)]).mean(0)
+            for t in range(40)
+        ]
+        return float((torch.stack(means) - x).square().mean())
+
+    one = float((torch.stack([decoded(Quantize(3, 64), x, t) for t in range(40)]) - x).square().mean())
+    assert error(Quantize(3, 64)) == pytest.approx(one / size, rel=0.1)
+    assert error(Quantize(3, 64, correlated=True)) < 0.4 * one / size
+
+
+def test_terngrad_sends_three_values_per_block_and_clips_outliers() -> None:
+    x = drawn(128)
+    x[5] = 40.0
+    y = decoded(TernGrad(64), x)
+    for block, rows in zip(y.split(64), x.split(64), strict=True):
+        scale = min(2.5 * float(rows.std(correction=0)), float(rows.abs().max()))
+        values = block.abs().unique()
+        assert torch.allclose(values[values > 0], torch.tensor(scale), rtol=1e-5)
+    assert decoded(TernGrad(64, clip=None), x)[5] == 40.0
+
+
+@pytest.mark.parametrize("elements", [64, 256, 300, 5])
+def test_terngrad_clips_each_block_at_its_number_of_standard_deviations(elements: int) -> None:
+    x = 3.0 + drawn(elements)
+    x[1], x[-1] = -50.0, 1e4
+    x[64:128] = 0.1
+    x[128:192] *= 1e-12
+    x[200:201] = torch.nan
+    wanted = x.clone()
+    for rows in wanted.split(64):
+        deviation = float(rows.double().std(correction=0))
+        if deviation > 1e-15:
+            rows.clamp_(-1.5 * deviation, 1.5 * deviation)
+    found = clip_outliers(x, block=64, deviations=1.5)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0.0, equal_nan=True)
+    assert torch.equal(found[64:128], x[64:128])
+
+
+def test_natural_compression_rounds_to_the_powers_of_two_around_a_number() -> None:
+    x = torch.tensor([3.0, -3.0, 4.0, -0.7, 1e-30, 3e38, 0.0, 1.0])
+    found = many(Natural(), x)
+    assert found[:, 0].unique().tolist() == [2.0, 4.0]
+    assert found[:, 1].unique().tolist() == [-4.0, -2.0]
+    assert found[:, 2].unique().tolist() == [4.0]
+    assert found[:, 3].unique().tolist() == [-1.0, -0.5]
+    assert found.isfinite().all()
+
+
+# -- biased codecs -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+@pytest.mark.parametrize("n", SIZES)
+def test_one_bit_sends_signs_and_scales(n: int, norm: str) -> None:
+    x = drawn(n)
+    for codec, block in ((OneBit(64, norm=norm), 64), (OneBit(norm=norm, whole=True), max(n, 1))):  # type: ignore[arg-type]
+        assert torch.allclose(decoded(codec, x), oracles.signs(block, norm)(x), rtol=1e-6, atol=0)
+
+
+def test_the_error_of_one_bit_is_that_of_its_theorem() -> None:
+    x = drawn(64).pow(3)
+    left = lambda norm: float((x - decoded(OneBit(64, norm=norm), x)).square().sum())  # noqa: E731
+    mean, root, square = float(x.abs().mean()), float(x.square().mean().sqrt()), float(x.square().sum())
+    assert left("l1") == pytest.approx(square - 64 * mean**2, rel=1e-5)
+    assert left("l2") == pytest.approx(2 * (square - 64 * mean * root), rel=1e-5)
+
+
+def test_elements_of_one_size_are_exact_in_one_bit() -> None:
+    x = torch.where(drawn(200) > 0, 0.75, -0.75)
+    assert torch.equal(decoded(OneBit(64), x), x)
+
+
+@pytest.mark.parametrize("codec", [OneBit(64), OneBit(whole=True), TopK(0.1), RandomK(0.1, unbiased=False)], ids=str)
+def test_the_error_of_a_biased_codec_is_smaller_than_the_vector(codec: Codec) -> None:
+    for seed in range(5):
+        x = drawn(500, seed).pow(3)
+        assert (x - decoded(codec, x)).norm() < x.norm()
+
+
+@pytest.mark.parametrize("codec", [*CODECS], ids=str)
+def test_encoding_with_a_residual_leaves_exactly_the_new_residual(codec: Codec) -> None:
+    if codec.residual_after_sum or isinstance(codec, MajorityVote):
+        return
+    for n in (0, 1, 9, 200):
+        x, residual = drawn(n), drawn(n, 1)
+        kept, updated = residual.clone(), x.clone()
+        payload = codec.encode_with_residual_(updated, residual, 9)
+        assert torch.equal(residual, kept)
+        assert torch.equal(payload, codec.encode(x + residual, {}, 9))
+        assert torch.equal(updated, x + residual - codec.decode(payload, x, 9))
+
+
+@pytest.mark.parametrize("codec", [OneBit(64), OneBit(64, norm="l2"), OneBit(whole=True)], ids=str)
+def test_pieces_are_encoded_as_they_would_be_one_by_one(codec: OneBit) -> None:
+    x, residual, cuts = drawn(300), drawn(300, 1), [slice(0, 128), slice(128, 256), slice(256, 300), slice(300, 300)]
+    updated = x.clone()
+    found = codec.encode_pieces_with_residual_(updated, residual, cuts, [0] * 4)
+    for cut, payload in zip(cuts, found, strict=True):
+        y = codec.decode(payload, x[cut])
+        assert payload.numel() == codec.nbytes(cut.stop - cut.start)
+        assert torch.equal(updated[cut], (x + residual)[cut] - y)
+        if not codec.whole:
+            assert torch.equal(payload, codec.encode((x + residual)[cut], {}))
+    total = codec.decode_sum([found[0], found[1]], x[:128], [0, 0])
+    assert torch.equal(total, codec.decode(found[0], x[:128]) + codec.decode(found[1], x[:128]))
+
+
+def test_top_k_sends_the_largest_elements_exactly() -> None:
+    x = drawn(200)
+    assert torch.equal(decoded(TopK(0.1), x), oracles.largest(0.1)(x))
+    assert torch.equal(decoded(TopK(1.0), x), x)
+
+
+def test_payloads_of_random_k_add_up_and_have_the_same_indices_on_all_ranks() -> None:
+    a, b, codec = drawn(300), drawn(300, 1), RandomK(0.2, unbiased=False)
+    total = codec.encode(a, {}, 4) + codec.encode(b, {}, 4)
+    y = codec.decode(total, a, 4)
+    assert torch.equal(y != 0, decoded(codec, a, 4) != 0)
+    assert torch.equal(y[y != 0], (a + b)[y != 0])
+    assert int((y != 0).sum()) == 60
+    assert torch.allclose(decoded(RandomK(0.2), a, 4), 5 * decoded(codec, a, 4))
+
+
+def test_fp8_keeps_the_largest_element_and_rounds_others_to_its_mantissa() -> None:
+    x = drawn(640)
+    for kind, unit in (("e4m3", 2.0**-4), ("e5m2", 2.0**-3)):
+        y = decoded(Fp8(kind, 64), x)  # type: ignore[arg-type]
+        seen = x.abs() > 2.0**-6 * x.view(-1, 64).abs().amax(1).repeat_interleave(64)
+        assert ((y - x).abs()[seen] <= unit * x.abs()[seen] * 1.001).all()
+        top = x.view(-1, 64).abs().argmax(1)
+        assert torch.allclose(y.view(-1, 64).gather(1, top[:, None]), x.view(-1, 64).gather(1, top[:, None]), rtol=1e-6)
+
+
+def test_sketches_add_up_and_the_largest_elements_are_decoded() -> None:
+    codec = Sketch(5, 256, 4)
+    x, y = 0.01 * drawn(3000), 0.01 * drawn(3000, 1)
+    x[[7, 900, 2999]] = torch.tensor([5.0, -4.0, 3.0])
+    y[[7, 1500]] = torch.tensor([1.0, 2.0])
+    table = codec.encode(x, {}, 3) + codec.encode(y, {}, 3)
+    assert torch.allclose(table, codec.encode(x + y, {}, 3), atol=1e-5)
+    found = codec.decode(table, x, 3)
+    assert found.nonzero().view(-1).tolist() == [7, 900, 1500, 2999]
+    assert torch.allclose(found[[7, 900, 1500, 2999]], (x + y)[[7, 900, 1500, 2999]], atol=0.1)
+
+
+def test_a_sketch_sends_vectors_as_they_are_where_its_table_is_no_smaller() -> None:
+    x = drawn(1280)
+    assert torch.equal(decoded(Sketch(5, 256, 4), x), x)
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: OneBit(block=12), "block=12: signs fill whole bytes"),
+        (lambda: OneBit(norm="max"), "norm must be 'l1' or 'l2'"),  # type: ignore[arg-type]
+        (lambda: Quantize(bits=9), r"bits=9: must lie in 1\.\.8"),
+        (lambda: Quantize(block=4), "block=4"),
+        (lambda: QSGD(bits=1), r"bits=1: must lie in 2\.\.8"),
+        (lambda: QSGD(bucket=9), "bucket=9"),
+        (lambda: TernGrad(clip=0.0), r"clip=0\.0"),
+        (lambda: TernGrad(block=1), "block=1"),
+        (lambda: TopK(0.0), r"fraction=0\.0"),
+        (lambda: RandomK(1.5), r"fraction=1\.5"),
+        (lambda: Sketch(rows=4), "rows=4: a median needs an odd number"),
+        (lambda: Sketch(columns=100), "large elements would collide"),
+        (lambda: Fp8(block=0), "block=0"),
+        (lambda: Fp8("e3m4"), "kind must be"),  # type: ignore[arg-type]
+        (lambda: ErrorFeedback(ErrorFeedback()), "has error feedback already"),
+        (lambda: ErrorFeedback(TernGrad()), "could grow without bound"),
+        (lambda: ErrorFeedback(RandomK()), "could grow without bound"),
+        (lambda: ErrorFeedback(Quantize(4)), "could grow without bound"),
+        (lambda: ErrorFeedback(QSGD(4)), "could grow without bound"),
+    ],
+)
+def test_codecs_out_of_range_are_refused(make: Callable[[], Codec], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+META: list[Codec] = [
+    *(Fp32(), Bf16(), Fp16(), Fp8(block=16), OneBit(16), OneBit(whole=True), TopK(0.1), RandomK(0.1), MajorityVote()),
+    *(Quantize(3, 16), QSGD(3, 16), TernGrad(16), TernGrad(16, clip=None), Natural(), Sketch(3, 64, 2)),
+]
+
+
+@pytest.mark.parametrize("codec", META, ids=str)
+@pytest.mark.parametrize("n", [0, 5, 300])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_vectors_without_data_have_payloads_of_the_same_size(codec: Codec, n: int, dtype: torch.dtype) -> None:
+    shapes: list[list[tuple[object, ...]]] = []
+    for device in ("cpu", "meta"):
+        x, residual = torch.ones(n, dtype=dtype, device=device), torch.zeros(n, device=device)
+        payload, single, like = codec.encode(x, {}, 3), torch.ones(n, device=device), torch.empty(n, device=device)
+        results = [payload, codec.decode(payload, x, 3), codec.encode_with_residual_(single, residual, 3)]
+        results += codec.encode_pieces_with_residual_(single, residual, [slice(0, n), slice(n, n)], [3, 4])
+        codec.decode_pieces_([payload, payload], single, [slice(0, n), slice(n, n)], [3, 3])
+        shapes.append([(y.shape, y.dtype) for y in (*results, single, codec.decode_sum([payload] * 2, like, [3, 4]))])
+        assert all(y.device.type == device for y in results)
+        assert payload.nbytes == codec.nbytes(n)
+    assert shapes[0] == shapes[1]

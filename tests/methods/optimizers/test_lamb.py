@@ -1,0 +1,178 @@
+# SPDX-License-Identifier: Apache-2.0
+"""LAMB."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.engine import batches, net, steps
+from tests.oracles import one_bit as oracles
+from tests.pool import run_processes
+from tests.problems import Regression, distance, flat
+from thinwire import AllReduce, Comm, ConfigError
+from thinwire.methods.optimizers.lamb import Lamb
+
+SIZES = [20, 4, 8, 2]
+
+
+def trained(comm: Comm | None, problem: Regression, **settings: Any) -> Tensor:
+    model = problem.model()
+    optimizer = Lamb(model.parameters(), **settings)
+    worker = thinwire.attach(model, optimizer, AllReduce(), comm=comm, bucket_bytes=40)
+    for step in range(problem.steps):
+        optimizer.zero_grad()
+        problem.loss(model, worker.comm.rank, step).backward()
+        optimizer.step()
+    worker.detach()
+    return flat(model)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_it_equals_its_oracle(corrected: bool, decay: float, dtype: torch.dtype) -> None:
+    problem = Regression(3, 20, dtype)
+    found = thinwire.run_threads(
+        3, lambda comm: trained(comm, problem, lr=0.05, weight_decay=decay, bias_correction=corrected)
+    )
+    hyperparameters = oracles.Hyperparameters(rate=0.05, decay=decay, corrected=corrected)
+    expected = oracles.lamb(problem.gradient, problem.start.expand(3, -1), SIZES, 20, hyperparameters)
+    assert distance(torch.stack(found), expected) < (1e-11 if dtype == torch.float64 else 1e-4)
+
+
+def on_processes() -> list[float]:
+    return trained(None, Regression(2, 10, torch.float64), lr=0.05, weight_decay=0.1).tolist()
+
+
+def test_it_equals_its_oracle_on_processes() -> None:
+    problem = Regression(2, 10, torch.float64)
+    hyperparameters = oracles.Hyperparameters(rate=0.05, decay=0.1, corrected=True)
+    expected = oracles.lamb(problem.gradient, problem.start.expand(2, -1), SIZES, 10, hyperparameters)
+    found = torch.tensor(run_processes(2, on_processes), dtype=torch.float64)
+    assert distance(found, expected) < 1e-11
+    assert torch.equal(found[0], found[1])
+
+
+def one(value: list[float], gradient: list[float], dtype: torch.dtype = torch.float64) -> nn.Parameter:
+    parameter = nn.Parameter(torch.tensor(value, dtype=dtype))
+    parameter.grad = torch.tensor(gradient, dtype=dtype)
+    return parameter
+
+
+def test_a_step_is_in_proportion_to_the_tensor() -> None:
+    x = one([3.0, 4.0], [1.0, -1.0])
+    Lamb([x], lr=0.1).step()
+    moved = torch.tensor([3.0, 4.0], dtype=torch.float64) - x.detach()
+    assert torch.allclose(moved.norm(), torch.tensor(0.1 * 5.0, dtype=torch.float64), rtol=1e-6)
+
+
+def test_trust_is_bounded_on_both_sides() -> None:
+    large, small = one([1e3], [1.0]), one([1e-6], [1.0])
+    Lamb([large, small], lr=0.1, least_trust=0.5, most_trust=2.0).step()
+    assert torch.allclose(1e3 - large.detach(), torch.tensor([0.2], dtype=torch.float64))
+    assert torch.allclose(1e-6 - small.detach(), torch.tensor([0.05], dtype=torch.float64))
+
+
+def test_a_tensor_of_zeros_moves_like_adam_s() -> None:
+    x = one([0.0, 0.0], [1.0, -2.0])
+    Lamb([x], lr=0.1).step()
+    assert torch.allclose(x.detach(), torch.tensor([-0.1, 0.1], dtype=torch.float64))
+
+
+def test_nothing_moves_without_a_gradient() -> None:
+    x, empty, still = one([1.0], [1.0]), one([], []), nn.Parameter(torch.ones(2))
+    optimizer = Lamb([x, empty, still])
+    optimizer.step()
+    assert torch.equal(still.detach(), torch.ones(2))
+    assert set(optimizer.state) == {x}
+
+
+def test_only_steps_that_move_something_are_counted() -> None:
+    x, still = one([1.0, 2.0], [1.0, -1.0]), nn.Parameter(torch.ones(2))
+    optimizer = Lamb([{"params": [x]}, {"params": [still]}], lr=0.1)
+    optimizer.step()
+    kept, x.grad = x.grad, None
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1, 0]
+    x.grad = kept
+    optimizer.step()
+    y = one([1.0, 2.0], [1.0, -1.0])
+    uninterrupted = Lamb([y], lr=0.1)
+    for _ in range(2):
+        uninterrupted.step()
+    assert torch.equal(x.detach(), y.detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_parameters_in_sixteen_bits_are_the_roundings_of_an_exact_copy(dtype: torch.dtype) -> None:
+    x = one([1.0, -2.0, 3.0], [0.5, 0.25, -1.0], dtype)
+    exact = one([1.0, -2.0, 3.0], [0.5, 0.25, -1.0], torch.float32)
+    coarse, fine = Lamb([x], lr=1e-4), Lamb([exact], lr=1e-4)
+    for _ in range(50):
+        coarse.step()
+        fine.step()
+    assert torch.equal(x.detach(), exact.detach().to(dtype))
+    assert coarse.state[x]["master"].dtype == torch.float32
+
+
+def test_a_resumed_optimizer_goes_on_bit_for_bit_in_sixteen_bits_too() -> None:
+    def run(count: int, saved: dict[str, Any] | None = None) -> tuple[nn.Sequential, Lamb]:
+        model = net().to(torch.bfloat16)
+        optimizer = Lamb(model.parameters(), lr=0.01)
+        if saved is not None:
+            model.load_state_dict(saved["model"])
+            optimizer.load_state_dict(saved["optimizer"])
+        for x, y in batches(0, 3, first=3 if saved is not None else 0) if count == 3 else batches(0, count):
+            optimizer.zero_grad()
+            (model(x.bfloat16()) - y).square().mean().backward()
+            optimizer.step()
+        return model, optimizer
+
+    whole, _ = run(6)
+    model, optimizer = run(3)
+    again, _ = run(3, {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    assert torch.equal(flat(whole), flat(again))
+
+
+def test_a_checkpoint_goes_on_bit_for_bit() -> None:
+    def fresh() -> thinwire.Worker:
+        model = net()
+        return thinwire.attach(model, Lamb(model.parameters(), lr=0.01), AllReduce())
+
+    whole = steps(fresh(), batches(0, 6))
+    half = steps(fresh(), batches(0, 3))
+    again = fresh()
+    again.load_state_dict(half.state_dict())
+    assert torch.equal(flat(whole.model), flat(steps(again, batches(0, 3, first=3)).model))
+
+
+def test_a_closure_is_called_once_and_its_loss_returned() -> None:
+    x = one([1.0], [1.0])
+    calls: list[int] = []
+
+    def closure() -> float:
+        calls.append(1)
+        return 7.0
+
+    assert Lamb([x]).step(closure) == 7.0
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"lr": -1.0}, "lr=-1.0: must be finite"),
+        ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\): must be two numbers"),
+        ({"eps": 0.0}, "eps=0.0: must be positive"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1: must be finite"),
+        ({"least_trust": 2.0, "most_trust": 1.0}, "least_trust=2.0, most_trust=1.0"),
+    ],
+)
+def test_values_out_of_their_range_are_refused(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Lamb([one([1.0], [1.0])], **settings)

@@ -1,0 +1,432 @@
+# SPDX-License-Identifier: Apache-2.0
+"""1-bit LAMB and 1-bit Adam under CompressedMomentum: oracles, and the papers' claims about each stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, parameters_of, path, taken
+from tests.oracles import one_bit as oracles
+from tests.pool import run_processes
+from tests.problems import Regression, distance, flat
+from thinwire import AllReduce, Comm, Worker
+from thinwire.methods.codecs.one_bit import OneBit
+from thinwire.methods.optimizers.lamb import Lamb
+from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
+from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
+from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
+
+_EXACT = {torch.float64: 2e-6, torch.float32: 2e-5}
+_PARTS = [24, 10]  # the buckets of a perceptron of 34 parameters, in the vector's order
+
+
+def hyperparameters_of(settings: dict[str, Any]) -> oracles.Hyperparameters:
+    return oracles.Hyperparameters(rate=settings["lr"], decay=settings.get("weight_decay", 0.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_it_equals_its_oracle(kind: Kind, size: int, dtype: torch.dtype) -> None:
+    problem, settings = Regression(size, 30, dtype), dict[str, Any](lr=0.03, weight_decay=0.1)
+    found = path(size, CompressedMomentum(OneBit(block=8), warmup_steps=10), problem, 30, kind, **settings)
+    expected = oracle(
+        problem,
+        size,
+        30,
+        warmup=10,
+        code=oracles.signs(8),
+        hyperparameters=hyperparameters_of(settings),
+        adam=kind is OneBitAdam,
+    )
+    assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[dtype]
+
+
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_codes_sent_during_the_backward_pass_equal_the_oracle_bucket_by_bucket(kind: Kind) -> None:
+    problem = Regression(2, 30, torch.float64)
+    strategy = CompressedMomentum(OneBit(block=16), warmup_steps=10, overlap=True)
+    found = path(2, strategy, problem, 30, kind, lr=0.03)
+    code = oracles.signs(16, parts=_PARTS)
+    expected = oracle(
+        problem,
+        2,
+        30,
+        warmup=10,
+        code=code,
+        hyperparameters=oracles.Hyperparameters(rate=0.03),
+        adam=kind is OneBitAdam,
+    )
+    assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
+    whole = path(2, replace(strategy, overlap=False), problem, 30, kind, lr=0.03)
+    assert not torch.equal(found, whole), "blocks must start again in every bucket"
+
+
+def test_the_paper_s_whole_buffer_equals_its_oracle() -> None:
+    problem = Regression(2, 30, torch.float64)
+    strategy = CompressedMomentum(OneBit(whole=True, norm="l2"), warmup_steps=10, rescale=True)
+    found = path(2, strategy, problem, 30, lr=0.01)
+    chunks = whole_chunks(34, 2)
+    expected = oracle(
+        problem,
+        2,
+        30,
+        warmup=10,
+        code=oracles.signs(34, "l2"),
+        server=oracles.signs(34, "l2", parts=chunks),
+        hyperparameters=oracles.Hyperparameters(rate=0.01),
+        rescale=True,
+    )
+    assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
+
+
+def whole_chunks(n: int, size: int) -> list[int]:
+    """What each rank adds up of a vector: as many whole bytes of signs for each, but for the last."""
+    chunk = -(-n // (8 * size)) * 8
+    return [max(0, min(chunk, n - rank * chunk)) for rank in range(size)]
+
+
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_clipping_has_one_factor_for_all_workers(kind: Kind) -> None:
+    problem = Regression(3, 24, torch.float64)
+    strategy = CompressedMomentum(OneBit(block=8), warmup_steps=8, max_norm=0.5)
+    found = path(3, strategy, problem, 24, kind, lr=0.03)
+    settings: dict[str, Any] = {
+        "warmup": 8,
+        "code": oracles.signs(8),
+        "hyperparameters": oracles.Hyperparameters(rate=0.03),
+    }
+    expected = oracle(problem, 3, 24, max_norm=0.5, adam=kind is OneBitAdam, **settings)
+    assert distance(found, torch.stack(expected.path)[:, None].expand_as(found)) < _EXACT[torch.float64]
+    free = oracle(problem, 3, 24, adam=kind is OneBitAdam, **settings)
+    assert distance(found[-1, 0], free.path[-1]) > 1e-3, "the clip must have bitten"
+
+
+def on_processes(overlap: bool) -> list[list[float]]:
+    problem = Regression(2, 20, torch.float64)
+    strategy = CompressedMomentum(OneBit(block=16), warmup_steps=8, overlap=overlap)
+    worker = begun(None, strategy, problem.model(), lr=0.03, weight_decay=0.1)
+    seen = taken(worker, problem, 0, 20)
+    worker.detach()
+    return torch.stack(seen).tolist()
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_it_equals_its_oracle_on_processes(overlap: bool) -> None:
+    problem = Regression(2, 20, torch.float64)
+    code = oracles.signs(16, parts=_PARTS if overlap else ())
+    expected = oracle(
+        problem, 2, 20, warmup=8, code=code, hyperparameters=oracles.Hyperparameters(rate=0.03, decay=0.1)
+    )
+    first, second = (torch.tensor(each, dtype=torch.float64) for each in run_processes(2, on_processes, overlap))
+    assert torch.equal(first, second)
+    assert distance(first, torch.stack(expected.path)) < _EXACT[torch.float64]
+
+
+# -- the first stage ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_first_stage_is_lamb_bit_for_bit(size: int, decay: float) -> None:
+    problem = Regression(size, 12, torch.float32)
+    found = path(size, CompressedMomentum(warmup_steps=100), problem, 12, lr=0.03, weight_decay=decay)
+    plain: Any = lambda params, **settings: Lamb(params, bias_correction=False, **settings)  # noqa: E731
+    expected = path(size, AllReduce(), problem, 12, plain, lr=0.03, weight_decay=decay)
+    assert torch.equal(found, expected)
+
+
+def test_the_first_step_is_not_lost() -> None:
+    problem = Regression(2, 1, torch.float32)
+    moved = path(2, CompressedMomentum(warmup_steps=1), problem, 1, lr=0.03)[0, 0] - problem.start
+    assert (moved != 0).all()
+
+
+def test_the_variance_and_the_mean_trust_are_frozen_once() -> None:
+    problem = Regression(2, 20, torch.float64)
+
+    def see(worker: Worker) -> Tensor:
+        return torch.cat([kept(worker, "variance"), kept(worker, "trust")])
+
+    seen = path(2, CompressedMomentum(OneBit(block=8), warmup_steps=8), problem, 20, see=see, lr=0.03)
+    assert all(not torch.equal(before, after) for before, after in pairwise(seen[:8]))
+    assert all(torch.equal(seen[7], after) for after in seen[8:])
+
+
+def test_the_mean_trust_is_that_of_the_first_stage() -> None:
+    problem = Regression(1, 8, torch.float64)
+    model = problem.model()
+    optimizer = OneBitLamb(model.parameters(), lr=0.03, most_trust=1e9)
+    ratios: list[Tensor] = []
+    for step in range(8):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        problem.loss(model, 0, step).backward()
+        optimizer.step()
+        moves = [(p.detach() - x).norm() for p, x in zip(model.parameters(), before, strict=True)]
+        ratios.append(torch.stack([m / 0.03 for m in moves]))
+        states = [optimizer.state[p] for p in model.parameters()]
+        update = [(s["momentum"] / (s["variance"].sqrt() + 1e-8)).norm() for s in states]
+        ratios[-1] /= torch.stack(update)
+    optimizer.freeze()
+    weights = torch.tensor([0.9 ** (7 - step) for step in range(8)], dtype=torch.float64)
+    expected = (weights[:, None] * torch.stack(ratios)).sum(0) / weights.sum()
+    found = torch.stack([optimizer.state[p]["trust"] for p in model.parameters()])
+    assert torch.allclose(found, expected, rtol=1e-9)
+
+
+def test_steps_in_which_a_norm_is_zero_leave_the_mean_trust_alone() -> None:
+    x = nn.Parameter(torch.zeros(3))
+    optimizer = OneBitLamb([x], lr=0.1)
+    weights: list[float] = []
+    for _ in range(2):
+        x.grad = torch.ones(3)
+        optimizer.step()
+        weights.append(float(optimizer.state[x]["trust_weight"]))
+    assert weights == pytest.approx([0.0, 0.1])
+
+
+def constant(size: int, *, groups: int = 1) -> tuple[nn.ParameterList, list[Tensor]]:
+    draw = torch.Generator().manual_seed(size)
+    model = nn.ParameterList([nn.Parameter(torch.randn(size, generator=draw)) for _ in range(groups)])
+    return model, [torch.randn(size, generator=draw) for _ in range(groups)]
+
+
+def test_the_warm_up_ends_by_itself_when_the_variance_has_settled() -> None:
+    # Of a constant gradient the variance is 1 - 0.9^t: it changes by 8 % from step 20 to 30, by 3 % from 30 to 40.
+    def body(comm: Comm) -> list[bool]:
+        model, gradients = constant(5)
+        optimizer = OneBitLamb(model.parameters(), lr=0.01, betas=(0.9, 0.9))
+        thinwire.attach(model, optimizer, CompressedMomentum(OneBit(), warmup_steps=None), comm=comm)
+        ended: list[bool] = []
+        for _ in range(45):
+            optimizer.zero_grad()
+            (model[0] * gradients[0]).sum().backward()
+            optimizer.step()
+            ended.append(optimizer.frozen)
+        assert "previous_variance" not in optimizer.state[model[0]]
+        return ended
+
+    for ended in thinwire.run_threads(2, body):
+        assert ended == [False] * 39 + [True] * 6
+
+
+# -- the second stage --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_all_workers_hold_the_same_bits_after_every_step(kind: Kind, overlap: bool) -> None:
+    problem = Regression(4, 25, torch.float32)
+    found = path(4, CompressedMomentum(OneBit(block=8), warmup_steps=5, overlap=overlap), problem, 25, kind, lr=0.03)
+    assert all(torch.equal(found[:, 0], found[:, rank]) for rank in range(1, 4))
+
+
+def test_the_factor_stays_in_its_bounds_and_changes_by_its_share_at_most() -> None:
+    problem = Regression(2, 60, torch.float64)
+
+    def see(worker: Worker) -> Tensor:
+        return kept(worker, "factor") if freezing(worker).frozen else torch.ones(4, dtype=torch.float64)
+
+    settings = dict[str, Any](lr=0.03, betas=(0.9, 0.9), least_factor=0.8, most_factor=1.5, factor_change=0.05)
+    seen = path(2, CompressedMomentum(OneBit(block=8), warmup_steps=3), problem, 60, see=see, **settings)[:, 0]
+    assert seen.min() >= 0.8 - 1e-12 and seen.max() <= 1.5 + 1e-12
+    assert seen.max() == 1.5, "the bound must have been reached"
+    changes = seen[1:] / seen[:-1]
+    assert changes.min() >= 0.95 - 1e-12 and changes.max() <= 1.05 + 1e-12
+    assert changes.max() > 1.049
+
+
+def test_the_factor_is_one_as_long_as_the_fresh_variance_is_the_frozen_one() -> None:
+    model, gradients = constant(6)
+    optimizer = OneBitLamb(model.parameters(), lr=0.01, betas=(0.0, 0.0))
+    for step in range(5):
+        model[0].grad = gradients[0].clone()
+        optimizer.step()
+        if step == 1:
+            optimizer.freeze()
+    state = optimizer.state[model[0]]
+    assert torch.equal(state["fresh"], state["variance"])
+    assert state["factor"] == 1
+
+
+def test_equal_gradients_of_one_size_a_block_lose_nothing() -> None:
+    draw = torch.Generator().manual_seed(3)
+    gradient = torch.where(torch.rand(32, generator=draw) < 0.5, -0.25, 0.25)
+    gradient[16:] *= 8
+
+    def body(comm: Comm | None) -> Tensor:
+        x = nn.ParameterList([nn.Parameter(torch.linspace(1, 2, 32))])
+        optimizer = OneBitLamb(x.parameters(), lr=0.01)
+        if comm is not None:
+            thinwire.attach(x, optimizer, CompressedMomentum(OneBit(block=16), warmup_steps=4), comm=comm)
+        for step in range(20):
+            optimizer.zero_grad()
+            (x[0] * gradient * (1 + step % 3)).sum().backward()
+            optimizer.step()
+            if comm is None and step == 3:
+                optimizer.freeze()
+        return flat(x)
+
+    single = body(None)
+    for found in thinwire.run_threads(2, body):
+        assert distance(found, single) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+def test_parameters_without_a_gradient_never_move(kind: Kind) -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        model, gradients = constant(8, groups=2)
+        before = model[1].detach().clone()
+        optimizer = kind(model.parameters(), lr=0.01)
+        thinwire.attach(model, optimizer, CompressedMomentum(OneBit(block=8), warmup_steps=3), comm=comm)
+        for step in range(30):
+            optimizer.zero_grad()
+            (model[0] * gradients[0] * (comm.rank + step)).sum().backward()
+            optimizer.step()
+        return before, model[1].detach()
+
+    for before, after in thinwire.run_threads(2, body):
+        assert torch.equal(before, after)
+
+
+def test_entries_that_first_have_a_gradient_when_the_variance_is_frozen_take_ordinary_steps() -> None:
+    def body(comm: Comm) -> list[float]:
+        model, gradients = constant(8, groups=2)
+        optimizer = OneBitAdam(model.parameters(), lr=0.01)
+        thinwire.attach(model, optimizer, CompressedMomentum(OneBit(block=8), warmup_steps=5), comm=comm)
+        before = [p.detach().clone() for p in model]
+        for step in range(8):
+            optimizer.zero_grad()
+            chosen = [0] if step < 5 else [0, 1]
+            torch.stack([(model[i] * gradients[i]).sum() for i in chosen]).sum().backward()
+            before = [p.detach().clone() for p in model]
+            optimizer.step()
+        return [float((p.detach() - x).abs().max()) for p, x in zip(model, before, strict=True)]
+
+    for first, second in thinwire.run_threads(2, body):
+        assert second < 10 * first
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nothing_is_ever_lost_of_what_momenta_should_have_been(overlap: bool) -> None:
+    size, steps, n = 4, 200, 100
+    draw = torch.Generator().manual_seed(9)
+    gradients = torch.randn(steps, size, n, generator=draw)
+
+    def body(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(60)), nn.Parameter(torch.zeros(40))])
+        strategy = CompressedMomentum(OneBit(block=8), warmup_steps=1, overlap=overlap)
+        worker = begun(comm, strategy, model, OneBitAdam, lr=0.0)
+        momenta: list[Tensor] = []
+        for step in range(steps):
+            worker.optimizer.zero_grad()
+            (torch.cat([*model]) * gradients[step, comm.rank]).sum().backward()
+            worker.optimizer.step()
+            momenta.append(kept(worker, "momentum"))
+        worker.detach()
+        return torch.stack(momenta), dict(worker.replicas[0].state)
+
+    found = thinwire.run_threads(size, body, timeout=20)
+    momenta = found[0][0]
+    sent = momenta[1:].sum(0)
+    meant = (0.9 * momenta[:-1] + 0.1 * gradients[1:].mean(1)).sum(0)
+    residual = torch.stack([state["error"] for _, state in found]).mean(0)
+    for _, state in found:
+        for name in state:
+            if name.startswith("server_error/"):
+                start, stop = map(int, name.removeprefix("server_error/").split("-"))
+                residual[start:stop] += state[name]
+    assert (sent + residual - meant).abs().max() < 1e-5
+    assert residual.abs().max() > 1e-2
+
+
+def test_the_order_of_ranks_does_not_matter() -> None:
+    class Turned(Regression):
+        def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+            return super().loss(model, (rank + 1) % 3, step)
+
+    strategy = CompressedMomentum(OneBit(block=8), warmup_steps=5)
+    found = path(3, strategy, Turned(3, 20, torch.float64), 20, lr=0.03)
+    expected = path(3, strategy, Regression(3, 20, torch.float64), 20, lr=0.03)
+    assert distance(found, expected) < 2e-6
+
+
+def test_a_rank_without_data_brings_the_momentum_alone() -> None:
+    problem = Regression(2, 20, torch.float64)
+    lengths = (20, 14)
+
+    def body(comm: Comm) -> Tensor:
+        strategy = CompressedMomentum(OneBit(block=8), warmup_steps=6)
+        worker = begun(comm, strategy, problem.model(), lr=0.03)
+        for step in worker.join(list(range(lengths[comm.rank]))):
+            worker.optimizer.zero_grad()
+            problem.loss(worker.model, comm.rank, step).backward()
+            worker.optimizer.step()
+        worker.detach()
+        return parameters_of(worker)
+
+    def gradient(x: Tensor, step: int) -> Tensor:
+        g = problem.gradient(x, step)
+        return g if step < 14 else torch.stack([2 * g[0], torch.zeros_like(g[1])])
+
+    agree = oracles.TwoStages(oracles.signs(8), oracles.signs(8))
+    expected = oracles.OneBit([20, 4, 8, 2], oracles.Hyperparameters(rate=0.03), 6, agree)
+    last = expected.run(gradient, problem.start.expand(2, -1), 20)[-1]
+    for found in thinwire.run_threads(2, body, timeout=20):
+        assert distance(found, last) < _EXACT[torch.float64]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_passes_that_accumulate_are_one_gradient(overlap: bool) -> None:
+    problem = Regression(2, 12, torch.float32)
+
+    def body(comm: Comm) -> Tensor:
+        strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
+        worker = begun(comm, strategy, problem.model(), lr=0.03)
+        for step in range(12):
+            worker.optimizer.zero_grad()
+            with worker.no_sync():
+                (problem.loss(worker.model, comm.rank, step) / 2).backward()
+            (problem.loss(worker.model, comm.rank, step) / 2).backward()
+            worker.optimizer.step()
+        worker.detach()
+        return parameters_of(worker)
+
+    strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
+    expected = path(2, strategy, problem, 12, lr=0.03)[-1]
+    assert torch.equal(torch.stack(thinwire.run_threads(2, body, timeout=20)), expected)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_without_feedback_every_code_is_of_its_momentum_alone(overlap: bool) -> None:
+    def work(comm: Comm, feedback: bool, forget: bool) -> Tensor:
+        model = nn.Linear(40, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = OneBitAdam(model.parameters(), lr=0.01)
+        strategy = CompressedMomentum(OneBit(8), warmup_steps=2, overlap=overlap, feedback=feedback)
+        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
+        for step in range(6):
+            if forget:
+                for name, residual in r.state.items():
+                    if "error" in name:
+                        residual.zero_()
+            optimizer.zero_grad()
+            (model(torch.linspace(-1, 2, 40)[None] * (comm.rank + step + 1)) - 1).square().sum().backward()
+            optimizer.step()
+        return model.weight.detach().clone()
+
+    without, emptied, kept_ones = (
+        thinwire.run_threads(2, lambda comm, how=how: work(comm, *how))[0]
+        for how in ((False, False), (True, True), (True, False))
+    )
+    assert torch.equal(without, emptied)
+    assert not torch.equal(without, kept_ones)

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Means, compressed means and gossip."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.problems import Irregular
+from thinwire import Bf16, Comm, Complete, CountingComm, Fp16, OnePeerExponential, Ring, Topology, run_threads
+from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, gossip_, mean_, mix_
+from thinwire.methods.topology import Peers
+
+SIZES = [1, 2, 3, 5]
+
+
+def rows(n: int) -> Tensor:
+    """A different vector of 6 for each rank."""
+    return torch.randn(n, 6, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_mean_is_the_same_bits_on_every_rank(n: int) -> None:
+    means = torch.stack(run_threads(n, lambda comm: mean_(comm, rows(n)[comm.rank].clone()).wait()))
+    assert torch.equal(means, means[:1].expand_as(means))
+    assert torch.allclose(means[0], rows(n).mean(0), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_the_mean_works_in_place_and_only_after_the_wait(n: int) -> None:
+    def body(comm: Comm) -> Tensor:
+        x = rows(n)[comm.rank].clone()
+        assert mean_(comm, x).wait() is x
+        return x
+
+    assert torch.allclose(run_threads(n, body)[-1], rows(n).mean(0), rtol=0, atol=1e-15)
+
+
+def test_a_mean_with_a_count_divides_by_the_ranks_that_contribute() -> None:
+    def body(comm: Comm) -> Tensor:
+        x = rows(3)[comm.rank].clone() if comm.rank < 2 else torch.zeros(6, dtype=torch.float64)
+        return mean_(comm, x, count=2).wait()
+
+    for mean in run_threads(3, body):
+        assert torch.allclose(mean, rows(3)[:2].mean(0), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("n", SIZES)
+def test_a_compressed_mean_is_decoded_into_the_vector(n: int) -> None:
+    def body(comm: Comm) -> Tensor:
+        x = rows(n)[comm.rank].clone()
+        assert compressed_mean_(comm, x, Bf16(), {}).wait() is x
+        return x
+
+    means = torch.stack(run_threads(n, body))
+    assert torch.equal(means, means[:1].expand_as(means))
+    assert torch.equal(means.to(torch.bfloat16).double(), means)
+    assert (means[0] - rows(n).mean(0)).abs().max() < 3 * 2.0**-8 * rows(n).abs().max()
+
+
+@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("topology", [Ring(), Complete(), OnePeerExponential(), Irregular()], ids=str)
+def test_gossip_is_a_product_with_the_mixing_matrix(n: int, topology: Topology) -> None:
+    def body(comm: Comm, step: int) -> Tensor:
+        x = rows(n)[comm.rank].clone()
+        assert gossip_(comm, x, topology.peers(comm.rank, n, step)).wait() is x
+        return x
+
+    for step in range(3):
+        mixed = torch.stack(run_threads(n, lambda comm, k=step: body(comm, k)))
+        assert torch.allclose(mixed, torch.from_numpy(topology.matrix(n, step)) @ rows(n), rtol=0, atol=1e-15)
+
+
+def test_mixing_weighs_each_vector_by_its_own_weight() -> None:
+    x, y, z = rows(3)
+    mixed = mix_(x.clone(), [y, z], Peers((), (4, 7), 0.5, (0.375, 0.125)))
+    assert torch.allclose(mixed, 0.5 * x + 0.375 * y + 0.125 * z, rtol=0, atol=1e-15)
+
+
+def test_mixing_refuses_another_number_of_vectors_than_neighbours() -> None:
+    x, y, _ = rows(3)
+    with pytest.raises(ValueError, match="shorter"):
+        mix_(x.clone(), [y], Peers((), (4, 7), 0.5, (0.375, 0.125)))
+
+
+def test_on_the_counting_comm_every_rank_holds_the_same() -> None:
+    comm = CountingComm(1, 4)
+    x = rows(1)[0]
+    assert torch.allclose(mean_(comm, x.clone()).wait(), x, rtol=0, atol=1e-15)
+    assert torch.allclose(gossip_(comm, x.clone(), Ring().peers(1, 4, 0)).wait(), x, rtol=0, atol=1e-15)
+    assert comm.meter.by_operation == {"all_reduce": 2 * 3 * 48 / 4, "send_recv": 2 * 48}
+
+
+@pytest.mark.parametrize("codec", [None, Fp16()], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_means_in_fp16_are_finite_where_the_sum_is_not(codec: Fp16 | None, dtype: torch.dtype) -> None:
+    def work(comm: Comm) -> list[float]:
+        x = torch.tensor([40000.0, 30000.0, 1.0, -0.25], dtype=dtype)
+        work = mean_(comm, x) if codec is None else compressed_mean_(comm, x, codec, {})
+        return work.wait().tolist()
+
+    assert run_threads(4, work) == [[40000.0, 30000.0, 1.0, -0.25]] * 4

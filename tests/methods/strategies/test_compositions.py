@@ -1,0 +1,726 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every strategy under every wrapper: equal to an oracle, or refused before the first step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import cos
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.oracles import common, compositions
+from tests.oracles.common import Mixing
+from tests.oracles.compositions import Fragments, Machine, Nodes, SlowMomentum
+from tests.oracles.local import Adam
+from tests.problems import Irregular, Quadratic, distance, flat, quadratic
+from thinwire import (
+    ADPSGD,
+    DQSGD,
+    EASGD,
+    AllReduce,
+    AsyncLeaderSGD,
+    BackupWorkers,
+    Budget,
+    Choco,
+    CoCoD,
+    Comm,
+    CompressedMomentum,
+    ConfigError,
+    DecentLaM,
+    DiLoCo,
+    DoubleAveraging,
+    EagerPushSum,
+    ErrorFeedback,
+    ExactDiffusion,
+    FetchSGD,
+    Fp32,
+    Gossip,
+    LeaderGradientDescent,
+    LeaderSGD,
+    Local,
+    LocalSGD,
+    MinibatchLocalSGD,
+    MultiLeaderSGD,
+    Nearest,
+    NodeAverage,
+    NoLoCo,
+    Offloaded,
+    OuterOptimizer,
+    OverlapLocalSGD,
+    Paced,
+    ParameterServer,
+    Probe,
+    PushSum,
+    QuasiGlobal,
+    Ring,
+    Sharded,
+    SketchedSGD,
+    SlowMo,
+    Strategy,
+    Streaming,
+    Worker,
+    ZeroOne,
+)
+from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
+from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
+from thinwire.registry import REGISTERED
+
+DOUBLE = torch.float64
+STEPS = 17  # three slow steps of five, and two steps more
+RATES = [0.1 + 0.05 * cos(k) for k in range(STEPS)]
+Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+Update = Callable[[Tensor, Tensor, float], Tensor]  # of parameters, gradients and learning rate
+Oracle = Callable[[int, int], Machine]  # of the number of workers, and the steps that it is ahead
+
+
+def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def one_bit_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return OneBitAdam(parameters, lr=1.0)
+
+
+def zero_one_adam(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return ZeroOneAdam(parameters, lr=1.0)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A strategy as a base, and what it is compared to.
+
+    Attributes:
+        strategy: the base.
+        oracle: its machine. None: all workers are equal, and what the real optimizer did is recorded and replayed.
+        refused: by the name of a wrapper, the reason for which it refuses this base.
+        constant: gradients do not depend on the parameters, so that the mean does not depend on timing.
+        tolerance: relative; payloads in fp32 need more.
+        optimizer: of the workers.
+    """
+
+    strategy: Strategy
+    oracle: Oracle | None = None
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
+    constant: bool = False
+    tolerance: float = 1e-9
+    optimizer: Make = sgd
+
+
+def ring(n: int) -> Mixing:
+    return common.ring(n, DOUBLE)
+
+
+def momentum_of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Oracle:
+    return lambda n, ahead: compositions.Momentum(ring(n), rule, 0.5)
+
+
+WRAPPER_NAMES = ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded", "Probe")
+IN_FLIGHT = {"SlowMo without averages": "own parameters are not its estimate"}
+EVEN = {"SlowMo without averages": "own parameters are not its estimate|needs an even number"}
+NO_PERIOD = {"Streaming": "has no period", "Probe": "neither sends gradients nor ends rounds"}
+NOT_MEASURED = {"Probe": "neither sends gradients nor ends rounds"}
+ONE_OUTER_STEP = dict.fromkeys(
+    ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded"), "one outer step at a time"
+)
+GRADIENTS = {"Streaming": "has no period"}
+EXACT = (Fp32(), ErrorFeedback(Fp32()))
+MOMENTA = {**GRADIENTS, "Probe": "does not exchange gradients at every step"}
+BASES: dict[str, list[Case]] = {
+    "Local": [Case(Local(), lambda n, a: Machine(a), {"Streaming": "has no period"})],
+    "LocalSGD": [
+        Case(LocalSGD(2), lambda n, a: compositions.Means(2, a)),
+        Case(LocalSGD(5), lambda n, a: compositions.Means(5, a)),
+        Case(LocalSGD(2, codec=Fp32()), lambda n, a: compositions.Means(2, a), IN_FLIGHT, tolerance=1e-6),
+    ],
+    "CoCoD": [
+        Case(CoCoD(2), lambda n, a: compositions.Decoupled(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        Case(CoCoD(5), lambda n, a: compositions.Decoupled(5, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        *(
+            Case(
+                CoCoD(2, codec),
+                lambda n, a: compositions.Decoupled(2, a),
+                {**NOT_MEASURED, **IN_FLIGHT},
+                tolerance=1e-6,
+            )
+            for codec in EXACT
+        ),
+    ],
+    "OverlapLocalSGD": [
+        Case(OverlapLocalSGD(2), lambda n, a: compositions.Overlap(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        Case(OverlapLocalSGD(5), lambda n, a: compositions.Overlap(5, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        *(
+            Case(
+                OverlapLocalSGD(2, codec=codec),
+                lambda n, a: compositions.Overlap(2, a),
+                {**NOT_MEASURED, **IN_FLIGHT},
+                tolerance=1e-6,
+            )
+            for codec in EXACT
+        ),
+    ],
+    "EASGD": [
+        Case(
+            EASGD(2, centre_pull=0.8),
+            lambda n, a: compositions.Elastic(2, a, centre_pull=0.8),
+            {**NOT_MEASURED, **IN_FLIGHT},
+        ),
+        Case(
+            EASGD(3, momentum=0.5), lambda n, a: compositions.Elastic(3, a, momentum=0.5), {**NOT_MEASURED, **IN_FLIGHT}
+        ),
+        *(
+            Case(
+                EASGD(3, momentum=0.5, codec=codec),
+                lambda n, a: compositions.Elastic(3, a, momentum=0.5),
+                {**NOT_MEASURED, **IN_FLIGHT},
+                tolerance=1e-6,
+            )
+            for codec in EXACT
+        ),
+    ],
+    "MinibatchLocalSGD": [
+        Case(MinibatchLocalSGD(2), lambda n, a: compositions.TwoRates(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+        Case(
+            MinibatchLocalSGD(2, codec=ErrorFeedback(Fp32())),
+            lambda n, a: compositions.TwoRates(2, a),
+            {**NOT_MEASURED, **IN_FLIGHT},
+            tolerance=1e-6,
+        ),
+        Case(
+            MinibatchLocalSGD(3, inner=0.0),
+            lambda n, a: compositions.TwoRates(3, a, inner=0.0),
+            {**NOT_MEASURED, **IN_FLIGHT},
+        ),
+    ],
+    "Gossip": [
+        Case(Gossip(), lambda n, a: compositions.Mixed(ring(n)), {**NO_PERIOD, **IN_FLIGHT}),
+        Case(Gossip(order="after"), lambda n, a: compositions.Mixed(ring(n), after=True), NO_PERIOD),
+    ],
+    "PushSum": [
+        Case(PushSum(), lambda n, a: compositions.Pushed(common.one_peer(n, DOUBLE)), NO_PERIOD),
+        Case(
+            PushSum(Irregular()),
+            lambda n, a: compositions.Pushed(common.irregular(n, DOUBLE)),
+            {**NO_PERIOD, **IN_FLIGHT},
+        ),
+        Case(
+            PushSum(staleness=2),
+            lambda n, a: compositions.Pushed(common.one_peer(n, DOUBLE), staleness=2),
+            {**NO_PERIOD, **IN_FLIGHT},
+        ),
+    ],
+    "EagerPushSum": [
+        Case(
+            EagerPushSum(staleness=0),
+            lambda n, a: compositions.Pushed(common.one_peer(n, DOUBLE)),
+            {**NO_PERIOD, **IN_FLIGHT},
+        ),
+        Case(EagerPushSum(), lambda n, a: Machine(), {**NO_PERIOD, **IN_FLIGHT}, constant=True),
+    ],
+    "DecentLaM": [Case(DecentLaM(momentum=0.5), momentum_of(compositions.decentlam), NO_PERIOD)],
+    "NoLoCo": [
+        Case(
+            NoLoCo(Ring(), 2, lr=0.6, momentum=0.4),
+            lambda n, a: compositions.Pairs(ring(n), 2, a, lr=0.6, momentum=0.4),
+            {**NOT_MEASURED, **IN_FLIGHT},
+        )
+    ],
+    "QuasiGlobal": [Case(QuasiGlobal(Ring(), momentum=0.5), momentum_of(compositions.quasi_global), NO_PERIOD)],
+    "DoubleAveraging": [Case(DoubleAveraging(momentum=0.5), momentum_of(compositions.double_averaging), NO_PERIOD)],
+    "ExactDiffusion": [
+        Case(ExactDiffusion(momentum=0.5), lambda n, a: compositions.ExactDiffusion(ring(n), 0.5), NO_PERIOD)
+    ],
+    "Choco": [
+        Case(
+            Choco(codec=Fp32(), step_size=0.7),
+            lambda n, a: compositions.PublicCopies(ring(n), 0.7),
+            {**NO_PERIOD, **IN_FLIGHT},
+            tolerance=1e-6,
+        )
+    ],
+    "LeaderSGD": [
+        Case(LeaderSGD(2, pull=0.3), lambda n, a: compositions.Leader(2, a), {**NOT_MEASURED, **IN_FLIGHT}),
+    ],
+    "MultiLeaderSGD": [
+        Case(
+            MultiLeaderSGD(2, pull=0.3, node_size=1, global_period=2, global_pull=0.3),
+            lambda n, a: compositions.Leader(2, a),
+            {**NOT_MEASURED, **IN_FLIGHT},
+        )
+    ],
+    "LeaderGradientDescent": [
+        Case(LeaderGradientDescent(pull=0.5), lambda n, a: compositions.LeaderGradient(0.5), {**NO_PERIOD, **IN_FLIGHT})
+    ],
+    "AsyncLeaderSGD": [
+        Case(
+            AsyncLeaderSGD(2, pull=0.0),
+            lambda n, a: Machine(),
+            {"Streaming": "no common schedule", **NOT_MEASURED, **IN_FLIGHT},
+            constant=True,
+        )
+    ],
+    "ADPSGD": [Case(ADPSGD(), lambda n, a: Machine(), {**NO_PERIOD, **IN_FLIGHT, **EVEN}, constant=True)],
+    "ParameterServer": [
+        Case(ParameterServer(), lambda n, a: compositions.Shared(), {**NO_PERIOD, **IN_FLIGHT}, constant=True)
+    ],
+    "AllReduce": [Case(AllReduce(), lambda n, a: compositions.MeanGradient(), GRADIENTS)],
+    "BackupWorkers": [
+        Case(BackupWorkers(backups=0), lambda n, a: compositions.MeanGradient(), GRADIENTS),
+        Case(
+            BackupWorkers(),
+            None,
+            {
+                **GRADIENTS,
+                **dict.fromkeys(WRAPPER_NAMES, "a late worker leaves out steps|backups"),
+            },
+        ),
+    ],
+    "DQSGD": [Case(DQSGD(), None, GRADIENTS)],
+    "SketchedSGD": [Case(SketchedSGD(), None, NO_PERIOD)],
+    "FetchSGD": [Case(FetchSGD(0.25), None, NO_PERIOD)],
+    "CompressedMomentum": [Case(CompressedMomentum(warmup_steps=4), None, MOMENTA, optimizer=one_bit_adam)],
+    "ZeroOne": [
+        Case(ZeroOne(variance_steps=4, local_doubling=1000), None, {**MOMENTA, **IN_FLIGHT}, optimizer=zero_one_adam)
+    ],
+    "SlowMo": [
+        Case(
+            SlowMo(period=5, momentum=0.5, lr=0.9),
+            lambda n, a: SlowMomentum(Machine(a), 5),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        ),
+        Case(
+            SlowMo(PushSum(staleness=1), period=3, momentum=0.5, lr=0.9),
+            lambda n, a: SlowMomentum(compositions.Pushed(common.one_peer(n, DOUBLE), a, staleness=1), 3),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        ),
+    ],
+    "DiLoCo": [
+        Case(
+            DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.7)),
+            lambda n, a: SlowMomentum(Machine(a), 5, momentum=0.0, lr=0.7),
+            {**ONE_OUTER_STEP, **NOT_MEASURED, "Streaming": "has fragments of its own"},
+        )
+    ],
+    "Sharded": [
+        Case(
+            Sharded(SlowMo(period=5, momentum=0.5, lr=0.9)),
+            lambda n, a: SlowMomentum(Machine(a), 5),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        )
+    ],
+    "Offloaded": [
+        Case(
+            Offloaded(SlowMo(period=5, momentum=0.5, lr=0.9)),
+            lambda n, a: SlowMomentum(Machine(a), 5),
+            {**ONE_OUTER_STEP, **NOT_MEASURED},
+        )
+    ],
+    "Paced": [
+        Case(
+            Paced(LocalSGD(2), steps=(2,)),
+            lambda n, a: compositions.Means(2, a),
+            dict.fromkeys((*WRAPPER_NAMES, "Streaming"), "a late worker leaves out steps|has no period|plain means"),
+        )
+    ],
+    "Budget": [
+        # With eight bits a round, a mean that is nearly exact.
+        Case(
+            Budget(LocalSGD(2, codec=ErrorFeedback(Nearest(block=8))), "1MB/step"),
+            lambda n, a: compositions.Means(2, a),
+            {**NOT_MEASURED, **IN_FLIGHT},
+            tolerance=2e-2,
+        )
+    ],
+    "NodeAverage": [
+        Case(
+            NodeAverage(LocalSGD(4), period=2, node_size=1),
+            lambda n, a: compositions.Means(4, a),
+            NOT_MEASURED,
+        )
+    ],
+    "Streaming": [
+        Case(
+            Streaming(OverlapLocalSGD(4), fragments=2),
+            lambda n, a: Fragments(lambda ahead: compositions.Overlap(4, ahead), 4, 2),
+            {"Streaming": "does one thing twice", **NOT_MEASURED, **IN_FLIGHT},
+        )
+    ],
+    "Probe": [
+        Case(
+            Probe(LocalSGD(2), every=3),
+            lambda n, a: compositions.Means(2, a),
+            {"Streaming": "its figures are sums over the whole gradient", "Probe": "neither sends gradients"},
+        ),
+        Case(
+            Probe(AllReduce(), every=3),
+            lambda n, a: compositions.MeanGradient(),
+            {"Streaming": "has no period", "Probe": "neither sends gradients"},
+        ),
+    ],
+}
+
+
+def slow(case: Case) -> tuple[Strategy, Oracle]:
+    oracle = case.oracle or (lambda n, a: Machine())
+    return SlowMo(case.strategy, period=5, momentum=0.5, lr=0.9), lambda n, a: SlowMomentum(oracle(n, a), 5)
+
+
+def outer(case: Case) -> tuple[Strategy, Oracle]:
+    oracle = case.oracle or (lambda n, a: Machine())
+    strategy = DiLoCo(case.strategy, period=5, outer=OuterOptimizer("SGD", lr=0.7))
+    return strategy, lambda n, a: SlowMomentum(oracle(n, a), 5, momentum=0.0, lr=0.7)
+
+
+def streamed(case: Case) -> tuple[Strategy, Oracle]:
+    period = case.strategy.traits.period or 1
+    count = min(2, period)
+    oracle = case.oracle or (lambda n, a: Machine())
+    return Streaming(case.strategy, fragments=count), lambda n, a: Fragments(lambda a: oracle(n, a), period, count)
+
+
+def probed(case: Case) -> tuple[Strategy, Oracle]:
+    return Probe(case.strategy, every=2), case.oracle or (lambda n, a: Machine())
+
+
+def slow_alone(case: Case) -> tuple[Strategy, Oracle]:
+    oracle = case.oracle or (lambda n, a: Machine())
+    strategy = SlowMo(case.strategy, period=5, momentum=0.5, lr=0.9, exact=False)
+    return strategy, lambda n, a: SlowMomentum(oracle(n, a), 5, exact=False)
+
+
+# A new wrapper is one line here, and its reasons to refuse bases are in the table above.
+WRAPPERS: dict[str, Callable[[Case], tuple[Strategy, Oracle]]] = {
+    "SlowMo": slow,
+    "SlowMo without averages": slow_alone,
+    "DiLoCo": outer,
+    "Sharded": lambda case: (Sharded(slow(case)[0]), slow(case)[1]),
+    "Offloaded": lambda case: (Offloaded(slow(case)[0]), slow(case)[1]),
+    "Streaming": streamed,
+    "Probe": probed,
+}
+CASES = [
+    pytest.param(
+        wrapper,
+        case,
+        id=f"{wrapper}({case.strategy})",
+        # Where the state of slow momentum lies is nothing to its base.
+        marks=pytest.mark.slow if wrapper in ("Sharded", "Offloaded") else (),
+    )
+    for wrapper in WRAPPERS
+    for cases in BASES.values()
+    for case in cases
+]
+
+
+# -- runs --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Slopes(Quadratic):
+    """Worker i minimises a linear function: its gradient does not depend on the parameters."""
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        return (model() * self.centre[rank]).sum()
+
+    def gradient(self, x: Tensor, step: int) -> Tensor:
+        return self.centre
+
+
+def problem_of(case: Case, n: int) -> Quadratic:
+    given = quadratic(n, DOUBLE, width=4)
+    return Slopes(given.curvature, given.centre) if case.constant else given
+
+
+def real_run(
+    comm: Comm,
+    strategy: Strategy,
+    problem: Quadratic,
+    make: Make,
+    steps: int = STEPS,
+    starts: Tensor | None = None,
+    after_step: Callable[[Worker], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One rank's parameters after every step, and what the optimizer added in each."""
+    model = problem.model()
+    if starts is not None:
+        nn.utils.vector_to_parameters(starts[comm.rank].clone(), model.parameters())
+    optimizer = make(list(model.parameters()))
+    seen, moves = list[Tensor](), list[Tensor]()
+    # Registered before the worker's, so that they enclose the optimizer's step alone.
+    optimizer.register_step_pre_hook(lambda *_: moves.append(flat(model)))
+    optimizer.register_step_post_hook(lambda *_: moves.append(flat(model) - moves.pop()))
+    worker = thinwire.attach(model, optimizer, strategy, comm=comm, init="broadcast" if starts is None else "own")
+    for k in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = RATES[k % STEPS]
+        optimizer.zero_grad()
+        loss = problem.loss(model, comm.rank, k)
+        loss.backward()
+        worker.record_batch(loss=loss)
+        optimizer.step()
+        if after_step is not None:
+            after_step(worker)
+        seen.append(flat(model))
+    worker.detach()
+    return torch.stack(seen), torch.stack(moves)
+
+
+def real(n: int, strategy: Strategy, case: Case, **settings: Any) -> tuple[Tensor, Tensor]:
+    """All ranks' parameters after every step, and their optimizers' moves: (steps, n, width)."""
+    make = settings.pop("make", case.optimizer)
+    results = thinwire.run_threads(
+        n, lambda comm: real_run(comm, strategy, problem_of(case, n), make, **settings), timeout=30
+    )
+    return torch.stack([x for x, _ in results], 1), torch.stack([moves for _, moves in results], 1)
+
+
+def stacked(
+    machine: Machine,
+    problem: Quadratic,
+    n: int,
+    moves: Tensor | None = None,
+    optimizer: Update | None = None,
+    starts: Tensor | None = None,
+) -> Tensor:
+    """The oracle's parameters after every step."""
+    x = problem.start.expand(n, -1) if starts is None else starts
+    machine.start(x)
+    seen = list[Tensor]()
+    for k in range(STEPS):
+        g = machine.exchanged(problem.gradient(x, k))
+        move = -RATES[k] * g if optimizer is None else optimizer(x, g, RATES[k])
+        losses = torch.stack([problem.loss(x[i].clone, i, k) for i in range(n)]).float()
+        x = machine.step(x, move if moves is None else moves[k], RATES[k], losses)
+        seen.append(x)
+    return torch.stack(seen)
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------
+
+
+def test_every_registered_strategy_is_in_the_table() -> None:
+    strategies = {name for name, kind in REGISTERED.items() if issubclass(kind, Strategy)}
+    mine = {name for name in strategies if REGISTERED[name].__module__.startswith("thinwire.")}
+    assert mine == BASES.keys()
+    assert all(type(case.strategy).__name__ == name for name, cases in BASES.items() for case in cases)
+
+
+KINDS = (LocalSGD, OverlapLocalSGD, PushSum, AllReduce)
+
+
+def sized(n: int) -> list[Any]:
+    """The table with a number of workers.
+
+    Always asked is each wrapper around the first base of each class, with three workers, or with two where three are
+    refused; `Sharded` and `Offloaded`, which wrap the outer step and not the base, around bases of a few kinds.
+    """
+    found: list[Any] = []
+    for each in CASES:
+        wrapper, case = each.values
+        usual = 2 if isinstance(case.strategy, ADPSGD) else 3
+        first = case is BASES[type(case.strategy).__name__][0]
+        asked = first and (wrapper not in ("Sharded", "Offloaded") or isinstance(case.strategy, KINDS))
+        marks = () if n == usual and (asked or wrapper in case.refused) else pytest.mark.slow
+        found.append(pytest.param(*each.values, n, id=f"{each.id}-{n}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("wrapper", "case", "n"), [each for n in (1, 2, 3, 5) for each in sized(n)])
+def test_a_wrapped_strategy_equals_its_oracle_or_is_refused(wrapper: str, case: Case, n: int) -> None:
+    # A worker alone has its own weight, one, on every graph.
+    alone = n == 1 and case.strategy == PushSum(Irregular()) and wrapper == "SlowMo without averages"
+    if wrapper in case.refused and not alone:
+        with pytest.raises(ConfigError) as refused:
+            strategy, _ = WRAPPERS[wrapper](case)
+            strategy.check(n)
+        assert re.search(case.refused[wrapper], str(refused.value))
+        return
+    strategy, oracle = WRAPPERS[wrapper](case)
+    if isinstance(case.strategy, ADPSGD) and n % 2 and n > 1:
+        with pytest.raises(ConfigError, match="even number"):
+            real(n, strategy, case)
+        return
+    found, moves = real(n, strategy, case)
+    expected = stacked(oracle(n, 0), problem_of(case, n), n, moves if case.oracle is None else None)
+    if case.constant:
+        # Between slow steps the workers' places depend on timing; after one they are where the mean has led.
+        found, expected = found[4::5], expected[4::5]
+    assert distance(found, expected) <= case.tolerance
+
+
+@pytest.mark.parametrize(
+    "case", [case for cases in BASES.values() for case in cases], ids=lambda case: str(case.strategy)
+)
+def test_averages_within_nodes_equal_their_oracle_around_local_steps_and_nothing_else(case: Case) -> None:
+    every = case.strategy.traits.period or 1
+    kinds = {type(each) for each in thinwire.methods.strategies.base.nested(case.strategy)}
+    try:
+        strategy = NodeAverage(case.strategy, period=1, node_size=2)
+    except ConfigError as refused:
+        assert "must be local steps with averages over all workers" in str(refused)
+        assert kinds - {LocalSGD, SlowMo, DiLoCo, Sharded, Offloaded, Local} or every == 1
+        return
+    assert case.oracle is not None
+    found, _ = real(4, strategy, case)
+    expected = stacked(Nodes(case.oracle(4, 0), 1, every, 2), problem_of(case, 4), 4)
+    assert distance(found, expected) <= case.tolerance
+
+
+@pytest.mark.parametrize(
+    "base",
+    [each.values[1] for each in CASES if each.values[0] == "Probe" and "Probe" not in each.values[1].refused],
+    ids=lambda case: str(case.strategy),
+)
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_measured_strategy_trains_bit_for_bit_as_without_the_probe(base: Case, n: int) -> None:
+    measured, _ = real(n, Probe(base.strategy, every=2), base)
+    assert torch.equal(measured, real(n, base.strategy, base)[0])
+
+
+# -- weight decay ------------------------------------------------------------------------------------------------------
+
+
+def decayed_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0, weight_decay=0.3)
+
+
+def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1.0, betas=(0.0, 0.999), weight_decay=0.3)
+
+
+class AdamW(Adam):
+    """AdamW, Algorithm 2 of Loshchilov and Hutter, without a first moment and with a rate for each step."""
+
+    def __init__(self) -> None:
+        super().__init__(1.0, decay=0.3)
+
+    def __call__(self, x: Tensor, g: Tensor, rate: float = 1.0) -> Tensor:
+        self.steps += 1
+        self.second = 0.999 * self.second + 0.001 * g**2
+        return -rate * (self.decay * x + g / ((self.second / (1 - 0.999**self.steps)).sqrt() + 1e-8))
+
+
+DECAYING = [
+    pytest.param(case, id=str(case.strategy), marks=() if case is cases[0] else pytest.mark.slow)
+    for name, cases in BASES.items()
+    for case in cases
+    if case.oracle is not None and not case.constant and name != "MinibatchLocalSGD"  # which refuses weight decay
+]
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("case", DECAYING)
+def test_weight_decay_acts_on_the_parameters_that_the_gradient_was_taken_at(case: Case, kind: str) -> None:
+    n = 3
+    if kind == "adamw" and isinstance(case.strategy, Probe) and not case.strategy.traits.sends_gradients:
+        pytest.skip("measures SGD only")
+    make = {"sgd": decayed_sgd, "adamw": adamw}[kind]
+    update: Update = AdamW() if kind == "adamw" else lambda x, g, rate: -rate * (g + 0.3 * x)
+    found, _ = real(n, case.strategy, case, make=make)
+    assert case.oracle is not None
+    expected = stacked(case.oracle(n, 0), problem_of(case, n), n, optimizer=update)
+    assert distance(found, expected) <= case.tolerance
+
+
+# -- workers that start apart ------------------------------------------------------------------------------------------
+
+
+def starts_of(n: int) -> Tensor:
+    return torch.randn(n, 4, generator=torch.Generator().manual_seed(3), dtype=DOUBLE)
+
+
+EVERY = [
+    pytest.param(case, id=str(case.strategy), marks=() if case is cases[0] else pytest.mark.slow)
+    for cases in BASES.values()
+    for case in cases
+]
+
+
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("case", EVERY)
+def test_workers_that_start_apart_follow_the_oracle_or_are_refused(case: Case, n: int) -> None:
+    if isinstance(case.strategy, ADPSGD) and n == 3:
+        pytest.skip("needs an even number of workers")
+    if case.strategy.traits.needs_equal_start:
+        with pytest.raises(ConfigError, match=r'init="own" under .* would stay apart'):
+            real(n, case.strategy, case, starts=starts_of(n))
+        return
+    averages = dict[int, Tensor]()
+
+    def average(worker: Worker) -> None:
+        if worker.step == STEPS:
+            (r,) = worker.replicas
+            with torch.no_grad():
+                case.strategy.average_(r)
+            averages[worker.comm.rank] = r.x.clone()
+
+    found, _ = real(n, case.strategy, case, starts=starts_of(n), after_step=average)
+    assert case.oracle is not None
+    machine = case.oracle(n, 0)
+    expected = stacked(machine, problem_of(case, n), n, starts=starts_of(n))
+    if not case.constant:
+        assert distance(found[:-1], expected[:-1]) <= case.tolerance
+    for mine in averages.values():
+        assert torch.equal(mine, averages[0]) or isinstance(case.strategy, Local)
+        assert distance(mine, machine.average(expected[-1])[0]) <= case.tolerance
+
+
+def test_workers_that_load_equal_parameters_by_themselves_are_not_refused() -> None:
+    case, starts = Case(AllReduce()), starts_of(1).expand(3, -1)
+    found, _ = real(3, AllReduce(), case, starts=starts)
+    expected = stacked(compositions.MeanGradient(), problem_of(case, 3), 3, starts=starts)
+    assert distance(found, expected) <= 1e-9
+
+
+def test_slow_momentum_of_each_worker_by_itself_may_start_apart() -> None:
+    case, strategy = Case(Local()), SlowMo(Local(), period=5, momentum=0.5, lr=0.9, exact=False)
+    found, _ = real(3, strategy, case, starts=starts_of(3))
+    oracle = SlowMomentum(Machine(), 5, exact=False)
+    assert distance(found, stacked(oracle, problem_of(case, 3), 3, starts=starts_of(3))) <= 1e-9
+
+
+# -- what is in flight -------------------------------------------------------------------------------------------------
+
+
+def test_local_steps_of_zero_one_adam_begin_anew_where_the_parameters_were_set() -> None:
+    """Without a new start the next synchronisation would return to where the local steps began, and undo the move."""
+    strategy = ZeroOne(variance_steps=2, local_doubling=1, most_local=8)
+    # Entries of one size are coded by their signs exactly.
+    problem = Slopes(torch.ones(2, dtype=DOUBLE), torch.tensor([[1.0, -1.0, 1.0, 1.0]] * 2, dtype=DOUBLE))
+    moved_at = list[bool]()
+
+    def move(worker: Worker) -> None:
+        (r,) = worker.replicas
+        if worker.step == 7:
+            moved_at.append(bool(worker.optimizer.param_groups[0]["lr_sum"]))
+            with torch.no_grad():
+                r.x.add_(10.0)
+                strategy.restart(r)
+
+    def ended(after_step: Callable[[Worker], None] | None) -> list[Tensor]:
+        return thinwire.run_threads(
+            2, lambda comm: real_run(comm, strategy, problem, zero_one_adam, after_step=after_step)[0][-1]
+        )
+
+    moved, plain = ended(move), ended(None)
+    assert moved_at == [True, True]  # amid local steps
+    # Not exactly: the momentum that is synchronised is the mean since local steps began, which is later here.
+    assert all((x - y - 10).abs().max() < 1 for x, y in zip(moved, plain, strict=True))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: SlowMo(Streaming(SlowMo(period=4), fragments=2)),
+        lambda: Streaming(SlowMo(Streaming(OverlapLocalSGD(), fragments=2))),
+        lambda: Probe(SlowMo(Probe(AllReduce()))),
+    ],
+)
+def test_a_wrapper_around_a_wrapper_of_the_same_kind_is_refused(make: Callable[[], Strategy]) -> None:
+    with pytest.raises(ConfigError, match=r"does one thing twice|one slow momentum at a time"):
+        make().check(4)

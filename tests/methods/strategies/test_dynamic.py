@@ -1,0 +1,392 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DQ-SGD: its oracle, bounds and budgets, bytes, faults and checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests import engine
+from tests.grids import fast_where
+from tests.oracles.sketched import coded, squares
+from tests.pool import run_processes
+from tests.problems import Problem, Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from thinwire import Comm, ConfigError, Replica
+from thinwire.core.kernels import uniform
+from thinwire.methods.codecs.base import draw_key, worker_key
+from thinwire.methods.codecs.quantize import Quantize
+from thinwire.methods.strategies.gradients.bit_rules import BitBudget, BitLedger, ErrorBound, FixedBits, Rule, Step
+from thinwire.methods.strategies.gradients.bits import square_of
+from thinwire.methods.strategies.gradients.dynamic_quantization import DQSGD
+from thinwire.planning.plan.card import explain
+from thinwire.planning.plan.traffic import DryRun
+
+RATES = [0.1, 0.08, 0.12, 0.05, 0.1, 0.02, 0.06, 0.1]
+RULES: list[Rule] = [FixedBits(4), BitBudget(4.5, 8), ErrorBound(3e-3, 8, smoothness=2.0, strong_convexity=0.1)]
+SIX: list[Rule] = [
+    FixedBits(4),
+    BitBudget(4.5, 8, most=6),
+    ErrorBound(3e-3, 8, smoothness=2.0, strong_convexity=0.1, most=6),
+]
+
+
+def parts_of(r: Replica) -> Tensor:
+    """What was exchanged last: where each part begins and ends, and in how many bits."""
+    return r.state["sent"].flatten()
+
+
+def cuts_of(n: int, size: int, block: int) -> list[slice]:
+    length = -(-n // (size * block)) * block
+    return [slice(min(i * length, n), min((i + 1) * length, n)) for i in range(size)]
+
+
+def two_stages(rows: Tensor, bits: int, block: int, key: int, *, dither: bool, answer: int | None = 0) -> Tensor:
+    """Every worker codes the piece of every server, which codes the mean in more bits, or sends it in fp32."""
+    size, pieces = len(rows), list[Tensor]()
+    for server, cut in enumerate(cuts_of(rows.shape[1], len(rows), block)):
+        if cut.start == cut.stop:
+            continue
+        draws = [uniform(cut.stop - cut.start, int(worker_key(key, rank, size, server))) for rank in range(size)]
+        total = sum(coded(x[cut], bits, block, u, dither=dither) for x, u in zip(rows, draws, strict=True))
+        mean, own = (
+            torch.as_tensor(total) / size,
+            uniform(cut.stop - cut.start, int(worker_key(key, 0, 1, size + server))),
+        )
+        pieces.append(mean if answer is None else coded(mean, bits + answer, block, own, dither=dither))
+    return torch.cat(pieces)
+
+
+def share_of(size: int, *, dither: bool, answer: int | None) -> float:
+    """The squared error of both stages, over that of one worker's code without dither."""
+    return (1 / size + (0 if answer is None else 0.25**answer)) / (3 if dither else 1)
+
+
+def oracle(
+    rule: Rule,
+    problem: Problem,
+    size: int,
+    parts: list[slice],
+    *,
+    block: int,
+    dither: bool = True,
+    answer: int | None = 0,
+) -> tuple[Tensor, list[list[int]]]:
+    """All parameters, and the bits of every part, after every step."""
+    x, ledger, path, chosen = problem.start.expand(size, -1), BitLedger(), list[Tensor](), list[list[int]]()
+    sizes = [part.stop - part.start for part in parts]
+    known, share = [inf] * len(parts), share_of(size, dither=dither, answer=answer)
+    for t, rate in enumerate(RATES):
+        g = problem.gradient(x, t)
+        bits = [rule.choose(ledger, Step([known[i]], [n], rate, share))[0] for i, n in enumerate(sizes)]
+        bits = bits if t == 0 else rule.choose(ledger, Step(known, sizes, rate, share))
+        mean = torch.zeros_like(x[0])
+        for part, b in zip(parts, bits, strict=True):
+            key = draw_key(0, t, offset=part.start)
+            mean[part] = two_stages(g[:, part], b, block, key, dither=dither, answer=answer)
+        known = [squares(g[:, part], block) for part in parts]
+        ledger = rule.settle(ledger, Step(known, sizes, rate, share), bits)
+        x = x - rate * mean
+        path.append(x[0])
+        chosen.append(bits)
+    return torch.stack(path), chosen
+
+
+@pytest.mark.parametrize(
+    ("rule", "answer"), [*((rule, 0) for rule in RULES), *((rule, answer) for rule in SIX for answer in (1, 2, None))]
+)
+@pytest.mark.parametrize("dither", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, answer: int | None, dither: bool) -> None:
+    problem, strategy = Regression(3, 8, torch.float32), DQSGD(rule, block=8, dither=dither, answer=answer)
+    rows = watched(3, strategy, problem, RATES, parts_of)
+    parts = [slice(int(start), int(stop)) for start, stop, _ in rows[-1, 0].view(-1, 3)]
+    wanted, bits = oracle(rule, problem, 3, parts, block=8, dither=dither, answer=answer)
+    assert rows[:, 0].view(8, -1, 3)[:, :, 2].tolist() == bits
+    assert torch.equal(rows, rows[:, :1].expand_as(rows))
+    seen = watched(3, strategy, problem, RATES)
+    assert torch.equal(seen, seen[:, :1].expand_as(seen))
+    assert distance(seen[:, 0], wanted) < 1e-5
+
+
+def on_a_process(strategies: list[DQSGD]) -> list[tuple[list[float], list[int]]]:
+    ended = [train(None, strategy, Regression(4, 8, torch.float32), RATES) for strategy in strategies]
+    return [(flat(each.model).tolist(), parts_of(each.replicas[0]).tolist()) for each in ended]
+
+
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
+def test_on_four_processes_it_equals_its_oracle_bits_and_all() -> None:
+    problem = Regression(4, 8, torch.float32)
+    strategies = [DQSGD(RULES[1], block=8), DQSGD(SIX[1], block=8, answer=2), DQSGD(SIX[2], block=8, answer=None)]
+    ended = run_processes(4, on_a_process, strategies)
+    assert all(each == ended[0] for each in ended)
+    for strategy, (x, sent) in zip(strategies, ended[0], strict=True):
+        rows = torch.tensor(sent).view(-1, 3)
+        parts = [slice(int(start), int(stop)) for start, stop, _ in rows]
+        wanted, bits = oracle(strategy.rule, problem, 4, parts, block=8, answer=strategy.answer)
+        assert rows[:, 2].tolist() == bits[-1]
+        assert distance(torch.tensor(x), wanted[-1]) < 1e-5
+
+
+def test_eight_bits_are_nearly_all_reduce_and_fewer_are_less_so() -> None:
+    problem = Regression(3, 8, torch.float32)
+    exact = together(3, thinwire.AllReduce(), problem, RATES, momentum=0.9)
+    off = [distance(together(3, DQSGD(FixedBits(b), block=8), problem, RATES, momentum=0.9), exact) for b in (8, 5, 2)]
+    assert off[0] < 0.01 < off[2]
+    assert off == sorted(off)
+
+
+@pytest.mark.parametrize("optimizer", [engine.momentum, lambda model: torch.optim.AdamW(model.parameters(), 0.01)])
+@pytest.mark.parametrize("correlated", [False, True])
+def test_any_optimizer_follows_and_workers_stay_equal(
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer], correlated: bool
+) -> None:
+    strategy = DQSGD(BitBudget(4.0, 6), block=8, correlated=correlated)
+    ended = engine.threads(3, strategy, 6, optimizer=optimizer)
+    assert all(torch.equal(x, ended[0]) for x in ended)
+    assert ended[0].isfinite().all()
+
+
+def test_one_worker_alone_codes_nothing() -> None:
+    problem = Regression(1, 8, torch.float32)
+    assert torch.equal(together(1, DQSGD(FixedBits(2)), problem, RATES), together(1, thinwire.Local(), problem, RATES))
+
+
+# -- what the rules know -----------------------------------------------------------------------------------------------
+
+
+def test_squares_are_sums_of_entries_times_their_blocks_squared_scale() -> None:
+    x = torch.tensor([1.0, -3.0, 0.5, 2.0, 0.0, -4.0, 1.0])
+    assert float(square_of(x, 2)) == 2 * 9 + 2 * 4 + 2 * 16 + 1
+    assert float(square_of(x, 7)) == float(square_of(x, 100)) == 7 * 16
+    assert float(square_of(x[:0], 8)) == 0
+    assert float(square_of(x.to(torch.bfloat16), 2)) == 59
+
+
+@pytest.mark.slow
+def test_codes_err_no_more_than_the_bound_says() -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randn(4, 200, generator=draw)
+    for bits, answer in ((2, 0), (4, 0), (6, 0), (2, 1), (5, 3), (3, None)):
+        for dither in (False, True):
+            means = [two_stages(rows, bits, 8, key, dither=dither, answer=answer) for key in range(40)]
+            error = sum(float((each - rows.mean(0)).square().sum()) for each in means) / 40
+            share = share_of(4, dither=dither, answer=answer)
+            # With dither the error equals the formula, up to three standard errors of what was drawn here.
+            assert error < 1.03 * squares(rows, 8) / 4 * share / (2 ** (bits - 1) - 1) ** 2
+
+
+def test_draws_of_workers_are_independent_so_that_their_errors_average_out() -> None:
+    x = torch.randn(512, generator=torch.Generator().manual_seed(1))
+    keys = [int(worker_key(draw_key(0, t), rank, 8)) for t in range(50) for rank in range(8)]
+    errors = torch.stack([coded(x, 3, 64, uniform(512, key), dither=True) - x for key in keys])
+    single, averaged = errors.square().mean(), errors.view(50, 8, 512).mean(1).square().mean()
+    assert 0.09 < float(averaged / single) < 0.16
+
+
+@pytest.mark.parametrize("convexity", [0.0, 0.2])
+def test_a_bound_on_the_error_is_kept_and_so_is_the_loss(convexity: float) -> None:
+    size, steps, rate = 3, 40, 0.5
+    same = quadratic(size, torch.float32, width=64)
+    problem = Quadratic(torch.full((size,), 0.2), same.centre)  # F is 0.2-smooth and 0.2-strongly convex
+    rule = ErrorBound(1e-3, steps, smoothness=0.2, strong_convexity=convexity)
+    # The next exchange settles what the last one of the run was like.
+    rates = [rate] * steps + [0.0]
+    seen = watched(size, DQSGD(rule, block=16), problem, rates, lambda r: torch.cat([r.x, r.state["ledger"]]))
+    x, ledger = seen[-1, 0, :64], BitLedger.read(seen[-1, 0, 64:])
+    assert ledger.step == steps
+    assert 2e-4 < ledger.error < 1e-3
+    best = problem.centre.mean(0)
+    gap = 0.1 * float((x - best).square().sum())
+    start = 0.1 * float((problem.start - best).square().sum())
+    assert gap < (1 - 2 * 0.2 * rate + 0.2 * 0.2 * rate**2) ** steps * start + 1e-3
+
+
+def test_finer_answers_let_workers_keep_the_same_bound_with_fewer_bits() -> None:
+    problem, rule = Regression(3, 8, torch.float32), ErrorBound(2e-4, 8, smoothness=2.0, most=6)
+    spent = [
+        float(watched(3, DQSGD(rule, block=8, answer=a), problem, RATES, lambda r: r.state["ledger"])[-1, 0, 1])
+        for a in (0, 1, None)
+    ]
+    assert spent[0] > spent[1] > spent[2]
+
+
+def test_a_budget_bounds_the_bytes_on_the_wire() -> None:
+    def body(comm: Comm) -> float:
+        before = list[float]()
+        strategy = DQSGD(BitBudget(3.0, 12), block=8)
+        problem = Regression(2, 12, torch.float32)
+        train(comm, strategy, problem, [0.1] * 12, after_step=lambda a: before.append(a.comm.meter.payload_bytes))
+        return before[-1]
+
+    codes = 12 * 34 * 3.0 / 8
+    headers_and_scales = 12 * 3 * (4 * 16 + 2 * 8 + 4 * 6)
+    start = 2 * 34 * 4
+    assert max(thinwire.run_threads(2, body)) < codes + headers_and_scales + start
+
+
+@pytest.mark.parametrize(("answer", "answered"), [(0, 9.0), (2, 15.0), (None, 96.0)])
+def test_metrics_show_the_bits_spent_in_both_directions(answer: int | None, answered: float) -> None:
+    def body(comm: Comm) -> dict[str, float]:
+        strategy = DQSGD(FixedBits(3), block=8, answer=answer)
+        worker = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 4))
+        worker.detach()
+        return worker.metrics()
+
+    for found in thinwire.run_threads(2, body):
+        assert found["spent_bits_per_entry"] == 9.0  # of three steps; the last is settled with the next
+        assert found["answered_bits_per_entry"] == answered
+        assert found["bits"] == 3.0
+        assert found["quantisation_error"] == 0.0
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+SPENT = [(2, 0), (5, 0), (8, 0), (2, 3), (5, 1), (8, None)]
+
+
+@pytest.mark.parametrize("size", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("bits", "answer"), fast_where(lambda each: each in ((5, 0), (2, 3), (8, None)), SPENT))
+def test_bytes_are_those_of_the_formula(size: int, bits: int, answer: int | None) -> None:
+    sizes, block, strategy = [840, 1680], 64, DQSGD(FixedBits(bits), 64, answer=answer)
+
+    def nbytes(n: int, bits: int) -> int:
+        return 16 + 4 * -(-n // block) + bits * -(-n // 8)
+
+    def answered(n: int) -> int:
+        return 16 + 4 * n if answer is None else nbytes(n, bits + answer)
+
+    def expected(rank: int) -> float:
+        total = 2 * (size - 1) / size * 8 * 2
+        for n in sizes:
+            lengths = [cut.stop - cut.start for cut in cuts_of(n, size, block)]
+            total += sum(nbytes(length, bits) for each, length in enumerate(lengths) if each != rank)
+            # Answers are gathered, and so as long as the longest: that of the first.
+            total += (size - 1) * answered(lengths[0])
+        return total
+
+    for rank in range(size):
+        run = DryRun(strategy, sizes, workers=size, rank=rank, dtype=torch.float32, bucket_bytes=1)
+        assert run.step().sent == pytest.approx(expected(rank), rel=0, abs=0.01)
+    # The pieces of a bucket differ by whole blocks, so that ranks do not send alike: the busiest one's bytes are told.
+    card = explain(strategy, parameters=sizes, workers=size, bucket_bytes=1)
+    assert card.sent_bytes_per_step == pytest.approx(max(map(expected, range(size))), rel=0, abs=0.01)
+    assert Quantize(bits, block).nbytes(100) == nbytes(100, bits) - 16
+
+
+def test_without_data_the_least_and_the_most_bits_of_a_step_are_told() -> None:
+    card = explain(DQSGD(BitBudget(3.0, 50, most=6)), parameters=[48 * 2048], workers=4)
+    for sent, bits in ((card.least_sent_bytes_per_step, 2), (card.sent_bytes_per_step, 6)):
+        assert sent == pytest.approx(2 * 0.75 * 48 * 2048 * bits / 8, rel=0.02)
+
+
+# -- faults, checkpoints, other buckets --------------------------------------------------------------------------------
+
+
+def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_skips_the_step() -> None:
+    strategy = DQSGD(ErrorBound(1e-2, 20), block=8)
+
+    def body(comm: Comm) -> tuple[bool, BitLedger, Tensor]:
+        worker = engine.attach(comm, strategy)
+        engine.steps(worker, engine.batches(comm.rank, 3))
+        x, y = engine.batch(comm.rank, 3)
+        worker.optimizer.zero_grad()
+        (worker.model(x * (inf if comm.rank == 1 else 1.0)) - y).square().mean().backward()
+        spoilt = bool(worker.replicas[0].g.isnan().all())
+        engine.steps(worker, engine.batches(comm.rank, 3, first=4)).detach()
+        return spoilt, BitLedger.read(worker.replicas[0].state["ledger"]), flat(worker.model)
+
+    found = thinwire.run_threads(3, body)
+    for spoilt, ledger, x in found:
+        assert spoilt
+        assert ledger == found[0][1]
+        assert ledger.step == 6
+        assert 0 < ledger.error < 1e-2
+        assert torch.equal(x, found[0][2])
+        assert x.isfinite().all()
+
+
+@pytest.mark.parametrize("strategy", [*(DQSGD(rule, block=8) for rule in RULES), DQSGD(SIX[1], answer=2)], ids=str)
+def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: DQSGD) -> None:
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        whole = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 8))
+        first = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 5))
+        saved = first.state_dict()
+        second = engine.attach(comm, strategy)
+        second.load_state_dict(saved)
+        engine.steps(second, engine.batches(comm.rank, 3, first=5))
+        for each in (whole, first, second):
+            each.detach()
+        return flat(whole.model), flat(second.model)
+
+    for whole, resumed in thinwire.run_threads(3, body):
+        assert torch.equal(whole, resumed)
+
+
+def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
+    strategy = DQSGD(BitBudget(4.0, 8), block=8)
+
+    def body(comm: Comm) -> tuple[Tensor, Tensor, int]:
+        first = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 3))
+        second = engine.attach(comm, strategy, bucket_bytes=10**6)
+        second.load_state_dict(first.state_dict())
+        engine.steps(second, engine.batches(comm.rank, 3, first=3))
+        for each in (first, second):
+            each.detach()
+        (r,) = second.replicas
+        return flat(second.model), r.state["sent"], BitLedger.read(r.state["ledger"]).step
+
+    found = thinwire.run_threads(2, body)
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert len(found[0][1]) == 1
+    assert found[0][2] == 5
+
+
+def test_ranks_without_data_count_in_no_mean() -> None:
+    def body(comm: Comm, strategy: thinwire.Strategy) -> Tensor:
+        worker = engine.attach(comm, strategy)
+        for x, y in worker.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
+            engine.steps(worker, [(x, y)])
+        worker.detach()
+        return flat(worker.model)
+
+    ours = thinwire.run_threads(2, lambda comm: body(comm, DQSGD(FixedBits(8), block=8)))
+    theirs = thinwire.run_threads(2, lambda comm: body(comm, thinwire.AllReduce()))
+    assert distance(ours[0], theirs[0]) < 5e-3
+    assert torch.equal(ours[0], ours[1])
+
+
+def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
+    def body(comm: Comm) -> tuple[int, bool]:
+        model = engine.drawn(engine.Mixed())
+        worker = engine.attach(comm, DQSGD(FixedBits(6), block=8), model=model)
+        data = [engine.batch(comm.rank, step) for step in range(4)]
+        engine.steps(worker, data).detach()
+        ledgers = [BitLedger.read(r.state["ledger"]).bits for r in worker.replicas]
+        return len(ledgers), ledgers == [18.0, 18.0]
+
+    assert thinwire.run_threads(2, body) == [(2, True)] * 2
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: DQSGD(block=12), "block=12: codes fill whole bytes"),
+        (lambda: DQSGD(rule=4), "rule must be a FixedBits or a ErrorBound or a BitBudget"),
+        (lambda: DQSGD(rule=BitBudget), r"write BitBudget\(\)"),
+        (lambda: DQSGD(dither=1), "dither must be True or False"),
+        (lambda: DQSGD(answer=-1), "answer=-1: at least 0"),
+        (lambda: DQSGD(answer=1), r"answer=1: .* the rule's 8 bits at most 8; .* BitBudget\(most=7\)"),
+        (lambda: DQSGD(FixedBits(6), answer=3), "the rule's 6 bits"),
+        (lambda: DQSGD(answer=1.5), "answer must be a whole number or None"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()

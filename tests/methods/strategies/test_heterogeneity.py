@@ -1,0 +1,418 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How much workers' gradients differ: estimates against known values, and recommendations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests.methods.strategies.local_runs import adamw, begin, go_on, sent, sgd
+from tests.pool import run_processes
+from tests.problems import Problem, Regression, Vector, flat, together
+from thinwire import (
+    AllReduce,
+    Bf16,
+    Comm,
+    ConfigError,
+    ErrorFeedback,
+    Gossip,
+    Local,
+    LocalSGD,
+    MajorityVote,
+    Natural,
+    NodeAverage,
+    OneBit,
+    PowerSGD,
+    RandomK,
+    SlowMo,
+    Strategy,
+    TopK,
+    Worker,
+    parse,
+)
+from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
+from thinwire.methods.strategies.wrappers.heterogeneity import NAMES, recommend
+from thinwire.methods.strategies.wrappers.probe import Probe
+from thinwire.planning.plan import explain
+
+DOUBLE = torch.float64
+
+
+@dataclass(frozen=True)
+class Slopes:
+    """Worker i's loss is linear; its slope is drawn at each step around a mean of its own."""
+
+    size: int
+    steps: int
+    width: int = 40
+    apart: float = 1.0
+    noise: float = 2.0
+
+    @property
+    def start(self) -> Tensor:
+        return torch.zeros(self.width, dtype=DOUBLE)
+
+    @cached_property
+    def own(self) -> Tensor:
+        draw = torch.Generator().manual_seed(1)
+        return 0.5 + self.apart * torch.randn(self.size, self.width, generator=draw, dtype=DOUBLE)
+
+    @cached_property
+    def slopes(self) -> Tensor:
+        """(steps, size, width)."""
+        draw = torch.Generator().manual_seed(2)
+        return self.own + self.noise * torch.randn(self.steps, *self.own.shape, generator=draw, dtype=DOUBLE)
+
+    def model(self) -> nn.Module:
+        return Vector(self.start, [1, 20, self.width - 21])
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        return self.slopes[step, rank] @ model()
+
+    def gradient(self, x: Tensor, step: int) -> Tensor:
+        return self.slopes[step]
+
+    @property
+    def truth(self) -> tuple[float, float, float]:
+        mean = self.own.mean(0)
+        apart = (self.own - mean).square().sum(1).mean()
+        return float(apart), self.noise**2 * self.width, float(mean @ mean)
+
+
+def direct(now: Tensor, before: Tensor, steps: int = 1) -> list[float]:
+    """The estimates from all workers' gradients at two exchanges, by their definition."""
+    n = len(now)
+    off, off_before = now - now.mean(0), before - before.mean(0)
+    apart = (off * off_before).sum() / n
+    noise = (off.square().sum() / 2 + off_before.square().sum() / 2 - (off * off_before).sum()) / (n - 1)
+    return [float(apart), float(noise) * steps, float(now.mean(0).square().sum() - noise / n)]
+
+
+def measured(comm: Comm, strategy: Strategy, problem: Problem, steps: int, **settings: Any) -> list[dict[str, float]]:
+    """The metrics after each step."""
+    worker = begin(comm, strategy, problem, sgd(0.05, 0.0))
+    seen: list[dict[str, float]] = []
+    for step in range(steps):
+        go_on(worker, problem, range(step, step + 1), **settings)
+        seen.append(worker.metrics())
+    worker.detach()
+    return seen
+
+
+def figures(seen: dict[str, float]) -> list[float]:
+    assert tuple(seen) == NAMES
+    return [seen[name] for name in NAMES]
+
+
+def test_without_noise_the_figures_are_exact() -> None:
+    problem = Slopes(4, 6, noise=0.0)
+    for seen in thinwire.run_threads(4, lambda comm: measured(comm, Probe(AllReduce(), every=3), problem, 6)):
+        assert [bool(each) for each in seen] == [False, False, True, False, False, True]
+        assert figures(seen[5]) == pytest.approx([problem.truth[0], 0.0, problem.truth[2]], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_measurement_is_as_it_is_defined(n: int) -> None:
+    problem = Slopes(n, 8)
+    for seen in thinwire.run_threads(n, lambda comm: measured(comm, Probe(AllReduce(), every=4, keep=0.0), problem, 8)):
+        for step in (3, 7):
+            assert figures(seen[step]) == pytest.approx(direct(*problem.slopes[[step, step - 1]]), rel=1e-12)
+
+
+def test_the_error_of_an_unbiased_codec_counts_as_noise_and_not_as_dissimilarity() -> None:
+    problem, codec = Slopes(3, 600, noise=0.0), Natural()
+    truth = torch.tensor(problem.truth)
+
+    def body(comm: Comm) -> list[float]:
+        return figures(measured(comm, Probe(AllReduce(codec), every=2, keep=0.99), problem, 600)[-1])
+
+    seen = torch.tensor(thinwire.run_threads(3, body)[0])
+    error = float(seen[1]) * 2 / 3  # what is counted as noise is n / (n - 1) times the error
+    assert 1e-3 < error / float(truth[2]) < 1 / 4  # two stages of 1 / 8 at most
+    assert float(seen[0]) == pytest.approx(float(truth[0]), abs=0.3 * error)
+    assert float(seen[2]) == pytest.approx(float(truth[2]) + error / 2, abs=0.3 * error)
+
+
+@pytest.mark.parametrize(("n", "period"), [(2, 1), (3, 4)])
+def test_a_measurement_of_averages_computes_gradients_from_displacements(n: int, period: int) -> None:
+    problem = Slopes(n, 4 * period)
+    rounds = problem.slopes.unflatten(0, (4, period)).mean(1)
+    for strategy in (
+        Probe(LocalSGD(period), every=2, keep=0.0),
+        SlowMo(Probe(Local(), every=2, keep=0.0), period=period, momentum=0.5),
+    ):
+        for seen in thinwire.run_threads(
+            n, lambda comm, strategy=strategy: measured(comm, strategy, problem, 4 * period)
+        ):
+            assert [i for i, each in enumerate(seen) if each] == [2 * period - 1, 4 * period - 1]
+            for r in (1, 3):
+                wanted = direct(rounds[r], rounds[r - 1], period)
+                assert figures(seen[(r + 1) * period - 1]) == pytest.approx(wanted, rel=1e-9)
+
+
+def looks_on_processes() -> list[list[float]]:
+    comm = thinwire.GroupComm()
+    problem = Slopes(comm.size, 8)
+    return [
+        figures(measured(comm, strategy, problem, 8)[-1])
+        for strategy in (Probe(AllReduce(), every=2, keep=0.0), Probe(LocalSGD(2), every=2, keep=0.0))
+    ]
+
+
+def test_measurements_on_processes_are_as_they_are_defined() -> None:
+    problem = Slopes(4, 8)
+    rounds = problem.slopes.unflatten(0, (4, 2)).mean(1)
+    for gradients, averages in run_processes(4, looks_on_processes):
+        assert gradients == pytest.approx(direct(problem.slopes[7], problem.slopes[6]), rel=1e-9)
+        assert averages == pytest.approx(direct(rounds[3], rounds[2], 2), rel=1e-9)
+
+
+def test_figures_are_unbiased() -> None:
+    problem, count = Slopes(4, 600, apart=0.4), 300
+    strategy = Probe(AllReduce(), every=2, keep=0.0)
+    seen = thinwire.run_threads(4, lambda comm: measured(comm, strategy, problem, 2 * count))[0]
+    found = torch.tensor([figures(each) for each in seen if each], dtype=DOUBLE)
+    errors = (found.mean(0) - torch.tensor(problem.truth, dtype=DOUBLE)) / (found.std(0) / count**0.5)
+    assert len(found) == count
+    assert float(errors.abs().max()) < 4
+    assert float((found.std(0) / count**0.5 / torch.tensor(problem.truth)).max()) < 0.15
+
+
+def test_metrics_are_exponential_moving_averages() -> None:
+    problem = Slopes(3, 6)
+    (seen, _, _) = thinwire.run_threads(3, lambda comm: measured(comm, Probe(AllReduce(), 2, 0.5), problem, 6))
+    count = torch.tensor([direct(problem.slopes[k], problem.slopes[k - 1]) for k in (1, 3, 5)], dtype=DOUBLE)
+    weights = torch.tensor([0.25, 0.5, 1.0], dtype=DOUBLE)
+    assert figures(seen[5]) == pytest.approx((weights @ count / weights.sum()).tolist(), rel=1e-12)
+
+
+@pytest.mark.parametrize("base", [AllReduce(), AllReduce(Bf16()), LocalSGD(3, warmup_steps=4)], ids=str)
+def test_measuring_changes_no_bit_of_training(base: Strategy) -> None:
+    problem, rates = Regression(3, 12, torch.float32), [0.05] * 12
+    assert torch.equal(together(3, Probe(base, every=2), problem, rates), together(3, base, problem, rates))
+
+
+def test_a_measurement_costs_three_numbers() -> None:
+    problem = Regression(4, 12, torch.float32)
+    for base, count in ((AllReduce(), 3), (LocalSGD(3), 1)):
+        plain, probed = (sent(4, each, problem, 12, sgd(0.05, 0.0))[0] for each in (base, Probe(base, every=4)))
+        assert probed[0] - plain[0] == pytest.approx(count * 2 * 3 / 4 * 24)
+        assert probed[1] - plain[1] == count
+    card = explain(Probe(AllReduce(), every=4), parameters=1000, workers=4)
+    assert card.sent_bytes_per_step == pytest.approx(2 * 3 / 4 * (4000 + 24 / 4))
+
+
+def test_clipping_after_the_exchange_does_not_change_the_figures() -> None:
+    problem = Slopes(3, 4)
+
+    def clip(worker: Worker, _: int) -> None:
+        nn.utils.clip_grad_norm_(worker.model.parameters(), 0.1)
+
+    (seen, _, _) = thinwire.run_threads(
+        3, lambda comm: measured(comm, Probe(AllReduce(), 4), problem, 4, before_step=clip)
+    )
+    assert figures(seen[3]) == pytest.approx(direct(problem.slopes[3], problem.slopes[2]), rel=1e-12)
+
+
+def test_nothing_is_measured_while_some_workers_have_no_data() -> None:
+    problem, lengths = Slopes(2, 12), [12, 5]
+
+    def body(comm: Comm) -> list[int]:
+        worker = begin(comm, Probe(AllReduce(), 4), problem, sgd(0.05, 0.0))
+        found: list[int] = []
+        for step in worker.join(range(lengths[comm.rank])):
+            go_on(worker, problem, range(step, step + 1))
+            found += [step] if worker.metrics() else []
+        return found
+
+    assert thinwire.run_threads(2, body)[0] == [3]
+
+
+def test_a_measurement_that_was_started_by_fewer_workers_is_dropped() -> None:
+    problem = Slopes(2, 8)
+
+    def body(comm: Comm) -> list[int]:
+        worker = begin(comm, Probe(AllReduce(), 4), problem, sgd(0.05, 0.0))
+        found: list[int] = []
+        for step in range(8):
+            for replica in worker.replicas:
+                replica.active = 1 if step == 2 else 2
+            go_on(worker, problem, range(step, step + 1))
+            found += [step] if worker.metrics() else []
+        return found
+
+    assert thinwire.run_threads(2, body) == [[7], [7]]
+
+
+def test_one_worker_alone_sees_no_difference() -> None:
+    for base in (AllReduce(), LocalSGD(2)):
+        worker = go_on(begin(None, Probe(base, 2), Slopes(1, 8), sgd(0.05, 0.0)), Slopes(1, 8), range(8))
+        assert worker.metrics() == {}
+
+
+def test_a_learning_rate_of_zero_adds_nothing_to_the_figures() -> None:
+    problem = Slopes(2, 4)
+
+    def no_rate(worker: Worker, step: int) -> None:
+        worker.optimizer.param_groups[0]["lr"] = 0.1 if step < 2 else 0.0
+
+    seen = thinwire.run_threads(2, lambda c: measured(c, Probe(LocalSGD(2), 2), problem, 4, before_step=no_rate))[0]
+    assert all(torch.tensor(figures(seen[3])).isfinite())
+
+
+@pytest.mark.parametrize("strategy", [Probe(AllReduce(), 4), Probe(LocalSGD(3), 2)], ids=str)
+@pytest.mark.parametrize("stop", [3, 5])
+def test_it_resumes_between_the_two_halves_of_a_measurement(strategy: Strategy, stop: int) -> None:
+    problem = Slopes(3, 12)
+
+    def body(comm: Comm) -> bool:
+        one = go_on(begin(comm, strategy, problem, sgd(0.05, 0.0)), problem, range(stop))
+        saved = one.state_dict()
+        one.metrics()
+        go_on(one, problem, range(stop, 12))
+        two = begin(comm, strategy, problem, sgd(0.05, 0.0))
+        two.load_state_dict(saved)
+        go_on(two, problem, range(stop, 12))
+        return torch.equal(flat(one.model), flat(two.model)) and one.metrics() == two.metrics() != {}
+
+    assert thinwire.run_threads(3, body) == [True] * 3
+
+
+def test_single_precision_parameters_are_measured_as_well() -> None:
+    problem = Regression(3, 4, torch.float32)
+    double = Regression(3, 4, DOUBLE)
+    single_seen, double_seen = (
+        thinwire.run_threads(3, lambda comm, which=which: measured(comm, Probe(AllReduce(), 2), which, 4))[0][3]
+        for which in (problem, double)
+    )
+    assert figures(single_seen) == pytest.approx(figures(double_seen), rel=1e-4)
+
+
+# -- recommendations ---------------------------------------------------------------------------------------------------
+
+
+def metrics(dissimilarity: float, noise: float, gradient: float) -> dict[str, float]:
+    return dict(zip(NAMES, (dissimilarity, noise, gradient), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("seen", "method", "recipe", "words"),
+    [
+        ((0.0, 1.0, 1.0), "local", "LocalSGD(period=32)", "the common part is larger"),
+        ((-0.1, 1.0, 1.0), "local", "LocalSGD(period=32)", "differ by 0 "),
+        ((0.01, 1.0, 1.0), "local", "LocalSGD(period=10)", "in about 10 local steps"),
+        (
+            (4.0, 1.0, 1.0),
+            "inner/outer",
+            "MinibatchLocalSGD(period=8, inner=0.5)",
+            "local steps of 0.5 of their length",
+        ),
+        ((400.0, 8.0, 1.0), "minibatch", "MinibatchLocalSGD(period=2, inner=0.0)", "would drift"),
+        ((400.0, 0.0, 1.0), "minibatch", "MinibatchLocalSGD(period=1, inner=0.0)", "AC-SA"),
+        ((0.0, 1000.0, 1.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing, and cannot drift"),
+        ((0.1, 1.0, -0.5), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing"),
+        ((0.0, 0.0, 0.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing"),
+    ],
+)
+def test_what_is_recommended_follows_from_the_figures(
+    seen: tuple[float, float, float], method: str, recipe: str, words: str
+) -> None:
+    found = recommend(metrics(*seen), workers=4, period=8)
+    assert (found.method, found.recipe) == (method, recipe)
+    assert words in found.reason
+    strategy = LocalSGD(found.period) if method == "local" else MinibatchLocalSGD(found.period, found.inner)
+    assert parse(recipe) == strategy
+
+
+def test_recipes_that_average_parameters_are_understood() -> None:
+    assert parse(recommend(metrics(0.01, 1.0, 1.0), workers=4).recipe) == LocalSGD(10)
+
+
+def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> None:
+    """Where workers agree, local steps get further in as many rounds; where they differ, they miss the optimum."""
+    draw = torch.Generator().manual_seed(3)
+    curvature = torch.rand(4, 6, generator=draw, dtype=DOUBLE) + 0.05
+    for apart, method in ((0.0, "local"), (100.0, "minibatch")):
+        centre = 5 + apart * torch.randn(4, 6, generator=draw, dtype=DOUBLE)
+        optimum = (curvature * centre).sum(0) / curvature.sum(0)
+        start = optimum + 2
+
+        def ends(inner: float, lr: float, c: Tensor = centre, start: Tensor = start) -> Tensor:
+            x = start.expand(4, -1)
+            for _ in range(5):
+                begun, total = x, torch.zeros_like(start)
+                for _ in range(8):
+                    g = curvature * (x - c)
+                    total, x = total + g.mean(0), x - inner * lr * g
+                x = begun - lr * total
+            return x[0]
+
+        def gap(inner: float, target: Tensor = optimum) -> float:
+            tried = [(ends(inner, 0.02 * 2**i) - target).square().sum() for i in range(6)]
+            return float(torch.stack(tried).nan_to_num(torch.inf).min())
+
+        gradients = curvature * (start - centre)
+        mean = gradients.mean(0)
+        seen = metrics(float((gradients - mean).square().sum(1).mean()), 0.0, float(mean @ mean))
+        found = recommend(seen, workers=4, period=8)
+        assert found.method == method
+        assert gap(found.inner) < gap(1 - found.inner)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Probe(every=1), "every=1: a measurement takes two successive exchanges"),
+        (lambda: Probe(keep=1.0), r"keep=1.0: must lie in \[0, 1\)"),
+        (lambda: Probe(Gossip()), r"neither sends gradients .* SlowMo\(base=Probe\(base=Local\(\)\)\)"),
+        (lambda: Probe(SlowMo()), "put the probe inside"),
+        (lambda: Probe(Probe()), "put the probe inside"),
+        (lambda: Probe(NodeAverage()), "nor ends rounds with a plain mean"),
+        (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without weights"),
+        (lambda: Probe(AllReduce(ErrorFeedback(TopK()))), "have what earlier messages left out, .* measure AllReduce"),
+        (lambda: Probe(LocalSGD(2, codec=ErrorFeedback(OneBit()))), "have what earlier messages left out"),
+        (lambda: Probe(SlowMo(AllReduce(PowerSGD()))), "have what earlier messages left out"),
+        (lambda: Probe(AllReduce(MajorityVote())), "may exceed the gradient itself, and would count as noise"),
+        (lambda: Probe(AllReduce(RandomK())), "may exceed the gradient itself"),
+        (lambda: recommend(metrics(1, 1, 1), workers=1), "at least 2 workers"),
+        (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step a round"),
+        (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: needs a finite figure"),
+        (lambda: recommend(metrics(1, float("nan"), 1), workers=2), "gradient_noise=nan: needs a finite figure"),
+    ],
+)
+def test_recipes_that_cannot_be_measured_are_refused(make: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("make", [adamw(), sgd(0.1, 0.9)])
+def test_averages_under_other_optimizers_are_refused(make: Any) -> None:
+    problem = Regression(1, 1, DOUBLE)
+    with pytest.raises(ConfigError, match="takes SGD without momentum; measure AllReduce"):
+        begin(None, Probe(LocalSGD()), problem, make)
+    begin(None, Probe(AllReduce()), problem, make).detach()
+
+
+def test_a_base_that_sends_nothing_in_the_backward_pass_is_refused_at_the_first_measurement() -> None:
+    class Late(AllReduce):
+        def on_gradient(self, r: Any, part: slice) -> Any:
+            return None
+
+    def body(comm: Comm) -> None:
+        with pytest.raises(ConfigError, match="sends nothing during the backward pass"):
+            measured(comm, Probe(Late(), 2), Slopes(2, 4), 4)
+
+    thinwire.run_threads(2, body)
+
+
+def test_averages_without_noise_give_the_exact_dissimilarity_of_slopes() -> None:
+    problem = Slopes(3, 8, noise=0.0)
+    (seen, _, _) = thinwire.run_threads(3, lambda comm: measured(comm, Probe(LocalSGD(2), 2), problem, 8))
+    assert figures(seen[7]) == pytest.approx([problem.truth[0], 0.0, problem.truth[2]], rel=1e-9, abs=1e-9)

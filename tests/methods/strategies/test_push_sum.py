@@ -1,0 +1,571 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Push-sum: sums that no delay and no rounding may change, on any graph."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import thinwire
+from tests.engine import Mixed, attach, batches, drawn, steps
+from tests.grids import fast_where
+from tests.methods.strategies.async_runs import CachedIrregular, Lopsided, StepByStep
+from tests.oracles import common as oracles
+from tests.oracles.common import Descent
+from tests.oracles.push_sum import overlap_push_sum, seldom_overlap_push_sum
+from tests.problems import Irregular, Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from thinwire import (
+    AllReduce,
+    Comm,
+    CommTimeoutError,
+    Complete,
+    ConfigError,
+    Hypercube,
+    OnePeerExponential,
+    Periodic,
+    PushSum,
+    Replica,
+    Ring,
+    SlowMo,
+    Topology,
+    Worker,
+    parse,
+)
+from thinwire.methods.reduce.compressed_all_reduce import mix_
+from thinwire.methods.strategies.push_sum.mass import mass_of, mix_mass_, numerator, quotient, weight
+from thinwire.methods.topology import Peers
+from thinwire.methods.topology.exact_weights import exact_weights
+from thinwire.planning.plan.card import explain
+
+SINGLE, DOUBLE = torch.float32, torch.float64
+GRAPHS = {"one_peer": OnePeerExponential(), "ring": Ring(), "irregular": Irregular()}
+MIXINGS = {"one_peer": oracles.one_peer, "ring": oracles.ring, "irregular": oracles.irregular}
+SETTINGS = {
+    "plain": {},
+    "momentum": {"momentum": 0.9},
+    "nesterov": {"momentum": 0.8, "nesterov": True},
+    "decay": {"weight_decay": 0.1},
+}
+
+
+def scattered(n: int, width: int = 3, dtype: torch.dtype = DOUBLE) -> Tensor:
+    """Different parameters for each of n workers."""
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=DOUBLE).to(dtype)
+
+
+def weight_of(r: Replica) -> Tensor:
+    return weight(r.state["mass"])
+
+
+def in_flight(replicas: list[Replica], strategy: PushSum) -> tuple[Tensor, Tensor]:
+    """Sums of the numerators and weights in flight, by the graph's own shares."""
+    total, weights = torch.zeros(replicas[0].x.numel(), dtype=DOUBLE), torch.zeros((), dtype=DOUBLE)
+    for rank, r in enumerate(replicas):
+        r.wait_pending()
+        for name, work in r.inflight.items():
+            peers = exact_weights(strategy.topology, rank, len(replicas), int(name.rpartition(" ")[2]), r.x.dtype)
+            for share, message in zip(peers.weights, work.wait(), strict=True):
+                total += share * numerator(message)
+                weights += share * weight(message)
+    return total, weights
+
+
+# -- against the paper -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", fast_where(lambda each: each in (0, 2), [0, 1, 2, 4]))
+@pytest.mark.parametrize("graph", GRAPHS)
+@pytest.mark.parametrize("n", [*(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 5)), 4])
+def test_overlap_equals_its_oracle_at_any_staleness(staleness: int, graph: str, n: int) -> None:
+    problem = Regression(n, 14, DOUBLE)
+    rates = [0.01] * 7 + [0.02] * 7
+    for settings in SETTINGS.values():
+        real = together(n, PushSum(GRAPHS[graph], staleness), problem, rates, **settings)
+        wanted = expected(problem, n, rates, settings, mixing=MIXINGS[graph](n, DOUBLE), staleness=staleness)
+        assert distance(real, wanted) < 1e-12
+
+
+def expected(
+    problem: Regression | Quadratic, n: int, rates: list[float], settings: dict[str, Any], **how: Any
+) -> Tensor:
+    descend = Descent(rates, **{{"weight_decay": "decay"}.get(name, name): value for name, value in settings.items()})
+    return overlap_push_sum(problem.gradient, problem.start.expand(n, -1), descend, len(rates), **how)
+
+
+@pytest.mark.parametrize("tau", [1, 2, 3])
+@pytest.mark.parametrize("graph", GRAPHS)
+def test_sending_at_every_tau_th_step_equals_algorithm_2(tau: int, graph: str) -> None:
+    n, rates = 4, [0.01] * 7 + [0.02] * 7
+    problem, strategy = Regression(n, 14, DOUBLE), PushSum(Periodic(GRAPHS[graph], tau), staleness=tau)
+    for settings in ({}, {"momentum": 0.9}):
+        start, descend = problem.start.expand(n, -1), Descent(rates, **settings)
+        mixing = MIXINGS[graph](n, DOUBLE)
+        wanted = seldom_overlap_push_sum(problem.gradient, start, descend, 14, mixing=mixing, tau=tau)
+        assert distance(together(n, strategy, problem, rates, **settings), wanted) < 1e-12
+
+
+def test_dense_first_is_a_switch_from_the_complete_graph_to_one_peer() -> None:
+    n, dense, problem, rates = 4, 6, Regression(4, 14, DOUBLE), [0.02] * 14
+
+    def body(comm: Comm) -> Tensor:
+        def after(worker: Worker) -> None:
+            if worker.step == dense:
+                worker.switch("PushSum()")
+
+        return flat(train(comm, PushSum(Complete()), problem, rates, after_step=after).model)
+
+    sparse = oracles.one_peer(n, DOUBLE)
+    wanted = expected(
+        problem,
+        n,
+        rates,
+        {},
+        mixing=lambda k: torch.full((n, n), 1 / n, dtype=DOUBLE) if k < dense else sparse(k),
+        staleness=0,
+    )
+    assert distance(torch.stack(thinwire.run_threads(n, body)), wanted) < 1e-12
+
+
+def test_overlap_equals_its_oracle_in_single_precision() -> None:
+    problem = Regression(4, 40, SINGLE)
+    for graph, make in MIXINGS.items():
+        real = together(4, PushSum(GRAPHS[graph], 2), problem, [0.02] * 40, momentum=0.9)
+        wanted = expected(problem, 4, [0.02] * 40, {"momentum": 0.9}, mixing=make(4, SINGLE), staleness=2)
+        assert distance(real, wanted) < 1e-5
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_the_ablation_is_the_paper_s_method_without_its_weights(staleness: int) -> None:
+    problem = Regression(3, 12, DOUBLE)
+    real = together(3, PushSum(Irregular(), staleness, biased=True), problem, [0.1] * 12)
+    how: dict[str, Any] = {"mixing": oracles.irregular(3, DOUBLE), "staleness": staleness}
+    assert distance(real, expected(problem, 3, [0.1] * 12, {}, **how, biased=True)) < 1e-12
+    assert distance(real, expected(problem, 3, [0.1] * 12, {}, **how)) > 1e-2
+
+
+def test_by_default_push_sum_waits_and_is_not_biased() -> None:
+    assert PushSum() == PushSum(OnePeerExponential(), staleness=0, biased=False)
+    assert parse("PushSum(staleness=1)") == PushSum(staleness=1)
+    assert "ablation" in PushSum(biased=True).limits and "ablation" not in PushSum().limits
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
+def test_on_the_complete_graph_push_sum_is_all_reduce_whatever_the_momentum(settings: dict[str, float]) -> None:
+    problem = Regression(5, 12, DOUBLE)
+    seen = watched(5, PushSum(Complete()), problem, [0.1] * 12, **settings)
+    assert distance(seen, watched(5, AllReduce(), problem, [0.1] * 12, **settings)) < 1e-14
+
+
+def test_overlap_under_slow_momentum_averages_messages_in_flight_too() -> None:
+    problem, rates = Regression(3, 12, DOUBLE), [0.1] * 12
+    slow = SlowMo(PushSum(Irregular(), 2), period=4, momentum=0.0)
+    wanted = expected(problem, 3, rates, {}, mixing=oracles.irregular(3, DOUBLE), staleness=2, averaged=range(4, 13, 4))
+    assert distance(together(3, slow, problem, rates), wanted) < 1e-12
+
+
+# -- what is conserved -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("n", "staleness", "steps"), [pytest.param(3, 2, 10_000, marks=pytest.mark.slow), (5, 1, 1000), (4, 7, 1000)]
+)
+def test_weights_add_up_for_thousands_of_steps_of_random_delays(n: int, staleness: int, steps: int) -> None:
+    strategy = PushSum(CachedIrregular(), staleness)
+    run = StepByStep(strategy, torch.ones(n, 2, dtype=SINGLE))
+    for k in range(steps // 4, steps + 1, steps // 4):
+        run.run(k, seed=k)
+        total, weights = in_flight(run.replicas, strategy)
+        held = torch.stack([weight_of(r) for r in run.replicas])
+        assert abs(float(held.sum() + weights) / n - 1) < 1e-12
+        total += sum(numerator(r.state["mass"]).double() for r in run.replicas)
+        assert torch.allclose(total / n, torch.ones(2, dtype=DOUBLE), rtol=0, atol=2e-5)
+    assert (held != 1).all()
+    assert all(torch.allclose(r.x, torch.ones(2), rtol=0, atol=2e-5) for r in run.replicas)
+
+
+@pytest.mark.parametrize("n", [3, 5, 6])
+def test_shares_are_exact_and_add_up_to_one_at_every_sender(n: int) -> None:
+    for topology in (Ring(), Complete(), OnePeerExponential(), Irregular(), Lopsided()):
+        for dtype in (torch.bfloat16, SINGLE, DOUBLE):
+            coarse = torch.promote_types(dtype, SINGLE)
+            for step in range(topology.period(n)):
+                columns = [Fraction(0)] * n
+                for rank in range(n):
+                    plain = topology.peers(rank, n, step)
+                    peers = exact_weights(topology, rank, n, step, dtype)
+                    assert (peers.dst, peers.src) == (plain.dst, plain.src)
+                    for source, share, about in [
+                        (rank, peers.own, plain.own),
+                        *zip(peers.src, peers.weights, plain.weights, strict=True),
+                    ]:
+                        assert float(torch.tensor(share, dtype=coarse)) == share
+                        assert share == pytest.approx(about, rel=1e-6)
+                        columns[source] += Fraction(share)
+                assert columns == [1] * n
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 4])
+def test_sums_with_what_is_in_flight_move_by_the_gradients_alone(staleness: int) -> None:
+    strategy, n = PushSum(Irregular(), staleness), 5
+    problem, run = quadratic(n, DOUBLE), StepByStep(PushSum(Irregular(), staleness), scattered(5))
+    before = scattered(n).sum(0)
+    for k in range(12):
+        z = torch.stack([r.x.clone() for r in run.replicas])
+        moves = -0.1 * problem.gradient(z, k)
+        step_all(run, moves)
+        total, weights = in_flight(run.replicas, strategy)
+        now = total + sum(numerator(r.state["mass"]) for r in run.replicas)
+        assert torch.allclose(now - before, moves.sum(0), rtol=0, atol=1e-14)
+        assert abs(float(sum(weight_of(r) for r in run.replicas) + weights) - n) < 2e-15 * n
+        before = now
+
+
+def step_all(run: StepByStep, moves: Tensor) -> None:
+    """One step of every worker; without staleness they wait for each other, which needs threads."""
+    if run.strategy.staleness:
+        for rank, move in enumerate(moves):
+            run.step(rank, move)
+        return
+    thinwire.run_threads(len(moves), lambda comm: run.step(comm.rank, moves[comm.rank]))
+
+
+def test_on_a_regular_graph_a_stale_weight_is_one_minus_the_weight_in_flight() -> None:
+    seen = watched(5, PushSum(staleness=1), quadratic(5, DOUBLE), [0.1] * 40, weight_of)
+    assert (seen[0] == 0.5).all()
+    assert torch.allclose(seen[1:] + seen[:-1] / 2, torch.ones_like(seen[1:]), rtol=0, atol=1e-15)
+    assert torch.allclose(seen[-1], torch.full_like(seen[-1], 2 / 3), rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
+def test_workers_that_do_not_learn_agree_on_the_mean_at_any_staleness(staleness: int, n: int) -> None:
+    starts = scattered(n)
+    for topology in (OnePeerExponential(), CachedIrregular()):
+        seen = StepByStep(PushSum(topology, staleness), starts).run(350)
+        assert torch.allclose(seen, starts.mean(0).expand(n, -1), rtol=0, atol=1e-13)
+
+
+def test_a_weight_travels_in_eight_bytes_behind_numerators_of_any_precision() -> None:
+    for dtype, exact, tail in ((torch.bfloat16, SINGLE, 2), (SINGLE, SINGLE, 2), (DOUBLE, DOUBLE, 1)):
+        mass = mass_of(torch.arange(1, 4).to(dtype))
+        assert (mass.dtype, len(mass)) == (exact, 3 + tail)
+        third = Peers((), (0,), 1 / 3, (1 / 3,))
+        mix_mass_(mass, [mass.clone()], third)
+        assert weight(mass).dtype == DOUBLE
+        assert float(weight(mass)) == 2 / 3
+        assert torch.allclose(quotient(mass), torch.arange(1, 4).to(exact), rtol=1e-7, atol=0)
+
+
+def test_a_step_without_an_update_changes_no_bit_of_the_mass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PushSum, "_weightless", lambda self, r: False)
+    x = scattered(1, 9, SINGLE)[0]
+    r = Replica(x.clone(), torch.empty(0), thinwire.CountingComm(0, 1), lr=lambda: 0.0)
+    PushSum().start(r)
+    r.state["mass"] = mix_mass_(mass_of(3 * x), [], Peers((), (), 0.3, ()))
+    before = r.state["mass"].clone()
+    r.step = 1
+    PushSum().after_step(r)
+    assert torch.equal(r.state["mass"].view(torch.int32), before.view(torch.int32))
+    assert torch.equal(r.x, quotient(before))
+
+
+def test_half_precision_is_mixed_in_single() -> None:
+    x = scattered(4, 8, torch.bfloat16)
+    run = StepByStep(PushSum(Irregular(), 1), x)
+    run.run(300, seed=1)
+    for r in run.replicas:
+        assert r.x.dtype == torch.bfloat16
+        assert torch.allclose(r.x.float(), x.float().mean(0), rtol=2**-8, atol=1e-5)
+
+
+# -- which worker waits ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 2, 4])
+def test_results_do_not_depend_on_the_order_of_arrival(staleness: int) -> None:
+    def end(seed: int) -> Tensor:
+        run = StepByStep(PushSum(Irregular(), staleness), scattered(5, dtype=SINGLE))
+        return run.run(40, lambda rank, z: 0.01 * rank - 0.03 * z, seed=seed)
+
+    first = end(0)
+    assert all(torch.equal(end(seed), first) for seed in range(1, 6))
+
+
+def test_results_do_not_depend_on_the_workers_speeds() -> None:
+    problem = Regression(4, 10, SINGLE)
+    naps = torch.rand(4, 10, generator=torch.Generator().manual_seed(3)) / 200
+
+    def body(comm: Comm) -> Tensor:
+        def nap(worker: thinwire.Worker) -> None:
+            time.sleep(float(naps[comm.rank, worker.step - 1]))
+
+        return flat(train(comm, strategy, problem, [0.1] * 10, momentum=0.9, after_step=nap).model)
+
+    strategy = PushSum(staleness=2)
+    hurried = together(4, strategy, problem, [0.1] * 10, momentum=0.9)
+    assert torch.equal(torch.stack(thinwire.run_threads(4, body)), hurried)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_worker_is_ahead_of_its_sources_by_at_most_its_staleness(staleness: int) -> None:
+    run = StepByStep(PushSum(Ring(), staleness), scattered(3), timeout=0.02)
+    for k in range(staleness):
+        assert run.ready(0)
+        run.step(0)
+        assert len(run.replicas[0].inflight) == k + 1
+    assert not run.ready(0)
+    with pytest.raises(CommTimeoutError, match=r"rank 0 waited 0\.02 s for a message from rank 1"):
+        run.step(0)
+
+
+@pytest.mark.parametrize("staleness", [1, 3])
+def test_as_many_messages_are_in_flight_as_may_be_stale(staleness: int) -> None:
+    def body(comm: Comm) -> list[int]:
+        counts: list[int] = []
+        strategy = PushSum(Irregular(), staleness)
+        train(comm, strategy, quadratic(3, SINGLE), [0.1] * 6, after_step=lambda a: counts.append(flying(a)))
+        return counts
+
+    assert thinwire.run_threads(3, body) == [[min(k, staleness) for k in range(1, 7)]] * 3
+
+
+def flying(worker: thinwire.Worker) -> int:
+    return len(worker.replicas[0].inflight)
+
+
+# -- consensus and checkpoints -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)
+def test_the_consensus_includes_what_is_in_flight_and_changes_nothing(strategy: PushSum) -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor, Replica]:
+        worker = train(comm, strategy, quadratic(4, DOUBLE), [0.1] * 7)
+        (r,) = worker.replicas
+        before = [r.x.clone(), r.state["mass"].clone(), torch.tensor(len(r.inflight))]
+        with torch.no_grad(), worker.consensus() as model:
+            agreed = flat(model)
+        now = [r.x, r.state["mass"], torch.tensor(len(r.inflight))]
+        assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
+        own = numerator(r.state["mass"]).clone()
+        with torch.no_grad():
+            strategy.average_(r)
+        assert not r.inflight
+        assert float(weight_of(r)) == 1
+        assert torch.equal(r.x, agreed)
+        assert torch.equal(quotient(r.state["mass"]), r.x)
+        return own, agreed, r
+
+    own, agreed, _ = zip(*thinwire.run_threads(4, body), strict=True)
+    wanted = overlap_total(strategy)
+    assert torch.allclose(torch.stack(agreed), wanted.expand(4, -1), rtol=0, atol=1e-14)
+    if strategy.staleness:
+        assert not torch.allclose(sum(own) / 4, wanted, rtol=0, atol=1e-3)
+
+
+def overlap_total(strategy: PushSum) -> Tensor:
+    """A quarter of all mass after seven steps."""
+    problem = quadratic(4, DOUBLE)
+    graph = next(name for name, topology in GRAPHS.items() if topology == strategy.topology)
+    how: dict[str, Any] = {"mixing": MIXINGS[graph](4, DOUBLE), "staleness": strategy.staleness}
+    return expected(problem, 4, [0.1] * 7, {}, **how, averaged=[7])[0]
+
+
+def test_the_ablation_s_consensus_is_the_mean_of_what_workers_train_at() -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        worker = train(comm, PushSum(staleness=1, biased=True), quadratic(3, DOUBLE), [0.1] * 5)
+        assert not worker.replicas[0].state
+        with worker.consensus() as model:
+            agreed = flat(model)
+        return flat(worker.model), agreed
+
+    own, agreed = (torch.stack(part) for part in zip(*thinwire.run_threads(3, body), strict=True))
+    assert torch.allclose(agreed, own.mean(0).expand(3, -1), rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        PushSum(staleness=1),
+        PushSum(Irregular(), 3),
+        PushSum(staleness=2, biased=True),
+        SlowMo(PushSum(Irregular(), 2), period=4),
+    ],
+    ids=str,
+)
+def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: PushSum | SlowMo) -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor, int]:
+        whole = steps(attach(comm, strategy), batches(comm.rank, 6))
+        state = whole.state_dict()
+        steps(whole, batches(comm.rank, 7, 6))
+        whole.detach()
+        again = attach(comm, strategy, init="own")
+        again.load_state_dict(state)
+        steps(again, batches(comm.rank, 7, 6))
+        again.detach()
+        return flat(whole.model), flat(again.model), len(next(iter(state.values()))[0]["replicas"][0]["inflight"])
+
+    plain = thinwire.run_threads(4, lambda comm: flat(finished(comm, strategy).model))
+    for (uninterrupted, resumed, kept), never_saved in zip(thinwire.run_threads(4, body), plain, strict=True):
+        assert torch.equal(uninterrupted, never_saved)
+        assert torch.equal(resumed, never_saved)
+        assert kept == (strategy.staleness if isinstance(strategy, PushSum) else 2)
+
+
+def finished(comm: Comm, strategy: PushSum | SlowMo) -> thinwire.Worker:
+    worker = steps(attach(comm, strategy), batches(comm.rank, 13))
+    worker.detach()
+    return worker
+
+
+def test_workers_whose_data_end_early_go_on_taking_part() -> None:
+    def body(comm: Comm) -> tuple[Tensor, int, float]:
+        worker = attach(comm, PushSum(Irregular(), 2))
+        steps(worker, worker.join(batches(comm.rank, 3 + 2 * comm.rank)))
+        worker.detach()
+        (r,) = worker.replicas
+        messages = [(name, work.wait()) for name, work in r.inflight.items()]
+        in_flight = sum(
+            share * float(weight(message))
+            for name, found in messages
+            for share, message in zip(shares_at(name, comm.rank), found, strict=True)
+        )
+        with torch.no_grad(), worker.consensus() as model:
+            return flat(model), worker.step, float(weight_of(r)) + in_flight
+
+    agreed, done, weights = zip(*thinwire.run_threads(3, body), strict=True)
+    assert all(torch.equal(each, agreed[0]) for each in agreed)
+    assert done == (7, 7, 7)
+    assert sum(weights) == pytest.approx(3, rel=1e-14)
+
+
+def shares_at(name: str, rank: int) -> tuple[float, ...]:
+    return exact_weights(Irregular(), rank, 3, int(name.rpartition(" ")[2]), SINGLE).weights
+
+
+@pytest.mark.slow
+def test_a_hundred_and_twenty_eight_workers_agree_after_seven_steps() -> None:
+    starts = scattered(128, 2)
+    ends = together(128, PushSum(), Quadratic(torch.ones(128, dtype=DOUBLE), starts), [0.0] * 7, starts=starts)
+    assert torch.allclose(ends, starts.mean(0).expand(128, -1), rtol=0, atol=1e-14)
+
+
+def test_models_of_two_precisions_overlap_too() -> None:
+    def body(comm: Comm) -> Tensor:
+        worker = attach(comm, PushSum(Irregular(), 1), model=drawn(Mixed()))
+        steps(worker, batches(comm.rank, 8))
+        worker.detach()
+        assert [r.state["mass"].dtype for r in worker.replicas] == [SINGLE, DOUBLE]
+        with torch.no_grad(), worker.consensus() as model:
+            return torch.cat([p.double().reshape(-1) for p in model.parameters()])
+
+    first, *others = thinwire.run_threads(3, body)
+    assert all(torch.equal(first, other) for other in others)
+
+
+# -- where the bias goes -----------------------------------------------------------------------------------------------
+
+
+def spread(z: Tensor) -> float:
+    return float((z - z.mean(0)).abs().max())
+
+
+def settled(strategy: PushSum, rate: float) -> Tensor:
+    """The fixed point of four workers with a centre each."""
+    centres = scattered(4)
+    return StepByStep(strategy, torch.zeros(4, 3, dtype=DOUBLE)).run(
+        int(25 / rate), lambda rank, z: rate * (centres[rank] - z)
+    )
+
+
+@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
+    slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.1, 0.02))
+    for z in (slow, slower):
+        assert torch.allclose(z.mean(0), scattered(4).mean(0), rtol=0, atol=1e-6)
+    assert 0.15 < spread(slower) / spread(slow) < 0.3
+    biased = [spread(settled(PushSum(Lopsided(), staleness, biased=True), rate)) for rate in (0.1, 0.02)]
+    assert biased[1] > 0.8 * biased[0]
+    assert biased[1] > 5 * spread(slower)
+
+
+@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_fixed_point_does_not_depend_on_staleness(staleness: int) -> None:
+    waiting = together(4, PushSum(Ring()), Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4)), [0.1] * 250)
+    assert torch.allclose(settled(PushSum(Ring(), staleness), 0.1).mean(0), waiting.mean(0), rtol=0, atol=1e-8)
+
+
+# -- bytes and bad input -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staleness", [1, 4])
+def test_a_stale_message_is_the_vector_and_eight_bytes(staleness: int) -> None:
+    def body(comm: Comm) -> float:
+        worker = attach(comm, PushSum(Ring(), staleness))
+        before = comm.meter.payload_bytes
+        steps(worker, batches(comm.rank, 6))
+        worker.detach()
+        return (comm.meter.payload_bytes - before) / 6
+
+    elements = 32
+    assert thinwire.run_threads(5, body) == [2 * (4 * elements + 8)] * 5
+
+
+@pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)
+def test_explain_counts_what_a_real_run_sends(strategy: PushSum) -> None:
+    def body(comm: Comm) -> float:
+        worker = attach(comm, strategy)
+        before = comm.meter.payload_bytes
+        steps(worker, batches(comm.rank, 12))
+        worker.detach()
+        return (comm.meter.payload_bytes - before) / 12
+
+    sent = thinwire.run_threads(4, body)
+    card = explain(strategy, parameters=32, workers=4)
+    assert card.sent_bytes_per_step == sent[card.rank]
+    assert card.memory_bytes_per_parameter["mass"] == (4 * 32 + 8) / 32
+    assert card.methods[0].name in (f"PushSum(staleness={strategy.staleness})", f"{card.recipe}")
+
+
+@dataclass(frozen=True)
+class Hollow(Topology):
+    """A ring on which a fifth of every vector is lost."""
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        return Peers(((rank + 1) % size,), ((rank - 1) % size,), 0.4, (0.4,))
+
+
+@dataclass(frozen=True)
+class Pairs(Topology):
+    """Pairs of an even rank and the next one, without any other edge."""
+
+    def peers(self, rank: int, size: int, step: int) -> Peers:
+        return Peers((rank ^ 1,), (rank ^ 1,), 0.5, (0.5,))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: PushSum(staleness=-1), r"staleness=-1: must be at least 0"),
+        (lambda: PushSum(staleness=0.5), r"staleness must be a whole number"),  # pyright: ignore[reportArgumentType]
+        (lambda: PushSum(biased=1), r"biased must be True or False"),  # pyright: ignore[reportArgumentType]
+        (lambda: PushSum(Hollow(), 1).check(4), r"Hollow\(\).*gives away 0.8 of its vector"),
+        (lambda: PushSum(Pairs(), 1).check(4), r"Pairs\(\).*nothing ever travels from rank 0 to rank 2"),
+        (lambda: PushSum(Hypercube(), 1).check(3), r"Hypercube\(\) with 3 workers: needs a power of two"),
+    ],
+)
+def test_recipes_that_cannot_work_are_refused_with_the_reason(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_a_doubly_stochastic_graph_is_mixed_without_weights_and_without_drift() -> None:
+    x = torch.ones(3, dtype=SINGLE)
+    for _ in range(10_000):
+        mix_(x, [x.clone(), x.clone()], exact_weights(Ring(), 0, 3, 0, SINGLE))
+    assert torch.equal(x, torch.ones(3))

@@ -1,0 +1,507 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sparse updates: Sketched SGD, local top-k and FetchSGD."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from math import inf, nan
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thinwire
+from tests import engine
+from tests.oracles.sketched import Sketched, fetch_sgd
+from tests.pool import run_processes
+from tests.problems import Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from thinwire import Comm, ConfigError, Replica, Strategy, Worker
+from thinwire.core.comm.counting import CountingComm
+from thinwire.core.kernels import sketch_
+from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.strategies.gradients.fetch import FetchSGD
+from thinwire.methods.strategies.gradients.sketched import SketchedSGD
+from thinwire.methods.strategies.gradients.sketches import resize_unsent
+from thinwire.planning.plan.traffic import DryRun
+
+DOUBLE = torch.float64
+RATES = [0.1, 0.08, 0.12, 0.05, 0.1, 0.1, 0.03, 0.06, 0.1, 0.1, 0.02, 0.1]
+SMALL = [*range(20, 24), *range(32, 34)]  # the tensors of four and of two elements of the perceptron
+
+
+def matrix(n: int, rows: int, columns: int, key: int) -> Tensor:
+    """The sketch as a matrix, one column for each element, found out by sketching every unit vector."""
+    found = torch.zeros(rows, columns, n)
+    for i in range(n):
+        table, unit = torch.zeros(rows, columns), torch.zeros(n)
+        unit[i] = 1.0
+        sketch_(unit, table, key=key)
+        found[:, :, i] = table
+    return found
+
+
+def of_step(n: int, rows: int, columns: int) -> Callable[[int], Tensor]:
+    return lambda t: matrix(n, rows, columns, draw_key(0, t))
+
+
+def oracle(strategy: SketchedSGD, n: int, size: int, *, small: list[int], gathers: bool = False) -> Sketched:
+    loud = n - len(small)
+    k = max(1, round(strategy.fraction * loud))
+    return Sketched(
+        k,
+        strategy.second_round * k,
+        strategy.momentum,
+        None if gathers else of_step(loud, strategy.rows, strategy.columns * k),
+        small,
+        strategy.masking,
+        strategy.lr_in_residual,
+    )
+
+
+SKETCH = partial(SketchedSGD, fraction=0.2, columns=2, recovery="sketch", dense_below=0)
+CASES: list[tuple[SketchedSGD, list[int]]] = [
+    (SKETCH(), []),
+    (SKETCH(momentum=0.0, rows=1), []),
+    (SKETCH(second_round=0), []),
+    (SKETCH(second_round=1), []),
+    (SKETCH(masking=False), []),
+    (SKETCH(lr_in_residual=False), []),
+    (SKETCH(dense_below=5), SMALL),
+    (SketchedSGD(0.2, recovery="gather", dense_below=0), []),
+    (SketchedSGD(0.2, recovery="gather", dense_below=5, lr_in_residual=False), SMALL),
+]
+
+
+@pytest.mark.parametrize(("strategy", "small"), CASES, ids=[str(s) for s, _ in CASES])
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_form_equals_its_oracle_on_threads(strategy: SketchedSGD, small: list[int], size: int) -> None:
+    problem = Regression(size, 12, torch.float32)
+    gathers = strategy.recovery == "gather"
+    second = oracle(strategy, 34, size, small=small, gathers=gathers)
+    wanted = second.run(problem.gradient, problem.start.expand(size, -1), RATES, decay=0.02)
+    seen = watched(size, strategy, problem, RATES, weight_decay=0.02)
+    assert distance(seen, wanted[:, None].expand_as(seen)) < 2e-5
+    state = watched(size, strategy, problem, RATES, unsent_and_momentum, weight_decay=0.02)[-1]
+    assert torch.allclose(state, torch.cat([second.v, second.u], 1), rtol=0, atol=2e-6)
+
+
+def unsent_and_momentum(r: Replica) -> Tensor:
+    return torch.cat([r.state["unsent"], r.state["momentum"]])
+
+
+def on_a_process(strategy: Strategy, size: int) -> list[float]:
+    return flat(train(None, strategy, Regression(size, 12, torch.float32), RATES).model).tolist()
+
+
+@pytest.mark.parametrize("strategy", [SKETCH(dense_below=5), CASES[-1][0], FetchSGD(0.2, 2)], ids=str)
+@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
+def test_four_processes_do_what_the_oracle_does(strategy: SketchedSGD | FetchSGD) -> None:
+    problem = Regression(4, 12, torch.float32)
+    start = problem.start.expand(4, -1)
+    if isinstance(strategy, FetchSGD):
+        fixed = matrix(34, 5, 2 * 7, draw_key(0, 0))
+        wanted = fetch_sgd(problem.gradient, start, RATES, k=7, momentum=0.9, matrix=fixed)[0]
+    else:
+        second = oracle(strategy, 34, 4, small=SMALL, gathers=strategy.recovery == "gather")
+        wanted = second.run(problem.gradient, start, RATES)
+    ended = run_processes(4, on_a_process, strategy, 4)
+    assert all(x == ended[0] for x in ended)
+    assert distance(torch.tensor(ended[0]), wanted[-1]) < 2e-5
+
+
+@pytest.mark.parametrize("strategy", [s for s, _ in CASES] + [FetchSGD(0.2), FetchSGD(0.2, conserving=True)], ids=str)
+def test_all_workers_hold_the_same_bits_after_every_step(strategy: Strategy) -> None:
+    seen = watched(3, strategy, Regression(3, 8, torch.float32), RATES[:8])
+    assert torch.equal(seen, seen[:, :1].expand_as(seen))
+
+
+# -- updates and residuals ---------------------------------------------------------------------------------------------
+
+
+class Whole(Quadratic):
+    """Gradients that are whole numbers, and known beforehand."""
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        draw = torch.Generator().manual_seed(100 * step + rank)
+        return (model() * torch.randint(-9, 10, (len(self.start),), generator=draw)).sum()
+
+
+def whole_gradients(steps: int, size: int, n: int) -> Tensor:
+    rows = [
+        torch.randint(-9, 10, (n,), generator=torch.Generator().manual_seed(100 * t + w)).float()
+        for t in range(steps)
+        for w in range(size)
+    ]
+    return torch.stack(rows).view(steps, size, n)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+@pytest.mark.parametrize("recovery", ["sketch", "gather"])
+def test_updates_and_residuals_add_up_to_all_momenta_bitwise(recovery: Any, momentum: float) -> None:
+    n, size, steps = 40, 4, 10
+    strategy = SketchedSGD(
+        0.1, 4, momentum=momentum, masking=False, lr_in_residual=False, dense_below=0, recovery=recovery
+    )
+    problem = Whole(torch.ones(size), torch.zeros(size, n))
+    seen = watched(size, strategy, problem, [1.0] * steps, lambda r: torch.cat([r.x, r.state["unsent"]]))
+    moved, unsent = problem.start - seen[-1, 0, :n], seen[-1, :, n:].sum(0)
+    total, u = torch.zeros(n), torch.zeros(size, n)
+    for g in whole_gradients(steps, size, n):
+        u = momentum * u + g / size
+        total += u.sum(0)
+    assert torch.equal(moved + unsent, total)
+    assert unsent.abs().max() > 0
+
+
+def test_without_a_second_round_the_errors_of_estimates_are_lost() -> None:
+    n, size, steps = 60, 2, 8
+    strategy = SketchedSGD(0.1, 2, second_round=0, momentum=0.0, lr_in_residual=False, dense_below=0, recovery="sketch")
+    problem = Whole(torch.ones(size), torch.zeros(size, n))
+    seen = watched(size, strategy, problem, [1.0] * steps, lambda r: torch.cat([r.x, r.state["unsent"]]))
+    gone = problem.start - seen[-1, 0, :n] + seen[-1, :, n:].sum(0) - whole_gradients(steps, size, n).mean(1).sum(0)
+    second = Sketched(6, 0, 0.0, of_step(n, 5, 12), inside=False)
+    gradients = whole_gradients(steps, size, n)
+    second.run(lambda _, t: gradients[t], problem.start.expand(size, -1), [1.0] * steps)
+    off, residual = torch.zeros(n), torch.zeros(n)
+    for g, places, step in zip(gradients, second.moved, second.steps, strict=True):
+        residual += g.mean(0)
+        off[places] += step[places] - residual[places]
+        residual[places] = 0
+    assert gone.abs().max() > 0.1
+    assert torch.allclose(gone, off, rtol=0, atol=1e-4)
+
+
+def test_momentum_and_residual_are_zero_where_an_update_was_applied() -> None:
+    def see(r: Replica) -> Tensor:
+        return torch.stack([r.g != 0, r.state["momentum"] == 0, r.state["unsent"] == 0])
+
+    seen = watched(3, SKETCH(), Regression(3, 8, torch.float32), RATES[:8], see)
+    moved, no_momentum, no_residual = seen.unbind(2)
+    assert moved.sum(2).eq(7).all()
+    assert (no_momentum & no_residual)[moved].all()
+    assert not (no_momentum & no_residual)[~moved].all()
+
+
+def test_chosen_positions_whose_sum_is_zero_are_cleared_too() -> None:
+    class Opposed(Quadratic):
+        def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+            return (model() * torch.tensor([1.0, -1.0])[rank]).sum()
+
+    strategy = SketchedSGD(1.0, 1, momentum=0.5, dense_below=0, recovery="sketch", lr_in_residual=False)
+    seen = watched(2, strategy, Opposed(torch.ones(2), torch.zeros(2, 6)), [1.0] * 2, unsent_and_momentum)
+    assert torch.equal(seen, torch.zeros_like(seen))
+
+
+def test_updating_everything_at_every_step_is_plain_sgd_whatever_the_momentum() -> None:
+    problem = Regression(3, 12, DOUBLE)
+    for recovery in ("sketch", "gather"):
+        strategy = SketchedSGD(1.0, 1, momentum=0.9, dense_below=0, recovery=recovery)
+        plain = together(3, thinwire.AllReduce(), problem, RATES)
+        assert distance(together(3, strategy, problem, RATES), plain) < 1e-12
+
+
+def test_without_masking_updating_everything_is_heavy_ball() -> None:
+    problem = Regression(3, 12, DOUBLE)
+    strategy = SketchedSGD(1.0, 1, momentum=0.9, masking=False, dense_below=0)
+    wanted = together(3, thinwire.AllReduce(), problem, [0.05] * 12, momentum=0.9)
+    assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
+
+
+@pytest.mark.parametrize("recovery", ["sketch", "gather", "auto"])
+def test_small_tensors_keep_the_momentum_of_plain_sgd(recovery: str) -> None:
+    problem = Regression(3, 12, DOUBLE)
+    # All tensors are small: nothing is left to sketch or to gather.
+    strategy = SketchedSGD(0.5, 1, momentum=0.9, dense_below=1000, recovery=recovery)  # type: ignore[arg-type]
+    wanted = together(3, thinwire.AllReduce(), problem, [0.05] * 12, momentum=0.9)
+    assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
+
+
+def test_second_rounds_over_all_candidates_find_the_true_largest() -> None:
+    n = 50
+    strategy = SketchedSGD(0.1, 2, second_round=10, momentum=0.0, dense_below=0, recovery="sketch")
+    problem = quadratic(2, torch.float32, width=n)
+    second = Sketched(5, 50, 0.0, lambda t: torch.eye(n)[None])
+    wanted = second.run(problem.gradient, problem.start.expand(2, -1), [0.1] * 10)
+    assert distance(watched(2, strategy, problem, [0.1] * 10)[:, 0], wanted) < 1e-5
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_two_steps_on_few_parameters_are_those_computed_by_hand(size: int) -> None:
+    # F = (x - 1)^2 / 2 at 1 + 1: each step the gradient is the error; momentum is forgotten as all of it moves.
+    problem = Quadratic(torch.ones(size), torch.zeros(size, 2))
+    strategy = SketchedSGD(1.0, 4, momentum=0.9, dense_below=0, recovery="sketch")
+    seen = watched(size, strategy, problem, [0.005, 0.005])[:, 0]
+    assert torch.allclose(seen[:, 0], torch.tensor([0.995, 0.995**2]), rtol=0, atol=1e-7)
+    heavy = SketchedSGD(1.0, 4, momentum=0.9, masking=False, dense_below=0, recovery="sketch")
+    seen = watched(size, heavy, problem, [0.005, 0.005])[:, 0]
+    assert torch.allclose(seen[:, 0], torch.tensor([0.995, 0.995 - 0.005 * 0.995 - 0.9 * 0.005]), rtol=0, atol=1e-7)
+
+
+def test_a_parameter_without_learning_rate_stays_and_so_does_its_residual() -> None:
+    problem = Regression(2, 6, torch.float32)
+    for strategy in (SKETCH(fraction=1.0), SKETCH(fraction=1.0, lr_in_residual=False), FetchSGD(1.0, conserving=True)):
+        seen = watched(2, strategy, problem, [0.1] * 6, factors=[1.0, 0.0])
+        assert torch.equal(seen[-1, 0, 20:24], problem.start[20:24])
+        assert not torch.equal(seen[-1, 0, :20], problem.start[:20])
+        assert seen.isfinite().all()
+
+
+def test_rates_of_groups_are_kept_apart() -> None:
+    problem = Regression(2, 12, DOUBLE)
+    strategy = SketchedSGD(1.0, 1, momentum=0.0, dense_below=0)
+    found = together(2, strategy, problem, RATES, factors=[1.0, 0.5])
+    assert distance(found, together(2, thinwire.AllReduce(), problem, RATES, factors=[1.0, 0.5])) < 1e-12
+
+
+def test_half_precision_keeps_residuals_in_single() -> None:
+    def body(comm: Comm) -> tuple[torch.dtype, Tensor]:
+        worker = engine.attach(comm, SKETCH(), model=engine.net().bfloat16(), optimizer=plain)
+        batches = [(x.bfloat16(), y.bfloat16()) for x, y in engine.batches(comm.rank, 4)]
+        engine.steps(worker, batches).detach()
+        return worker.replicas[0].state["unsent"].dtype, flat(worker.model)
+
+    (dtype, first), (_, second) = thinwire.run_threads(2, body)
+    assert dtype == torch.float32
+    assert torch.equal(first, second)
+
+
+def plain(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.05, weight_decay=0.01)
+
+
+# -- faults, saving, other sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+@pytest.mark.parametrize(
+    "strategy", [SKETCH(), SKETCH(recovery="gather"), FetchSGD(0.2), FetchSGD(0.2, conserving=True)]
+)
+def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step(strategy: Strategy, bad: float) -> None:
+    def body(comm: Comm) -> tuple[bool, bool, Tensor, float]:
+        worker = engine.attach(comm, strategy, optimizer=plain, nonfinite="skip")
+        for group in worker.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        engine.steps(worker, engine.batches(comm.rank, 3))
+        (r,) = worker.replicas
+        before, x = {name: y.clone() for name, y in r.state.items()}, r.x.clone()
+        worker.metrics()
+        data = engine.batch(comm.rank, 3)
+        engine.steps(worker, [(data[0] * (bad if comm.rank == 1 else 1.0), data[1])])
+        same = all(torch.equal(r.state[name], y) for name, y in before.items())
+        stays = torch.equal(r.x, x)
+        skipped = worker.metrics()["skipped_steps"]
+        engine.steps(worker, engine.batches(comm.rank, 3, first=4)).detach()
+        return same, stays, flat(worker.model), skipped
+
+    for same, stays, x, skipped in thinwire.run_threads(3, body):
+        assert same
+        assert stays
+        assert x.isfinite().all()
+        assert skipped == 1.0
+
+
+@pytest.mark.parametrize(
+    "strategy", [SKETCH(), SKETCH(recovery="gather"), FetchSGD(0.2), FetchSGD(0.2, conserving=True)]
+)
+def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: Strategy) -> None:
+    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+        whole = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 8))
+        first = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 5))
+        saved = first.state_dict()
+        second: Worker = engine.attach(comm, strategy, optimizer=plain)
+        second.load_state_dict(saved)
+        engine.steps(second, engine.batches(comm.rank, 3, first=5))
+        for each in (whole, first, second):
+            each.detach()
+        return flat(whole.model), flat(second.model)
+
+    for whole, resumed in thinwire.run_threads(3, body):
+        assert torch.equal(whole, resumed)
+
+
+def test_another_number_of_workers_has_the_same_residual_in_total() -> None:
+    draw = torch.Generator().manual_seed(0)
+    states = [
+        {name: torch.randn(9, generator=draw) for name in ("momentum", "unsent")} | {"error_sketch": torch.ones(2, 3)}
+        for _ in range(4)
+    ]
+    for size in (1, 3, 8):
+        found = resize_unsent(states, size)
+        assert len(found) == size
+        for name in ("momentum", "unsent"):
+            before, after = (sum(state[name].double() for state in each) for each in (states, found))
+            assert torch.allclose(torch.as_tensor(before), torch.as_tensor(after), rtol=0, atol=1e-6)
+        assert torch.equal(found[-1]["error_sketch"], torch.ones(2, 3))
+    with pytest.raises(ConfigError, match="0 states for 3 workers"):
+        resize_unsent([], 3)
+
+
+def test_ranks_without_data_count_in_no_mean() -> None:
+    strategy = SketchedSGD(1.0, 1, momentum=0.0, dense_below=0)
+
+    def body(comm: Comm, how: Strategy) -> Tensor:
+        worker = engine.attach(comm, how, optimizer=plain)
+        for x, y in worker.join(engine.batches(comm.rank, 2 + 2 * comm.rank)):
+            engine.steps(worker, [(x, y)])
+        worker.detach()
+        return flat(worker.model)
+
+    ours, theirs = (thinwire.run_threads(2, partial(body, how=how)) for how in (strategy, thinwire.AllReduce()))
+    assert torch.allclose(ours[0], theirs[0], rtol=0, atol=1e-6)
+    assert torch.equal(ours[0], ours[1])
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def sent(comm: Comm, strategy: Strategy, steps: int) -> float:
+    before = [0.0]
+
+    def after(worker: Worker) -> None:
+        before.append(worker.comm.meter.payload_bytes)
+
+    train(comm, strategy, Regression(comm.size, steps, torch.float32), [0.1] * steps, after_step=after)
+    return before[-1] - before[1]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+def test_bytes_are_those_of_the_formula(size: int) -> None:
+    share = 2 * (size - 1) / size * 4
+    table = 5 * 2 * 6
+    cases: list[tuple[Strategy, float]] = [
+        (SKETCH(dense_below=5), share * (table + 4 * 6 + 6)),
+        (SKETCH(dense_below=5, second_round=0), share * (table + 6)),
+        (SketchedSGD(0.2, dense_below=5, recovery="gather"), (size - 1) * (8 * 6 + 16) + share * 6),
+        (FetchSGD(0.2, 2), share * 5 * 2 * 7),
+        (FetchSGD(0.2, 2, conserving=True), share * (5 * 2 * 7 + 28)),
+    ]
+    for strategy, formula in cases:
+        found = thinwire.run_threads(size, lambda comm, how=strategy: sent(comm, how, 3))
+        assert found == pytest.approx([2 * formula] * size, rel=0, abs=0.01)
+
+
+def test_a_run_without_data_sends_what_the_formula_says() -> None:
+    for size in (2, 4, 64):
+        run = DryRun(
+            SketchedSGD(0.01, 16, recovery="sketch"),
+            [3000, 7000],
+            workers=size,
+            rank=0,
+            dtype=torch.float32,
+            bucket_bytes=1,
+        )
+        assert run.step().sent == pytest.approx(2 * (size - 1) / size * 4 * (5 * 16 * 100 + 400))
+        assert run.step().messages == 2
+
+
+@pytest.mark.parametrize(("strategy", "crossing"), [(SketchedSGD(0.001, 10, 5), 54), (SketchedSGD(0.001, 4, 3), 16)])
+def test_a_sketch_is_chosen_where_there_are_more_workers_than_rows_times_columns_and_candidates(
+    strategy: SketchedSGD, crossing: int
+) -> None:
+    by_size = {
+        size: DryRun(strategy, [100_000], workers=size, rank=0, dtype=torch.float32, bucket_bytes=1).step()
+        for size in (2, crossing - 1, crossing + 1, 256)
+    }
+    assert [len(step.collectives) for step in by_size.values()] == [1, 1, 2, 2]
+    for size, step in by_size.items():
+        expected = (size - 1) * 816 if size < crossing else 2 * (size - 1) / size * 400 * crossing
+        assert step.sent == pytest.approx(expected)
+
+
+def test_the_cost_of_a_sketch_hardly_grows_with_the_number_of_workers() -> None:
+    def nbytes(size: int, recovery: Any) -> float:
+        how = SketchedSGD(recovery=recovery)
+        return DryRun(how, [1_000_000], workers=size, rank=0, dtype=torch.float32, bucket_bytes=1).step().sent
+
+    assert nbytes(256, "sketch") < 1.01 * nbytes(128, "sketch") < 1.03 * nbytes(64, "sketch")
+    assert nbytes(256, "gather") > 4 * nbytes(64, "gather")
+
+
+# -- FetchSGD ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_fetch_sgd_equals_its_oracle(size: int) -> None:
+    problem = Regression(size, 12, torch.float32)
+    fixed = matrix(34, 5, 2 * 7, draw_key(0, 0))
+    wanted, error = fetch_sgd(problem.gradient, problem.start.expand(size, -1), RATES, k=7, momentum=0.9, matrix=fixed)
+    seen = watched(size, FetchSGD(0.2, 2), problem, RATES)
+    assert distance(seen, wanted[:, None].expand_as(seen)) < 2e-5
+    tables = watched(size, FetchSGD(0.2, 2), problem, RATES, lambda r: r.state["error_sketch"])
+    assert torch.allclose(tables[-1, 0], error, rtol=0, atol=2e-6)
+
+
+def test_a_conserving_table_stays_the_sketch_of_the_residuals() -> None:
+    def see(r: Replica) -> Tensor:
+        return torch.cat([r.state["error_sketch"].flatten(), r.state["unsent"]])
+
+    seen = watched(3, FetchSGD(0.1, 4, conserving=True), Regression(3, 12, torch.float32), RATES, see)
+    tables, unsent = seen[:, 0, : 5 * 12], seen[:, :, 60:].sum(1)
+    fixed = matrix(34, 5, 12, draw_key(0, 0)).flatten(0, 1)
+    assert torch.allclose(tables, unsent @ fixed.T, rtol=0, atol=1e-5)
+    assert unsent.abs().max() > 1e-3
+
+
+def test_conserving_fetch_sgd_loses_nothing_where_the_published_one_does() -> None:
+    n, size, steps = 60, 2, 10
+    problem = Whole(torch.ones(size), torch.zeros(size, n))
+    total = whole_gradients(steps, size, n).mean(1).sum(0)
+    keep = FetchSGD(0.1, 2, momentum=0.0, conserving=True, lr_in_residual=False)
+    seen = watched(size, keep, problem, [1.0] * steps, lambda r: torch.cat([r.x, r.state["unsent"]]))
+    assert torch.equal(problem.start - seen[-1, 0, :n] + seen[-1, :, n:].sum(0), total)
+    zeroing = FetchSGD(0.1, 2, momentum=0.0, lr_in_residual=False)
+    seen = watched(size, zeroing, problem, [1.0] * steps, lambda r: torch.cat([r.x, r.state["error_sketch"].flatten()]))
+    fixed = matrix(n, 5, 12, draw_key(0, 0)).flatten(0, 1)
+    left = (total - (problem.start - seen[-1, 0, :n])) @ fixed.T
+    assert (seen[-1, 0, n:] - left).abs().max() > 0.5
+
+
+# -- what cannot work --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: SketchedSGD(0.0), r"fraction=0.0: must lie in \(0, 1\]"),
+        (lambda: SketchedSGD(columns=0), "columns=0: at least 1"),
+        (lambda: SketchedSGD(rows=4), "rows=4: .* must be odd; 5 is usual"),
+        (lambda: SketchedSGD(second_round=-1), "second_round=-1"),
+        (lambda: SketchedSGD(momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
+        (lambda: SketchedSGD(dense_below=-1), "dense_below=-1"),
+        (lambda: SketchedSGD(recovery="ring"), "recovery must be 'auto' or 'sketch' or 'gather'"),
+        (lambda: FetchSGD(rows=2), "must be odd"),
+        (lambda: FetchSGD(momentum=-0.1), r"must lie in \[0, 1\)"),
+        (lambda: FetchSGD(second_round=0), "second_round=0"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("strategy", [SketchedSGD(), FetchSGD()], ids=lambda s: type(s).__name__)
+def test_optimizers_with_a_momentum_of_their_own_are_refused(strategy: Strategy) -> None:
+    for optimizer in (engine.momentum, lambda model: torch.optim.AdamW(model.parameters())):
+        with pytest.raises(ConfigError, match=r"it must apply .* use torch.optim.SGD without momentum"):
+            engine.attach(thinwire.CountingComm(0, 2), strategy, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(("n", "fits"), [(4810, "0.01"), (1000, "0.048")])
+def test_a_model_that_is_too_small_for_the_fraction_of_fetch_sgd_is_warned_of(n: int, fits: str) -> None:
+    def start(strategy: FetchSGD, rank: int = 0) -> None:
+        strategy.start(Replica(torch.ones(n), torch.ones(n), CountingComm(rank, 2), lr=lambda: 0.1))
+
+    with pytest.warns(UserWarning, match=rf"of {n:,} elements per step .* Use fraction={fits} or more"):
+        start(FetchSGD())
+    start(FetchSGD(), rank=1)
+    start(FetchSGD(float(fits)))
+
+
+def test_a_vector_of_small_tensors_alone_needs_no_table() -> None:
+    r = Replica(torch.ones(3), torch.ones(3), CountingComm(0, 1), lr=lambda: 0.1)
+    strategy = SketchedSGD(fraction=1.0, dense_below=0)
+    strategy.start(r)
+    strategy.before_step(r)
+    assert torch.allclose(r.g, torch.ones(3))

@@ -1,0 +1,333 @@
+# SPDX-License-Identifier: Apache-2.0
+"""DiLoCo with any outer optimizer: the methods that it is, and what is refused."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import thinwire
+from tests.methods.strategies.local_runs import Make, adamw, begin, ended, go_on, run, sgd
+from tests.oracles import common as oracles
+from tests.oracles import local as oracles_local
+from tests.oracles.local import Adam, Momentum
+from tests.pool import run_processes
+from tests.problems import Regression, distance, flat
+from thinwire import (
+    Comm,
+    ConfigError,
+    DiLoCo,
+    Local,
+    LocalSGD,
+    NodeAverage,
+    Offloaded,
+    PushSum,
+    Sharded,
+    SlowMo,
+    Strategy,
+    Streaming,
+)
+from thinwire.core.comm.threads import single_worker
+from thinwire.core.replica.replica import Replica
+from thinwire.lab.runs.recipes import modules_of
+from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
+from thinwire.methods.strategies.local.outer_step import OuterStep
+
+DOUBLE = torch.float64
+STEPS = 20
+DILOCO = DiLoCo(period=5)
+BLOCK = DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.9, momentum=0.6, nesterov=True))
+SERVER = DiLoCo(period=5, outer=OuterOptimizer("AdamW", lr=0.05, betas=(0.9, 0.999), weight_decay=0.01))
+
+LAMB = OuterOptimizer("thinwire.methods.optimizers:Lamb", lr=0.1)
+
+
+def halved(parameters: list[torch.nn.Parameter], lr: float) -> Optimizer:
+    return torch.optim.SGD(parameters, lr=lr / 2)
+
+
+def unannotated(parameters, lr):  # type: ignore[no-untyped-def]
+    return torch.optim.SGD(parameters, lr=lr)
+
+
+def untrue(parameters: list[torch.nn.Parameter], lr: float) -> Optimizer:
+    return parameters  # type: ignore[return-value]
+
+
+def case(strategy: DiLoCo) -> tuple[Make, Any]:
+    """The workers' optimizer, and the oracle."""
+    return {
+        DILOCO: (adamw(0.01), lambda *a: oracles_local.diloco(*a, Adam(0.01), STEPS, period=5, lr=0.7, momentum=0.9)),
+        BLOCK: (
+            sgd(0.05),
+            lambda *a: oracles_local.block_momentum(*a, Momentum(0.05), STEPS, period=5, momentum=0.6, rate=0.9)[0],
+        ),
+        SERVER: (
+            sgd(0.05, 0.0),
+            lambda *a: oracles_local.federated_adam(*a, Momentum(0.05, 0.0), STEPS, period=5, outer=Adam(0.05)),
+        ),
+    }[strategy]
+
+
+@pytest.mark.parametrize("strategy", [DILOCO, BLOCK, SERVER], ids=["diloco", "bmuf", "federated adam"])
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_known_methods_are_outer_optimizers(strategy: DiLoCo, n: int) -> None:
+    make, oracle = case(strategy)
+    problem = Regression(n, STEPS, DOUBLE)
+    real = ended(n, strategy, problem, STEPS, make)
+    assert distance(real, oracle(problem.gradient, problem.start.expand(n, -1))) < 1e-12
+
+
+def outer_runs() -> list[list[float]]:
+    comm = thinwire.GroupComm()
+    problem = Regression(comm.size, STEPS, DOUBLE)
+    return [flat(run(comm, s, problem, STEPS, case(s)[0]).model).tolist() for s in (DILOCO, BLOCK, SERVER)]
+
+
+def test_known_methods_are_outer_optimizers_on_processes() -> None:
+    rows = torch.tensor(run_processes(3, outer_runs), dtype=DOUBLE)
+    problem = Regression(3, STEPS, DOUBLE)
+    for i, strategy in enumerate((DILOCO, BLOCK, SERVER)):
+        assert distance(rows[:, i], case(strategy)[1](problem.gradient, problem.start.expand(3, -1))) < 1e-12
+
+
+def test_heavy_ball_outside_is_classical_block_momentum_at_any_learning_rate() -> None:
+    problem = Regression(4, STEPS, DOUBLE)
+    strategy = DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.75))
+    rates = [0.02 * (k + 1) for k in range(STEPS)]
+
+    def warm(worker: Any, step: int) -> None:
+        worker.optimizer.param_groups[0]["lr"] = rates[step]
+
+    real = ended(4, strategy, problem, STEPS, sgd(0.1, 0.0), before_step=warm)
+    start = problem.start.expand(4, -1)
+    block = oracles.block_momentum(problem.gradient, start, oracles.Descent(rates), STEPS, period=5, momentum=0.75)
+    assert distance(real, block) < 1e-12
+
+
+def test_one_worker_under_plain_outer_descent_is_lookahead() -> None:
+    problem = Regression(1, STEPS, DOUBLE)
+    real = ended(1, DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.5)), problem, STEPS, adamw(0.01))
+    start, worker = problem.start.expand(1, -1), Adam(0.01)
+    ahead = oracles.lookahead(problem.gradient, start, lambda x, g, k: worker(x, g), STEPS, period=5, pull=0.5)  # type: ignore[arg-type]
+    assert distance(real, ahead) < 1e-12
+
+
+def test_slow_momentum_is_outer_sgd_with_momentum_at_a_constant_learning_rate() -> None:
+    problem = Regression(3, STEPS, DOUBLE)
+    real, outer = (
+        ended(3, strategy, problem, STEPS, sgd(0.05))
+        for strategy in (
+            SlowMo(period=5, momentum=0.5),
+            DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.5)),
+        )
+    )
+    assert distance(real, outer) < 1e-12
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SERVER,
+        DILOCO,
+        SlowMo(PushSum(), period=5, momentum=0.5, buffers="reset"),
+        Sharded(SlowMo(period=5, buffers="average")),
+        Sharded(Offloaded(DiLoCo(period=5, outer=OuterOptimizer("Adam", lr=0.05)))),
+        NodeAverage(DiLoCo(period=6), period=2, node_size=3),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("saved", [7, 10])
+def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(
+    strategy: Strategy, saved: int, tmp_path: Path
+) -> None:
+    problem = Regression(3, STEPS, torch.float32)
+
+    def body(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        whole = go_on(begin(comm, strategy, problem, adamw()), problem, range(saved))
+        whole.save(tmp_path)
+        go_on(whole, problem, range(saved, STEPS))
+        again = begin(comm, strategy, problem, adamw())
+        again.load(tmp_path)
+        go_on(again, problem, range(saved, STEPS))
+        return tuple({"x": r.x, **r.state} for worker in (whole, again) for r in worker.replicas)  # type: ignore[return-value]
+
+    for whole, again in thinwire.run_threads(3, body):
+        assert whole.keys() == again.keys()
+        assert all(torch.equal(x, again[name]) for name, x in whole.items())
+
+
+def test_the_outer_optimizer_s_state_is_part_of_the_strategy_s() -> None:
+    (r,) = run(None, SERVER, Regression(1, 10, DOUBLE), 10, sgd()).replicas
+    assert set(r.state) == {"anchor", "outer.step", "outer.exp_avg", "outer.exp_avg_sq"}
+    assert r.state["outer.step"] == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Adafactor"]
+)
+def test_every_dense_optimizer_of_torch_continues_where_it_stopped(name: str) -> None:
+    outer, x, y = OuterOptimizer(name, lr=0.1), torch.ones(3), torch.ones(3)
+    state: dict[str, Tensor] = {}
+    parameter = torch.nn.Parameter(y)
+    kept = getattr(torch.optim, name)([parameter], lr=0.1)
+    for step in range(4):
+        gradient = torch.tensor([1.0, -2.0, 0.5]) * (step + 1)
+        outer.step_(x, gradient.clone(), state)
+        parameter.grad = gradient.clone()
+        kept.step()
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: OuterOptimizer("SDG"), "torch.optim has no such optimizer; did you mean SGD"),
+        (lambda: OuterOptimizer("Optimizer"), "neither a subclass of Optimizer"),
+        (lambda: OuterOptimizer("SGD", lr=0.0), "outer lr=0.0: must be positive"),
+        (lambda: OuterOptimizer("SGD", momentum=-1.0), "Invalid momentum value"),
+        (lambda: OuterOptimizer("SGD", nesterov=True), "Nesterov momentum requires a momentum"),
+        (lambda: OuterOptimizer("AdamW", momentum=0.9), "unexpected keyword argument 'momentum'"),
+        (lambda: OuterOptimizer("LBFGS"), "its step needs more than a gradient"),
+        (lambda: OuterOptimizer("SparseAdam"), "its step needs more than a gradient"),
+        (lambda: OuterOptimizer("Adam", betas=[0.9, 0.95]), r"betas=\[0.9, 0.95\]: must be a number, a string"),
+        (lambda: OuterOptimizer("Adam", betas=open), "so that a recipe can hold it"),
+        (lambda: OuterOptimizer("Adam", eps=float("nan")), "so that a recipe can hold it"),
+        (lambda: OuterOptimizer("torch.optim:"), "must be a name in torch.optim, or 'module:Name'"),
+        (lambda: OuterOptimizer("thinwire/optimizers:Lamb"), "or 'module:Name'"),
+        (lambda: OuterOptimizer("no_such_module:Lamb"), "No module named 'no_such_module'"),
+        (lambda: OuterOptimizer("thinwire.methods.optimizers:Lam"), "no such optimizer; did you mean Lamb"),
+        (
+            lambda: OuterOptimizer("os:system").check(),
+            "neither a subclass of Optimizer nor a function that is annotated",
+        ),
+        (lambda: OuterOptimizer(f"{__name__}:unannotated"), "neither a subclass of Optimizer nor a function"),
+        (lambda: OuterOptimizer(f"{__name__}:untrue"), "returned a list, not an Optimizer"),
+        (lambda: OuterOptimizer(lr="1"), "lr must be a number"),  # type: ignore[arg-type]
+        (lambda: OuterOptimizer(3), "optimizer must be a str"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(outer="SGD"), "outer must be a OuterOptimizer"),  # type: ignore[arg-type]
+        (lambda: DiLoCo(period=0), "period=0: must be at least 1"),
+        (lambda: DiLoCo(SlowMo()), r"one outer step at a time; use its base, Local\(\)"),
+        (lambda: SlowMo(Sharded(DiLoCo())), "one outer step at a time; use its base, DiLoCo"),
+        (lambda: SlowMo(buffers="drop"), "'maintain' or 'reset' or 'average'"),  # type: ignore[arg-type]
+        (lambda: Sharded(SlowMo(exact=False)).check(2), "nothing to shard"),
+        (lambda: Sharded(Offloaded(SlowMo(exact=False))).check(2), "nothing to shard"),
+        (lambda: Sharded(DiLoCo(outer=LAMB)).check(2), "does not treat every element by itself"),
+        (lambda: Streaming(Sharded(SlowMo(buffers="average"))), "use buffers='maintain'"),
+        (lambda: Sharded(LocalSGD()), r"keeps no state of outer steps; use SlowMo\(\) or DiLoCo\(\)"),
+        (lambda: Offloaded(Local()), "keeps no state of outer steps"),
+    ],
+)
+def test_outer_optimizers_that_cannot_work_are_refused_with_the_reason(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+@pytest.mark.parametrize(
+    "strategy", [SERVER, DILOCO, DiLoCo(outer=LAMB), SlowMo(Local(), buffers="reset", exact=False)], ids=str
+)
+def test_recipes_with_outer_optimizers_are_made_again_from_their_text(strategy: Strategy) -> None:
+    assert thinwire.parse(repr(strategy)) == strategy
+    assert hash(thinwire.parse(str(strategy))) == hash(strategy)
+
+
+def test_an_optimizer_of_another_module_is_a_class_or_a_function_that_makes_one() -> None:
+    problem = Regression(2, STEPS, DOUBLE)
+    outer = OuterOptimizer(f"{__name__}:halved", lr=1.0)
+    made, plain = (
+        ended(2, DiLoCo(period=5, outer=each), problem, STEPS, sgd()) for each in (outer, OuterOptimizer("SGD", lr=0.5))
+    )
+    assert torch.equal(made, plain)
+    assert OuterOptimizer("torch.optim:SGD", lr=0.5) == OuterOptimizer("SGD", lr=0.5)
+    x, y = torch.ones(4), torch.nn.Parameter(torch.ones(4))
+    LAMB.step_(x, torch.arange(4.0), {})
+    y.grad = torch.arange(4.0)
+    thinwire.Lamb([y], lr=0.1).step()
+    assert torch.equal(x, y)
+
+
+def test_a_recipe_from_a_file_does_not_import_an_outer_optimizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "outer_of_mine.py").write_text("from torch.optim import SGD as Mine", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "Sharded(DiLoCo(outer=OuterOptimizer('outer_of_mine:Mine', lr=0.1, momentum=0.5)))"
+    with pytest.raises(ConfigError, match="outer_of_mine:Mine is not imported, and a recipe that is read from a file"):
+        thinwire.parse(text, imports=False)
+    assert "outer_of_mine" not in sys.modules
+    try:
+        strategy = thinwire.parse(text)
+        assert modules_of(strategy) == ["outer_of_mine"]
+        assert thinwire.parse(repr(strategy), imports=False) == strategy
+    finally:
+        sys.modules.pop("outer_of_mine", None)
+    with pytest.raises(ConfigError, match="there is no module no_such_module"):
+        thinwire.parse("DiLoCo(outer=OuterOptimizer('no_such_module:Lamb'))")
+
+
+def test_the_order_of_arguments_makes_no_other_recipe() -> None:
+    one, two = OuterOptimizer(momentum=0.9, nesterov=True), OuterOptimizer(nesterov=True, momentum=0.9)
+    assert one == two
+    assert hash(one) == hash(two)
+    assert repr(one) == "OuterOptimizer(optimizer='SGD', lr=0.7, momentum=0.9, nesterov=True)"
+
+
+@pytest.mark.parametrize(
+    ("outer", "elementwise"),
+    [
+        (OuterOptimizer(), True),
+        (OuterOptimizer("AdamW", lr=0.1), True),
+        (LAMB, False),
+        (OuterOptimizer("Adafactor", lr=0.1), False),
+    ],
+    ids=repr,
+)
+def test_optimizers_with_norms_are_told_from_elementwise_ones(outer: OuterOptimizer, elementwise: bool) -> None:
+    assert outer.is_elementwise() == elementwise
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5),
+        Sharded(SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5)),
+        SlowMo(Local(), period=4, momentum=0.0, lr=0.5, codec=thinwire.ErrorFeedback(thinwire.TopK(1.0))),
+        DiLoCo(period=4, outer=OuterOptimizer("SGD", lr=0.5)),
+    ],
+    ids=str,
+)
+def test_a_round_that_is_begun_anew_starts_at_the_parameters(strategy: Strategy) -> None:
+    def work(comm: Comm) -> Tensor:
+        model = torch.nn.Linear(3, 1, bias=False).double()
+        torch.nn.init.constant_(model.weight, 1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        (r,) = thinwire.attach(model, optimizer, strategy, comm=comm).replicas
+        for step in range(8):
+            if step == 5:
+                r.x.fill_(5.0)
+                strategy.restart(r)
+            model.weight.grad = torch.full_like(model.weight, (comm.rank + 1.0) * (step < 5))
+            optimizer.step()
+        return r.x.clone()
+
+    for x in thinwire.run_threads(2, work):
+        assert torch.equal(x, torch.full_like(x, 5.0))
+
+
+@pytest.mark.parametrize("strategy", [DiLoCo(period=2), SlowMo(period=2)], ids=str)
+def test_an_outer_step_does_not_change_the_average_which_may_be_the_parameters(strategy: OuterStep) -> None:
+    r = Replica(torch.ones(3), torch.empty(0), single_worker(), lr=lambda: 0.1)
+    strategy.start(r)
+    average = torch.tensor([1.0, 2.0, 3.0])
+    if isinstance(strategy, SlowMo):
+        r.state["num_steps"] += 1
+        r.state["lr_sum"] += 0.1
+    strategy.step_(r.state, r.state["anchor"].clone(), average)
+    assert average.tolist() == [1.0, 2.0, 3.0]
+    assert not torch.equal(r.state["anchor"], torch.ones(3))

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A wrapper is its base in all that it does not override, whatever hooks and traits strategies have."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, fields
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from thinwire import CountingComm, Replica, Strategy
+from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.wrapper import SOURCES, Wrapper
+
+TRAITS = sorted(each.name for each in fields(Traits))
+HOOKS = sorted(name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_")
+
+
+@dataclass(frozen=True)
+class Around(Wrapper):
+    """Overrides nothing."""
+
+    base: Strategy
+
+
+def replica() -> Replica:
+    return Replica(torch.zeros(3), torch.zeros(3), CountingComm(0, 2), lr=lambda: 0.1, seed=0)
+
+
+def arguments(r: Replica) -> dict[str, Any]:
+    """One of each kind that hooks are given."""
+    optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+    few = {"size": 4, "step": 5, "before": 3, "blocks": "in blocks"}
+    return {"r": r, "part": slice(0, 2), "x": r.x, "optimizer": optimizer, **few}
+
+
+def recording(answer: Any) -> tuple[Strategy, list[tuple[str, tuple[Any, ...]]]]:
+    """A strategy that notes every call of a hook, and gives the same answer to all."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def noting(name: str) -> Any:
+        def hook(_: Strategy, *given: Any) -> Any:
+            calls.append((name, given))
+            return answer
+
+        return hook
+
+    kind = type("Recording", (Strategy,), {name: noting(name) for name in HOOKS})
+    return kind(), calls
+
+
+def test_the_table_has_every_trait_and_hook() -> None:
+    assert sorted(SOURCES) == sorted([*TRAITS, *HOOKS])
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if SOURCES[hook] != "own" and hook != "resized"])
+def test_every_hook_is_the_base_s_and_is_given_the_base_s_replica(hook: str) -> None:
+    answer, r = object(), replica()
+    base, calls = recording(answer)
+    given = [arguments(r)[name] for name in list(inspect.signature(getattr(Strategy, hook)).parameters)[1:]]
+    found = getattr(Around(base), hook)(*given)
+    assert calls == [(hook, tuple(r.part("base") if each is r else each for each in given))]
+    if inspect.signature(getattr(Strategy, hook)).return_annotation != "None":
+        assert found is answer
+
+
+def test_the_state_of_another_number_of_workers_is_the_base_s_under_the_base_s_names() -> None:
+    own, inner = torch.ones(1), torch.full((1,), 2.0)
+    base, calls = recording([{"new": inner}, {}])
+    found = Around(base).resized([{"own": own, "base/old": inner}, {"own": own, "base/old": inner}], 2)
+    assert calls == [("resized", ([{"old": inner}, {"old": inner}], 2))]
+    assert found == [{"own": own, "base/new": inner}, {"own": own}]
+
+
+@pytest.mark.parametrize("hook", [hook for hook in HOOKS if SOURCES[hook] == "own"])
+def test_a_hook_of_its_own_is_that_of_every_strategy(hook: str) -> None:
+    assert getattr(Wrapper, hook) is getattr(Strategy, hook)
+
+
+@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("value", [0, 1])
+def test_every_trait_is_the_base_s_or_that_of_every_strategy(name: str, value: int) -> None:
+    odd = Traits(**{name: value})
+    kind = type("Odd", (Strategy,), {"traits": odd})
+    assert getattr(Around(kind()).traits, name) == getattr(odd if SOURCES[name] == "base" else Traits(), name)

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One rank of an examination with a fault planted in it: `python -m tests.planning.doctor.planted FAULT [OPTIONS]`."""
+
+from __future__ import annotations
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import time
+
+import torch
+from torch import nn
+
+RANK = int(os.environ.get("RANK", "0"))
+ADDRESS = f"10.77.0.{RANK + 1}"
+
+
+def wrong_interface() -> None:
+    if RANK == 1:
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+
+
+def name_is_loopback() -> None:
+    del os.environ["GLOO_SOCKET_IFNAME"]
+    resolve = socket.getaddrinfo
+
+    def patched(host: object, *args: object, **kwargs: object) -> object:
+        if host == socket.gethostname():
+            host = "127.0.1.1" if RANK == 1 else ADDRESS
+        return resolve(host, *args, **kwargs)  # type: ignore
+
+    socket.getaddrinfo = patched  # type: ignore
+
+
+def blocked_port() -> None:
+    if RANK == 1:
+        subprocess.run(["ip", "route", "add", "prohibit", "10.77.0.3/32"], check=True)
+
+
+def versions() -> None:
+    if RANK == 2:
+        import thinwire._version
+
+        thinwire._version.__version__ = "0.0.9"
+
+
+def threads() -> None:
+    torch.set_num_threads(len(os.sched_getaffinity(0)) + 1 if RANK == 0 else 1)
+
+
+def clock() -> None:
+    if RANK == 2:
+        real = time.time
+        time.time = lambda: real() + 3.0
+
+
+def open_files() -> None:
+    if RANK == 1:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+
+def missing_rank() -> None:
+    if RANK == 2:
+        sys.exit(0)
+
+
+def slow_rank() -> None:
+    os.environ["PLANTED_SLOW"] = "2"
+
+
+def none() -> None:
+    """No fault, or one of the network."""
+
+
+def model() -> tuple[nn.Module, object]:
+    """A model whose step takes longer on the slow rank."""
+    network = nn.Linear(8, 8)
+
+    def loss() -> torch.Tensor:
+        time.sleep(0.08 if os.environ.get("PLANTED_SLOW") == str(RANK) else 0.02)
+        return network(torch.ones(8)).sum()
+
+    return network, loss
+
+
+def swapped() -> tuple[object, nn.Module]:
+    """A model and a loss in the wrong order."""
+    network, loss = model()
+    return loss, network
+
+
+def main(faults: str, *options: str) -> int:
+    """Plant the faults, and run the command."""
+    for fault in faults.split("+"):
+        globals()[fault]()
+    # After the faults, some of which must be there when it is imported.
+    from thinwire.cli import main as command
+    from thinwire.planning.doctor import examination
+
+    if "--quick" in options:
+        quick = examination.Budget.__init__
+
+        def short(self: object, **given: float) -> None:
+            quick(self, **{**given, "links": 1.0, "all_reduces": 0.5, "steps": 0.5})  # type: ignore
+
+        examination.Budget.__init__ = short  # type: ignore
+    rest = [option for option in options if option != "--quick"]
+    return command(["doctor", "--json", "--model", "tests.planning.doctor.planted:model", *rest])
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
