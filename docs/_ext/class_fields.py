@@ -4,19 +4,21 @@
 import inspect
 import re
 from dataclasses import MISSING, fields
-from importlib import import_module
-from pkgutil import walk_packages
 
+from thinwire import Codec, Topology
 from thinwire.registry import recipe_classes
 
 _ARGUMENT = re.compile(r"^    (\w+): (.*?)(?=^    \w+: |\Z)", re.DOTALL | re.MULTILINE)
 
 
-def classes_of(package: str) -> list[type]:
-    """The classes that recipes can name and that are defined in a package of thinwire, by name, those with fields."""
-    home = import_module(f"thinwire.{package}")
-    modules = {home.__name__, *(each.name for each in walk_packages(home.__path__, f"{home.__name__}."))}
-    return [kind for kind in recipe_classes().values() if kind.__module__ in modules and shown(kind)]
+def classes_of(what: str) -> list[type]:
+    """The codecs, topologies, or strategies and their parts that recipes can name, by name, those with fields."""
+    return [kind for kind in recipe_classes().values() if part_of(kind) == what and shown(kind)]
+
+
+def part_of(kind: type) -> str:
+    """The section of the reference that a class belongs to."""
+    return "codecs" if issubclass(kind, Codec) else "topology" if issubclass(kind, Topology) else "strategies"
 
 
 def shown(kind: type) -> list[tuple[str, str, str]]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`{hyperparameters} PACKAGE`: a table of fields, defaults and meanings for each class, from the classes themselves."""
+"""`{hyperparameters} PART`: a table of fields, defaults and meanings for each class, from the classes themselves."""
 
 from class_fields import classes_of, table_of
 from docutils import nodes
@@ -10,7 +10,7 @@ from sphinx.util.typing import ExtensionMetadata
 
 
 class Hyperparameters(SphinxDirective):
-    """A section with a table for every class that recipes can name and that a package defines."""
+    """A table for each class of one part that recipes can name: strategies, codecs or topology."""
 
     required_arguments = 1
 

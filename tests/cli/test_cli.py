@@ -148,7 +148,8 @@ def test_the_version_is_printed(capsys):
 def test_help_of_commands_imports_neither_training_nor_torch():
     names = ("train", "compare", "demo")
     calls = "".join(f"main(['{name}', '--help']); print('torch' in sys.modules); " for name in names)
-    probe = f"import sys; from thinwire.cli import main; main(['--help']); print('thinwire.lab.runs' in sys.modules); {calls}"
+    first = "main(['--help']); print('thinwire.lab.runs' in sys.modules)"
+    probe = f"import sys; from thinwire.cli import main; {first}; {calls}"
     done = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert [line for line in done.stdout.split("\n") if line in ("True", "False")] == ["False"] * (1 + len(names))
 

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs under Ray, and a guard that ends all their processes: when they end, when the test ends, or after a timeout.
 
-`python -m tests.arrays.sweep.ray_runs` prints the results of Ray's runs as JSON; `python -m tests.arrays.sweep.ray_runs COMMAND ...`
-guards another command. Ray's servers and workers have sessions of their own and outlive a killed process, so the
+`python -m tests.arrays.sweep.ray_runs` prints the results of Ray's runs as JSON; with `COMMAND ...` it guards another
+command. Ray's servers and workers have sessions of their own and outlive a killed process, so the
 guard adopts orphans, kills all its descendants by process id, and removes the folder it made.
 """
 

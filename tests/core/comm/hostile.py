@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hostile inputs to a mailbox's port, drawn from a seed; `python -m tests.core.comm.hostile HOST PORT [COUNT [SEED]]`."""
+"""Hostile inputs to a mailbox's port, drawn from a seed.
+
+As a program: `python -m tests.core.comm.hostile HOST PORT [COUNT [SEED]]`.
+"""
 
 from __future__ import annotations
 

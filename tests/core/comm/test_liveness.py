@@ -13,7 +13,10 @@ import pytest
 
 from thinwire.core.comm.liveness import ROW_BYTES, Processes, State, own_row
 
-_PROGRAM = "import sys, time; from thinwire.core.comm.liveness import own_row; print(own_row().hex(), flush=True); time.sleep(60)"
+_PROGRAM = (
+    "import sys, time; from thinwire.core.comm.liveness import own_row; "
+    "print(own_row().hex(), flush=True); time.sleep(60)"
+)
 
 
 @pytest.fixture

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Invariants hold in every run with random faults; `python -m tests.planning.simulate.faults` tries any number of seeds."""
+"""Invariants hold in every run with random faults.
+
+`python -m tests.planning.simulate.faults` tries any number of seeds.
+"""
 
 from __future__ import annotations
 

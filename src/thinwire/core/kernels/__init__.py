@@ -2,7 +2,8 @@
 """The arithmetic of codecs (vectors to bytes and back), arrays of models (`rows`, `normalised`, `linear`) and coresets
 (`nearest`).
 
-It runs as C on the CPU, as Triton on a GPU, and as torch (`thinwire.core.kernels.reference`) where neither is available.
+It runs as C on the CPU, as Triton on a GPU, and where neither is available as torch, in
+`thinwire.core.kernels.reference`.
 
 Meta tensors have sizes and no data. As with torch's own operators, results have the right sizes here, and nothing is
 computed; `reading` is all that turns data into Python's values. So a dry run takes the lines of a real one.

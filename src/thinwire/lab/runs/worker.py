@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a run; as a program, `python -m thinwire.lab.runs FOLDER [--resume] [MODULE ...]`, started once per rank."""
+"""One rank of a run.
+
+As a program, started once per rank: `python -m thinwire.lab.runs FOLDER [--resume] [MODULE ...]`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long a training step takes on a mesh: the real split model, simulated on meta tensors.
 
-As in `thinwire.planning.plan.predict` no formula describes what is sent. Each rank of the simulation splits the model with
-`parallelize_2d` and runs its forward and backward pass with all of their messages. Every product that it computes lets
-as much virtual time pass as the measured step of the whole model took for as many operations.
+As in `thinwire.planning.plan.predict` no formula describes what is sent. Each rank of the simulation splits the
+model with `parallelize_2d` and runs its forward and backward pass with all of their messages. Every product that it
+computes lets as much virtual time pass as the measured step of the whole model took for as many operations.
 """
 
 from __future__ import annotations

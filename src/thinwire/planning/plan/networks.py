@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from thinwire.errors import ConfigError
-from thinwire.lab.emulate import Link
+from thinwire.planning.links import Link
 from thinwire.planning.simulate import Network, Special
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 
@@ -27,7 +27,7 @@ def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Netw
         latency: one way between two workers, besides the links' delays, in seconds.
 
     Example:
-        >>> from thinwire.lab.emulate import parse_links
+        >>> from thinwire.planning.links import parse_links
         >>> from thinwire.planning.plan.networks import network_of_links
         >>> network = network_of_links(parse_links("100mbit+5ms,2:10mbit+5ms", 3))
         >>> network.bits_per_second, network.specials[0].ranks, network.specials[0].bits_per_second

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The very code that trains, on simulated workers of a simulated network, in virtual time.
 
-    results = thinwire.planning.simulate.run(1024, work, network=thinwire.planning.simulate.load_network("network.toml"), seed=1)
+    from thinwire.planning import simulate
+
+    results = simulate.run(1024, work, network=simulate.load_network("network.toml"), seed=1)
 
 as `thinwire.run_threads` runs it on threads. See `docs/explanation/simulator.md`.
 """

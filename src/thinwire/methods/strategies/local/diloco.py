@@ -53,8 +53,8 @@ class DiLoCo(OuterStep):
 
     With `weights="samples"` and $s_i$ the samples that worker $i$ has used since it last sent, $\Delta$ is
     $\sum_i s_i (\theta - x_i') / \sum_i s_i$. With a `codec` $C$ it is the mean of coded differences; what
-    error feedback then sends at $\alpha > 0$ is said in `thinwire.methods.strategies.local.coded_means.pull_mean_`; it needs
-    equal weights there.
+    error feedback then sends at $\alpha > 0$ is said in `thinwire.methods.strategies.local.coded_means.pull_mean_`;
+    it needs equal weights there.
 
     $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
     the paper; its state stays with each worker. SGD with `lr=1` as the outer optimizer is Local SGD, and with momentum
