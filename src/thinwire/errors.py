@@ -2,15 +2,15 @@
 """Every error that thinwire raises on purpose.
 
     ThinwireError
-    ├── ConfigError             a recipe, a topology or an argument that cannot work (exit code 2)
-    ├── MismatchError           two ranks were started with different models, recipes, versions or seeds
+    ├── ConfigError             an invalid recipe, topology or argument (exit code 2)
+    ├── MismatchError           ranks have different models, recipes, versions or seeds
     ├── CommError               communication failed
     │   ├── PeerLostError           the connection to another rank is closed; also a ConnectionError
     │   └── CommTimeoutError        another rank did not answer within the timeout; also a TimeoutError
-    ├── CheckpointError         a checkpoint that cannot be read, or does not fit
+    ├── CheckpointError         a checkpoint is unreadable or does not fit the model
     └── NonFiniteError          a loss or a gradient is NaN or infinite
 
-Every message quotes the value, the rule that it breaks and the fix.
+Every message contains the value, the rule that it violates and the fix.
 """
 
 
@@ -28,7 +28,7 @@ class ThinwireError(Exception):
 
 
 class ConfigError(ThinwireError, ValueError):
-    """A recipe, a topology or an argument that cannot work.
+    """A recipe, a topology or an argument is invalid.
 
     Example:
         >>> from thinwire import ConfigError, TopK
@@ -41,7 +41,7 @@ class ConfigError(ThinwireError, ValueError):
 
 
 class MismatchError(ThinwireError):
-    """Two ranks disagree on what is being trained or sent; `attach` raises it on all ranks before step 0.
+    """Ranks disagree on the model, the recipe or a message; `attach` raises it on all ranks before step 0.
 
     Example:
         >>> import torch
@@ -55,7 +55,7 @@ class MismatchError(ThinwireError):
 
 
 class CommError(ThinwireError):
-    """Communication failed: a message is damaged, of another step, or did not arrive.
+    """Communication failed: a message is damaged, belongs to another step, or did not arrive.
 
     Example:
         >>> from thinwire import CommError, CommTimeoutError, PeerLostError
@@ -67,7 +67,7 @@ class CommError(ThinwireError):
 
 
 class PeerLostError(CommError, ConnectionError):
-    """The connection to another rank is closed, most often because its process ended.
+    """The connection to another rank is closed, usually because its process ended.
 
     Example:
         >>> import torch
@@ -105,7 +105,7 @@ class CommTimeoutError(CommError, TimeoutError):
 
 
 class CheckpointError(ThinwireError):
-    """A checkpoint that cannot be read, or that belongs to another model or recipe.
+    """A checkpoint cannot be read, or it belongs to another model or recipe.
 
     Example:
         >>> from pathlib import Path
@@ -130,7 +130,7 @@ class NonFiniteError(ThinwireError, ArithmeticError):
 
 
 def error_named(kind: str, text: str) -> ThinwireError:
-    """The error of the class with that name, as another process has reported it; ThinwireError if there is none."""
+    """Make the error that another process reported; an unknown class becomes ThinwireError."""
     found = globals().get(kind)
     if isinstance(found, type) and issubclass(found, ThinwireError):
         return found(text)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that recipes may name: strategies, codecs, topologies and their parts, found where they are defined."""
+"""Find the classes that recipes may name: strategies, codecs, topologies and their parts."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ _PARSING, _TRIES = RLock(), 4
 
 @dataclass_transform(frozen_default=True)
 def registered(kind: type[T]) -> type[T]:
-    """Make a class a frozen dataclass that checks the types of its fields, and let recipes name it.
+    """Turn a class into a frozen dataclass with checked field types, and let recipes name it.
 
-    Its repr is the recipe. `__post_init__`, if there is one, runs after the types are checked. A class that is defined
-    outside of thinwire is named by its module too, so that another process can read its repr; while its module is
-    imported, and no other class has the name, recipes may leave the module out.
+    Its repr is the recipe. `__post_init__`, if defined, runs after the types are checked. The repr of a class that is
+    defined outside thinwire contains its module, so that another process can read it. Recipes may leave the module out
+    while it is imported and no other class has the same name.
 
     Raises:
-        ConfigError: another class of thinwire has this name; when an instance is made, a field has a wrong type.
+        ConfigError: another class of thinwire has this name, or a field of a new instance has the wrong type.
 
     Example:
         >>> import thinwire
@@ -67,13 +67,15 @@ def registered(kind: type[T]) -> type[T]:
     made = dataclass(frozen=True)(kind)
     other = REGISTERED.get(name, made)
     if other.__module__ != made.__module__:
-        raise ConfigError(f"{made.__module__}.{name}: {other.__module__} has a class of that name; rename one")
+        raise ConfigError(
+            f"{made.__module__}.{name}: {other.__module__} has a class with the same name. Rename one of them"
+        )
     REGISTERED[name] = made
     return made
 
 
 def recipe_classes() -> dict[str, type]:
-    """All classes of thinwire that recipes may name, by name; imports the modules in which they are defined."""
+    """Return thinwire's classes that recipes may name, by name; imports the modules that define them."""
     _import_packages()
     homes = tuple(f"thinwire.{package}." for package in PACKAGES)
     return {name: kind for name, kind in sorted(REGISTERED.items()) if kind.__module__.startswith(homes)}
@@ -81,9 +83,9 @@ def recipe_classes() -> dict[str, type]:
 
 @cache
 def entry_points() -> dict[str, str]:
-    """`module:Class` by the name under which an installed distribution offers the class; nothing is imported.
+    """Map the names that installed distributions offer to `module:Class`; imports nothing.
 
-    A name that thinwire has itself, or that stands for two classes, is left out.
+    Names of thinwire's own classes and ambiguous names are left out.
     """
     found: dict[str, set[str]] = {}
     for point in metadata.entry_points(group=ENTRY_POINTS):
@@ -93,7 +95,7 @@ def entry_points() -> dict[str, str]:
 
 
 def name_in_recipes(kind: type) -> str:
-    """The name that a recipe gives to a class: its own, that of its entry point, or `module:Class`.
+    """Return the name of a class in recipes: its own, that of its entry point, or `module:Class`.
 
     Example:
         >>> import thinwire
@@ -110,14 +112,14 @@ class Recipe:
     """Base class of strategies, topologies and codecs, whose `str()` is the recipe as you wrote it."""
 
     _typed = ""
-    """The text that the object was parsed from."""
+    """Return the text that the object was parsed from, or its repr."""
 
     def __str__(self) -> str:
         return self._typed or canonical(self)
 
 
 def canonical(recipe: Any) -> str:
-    """The recipe without arguments that are at their defaults, whatever text it was parsed from."""
+    """Return the recipe without default arguments, whatever text it was parsed from."""
     if not is_dataclass(recipe) or isinstance(recipe, type):
         return repr(recipe)
     arguments: list[str] = []
@@ -144,20 +146,20 @@ def _full_name(kind: type) -> str:
 
 
 def _repr(self: Any) -> str:
-    """The recipe, with the module of the class where another process needs it."""
+    """Return the recipe, with the module of the class if another process needs it."""
     arguments = (f"{field.name}={getattr(self, field.name)!r}" for field in fields(self) if field.repr)
     return f"{name_in_recipes(type(self))}({', '.join(arguments)})"
 
 
 @lru_cache(maxsize=1024)
 def parsed(text: str) -> ast.expr:
-    """Parse an expression; safe to call on several threads.
+    """Parse an expression; safe to call from several threads.
 
-    CPython 3.11 counts the depth of a syntax tree in one place for all threads, and raises a `SystemError` where two of
-    them parse at once: a garbage collection while one parses may let another run.
+    CPython 3.11 counts the depth of a syntax tree in one place for all threads. It raises a `SystemError` if two
+    threads parse at once, which a garbage collection during parsing can cause.
 
     Raises:
-        SyntaxError: the text is no expression.
+        SyntaxError: the text is not an expression.
     """
     with _PARSING:
         for _ in range(_TRIES):

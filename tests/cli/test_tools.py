@@ -43,7 +43,7 @@ def test_tools_says_why_the_fast_path_is_not_taken(capsys, monkeypatch, tmp_path
         for name in ("codes, sketches, arrays of models", "selection of coresets"):
             assert (found[name]["runs"], found[name]["details"]) == (
                 "PyTorch, slower",
-                "there is no C compiler; install gcc or clang",
+                "no C compiler was found. Install gcc or clang",
             )
         assert found["messages of asynchronous methods"]["details"] == "pip install 'thinwire[async]'"
         assert main(["tools"]) == 0

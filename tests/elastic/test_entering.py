@@ -79,7 +79,7 @@ def test_a_run_does_not_begin_anew_while_one_of_its_workers_is_there(run: Run) -
     first = [run.member(each) for each in "ab"]
     run.begin(*first)
     run.end(first[0])
-    with pytest.raises(CommTimeoutError, match="did not take this worker in within"):
+    with pytest.raises(CommTimeoutError, match="did not accept this worker within"):
         run.member("c", timeout=0.2).enter(0, 2)
 
 
@@ -97,7 +97,7 @@ def test_a_worker_that_was_taken_for_lost_takes_no_step_of_a_run_that_has_begun_
     run.begin(*first)
     run.gone.update("ab")  # so it looks
     run.begin(run.member("c"), run.member("d"))
-    with pytest.raises(PeerLostError, match="the others have begun the run anew"):
+    with pytest.raises(PeerLostError, match="the others have restarted the run"):
         first[0].take_step()
 
 
@@ -105,7 +105,7 @@ def test_who_gave_up_asking_to_join_is_not_taken_in(run: Run) -> None:
     first = [run.member(each) for each in "ab"]
     run.begin(*first)
     late = run.member("c", timeout=0.2)
-    with pytest.raises(CommTimeoutError, match="did not take this worker in within"):
+    with pytest.raises(CommTimeoutError, match="did not accept this worker within"):
         late.enter(0, 2)
     with ThreadPoolExecutor(3) as pool:
         again = pool.submit(run.member("d").enter, 0, 2)  # as in the same process, which runs on
@@ -139,7 +139,7 @@ def test_who_gives_up_just_as_the_others_agree_on_a_view_with_it_is_gone_in_that
 
 def test_who_gives_up_just_as_a_run_begins_with_it_is_gone_in_that_run(run: Run) -> None:
     a, b = run.member("a", timeout=0.1), run.member("b")
-    with pytest.raises(CommTimeoutError, match="of 2 workers that the run begins with, rank 1 did not come"):
+    with pytest.raises(CommTimeoutError, match="rank 1 of 2 initial workers did not arrive"):
         a.enter(0, 2)
     # Another one had seen its place before.
     rows = {each.worker: each.row for each in (a, b)}

@@ -56,4 +56,4 @@ def test_workers_stop_in_words_when_the_store_is_gone() -> None:
     processes.end_store()
     processes.kill(1)
     (report, _) = processes.finish()
-    assert "the store that holds the list of workers cannot be reached" in report.error
+    assert "the store of the worker list cannot be reached" in report.error

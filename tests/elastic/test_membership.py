@@ -70,7 +70,7 @@ def test_a_store_answers_while_a_group_that_nobody_waits_for_any_more_still_conn
     gone = threading.Event()
     before = {*threading.enumerate()}
     threading.Timer(0.3, gone.set).start()
-    with pytest.raises(PeerLostError, match="a worker of this view is gone, or has given it up"):
+    with pytest.raises(PeerLostError, match="a worker of this view is gone, or has abandoned the view"):
         GlooConnector(store).connect(1, 0, 2, 4, gone.is_set)
     within(2, lambda: store.set("still", "there"))
     assert store.get("still") == b"there"
@@ -97,7 +97,7 @@ def test_a_wait_ends_when_its_view_has_been_given_up_though_no_connection_was_cl
         waits, silent = pool.map(lambda rank: connector.connect(0, rank, 2, 5, given_up.is_set), range(2))
         threading.Timer(0.6, given_up.set).start()
         with pytest.raises(
-            PeerLostError, match=r"rank 0, step 0, .*: a worker of this view is gone, or has given it up"
+            PeerLostError, match=r"rank 0, step 0, .*: a worker of this view is gone, or has abandoned the view"
         ):
             # Less than Gloo's own timeout, which its threads wait for.
             within(3, partial(call, waits))

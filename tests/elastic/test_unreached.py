@@ -86,7 +86,7 @@ def test_a_joiner_that_does_not_reach_every_worker_gives_up_and_the_others_go_on
     assert torch.equal(stayed[0].agreed, stayed[1].agreed)  # type: ignore[arg-type]
     assert stayed[0].epochs[-1][1] == ("w0", "w1")
     assert isinstance(ends[2].error, CommTimeoutError)
-    for words in ("worker w2", "taken in 4 times", "firewalls", "GLOO_SOCKET_IFNAME", "not all connected"):
+    for words in ("worker w2", "accepted 4 times", "firewalls", "GLOO_SOCKET_IFNAME", "not all connected"):
         assert words in str(ends[2].error)
     assert len(cut.failed) == 4
 
@@ -100,7 +100,7 @@ def test_a_try_to_join_does_not_count_where_another_worker_was_lost_or_left() ->
         own._count_try(taken_in, View(5, ("a",), lost=("new",), left={"b": "SIGTERM"}), "")
     for _ in range(3):
         own._count_try(taken_in, View(5, ("a", "b"), lost=("new",)), "")
-    with pytest.raises(CommTimeoutError, match="worker new: it was taken in 4 times"):
+    with pytest.raises(CommTimeoutError, match="worker new: it was accepted 4 times"):
         own._count_try(taken_in, View(5, ("a", "b"), lost=("new",)), "")
 
 

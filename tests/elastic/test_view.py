@@ -58,7 +58,7 @@ def test_a_worker_that_answers_too_late_stops_and_no_second_view_exists() -> Non
     members = entered(network, "abc", timeout=0.3)
     first = members[0].change(Progress(1, True, 1))  # b and c run, and do not answer
     assert first.members == ("a",)
-    with pytest.raises(PeerLostError, match="go on as view 1 without this worker"):
+    with pytest.raises(PeerLostError, match="continue as view 1 without this worker"):
         members[1].change(Progress(1, True, 1))
     for member in members:
         member.close()
@@ -67,7 +67,7 @@ def test_a_worker_that_answers_too_late_stops_and_no_second_view_exists() -> Non
 def test_a_worker_that_does_not_come_is_named() -> None:
     network = ThreadNetwork()
     member = Membership(network.store, "a", timeout=0.2, state=network.state)
-    with pytest.raises(CommTimeoutError, match="of 2 workers that the run begins with, rank 1 did not come"):
+    with pytest.raises(CommTimeoutError, match="rank 1 of 2 initial workers did not arrive"):
         member.enter(0, 2)
     member.close()
 

@@ -149,7 +149,7 @@ def _wrong_error(fault: Fault, rank: int, ending: Ending) -> str:
         return f"has an error of another kind, {ending.kind}"
     text = root(ending.text)
     # What it says of itself first is where it was.
-    text = re.sub(rf"^(?:these ranks' [^:]*: )?rank {rank}\b", "", text)
+    text = re.sub(rf"^(?:the connections [^:]*: )?rank {rank}\b", "", text)
     blamed = {
         int(each)
         for words in _BLAMED.findall(text)

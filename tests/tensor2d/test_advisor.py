@@ -184,7 +184,7 @@ def test_a_refused_mesh_names_the_size_and_the_divisor() -> None:
     shared = Transformer(
         layers=1, hidden=48, heads=12, key_heads=4, vocabulary=48, samples=6, length=2, gated=True, inner=96
     )
-    assert "query heads a column" in shared.refusal(1, 6)
+    assert "query heads per column" in shared.refusal(1, 6)
     assert shared.refusal(1, 2) == ""
 
 
@@ -217,8 +217,8 @@ def test_shared_key_heads_are_counted_on_a_llama() -> None:
         (lambda: Precision(element_nbytes=0), "at least 1"),
         (lambda: replace(SMALL, layers=0), "at least 1"),
         (lambda: replace(SMALL, heads=5), "heads must divide hidden"),
-        (lambda: describe_transformer(Encoder(), samples=1, length=1), "Encoder: the advisor knows"),
-        (lambda: run_threads(1, measure_pace), "between 2 ranks"),
+        (lambda: describe_transformer(Encoder(), samples=1, length=1), "Encoder: the advisor supports"),
+        (lambda: run_threads(1, measure_pace), "at least 2 ranks"),
     ],
 )
 def test_what_cannot_be_advised_on_is_refused(make: Any, message: str) -> None:

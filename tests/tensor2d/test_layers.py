@@ -320,7 +320,7 @@ def test_dropout_leaves_evaluation_alone() -> None:
         (lambda mesh: Embedding2D(drawn(36, 20), mesh), r"20 % 6"),
         (lambda mesh: mesh.rows_of(torch.zeros(3)), "batch of 3.*use 4"),
         (lambda mesh: mesh.columns_of(torch.zeros(2, 4)), r"4 % 3"),
-        (lambda mesh: cross_entropy_2d(torch.zeros(2, 6), torch.zeros(3), mesh), "one target a token"),
+        (lambda mesh: cross_entropy_2d(torch.zeros(2, 6), torch.zeros(3), mesh), "each token needs one target"),
     ],
 )
 def test_what_cannot_be_cut_is_refused_with_its_size(make: Callable[[Mesh2D], Any], message: str) -> None:

@@ -26,7 +26,7 @@ def test_every_mesh_is_shown_and_the_best_is_marked(capsys: pytest.CaptureFixtur
     ("words", "message"),
     [
         (["AllReduce()", "--tensor-parallel", "4"], "leave out the recipe"),
-        (["--tensor-parallel", "4", "--task", "digits"], "the advisor knows"),
+        (["--tensor-parallel", "4", "--task", "digits"], "the advisor supports"),
         (["--tensor-parallel", "4", "--link", "none"], "depends on the rate"),
         ([], "RECIPE is missing"),
     ],

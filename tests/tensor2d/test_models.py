@@ -426,7 +426,7 @@ def test_a_plan_chooses_the_style_of_modules() -> None:
         (lambda: Unknown(), {"bodi.*": Dense()}, "no module has the name 'bodi.*'"),
         (lambda: Unknown(), {nn.PReLU: Dense()}, "no module has the class PReLU"),
         (lambda: Unknown(), NAMED | {"body.1": Dense()}, "body.1 is a GELU without weight"),
-        (lambda: nn.Linear(24, 24), {}, "wrap it"),
+        (lambda: nn.Linear(24, 24), {}, "Wrap it"),
         (lambda: nn.Sequential(nn.MultiheadAttention(24, 4, batch_first=True)), {}, r"0 of 4 heads: 4 % 3"),
         (lambda: nn.Sequential(nn.MultiheadAttention(24, 6)), {}, "batch_first=True"),
         (lambda: nn.Sequential(nn.LayerNorm((2, 24))), {}, "a norm over"),

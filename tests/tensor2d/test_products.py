@@ -170,7 +170,7 @@ def test_the_number_of_panels_is_the_fastest_that_fits() -> None:
     assert tight.count >= 50
     slow_calls = Pace(seconds_per_message=10.0, bits_per_second=8e6, flops_per_second=1e6)
     assert choose_panels(**job, gathered_nbytes=1e6, limit_nbytes=1e9, width=64, pace=slow_calls) == Panels(1)
-    with pytest.raises(ConfigError, match="raise the limit"):
+    with pytest.raises(ConfigError, match="Raise the limit"):
         choose_panels(**job, gathered_nbytes=1e6, limit_nbytes=1e3, width=64, pace=pace)
 
 

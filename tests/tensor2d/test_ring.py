@@ -155,7 +155,7 @@ def test_processes_compute_what_threads_do() -> None:
 
 
 def test_sequences_and_heads_that_cannot_be_shared_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"4 chunks of 2 rows must divide it; use 8"):
+    with pytest.raises(ConfigError, match=r"4 chunks of 2 rows must divide it. Use 8"):
         positions_of(6, 0, 2)
 
     def odd_length(mesh: Mesh2D) -> None:

@@ -310,8 +310,8 @@ def test_the_check_takes_positional_and_named_arguments_features_and_numbers() -
     ("check", "message"),
     [
         (torch.zeros(3, LENGTH, dtype=torch.int64), "a batch of 3: 2 rows must divide it"),
-        ((), "pass the tensors"),
-        ((1, "words"), "pass the tensors"),
+        ((), "must contain tensors"),
+        ((1, "words"), "must contain tensors"),
     ],
 )
 def test_a_batch_that_cannot_be_checked_is_refused(check: Any, message: str) -> None:

@@ -96,7 +96,7 @@ def test_damage_is_named_on_every_rank_and_nothing_is_loaded(kind: str, tmp_path
     assert message[0] == message[1]
     with pytest.raises(CheckpointError, match=words):
         raise CheckpointError(message[0])
-    assert f"remove {tmp_path / 'step-00000003'}" in str(message[0])
+    assert f"Remove {tmp_path / 'step-00000003'}" in str(message[0])
 
 
 @pytest.mark.parametrize("seed", fast_where(lambda seed: seed < 5, range(20)))

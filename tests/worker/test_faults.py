@@ -329,7 +329,7 @@ def test_a_killed_rank_ends_all_others_within_five_seconds_and_is_named(
         assert KILLED[name][1] in text
         assert SICK_STEP <= int(text.split("step ")[1].split(",")[0]) <= SICK_STEP + 3
         assert seconds < 5
-        assert again.startswith("these ranks' connections are closed since an earlier failure: ")
+        assert again.startswith("the connections are closed after an earlier failure: ")
 
 
 @pytest.mark.parametrize("name", list(ASYNCHRONOUS))

@@ -158,7 +158,7 @@ def call_after_detach() -> str:
 
 def test_a_detached_worker_has_no_connections_but_its_users_comm_has() -> None:
     for rank, text in enumerate(run_processes(2, call_after_detach)):
-        assert text == f"rank {rank}: this comm was disconnected; attach the model again 2.0"
+        assert text == f"rank {rank}: this comm was disconnected. Attach the model again 2.0"
 
 
 def test_signals_end_a_fork_as_before() -> None:

@@ -19,7 +19,7 @@ def check_field_types(recipe: Any) -> None:
     """Check that every field of a dataclass has the type of its annotation.
 
     Raises:
-        ConfigError: naming the first field that has not, its value and the type that it needs.
+        ConfigError: with the first wrong field, its value and the expected type.
     """
     name, hints = type(recipe).__name__, _hints(type(recipe))
     for field in fields(recipe):
@@ -30,10 +30,10 @@ def check_field_types(recipe: Any) -> None:
 
 
 def check_number(name: str, value: object, *, whole: bool = False) -> None:
-    """Check that an argument is a number; those of numpy are numbers, True and False are not.
+    """Check that an argument is a number; NumPy numbers are accepted, True and False are not.
 
     Raises:
-        ConfigError: naming the argument, its value and what it must be.
+        ConfigError: with the argument, its value and the expected type.
     """
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
         raise ConfigError(f"{name}={value!r}: must be {_DESCRIPTIONS[int if whole else float]}")
@@ -45,9 +45,9 @@ def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is Literal:
         return value in get_args(hint)
     if hint in (int, float):
-        # An int is a valid float; a bool is an int to Python, but never meant as a number.
+        # An int is a valid float. A bool is an int in Python, but is never meant as a number.
         return isinstance(value, (int, hint)) and not isinstance(value, bool)
-    # What containers hold, their classes check themselves.
+    # Classes check the items of their containers themselves.
     return get_origin(hint) is not None or isinstance(value, hint)
 
 
@@ -60,7 +60,7 @@ def _describe(hint: Any) -> str:
 
 
 def printable(text: str, limit: int | None = None) -> str:
-    r"""Return text from elsewhere without the characters that could control a terminal, and no longer than the limit.
+    r"""Remove characters that could control a terminal, and cut the text at the limit.
 
     Example:
         >>> printable("\x1b[31mred\n", 6)

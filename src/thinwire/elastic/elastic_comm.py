@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comm whose ranks change from view to view, under one object that strategies and users keep."""
+"""One comm object whose ranks change with each view."""
 
 from __future__ import annotations
 
@@ -17,36 +17,36 @@ class Connector(Protocol):
     """Opens the connections of a view."""
 
     def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """The comm of this worker among the members of a view, or some of them.
+        """Connect this worker to the members of a view, or to some of them.
 
         Args:
-            name: the number of the view; or a text, for some of its members.
-            rank: this worker's.
+            name: the number of the view, or a text for some of its members.
+            rank: this worker's rank.
             size: the number of workers that connect.
-            timeout: for all to connect, and of later waits, in seconds.
-            lost: whether a member is known to be gone or to have given up, so that there is nothing to wait for.
+            timeout: the limit for connecting and for later waits, in seconds.
+            lost: returns whether a member is known to be gone or to have abandoned the view.
 
         Raises:
             CommTimeoutError: this worker does not reach all members.
-            PeerLostError: a member is gone, or has given the view up, as one does that does not reach another.
+            PeerLostError: a member is gone or has abandoned the view, for example because it does not reach another.
         """
         ...
 
     def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """A comm of two workers, beside those of views; `name` is its own, and one of the two is rank 0.
+        """Connect two workers, in addition to views; `name` is unique, and one of the two is rank 0.
 
         Raises:
-            CommError: the other did not connect.
+            CommError: the other worker did not connect.
         """
         ...
 
     def disconnect(self, comm: Comm) -> None:
-        """Close a comm's connections, so that the waits of all others fail at once."""
+        """Close a comm's connections, so that the waits of all other workers fail at once."""
         ...
 
 
 class ElasticComm(Comm):
-    """The comm of the current view; `rank` and `size` change with the view, and the meter goes on.
+    """The comm of the current view; `rank` and `size` change with the view, the meter continues.
 
     Args:
         timeout: how long one wait may last, in seconds.
@@ -57,42 +57,44 @@ class ElasticComm(Comm):
         self._comm: Comm | None = None
 
     def use(self, comm: Comm) -> None:
-        """Go on over another comm."""
+        """Continue with another comm."""
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.check_device, self.runtime = comm.check_device, comm.runtime
 
     @property
     def comm(self) -> Comm:
-        """The comm of the current view, as far along as this one."""
+        """Return the comm of the current view, with this comm's step."""
         assert self._comm is not None, "use() comes first"
         self._comm.step, self._comm.timeout = self.step, self.timeout
         self._comm.in_step, self._comm.calling = self.in_step, self.calling
         return self._comm
 
     def confirm(self, row: Tensor) -> Work[list[Tensor]]:
-        """Every rank's few numbers at the end of a round, which count as the bytes of a check."""
+        """All-gather a few numbers of every rank at the end of a round, counted as check bytes."""
         self.meter.check_bytes += (self.size - 1) * row.numel() * row.element_size()
         return self.comm._all_gather(row)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
-        """Raise an error that this rank has found, here and in the calls of all others."""
+        """Raise an error on this rank and in the calls of all others."""
         self.comm.raise_on_all(error)
 
     def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
-        """As the current comm."""
+        """Make the error of the current comm."""
         return self.comm.failure(call, problem, late=late, closed=closed)
 
     def has_ended(self, rank: int) -> bool:
-        """As the current comm."""
+        """Return the answer of the current comm."""
         return self.comm.has_ended(rank)
 
     def has_failed(self) -> bool:
-        """As the current comm."""
+        """Return the answer of the current comm."""
         return self.comm.has_failed()
 
     def duplicate(self) -> Comm:
-        """Refused: the second comm would not follow the views."""
-        raise ConfigError("elastic=True: no thread beside the one that trains may have a comm of its own")
+        """Refuse: the second comm would not follow the views."""
+        raise ConfigError(
+            "elastic=True: a second thread cannot have a comm. Train without elastic=True, or without this option"
+        )
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
         return self.comm._all_reduce_(x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How one worker enters an elastic run: which store, under which id, as which of how many."""
+"""The entry of one worker into an elastic run: its store, its id and its rank."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _entered: Counter[str] = Counter()
 
 @dataclass(frozen=True)
 class Fleet:
-    """One worker's way into an elastic run.
+    """The entry of one worker into an elastic run.
 
     Attributes:
-        membership: agrees with the others on views.
+        membership: agrees on views with the other workers.
         connector: opens the connections of each view.
-        rank: of this worker, if the run begins.
-        size: the number of workers that the run begins with.
-        entered: the run that the environment names, and how many this process had entered before; None of others.
+        rank: the rank of this worker, if the run starts.
+        size: the number of workers at the start of the run.
+        entered: the run of the environment, and how many runs this process had entered before; None without one.
     """
 
     membership: Membership
@@ -39,29 +39,29 @@ class Fleet:
     entered: tuple[str, int] | None = None
 
     def withdraw(self) -> None:
-        """Leave, as this worker could not start in the run; the next attach of this process enters the same run."""
+        """Leave because this worker could not start; the next attach of this process enters the same run."""
         self.membership.withdraw()
         if self.entered is not None:
             run, before = self.entered
-            if _entered[run] == before + 1:  # it has entered no other one since
+            if _entered[run] == before + 1:  # no other run was entered since
                 _entered[run] = before
 
 
 def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet:
-    """This process's way into the run that its environment names.
+    """Make the entry of this process into the run of its environment.
 
     The variables: `THINWIRE_STORE`, the address of the store, unless torchrun's agent hosts one; `THINWIRE_RUN`, the
-    name of the run in it; `THINWIRE_WORKERS`, how many workers the run begins with (`WORLD_SIZE` unless given), and
-    `THINWIRE_RANK`, which of them this is (`RANK` unless given). `THINWIRE_TOKEN` is a secret of the run, the same on
-    all workers, by which they tell their records in the store from those of others; without it the first worker draws
-    one and publishes it in the store.
+    name of the run in it; `THINWIRE_WORKERS`, the number of workers at the start (default `WORLD_SIZE`); and
+    `THINWIRE_RANK`, this worker's rank at the start (default `RANK`). `THINWIRE_TOKEN` is a secret of the run, the same
+    on all workers. It distinguishes their records in the store from foreign ones. Without it the first worker draws one
+    and publishes it in the store.
 
     Args:
-        store: a `torch.distributed.Store` that outlives every worker; None takes the one that the variables name.
-        timeout: for the store and the other workers to answer, in seconds.
+        store: a `torch.distributed.Store` that outlives every worker; None uses the store of the variables.
+        timeout: the limit for answers of the store and the other workers, in seconds.
 
     Raises:
-        ConfigError: no store is named that outlives the workers, or a variable is no number.
+        ConfigError: no store outlives the workers, or a variable is not a number.
         CommTimeoutError: the store cannot be reached.
     """
     size = _number("THINWIRE_WORKERS", _number("WORLD_SIZE", 1))
@@ -70,9 +70,9 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
         raise ConfigError(f"rank {rank} of {size} workers: THINWIRE_RANK (or RANK) must lie in 0..{size - 1}")
     run = os.environ.get("THINWIRE_RUN", "run")
     if "THINWIRE_STORE" not in os.environ and store is None:
-        # A torchrun agent that has started its workers again begins a new run with them.
+        # A torchrun agent that restarts its workers starts a new run with them.
         run += f"-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    # A process may attach several models, one after the other; each is a run of its own.
+    # A process may attach several models, one after the other; each is a separate run.
     before = _entered[run]
     views = view_store(f"thinwire/elastic/{run}/{before}", store, several=size > 1, timeout=timeout)
     try:
@@ -80,7 +80,7 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
     except (RuntimeError, OSError) as error:  # TimeoutError too
         first = (str(error) or "no answer").splitlines()[0][:200]
         raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
-    _entered[run] += 1  # not before, as one that failed is tried again
+    _entered[run] += 1  # not earlier, since a failed entry is repeated
     membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout, token=token)
     connector = GlooConnector(views, lambda name: hidden(token, name))
     return Fleet(membership, connector, rank, size, (run, before))

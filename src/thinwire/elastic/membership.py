@@ -1,27 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 """The protocol by which workers agree on views, over keys of one store.
 
-    first/EPOCH/RANK    the id and the process of a worker of a run that is to begin as view EPOCH, or that it gave up
-    view/EPOCH          a view; written once, by compare-and-set, so that no two views of one number exist
-    steps/EPOCH         of the run that began as view EPOCH: whether a step was taken, or never will be
-    facts/EPOCH         what it was started with
-    step/EPOCH          the number of the last round before the first step of a view that new workers have joined
-    next/EPOCH/ID       the progress of a member of view EPOCH - 1, which is done with that view, or leaves
-                        or that it could not start: it is gone, though its process may run
-    join/NUMBER         the id and the process of a worker that asks to join, or that it gave up; from 1, without gaps
-    offer/NUMBER/K      the K-th part of a state that a member has for that worker, while the others train on
-    beat/ID             counts up while the worker's process runs
-    epoch               about how many views there were; a worker that joins looks from there
+    first/EPOCH/RANK    the id and process of an initial worker of view EPOCH, or a note that it withdrew
+    view/EPOCH          a view; written once, by compare-and-set, so that every number has at most one view
+    steps/EPOCH         for the run that started as view EPOCH: whether a step was taken, or never will be
+    facts/EPOCH         the settings that it was started with
+    step/EPOCH          the number of the last round before the first step of a view with new workers
+    next/EPOCH/ID       the progress of a member of view EPOCH - 1 that has finished that view or leaves, or a note
+                        that it could not start: it is gone, though its process may run
+    join/NUMBER         the id and process of a worker that asks to join, or a note that it withdrew; from 1, no
+    gaps offer/NUMBER/K      the K-th part of a state that a member offers to that worker, while the others train
+    beat/ID             a counter that increases while the worker's process runs
+    epoch               a recent view number; a joining worker searches from there
 
-All but `beat` are signed, as `Records` says, and what is not is taken for absent.
+All records but `beat` are signed (see `Records`). A record without a valid signature counts as absent.
 
-When a peer is lost, each survivor closes its connections, so that its neighbours notice, and registers for the next
-view. Whoever finds that every other member has registered or is gone proposes the view; the first proposal is the view.
-A worker that finds itself left out stops, as one does that cannot reach the store: so there is never a second group.
+If a peer is lost, each survivor closes its connections, so that its neighbors notice, and registers for the next
+view. A worker that finds that every other member has registered or is gone proposes the view; the first proposal is
+the view. A worker that is left out stops, like one that cannot reach the store, so there is never a second group.
 
-A run begins as view 0, when all its first workers are there. What they do before the first step is no round: a loss
-ends it on all of them. When all are gone, those that are started again begin the run anew, as the view after the last
-one, unless a step was taken before: of the two that which is written first holds.
+A run starts as view 0, when all its initial workers have registered. Before the first step there are no rounds: a
+loss ends the run on all of them. If all workers are gone, restarted workers start the run again, as the view after
+the last one, unless a step was taken before. The first of these two facts that is written is valid.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from thinwire.errors import CommError, CommTimeoutError, PeerLostError
 T = TypeVar("T")
 _STORE_SECONDS = 10.0
 _POLL_SECONDS = 0.01
-_SILENT_SECONDS = 4.0  # a worker elsewhere whose beat stands still for so long is gone
-_GIVEN_UP_SECONDS = 10.0  # and so long while nothing else says so
-_TRIES = 4  # of a worker that joins, to connect with the others
-_TAKEN, _NONE = "taken", "none"  # a step of a run; never any
-_WITHDRAWN = "withdrawn"  # in the place of a progress, of a request, or of a first worker
+_SILENT_SECONDS = 4.0  # a worker on another machine is gone if its beat stops for this long
+_GIVEN_UP_SECONDS = 10.0  # the limit if nothing else indicates a loss
+_TRIES = 4  # attempts of a joining worker to connect to the others
+_TAKEN, _NONE = "taken", "none"  # whether the run took a step
+_WITHDRAWN = "withdrawn"  # replaces a progress, a request, or an initial worker
 
 
 class Membership:
-    """One worker's part in the agreement on views.
+    """One worker's side of the agreement on views.
 
     Args:
-        store: outlives every worker.
-        worker: this worker's id, unlike that of every other.
-        timeout: how long to wait for workers of which nothing is known, in seconds.
-        state: whether another worker runs, where the caller knows better than the process tables.
-        beat_seconds: how often this worker shows that it runs, and looks whether others want to join.
-        token: the secret of the run, which signs what workers write.
+        store: a store that outlives every worker.
+        worker: this worker's unique id.
+        timeout: how long to wait for workers in an unknown state, in seconds.
+        state: returns whether another worker runs, if the caller knows better than the process tables.
+        beat_seconds: the interval of this worker's heartbeats and of its checks for join requests.
+        token: the secret of the run, which signs the workers' records.
 
     Attributes:
-        view: the current one; None before `enter`.
-        row: where this worker's process runs, as `View.rows` has it.
-        on_offer: called with each part of a state that this worker is offered while it waits to be taken in.
+        view: the current view; None before `enter`.
+        row: the location of this worker's process, as in `View.rows`.
+        on_offer: called with each part of a state that this worker is offered while it waits to join.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Membership:
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._first_beats: dict[str, bytes] = {}
         self._place: tuple[str, list[str]] | None = None
-        self._request_key = ""  # of a request that was not served yet
+        self._request_key = ""  # the key of a request that was not served yet
         self._last_request = 0
         self._known_views: dict[int, View] = {}
         self._stepped = False
@@ -101,37 +101,37 @@ class Membership:
     # -- entering --------------------------------------------------------------------------------------------------
 
     def enter(self, rank: int, size: int) -> View:
-        """Begin the run with so many workers, or join it where it has begun already.
+        """Start the run with `size` workers, or join it if it has started already.
 
         Args:
-            rank: this worker's, if the run begins.
-            size: the number of workers that the run begins with.
+            rank: this worker's rank, if the run starts.
+            size: the number of workers at the start of the run.
 
         Raises:
-            CommTimeoutError: not all of them came, or the running job did not take this worker in, within the timeout.
-            PeerLostError: the run has ended; or the store cannot be reached.
+            CommTimeoutError: not all workers arrived, or the running job did not accept this worker, within the
+            timeout. PeerLostError: the run has ended, or the store cannot be reached.
         """
         threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
         try:
             while True:
                 last = self._newest()
-                if last is None or self._begins_anew(last):
+                if last is None or self._restarts(last):
                     view = self._begin(0 if last is None else last.epoch + 1, rank, size)
                     if view.rank(self.worker) is not None:
                         return self._accept(view)
-                # It has begun; if that was just now, another worker had this one's rank.
+                # The run has started; if that was just now, another worker had this one's rank.
                 try:
                     return self._join()
                 except RunEndedError:
                     last = self._newest()
-                    if last is None or not self._begins_anew(last):
+                    if last is None or not self._restarts(last):
                         raise
         except BaseException:
             self.withdraw()
             raise
 
     def _begin(self, epoch: int, rank: int, size: int) -> View:
-        """Wait until all workers are there that the run begins with; returns its first view, whoever is in it."""
+        """Wait until all initial workers have registered; return the first view, with or without this one."""
         keys, own = [f"first/{epoch}/{each}" for each in range(size)], [self.worker, self.row]
         self._place, end, absent = (keys[rank], own), time.monotonic() + self.timeout, list(range(size))
         while self._view(epoch) is None:
@@ -141,39 +141,39 @@ class Membership:
                 absent = [each for each, place in enumerate(places) if not self._runs(place)]
                 if not absent:
                     rows: dict[str, str] = dict(places)
-                    # Counted after the workers: one may have asked to join before it found that nobody was left.
+                    # Counted after the workers: one may have asked to join before it found that all are gone.
                     asked = self.requests(now=True)
                     self._propose(View(epoch, tuple(rows), rows=rows, requests=asked, begins=epoch))
                     break
             if time.monotonic() > end:
                 missing = [each for each, key in enumerate(keys) if not is_worker(self._read(key))] or absent
                 raise CommTimeoutError(
-                    f"rank {rank}: of {size} workers that the run begins with, rank {', '.join(map(str, missing))} did "
-                    f"not come in {self.timeout:g} s"
+                    f"rank {rank}: rank {', '.join(map(str, missing))} of {size} initial workers did not arrive in "
+                    f"{self.timeout:g} s"
                 )
             time.sleep(_POLL_SECONDS)
         return self._view_of(epoch)
 
     def _take_place(self, key: str, own: list[str]) -> None:
-        """Be the worker of a rank, unless another one that runs is."""
+        """Become the worker of a rank, unless another running worker is."""
         found = self._do(lambda: self._records.propose(key, own))
         if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
             self._do(lambda: self._records.propose(key, own, instead_of=found))
 
     def _runs(self, place: Any) -> bool:
-        """Whether the worker of a rank is known to run."""
+        """Return True if the worker of a rank is known to run."""
         if not is_worker(place):
-            return False  # it has given up
+            return False  # it has withdrawn
         worker, row = place
         found = self.state_of(worker, row)
         if found is State.UNKNOWN:
-            # One elsewhere must be seen to beat, since a worker that was killed leaves its place and its last beat.
+            # A remote worker must show a heartbeat, since a killed worker leaves its record and its last beat.
             beat = self._beats[worker][0]
             return self._first_beats.setdefault(worker, beat) != beat
         return found is not State.ENDED
 
-    def _begins_anew(self, last: View) -> bool:
-        """Whether the run begins again, as the view after its last one: all are gone, and none has taken a step."""
+    def _restarts(self, last: View) -> bool:
+        """Return True if the run restarts as the next view: all workers are gone, and none has taken a step."""
         key = f"steps/{last.begins}"
         found = self._read(key)
         if found is None and all(self._is_gone(each, last) for each in last.members):
@@ -186,22 +186,22 @@ class Membership:
         return self._read(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
 
     def take_step(self) -> None:
-        """Call before a step counts: from the first one of any worker on, the run cannot begin anew.
+        """Record that a step counts: after any worker's first step, the run cannot restart.
 
         Raises:
-            PeerLostError: it has begun anew, without this worker; or the store cannot be reached.
+            PeerLostError: the run has restarted without this worker, or the store cannot be reached.
         """
         assert self.view is not None, "enter() comes first"
         key = f"steps/{self.view.begins}"
         if not self._stepped and self._do(lambda: self._records.propose(key, _TAKEN)) != _TAKEN:
             raise PeerLostError(
-                f"worker {self.worker}: it was taken for lost before the first step, and the others have begun the run "
-                "anew; start it again to let it join"
+                f"worker {self.worker}: it was considered lost before the first step, and the others have restarted "
+                "the run. Start it again to let it join"
             )
         self._stepped = True
 
     def withdraw(self) -> None:
-        """Take part no more, as this worker could not start: nobody need wait for it, though its process may run on."""
+        """Withdraw because this worker could not start; others do not wait for it, though its process may run."""
         if self.has_left:
             return
         with suppress(StoreLostError):
@@ -213,17 +213,17 @@ class Membership:
             last = self._newest()
             newest = -1 if last is None else last.epoch
             first = newest if self.view is None else self.view.epoch
-            # Done with the next views too: others, that have just seen its place or its request, may be about to agree
-            # on one with this worker. In a view without it nobody looks for that.
+            # Withdraw from the next views too: others that have just read this worker's record or request may be about
+            # to agree on one that contains it. No worker checks that record in a view without it.
             for epoch in range(first + 1, newest + 4):
                 self._write(f"next/{epoch}/{self.worker}", _WITHDRAWN)
         self.close()
 
     def _join(self, epoch: int = 0) -> View:
-        """Wait until the others take this worker in.
+        """Wait until the others accept this worker.
 
         Args:
-            epoch: of the first view that counts; this worker may have been in those before.
+            epoch: the first view that counts; this worker may have been in earlier ones.
         """
         number, part = self._request(), 0
         epoch, end = max(epoch, self._hint()), time.monotonic() + self.timeout
@@ -234,32 +234,32 @@ class Membership:
                 if view.rank(self.worker) is not None:
                     return self._accept(view)
                 if view.requests >= number:
-                    # The others were faster than this worker could give its name.
+                    # The others were gone before this worker registered its name.
                     number, part = self._request(), 0
                 last = view
             if self._view(epoch + 1) is not None and self._view(epoch) is None:
-                epoch += 1  # another program has written over a view in between
+                epoch += 1  # another program has overwritten a view in between
                 continue
             if self.on_offer and (offered := self._read(f"offer/{number}/{part}")) is not None:
                 self.on_offer(offered)
                 part, end = part + 1, time.monotonic() + self.timeout
             if last is not None and all(self._is_gone(each, last) for each in last.members):
                 raise RunEndedError(
-                    f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone; to begin "
+                    f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone. To start "
                     "a new run in the same store, name it with THINWIRE_RUN"
                 )
             if time.monotonic() > end:
                 raise CommTimeoutError(
-                    f"the run in this store did not take this worker in within {self.timeout:g} s: it has ended, or "
-                    "its steps take longer; to begin a new run in the same store, name it with THINWIRE_RUN"
+                    f"the run in this store did not accept this worker within {self.timeout:g} s: it has ended, or "
+                    "its steps take longer. To start a new run in the same store, name it with THINWIRE_RUN"
                 )
             time.sleep(_POLL_SECONDS)
 
     def wait_for_step(self) -> int:
-        """Wait until a member that was in the run before begins its next step; returns the number of its last round.
+        """Wait for the next step of an earlier member of the run; return the number of its last round.
 
         Raises:
-            PeerLostError: this view has ended before.
+            PeerLostError: this view ended earlier.
         """
         assert self.view is not None, "enter() comes first"
         key = f"step/{self.view.epoch}"
@@ -270,23 +270,23 @@ class Membership:
         return number
 
     def announce_step(self, last_round: int) -> None:
-        """Let the workers that have joined in this view begin with the step that this one begins.
+        """Let the workers that joined in this view start with this worker's next step.
 
         Args:
-            last_round: the number of the last round, the same on all members that were in the run before.
+            last_round: the number of the last round, the same on all earlier members of the run.
         """
         assert self.view is not None, "enter() comes first"
         self._write(f"step/{self.view.epoch}", last_round)
 
     def give_up_view(self) -> None:
-        """Tell the others that this worker takes no further step."""
+        """Report to the others that this worker takes no further step."""
         assert self.view is not None, "enter() comes first"
         key = f"next/{self.view.epoch + 1}/{self.worker}"
         with suppress(StoreLostError):
             self._do(lambda: self._records.propose(key, _WITHDRAWN))
 
     def _request(self) -> int:
-        """Ask to join; returns the number of the request."""
+        """Ask to join; return the number of the request."""
         number, own = max(self._requests, self._last_request) + 1, [self.worker, self.row]
         while self._do(lambda key=f"join/{number}": self._records.propose(key, own)) != own:
             number += 1
@@ -294,7 +294,7 @@ class Membership:
         return number
 
     def asked(self, upto: int) -> dict[int, tuple[str, str]]:
-        """The workers that have asked to join since the last view: by the number of the request, id and process."""
+        """Return id and process of the workers that asked to join since the last view, by request number."""
         assert self.view is not None, "enter() comes first"
         found: dict[int, tuple[str, str]] = {}
         for number in range(self.view.requests + 1, upto + 1):
@@ -307,7 +307,7 @@ class Membership:
         """Offer a part of a state to the worker of a request."""
         part = 0
         while self._read(f"offer/{number}/{part}") is not None:
-            part += 1  # by one that was lost since
+            part += 1  # written by a donor that was lost since
         self._write(f"offer/{number}/{part}", what)
 
     # -- a change of view ------------------------------------------------------------------------------------------
@@ -323,20 +323,20 @@ class Membership:
     ) -> View:
         """Agree on the next view with all other survivors.
 
-        Who has joined and has no state yet is not in it: the others may be in the middle of a round, in which nobody
-        can enter. It asks again, and comes in at the end of a round.
+        A worker that has joined and has no state yet is not part of the view: the others may be in the middle of a
+        round, in which no worker can enter. It asks again, and enters at the end of a round.
 
         Args:
-            progress: of this worker.
-            requests: take in those that have asked to join, up to this number; None takes nobody in.
-            timeout: how long to wait for workers of which nothing is known, in seconds.
-            donor: who has sent its state to those that have asked.
-            problem: what went wrong in the view that ends, in words.
+            progress: the progress of this worker.
+            requests: the number up to which workers that asked to join are accepted; None accepts none.
+            timeout: how long to wait for workers in an unknown state, in seconds.
+            donor: the worker that has sent its state to those that asked.
+            problem: the problem in the view that ends, in words.
 
         Raises:
-            PeerLostError: the others go on without this worker; or the store cannot be reached.
-            CommTimeoutError: this worker has no state yet, and was not taken in again within the timeout; or it was,
-                and did not connect, several times.
+            PeerLostError: the others continue without this worker, or the store cannot be reached.
+            CommTimeoutError: this worker has no state yet, and was not accepted again within the timeout; or it was
+                accepted several times and did not connect.
         """
         before = self.view
         assert before is not None, "enter() comes first"
@@ -347,13 +347,13 @@ class Membership:
             here = [each for each in before.members if self._has_registered(each, epoch)]
             away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
             if not away or time.monotonic() > end:
-                # It may have registered and ended just now, or since it was looked for.
+                # It may have registered and ended since the last check.
                 here = [each for each in before.members if self._has_registered(each, epoch)]
                 proposal = self._proposal(before, here, requests, donor)
-                if not proposal.progress:  # those that have a state are in the middle of a round, or gone
+                if not proposal.progress:  # the workers with a state are in the middle of a round, or gone
                     raise RunEndedError(
-                        f"worker {self.worker} has no state yet, and none of those that have one has answered within "
-                        f"{self.timeout:g} s; start it again"
+                        f"worker {self.worker} has no state yet, and no worker with a state has answered within "
+                        f"{self.timeout:g} s. Start it again"
                     )
                 self._propose(proposal)
                 break
@@ -364,32 +364,33 @@ class Membership:
                 self._count_try(before, view, problem)
                 return self._join(epoch)
             raise PeerLostError(
-                f"worker {self.worker}: the others go on as view {epoch} without this worker, which did not answer in "
-                "time; start it again to let it join"
+                f"worker {self.worker}: the others continue as view {epoch} without this worker, which did not answer "
+                "in time. Start it again to let it join"
             )
         return self._accept(view)
 
     def _count_try(self, taken_in: View, left_out: View, problem: str) -> None:
-        """Ask to join no more after a few views that took this worker in and did not come about.
+        """Stop asking to join after a few views that accepted this worker and failed to connect.
 
-        A view in which a worker that has a state was lost, or left, says nothing about this one, and does not count.
+        A view in which a worker with a state was lost or left does not count, since it does not show a fault of this
+        one.
         """
         if left_out.left or any(each in taken_in.ready for each in left_out.lost):
             return
         self._tries += 1
         if self._tries == _TRIES:
             raise CommTimeoutError(
-                f"worker {self.worker}: it was taken in {_TRIES} times, and did not come to train with the others; it "
-                "reaches the store, but not every worker, or one does not reach it. Let firewalls pass all ports "
-                "between workers, and name the network interface that they share by GLOO_SOCKET_IFNAME; give a longer "
-                f"timeout where the state takes longer to arrive; then start this worker again ({problem})"
+                f"worker {self.worker}: it was accepted {_TRIES} times, and never connected to all others. It reaches "
+                "the store, but not every worker, or one does not reach it. Open all ports between workers in "
+                "firewalls, and set GLOO_SOCKET_IFNAME to the network interface that they share. Use a longer timeout "
+                f"if the state takes longer to arrive. Then start this worker again ({problem})"
             )
 
     def leave(self, progress: Progress) -> None:
-        """Tell the others that the next view is without this worker, which waits for nobody.
+        """Announce that the next view does not contain this worker, without waiting.
 
         Args:
-            progress: of this worker, with the reason.
+            progress: the progress of this worker, with the reason.
 
         Raises:
             PeerLostError: the store cannot be reached.
@@ -421,27 +422,27 @@ class Membership:
         return self._read(f"next/{epoch}/{worker}") is not None
 
     def history(self) -> list[View]:
-        """All views of the run so far, from that which it began as to this worker's."""
+        """Return all views of the run so far, from its first to the current one."""
         assert self.view is not None, "enter() comes first"
         while (epoch := self.view.begins + len(self._history)) <= self.view.epoch:
             self._history.append(self._view_of(epoch))
         return self._history
 
     def requests(self, *, now: bool = False) -> int:
-        """How many workers have asked to join so far, as the store said half a second ago, or says now."""
+        """Return the number of join requests so far, at most half a second old unless `now`."""
         if now:
             self._do(self._count_requests)
         return self._requests
 
     def _count_requests(self) -> None:
-        # There is no counter, which a stray write could set to any number.
+        # No counter is used, since a stray write could set it to any number.
         number = self._requests
         while self._records.read(f"join/{number + 1}") is not None:
             number += 1
         self._requests = max(number, self._requests)
 
     def facts(self, own: str) -> str:
-        """What the run was started with, as its first worker says; this worker's own if it is the first."""
+        """Return the settings of the run as its first worker recorded them; `own` if this is the first."""
         assert self.view is not None, "enter() comes first"
         key = f"facts/{self.view.begins}"
         return str(self._do(lambda: self._records.propose(key, own)))
@@ -449,12 +450,12 @@ class Membership:
     # -- who runs --------------------------------------------------------------------------------------------------
 
     def state(self, worker: str) -> State:
-        """Whether the process of a member of this view runs."""
+        """Return the known state of a member's process."""
         assert self.view is not None, "enter() comes first"
         return self.state_of(worker, self.view.rows[worker])
 
     def given_up(self) -> bool:
-        """Whether this view cannot come about, or has ended: a member is gone, or has registered for the next one."""
+        """Return True if this view has ended or cannot connect: a member is gone or registered for the next."""
         assert self.view is not None, "enter() comes first"
         epoch, rows = self.view.epoch + 1, self.view.rows
         others = [each for each in self.view.members if each != self.worker]
@@ -466,11 +467,11 @@ class Membership:
                 for each in others
             )
         except StoreLostError:
-            self._store_is_lost = True  # which ends the run at the next change of view, and not before
+            self._store_is_lost = True  # ends the run at the next change of view, not earlier
             return False
 
     def state_of(self, worker: str, row: str, silent: float = _SILENT_SECONDS) -> State:
-        """Whether a process runs, by what it says of itself; one elsewhere has ended when it is silent for so long."""
+        """Return the state of a process; a remote one has ended if its heartbeat stops for `silent` seconds."""
         if worker == self.worker:
             return State.RUNNING
         found = self._state_by_process(worker, row)
@@ -490,22 +491,22 @@ class Membership:
         return State.ENDED if now - known[1] > silent else State.UNKNOWN
 
     def _beat(self) -> None:
-        """Show that this process runs, and look whether others want to join."""
+        """Send heartbeats of this process, and check for join requests."""
         beat = 0
         while not self._ended.wait(self._beat_seconds if beat else 0.0):
             beat += 1
-            # The store may be gone; the thread that trains finds it out, and stops.
+            # The store may be gone; the training thread notices and stops.
             with suppress(RuntimeError, OSError):
                 self._store.set(f"beat/{self.worker}", str(beat))
                 self._count_requests()
 
     @property
     def has_left(self) -> bool:
-        """Whether this worker takes part no more."""
+        """Return True if this worker has left."""
         return self._ended.is_set()
 
     def close(self) -> None:
-        """End the thread that shows that this process runs."""
+        """Stop the heartbeat thread."""
         self._ended.set()
 
     # -- the store -------------------------------------------------------------------------------------------------
@@ -519,34 +520,34 @@ class Membership:
         return self.view
 
     def _propose(self, view: View) -> View:
-        """Store a view if there is none of its number yet; returns the one that there is then."""
+        """Store a view unless its number is taken; return the stored one."""
         found = View.read(self._do(lambda: self._records.propose(f"view/{view.epoch}", view.content())))
         self._write("epoch", view.epoch)
         return found
 
     def _view(self, epoch: int) -> View | None:
-        """The view of a number; None if there is none yet."""
+        """Return the view with a number; None if it does not exist yet."""
         found = self._read(f"view/{epoch}")
         return None if found is None else View.read(found)
 
     def _view_of(self, epoch: int) -> View:
-        """A view that has been agreed on.
+        """Return a view that has been agreed on.
 
         Raises:
-            CommError: another program has written over it.
+            CommError: another program has overwritten it.
         """
         view = self._view(epoch)
         if view is None and (view := self._known_views.get(epoch)) is not None:
             self._write(f"view/{epoch}", view.content())
         if view is None:
             raise CommError(
-                f"view {epoch} of this run cannot be read any more: another program has written over it. Use a store "
-                "of its own"
+                f"view {epoch} of this run cannot be read any more: another program has overwritten it. Use a separate "
+                "store"
             )
         return view
 
     def _newest(self) -> View | None:
-        """The last view that there is."""
+        """Return the last view."""
         epoch = self._hint()
         while epoch and self._view(epoch) is None:
             epoch -= 1
@@ -566,10 +567,10 @@ class Membership:
         self._do(lambda: self._records.write(key, value))
 
     def _do(self, call: Callable[[], T]) -> T:
-        """The store's answer.
+        """Return the store's answer.
 
         Raises:
-            PeerLostError: it is gone, or silent.
+            PeerLostError: the store is gone, or does not answer.
         """
         try:
             return within(_STORE_SECONDS, call)
@@ -580,13 +581,13 @@ class Membership:
         except (RuntimeError, OSError) as error:
             problem = str(error).partition("\n")[0][:200]
         raise StoreLostError(
-            f"worker {self.worker}: the store that holds the list of workers cannot be reached ({problem}); this "
-            "worker stops, since the others may go on without it"
+            f"worker {self.worker}: the store of the worker list cannot be reached ({problem}). This "
+            "worker stops, since the others may continue without it"
         )
 
 
 class RunEndedError(PeerLostError):
-    """There is nobody left whom a worker could join."""
+    """No worker is left to join."""
 
 
 class StoreLostError(PeerLostError):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long to wait for another worker: learned from how long rounds take."""
+"""A timeout for other workers, learned from the duration of rounds."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _FLOOR_SECONDS = 5.0
 
 
 class Patience:
-    """A timeout that follows the run: the median time of a round, and ten deviations more.
+    """A timeout that follows the run: the median time of a round plus ten deviations.
 
-    A constant is too long for the one run and too short for the other. A worker that is late for once loses nothing but
-    time: the others take it into the next view too, as long as its process runs.
+    A constant is too long for one run and too short for another. A worker that is late once loses only time: the others
+    include it in the next view too, as long as its process runs.
 
     Args:
-        cap: the longest timeout, in seconds, and that of the first rounds.
+        cap: the longest timeout, in seconds; also the timeout of the first rounds.
 
     Example:
         >>> patience = Patience(60.0)
@@ -40,15 +40,15 @@ class Patience:
         self._seconds: deque[float] = deque(maxlen=_ROUNDS)
 
     def record(self, seconds: float) -> None:
-        """A round took so long, with the computation before it."""
+        """Record the duration of a round, including the computation before it."""
         self._seconds.append(seconds)
 
     @property
     def seconds(self) -> float:
-        """How long to wait in the next round."""
+        """Return how long to wait in the next round."""
         if len(self._seconds) < _LEAST_ROUNDS:
             return self._cap
         middle = median(self._seconds)
-        # A median of deviations, since one slow round must not make all others wait.
+        # A median of deviations, so that one slow round does not make all others wait.
         deviation = 1.4826 * median(abs(each - middle) for each in self._seconds)
         return min(self._cap, max(_FLOOR_SECONDS, middle, middle + _DEVIATIONS * deviation))

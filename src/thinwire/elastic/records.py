@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signed records in the store of an elastic run: whatever else is written there is ignored."""
+"""Signed records in the store of an elastic run; everything else in the store is ignored."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ _TRIES = 100
 
 
 class ViewStore(Protocol):
-    """The calls of a `torch.distributed.Store` that are used."""
+    """The methods of a `torch.distributed.Store` that are used."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
         ...
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that has one."""
+        """Return the value of a key that exists."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have a value."""
+        """Return True if all keys have a value."""
         ...
 
     def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Store a value if the key has the expected one ("" for none), and return the value that it has then."""
+        """Store a value if the key has the expected one ("" for none); return the resulting value."""
         ...
 
 
@@ -45,7 +45,7 @@ class Records:
     the next write replaces it.
 
     Args:
-        store: outlives every worker.
+        store: a store that outlives every worker.
         token: the secret of the run.
 
     Example:
@@ -73,10 +73,10 @@ class Records:
         self._store.set(key, self._encode(key, value))
 
     def propose(self, key: str, value: object, *, instead_of: object = None) -> Any:
-        """Store a value if the key has no valid one, or this one, and return the value that the key has then.
+        """Store a value if the key has none or `instead_of`; return the resulting value.
 
         Raises:
-            CommError: another program writes to the key all the time.
+            CommError: another program keeps writing to the key.
         """
         text: Any = self._encode(key, value)
         expected: Any = "" if instead_of is None else self._encode(key, instead_of)
@@ -85,7 +85,7 @@ class Records:
             if (found := self._decode(key, stored)) is not None:
                 return found
             expected = stored
-        raise CommError(f"another program keeps writing {key!r} to the store of this run; use a store of its own")
+        raise CommError(f"another program keeps writing {key!r} to the store of this run. Use a separate store")
 
     def _encode(self, key: str, value: object) -> str:
         content = json.loads(_canonical(value))
@@ -115,8 +115,8 @@ def run_token(store: ViewStore) -> bytes:
     """Return the secret of the run in a store: THINWIRE_TOKEN, or one that its first worker draws and publishes there.
 
     Raises:
-        ConfigError: THINWIRE_TOKEN is not that of the run.
-        CommError: the store holds something else in its place.
+        ConfigError: THINWIRE_TOKEN is not the token of the run.
+        CommError: the store has no valid token.
     """
     own = os.environ.get(TOKEN, "")
     mine = {"fingerprint": hashlib.sha256(own.encode()).hexdigest()} if own else {"token": secrets.token_hex(16)}
@@ -138,11 +138,11 @@ def run_token(store: ViewStore) -> bytes:
                 "the same value, or none. Set it on all of them, or name a new run with THINWIRE_RUN"
             )
     raise CommError(
-        "the store of this run holds an unreadable token, which another program has written. Use a store of its own, "
+        "the store of this run holds an unreadable token, written by another program. Use a separate store, "
         "or name a new run with THINWIRE_RUN"
     )
 
 
 def hidden(token: bytes, name: str) -> str:
-    """Return a name for keys that only programs with the token can tell."""
+    """Return a name for keys that only programs with the token can guess."""
     return f"{name}-{hmac.new(token, name.encode(), hashlib.sha256).hexdigest()[:32]}"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which batch each worker computes next, so that batches whose gradients were dropped are used all the same."""
+"""Assign batches to workers so that batches with dropped gradients are used again."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.asynchronous.quorum.log import memberships
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 
-_RECORDED_STEPS = 10_000  # whose assignments are kept; where those of earlier steps are needed, the run is replayed
+_RECORDED_STEPS = 10_000  # steps whose assignments are kept; earlier ones are computed by replaying the run
 
 
 @dataclass(frozen=True)
@@ -22,11 +22,11 @@ class Crew:
     """The workers that take part from some step on.
 
     Attributes:
-        begins: the first step whose batches are dealt to them.
-        members: their ids, in the order of ranks.
-        left: those that have left with notice before this step; what they were dealt last has been used.
-        unused_from: the first step whose batches of workers lost since the crew before are not used; None where it is
-            not known, which counts all steps since that crew began.
+        begins: the first step whose batches are assigned to them.
+        members: their ids, in rank order.
+        left: workers that left gracefully before this step; their last batches have been used.
+        unused_from: the first step whose batches of workers lost since the previous interval are unused; None if
+            unknown, which counts all steps since the start of that interval.
     """
 
     begins: int
@@ -36,35 +36,35 @@ class Crew:
 
 
 class Dealt(Protocol):
-    """What the sampler asks of a worker of `attach(elastic=True)`."""
+    """The part of an elastic worker that the sampler reads."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps done."""
+        """Return the optimizer steps done."""
         ...
 
     @property
     def crews(self) -> list[Crew]:
-        """Who took part from which step on, the same on all workers."""
+        """Return the members by step, the same on all workers."""
         ...
 
     @property
     def worker_id(self) -> str:
-        """Of this worker among the members."""
+        """Return the id of this worker among the members."""
         ...
 
 
 class ElasticSampler:
-    """Assigns the batches of a data set to workers, and assigns those again whose gradients were dropped.
+    """Assigns the batches of a data set to workers, and reassigns batches whose gradients were dropped.
 
-    Each epoch is a new permutation. At every step the n workers get the next n batches of the queue; those of workers
-    that were late return to its front. So every batch counts once before the next epoch's last ones are assigned,
-    however slow one worker always is. Assignments are a function of the seed and of the members of each step, which
-    all workers know: nothing is sent.
+    Each epoch is a new permutation. At every step the n workers get the next n batches of the queue; batches of late
+    workers return to its front. So every batch counts once before the last ones of the next epoch are assigned, however
+    slow a worker is. Assignments are a function of the seed and of the members of each step, which all workers know, so
+    no message is sent.
 
     Args:
-        batches: in an epoch, at least as many as workers.
-        seed: of the permutations, equal on all ranks.
+        batches: batches in an epoch, at least as many as workers.
+        seed: the seed of the permutations, equal on all ranks.
 
     Raises:
         ConfigError: `batches` is less than 1.
@@ -91,10 +91,10 @@ class ElasticSampler:
         self._restart()
 
     def batch(self, r: Replica) -> int:
-        """The number of the batch, from 0, for this worker's next gradient.
+        """Return the number of the batch, from 0, for this worker's next gradient.
 
         Args:
-            r: a replica, as in `worker.replicas[0]`.
+            r: a replica, such as `worker.replicas[0]`.
         """
         if self._step > r.step:
             self._restart()  # an earlier checkpoint was loaded
@@ -107,14 +107,14 @@ class ElasticSampler:
         return assigned[r.comm.rank][1]
 
     def share(self, worker: Dealt) -> int:
-        """The number of the batch, from 0, for the next gradient of a worker of `attach(elastic=True)`.
+        """Return the number of the batch, from 0, for an elastic worker's next gradient.
 
-        Every step the members of the view get the next batches. The batches of a lost worker that are in no model, as
-        those since the last average, return to the front of the queue and are assigned again; `lost` lists those that
-        are not assigned yet. Nothing is sent: a worker that joins replays the run by the list of views.
+        At every step the members of the view get the next batches. A lost worker's batches that are in no model, such
+        as those since the last average, return to the front of the queue and are assigned again; `lost` lists those
+        that are not assigned yet. No message is sent: a joining worker replays the run from the list of views.
 
         Args:
-            worker: that `attach` returned.
+            worker: the worker returned by `attach(elastic=True)`.
 
         Example:
             >>> from types import SimpleNamespace
@@ -133,23 +133,23 @@ class ElasticSampler:
         """Return the epoch, from 0, and the number of the batch that `share` returns.
 
         Args:
-            worker: that `attach` returned.
+            worker: the worker returned by `attach(elastic=True)`.
         """
         self._replay(worker)
         members = self._crews[-1].members
         assigned = self._next(len(members))
         self._queue.extendleft(reversed(assigned))
-        # One that is not a member of this step's crew any more has been left out, and hears of it in its next round.
+        # A worker that is no longer a member has been left out, and learns of it in its next round.
         return assigned[members.index(worker.worker_id) if worker.worker_id in members else 0]
 
     def lost(self, worker: Dealt) -> dict[int, list[int]]:
         """List the batches, by epoch, of lost workers that are in no model and not assigned again yet.
 
-        The next calls of `share` assign them first. At the end of training, they are those of each epoch that nobody
-        has used. The list is the same on all workers at the same step.
+        The next calls of `share` assign them first. At the end of training, they are the unused batches of each epoch.
+        The list is the same on all workers at the same step.
 
         Args:
-            worker: that `attach` returned.
+            worker: the worker returned by `attach(elastic=True)`.
 
         Example:
             >>> from types import SimpleNamespace
@@ -197,7 +197,7 @@ class ElasticSampler:
                 self._record = {step: row for step, row in self._record.items() if step >= self._recorded_from}
 
     def _change_crew(self, crews: list[Crew]) -> None:
-        """Take the batches of lost workers back where a crew begins with this step."""
+        """Requeue the batches of lost workers if an interval starts with this step."""
         last = max(i for i, crew in enumerate(crews) if crew.begins <= self._step)
         for i in range(len(self._crews), last + 1):
             crew = crews[i]
@@ -215,9 +215,9 @@ class ElasticSampler:
         return crews[number - 1].begins if found is None else found
 
     def until(self, r: Replica, steps: int) -> Iterator[int]:
-        """The batches of a run: one for each step that this worker takes, until the replica has done `steps`.
+        """Yield a batch for each step that this worker takes, until the replica has done `steps`.
 
-        A worker that recovers from being late skips the steps that it missed, so it takes fewer itself.
+        A late worker skips the steps that it missed, so it takes fewer steps itself.
         """
         while r.step < steps:
             yield self.batch(r)
@@ -225,7 +225,7 @@ class ElasticSampler:
     def _restart(self) -> None:
         self._queue, self._epoch, self._step = deque[tuple[int, int]](), 0, 0  # batches as (epoch, number)
         self._crews: list[Crew] = []
-        self._record: dict[int, dict[str, tuple[int, int]]] = {}  # by step, the batch of each member
+        self._record: dict[int, dict[str, tuple[int, int]]] = {}  # the batch of each member, by step
         self._recorded_from = 0
         self._returned: set[tuple[int, int]] = set()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elastic workers as threads of one process: for tests, and to try a recipe without processes."""
+"""Elastic workers as threads of one process, for tests and experiments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ThreadNetwork:
     """The memory that elastic threads share: a store, and a hub for each view.
 
     Attributes:
-        store: of the views.
+        store: the store of the views.
         token: the secret of the run.
         ended: the ids of workers whose thread has ended.
     """
@@ -33,17 +33,17 @@ class ThreadNetwork:
         self._hubs: dict[int | str, Hub] = {}
 
     def state(self, worker: str) -> State:
-        """Whether a worker's thread runs."""
+        """Return the state of a worker's thread."""
         return State.ENDED if worker in self.ended else State.RUNNING
 
     def fleet(self, worker: str, rank: int, size: int, *, timeout: float = 10.0) -> Fleet:
-        """One thread's way into the run.
+        """Make one thread's entry into the run.
 
         Args:
-            worker: its id.
-            rank: if the run begins.
-            size: the number of threads that it begins with.
-            timeout: for others to come, in seconds.
+            worker: the worker's id.
+            rank: the rank, if the run starts.
+            size: the number of threads at the start.
+            timeout: the limit for other workers to arrive, in seconds.
         """
         membership = Membership(
             self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02, token=self.token
@@ -51,13 +51,13 @@ class ThreadNetwork:
         return Fleet(membership, ThreadConnector(self, worker), rank, size)
 
     def hub(self, name: int | str, size: int) -> Hub:
-        """What the threads of one view share, or those of a pair."""
+        """Return the hub of the threads of one view, or of a pair."""
         with self._lock:
             return self._hubs.setdefault(name, Hub(size))
 
 
 class ThreadConnector:
-    """Connects one thread to those of each view.
+    """Connects one thread to the threads of each view.
 
     Args:
         network: shared by all threads.
@@ -70,7 +70,7 @@ class ThreadConnector:
         self._comms: list[ThreadComm] = []
 
     def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """This worker's comm in the hub of the view, or of some of its members."""
+        """Make this worker's comm in the hub of the view, or of some of its members."""
         comm = ThreadComm(self._network.hub(name, size), rank, timeout=timeout)
         self._comms.append(comm)
         if lost() or self.worker in self._network.ended:
@@ -78,16 +78,16 @@ class ThreadConnector:
         return comm
 
     def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """This worker's comm in the hub of two."""
+        """Make this worker's comm in the hub of two workers."""
         return self.connect(f"pair/{name}", rank, 2, timeout, lost)
 
     def disconnect(self, comm: Comm) -> None:
-        """Let the waits of all others in this view fail."""
+        """Make the waits of all others in this view fail."""
         assert isinstance(comm, ThreadComm)
         comm.close(PeerLostError("its connections are closed"))
 
     def end(self) -> None:
-        """This worker's thread has ended, in whatever way."""
+        """Record the end of this worker's thread."""
         self._network.ended.add(self.worker)
         for comm in self._comms:
             self.disconnect(comm)

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which workers do not reach each other, by the views that did not connect."""
+"""Find workers that do not reach each other, from the views that failed to connect."""
 
 from __future__ import annotations
 
 from thinwire.elastic.view import View
 
-_VIEWS = 3  # in a row with the same workers, before one of them stops
+_VIEWS = 3  # consecutive failed views with the same workers, before one of them stops
 
 
 class Unconnected:
-    """Finds, view by view, who does not reach all others; the same on all workers, who know it from the views.
+    """Find the workers that do not reach all others; the result is the same on all workers.
 
-    Views with workers that are new say nothing about the others. Who waits for a worker that waits for another one may
-    be among those that did not connect in some views, and seldom in all.
+    Views with new workers are ignored. A worker that waits for one that waits for a third may fail to connect in some
+    views, but rarely in all.
 
     Example:
         >>> from thinwire.elastic.view import Progress, View
@@ -30,7 +30,7 @@ class Unconnected:
         self.views: list[set[str]] = []
 
     def add(self, view: View) -> tuple[str, ...]:
-        """Those that did not connect in any of the last views, in the order of ranks; empty while these are too few."""
+        """Return the workers that connected in none of the last views, in rank order; empty at first."""
         now = {each for each, progress in view.ready.items() if progress.unconnected}
         same = not (view.joined or view.lost or view.left)
         self.views = [*self.views, now] if same and now else []

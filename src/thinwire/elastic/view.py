@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A view: one numbered list of the workers that train together, and what each of them knew when it was made."""
+"""A view: a numbered list of the workers that train together, with the progress of each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _REASON_LENGTH = 200
 
 
 def is_worker(found: object) -> TypeGuard[Sequence[str]]:
-    """Whether something is the id and the process of a worker, as they are stored."""
+    """Return True if the object is a stored id and process of a worker."""
     return (
         isinstance(found, list | tuple)
         and len(found) == 2
@@ -31,22 +31,22 @@ def is_worker(found: object) -> TypeGuard[Sequence[str]]:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a worker is, as it tells the others when a view ends.
+    """The progress of a worker, as it reports it at the end of a view.
 
-    Workers take rounds in one order: a round is whatever ends with a message of each worker to all that it has its
-    result. So nobody is more than one round ahead of another, and nobody is in the next round before all have the
+    All workers take the rounds in one order. A round ends with a message of each worker to all others that it has the
+    result. So no worker is more than one round ahead of another, and no worker is in the next round before all have the
     result of this one.
 
     Attributes:
-        round: of the rounds that workers make together, the number of the last one that this worker has begun.
-        done: whether it has that round's result.
+        round: the number of the last common round that this worker has started.
+        done: whether the worker has that round's result.
         step: optimizer steps done.
-        ready: False for one that has joined, and has not got the others' state yet.
-        left: why it leaves with notice, such as a signal's name; empty for one that goes on.
-        unconnected: whether it could not open its connections in the view that ends, before anybody gave that view up.
-        averages: of the last averages whose result it has, the number of the round, and how many steps of all workers
-            are in the result.
-        in_step: whether it has begun the step after `step`.
+        ready: False for a worker that has joined and does not have the others' state yet.
+        left: the reason for a graceful shutdown, such as a signal's name; empty if the worker continues.
+        unconnected: whether it could not connect in the view that ends, before any worker abandoned that view.
+        averages: for each of the last averages whose result it has, the number of the round and the steps of all
+            workers in the result.
+        in_step: whether it has started the step after `step`.
 
     Example:
         >>> from thinwire.elastic.view import Progress, settled
@@ -69,7 +69,7 @@ class Progress:
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Progress:
-        """Return what was stored as a dictionary."""
+        """Parse a stored dictionary."""
         averages = tuple((int(a), int(b)) for a, b in found.get("averages", ()))
         left = printable(str(found.get("left", "")), _REASON_LENGTH)
         content: dict[str, Any] = {**found, "averages": averages, "left": left}
@@ -77,27 +77,27 @@ class Progress:
 
 
 def settled(workers: Collection[Progress]) -> int:
-    """The last round whose result all survivors keep; they repeat the next one, as far as they have begun it."""
+    """Return the last round whose result all survivors keep; they repeat the next one."""
     last = max(each.round for each in workers)
-    # Who is a round behind may have put it back already, in a view that ended before all had connected.
+    # A worker that is a round behind may have undone it already, in a view that ended before all had connected.
     return last if all(each.round == last and each.done for each in workers) else last - 1
 
 
 @dataclass(frozen=True)
 class View:
-    """The workers that train together from some moment on; their order gives the ranks.
+    """The workers that train together from some point on, in rank order.
 
     Attributes:
         epoch: the number of the view, from 0.
-        members: the workers' ids, in the order of ranks.
-        joined: those of them that were not in the view before.
-        lost: those that were in the view before, and are not in this one, without notice.
-        left: those that have left with notice, and why.
-        progress: of each member of the view before that is in this one too.
-        rows: where each member's process runs, as `comm.liveness.own_row` in hexadecimal digits.
-        requests: how many workers had asked to join so far.
-        donor: who has sent its state to those that joined, before they came; empty if they get it in this view.
-        begins: the number of the view that the run began as: 0, unless all workers were lost before the first step.
+        members: the workers' ids, in rank order.
+        joined: members that were not in the previous view.
+        lost: members of the previous view that were lost.
+        left: members of the previous view that left gracefully, with the reason.
+        progress: the progress of each member that was in the previous view.
+        rows: the location of each member's process: `comm.liveness.own_row` in hexadecimal digits.
+        requests: the number of join requests so far.
+        donor: the worker that sent its state to the joining workers in advance; empty if they get it in this view.
+        begins: the number of the run's first view: 0, unless all workers were lost before the first step.
 
     Example:
         >>> view = View(1, ("a", "c"), lost=("b",), progress={"a": Progress(7, True, 3)})
@@ -118,30 +118,30 @@ class View:
 
     @property
     def size(self) -> int:
-        """The number of workers."""
+        """Return the number of workers."""
         return len(self.members)
 
     def rank(self, worker: str) -> int | None:
-        """The rank of a worker; None if it is not in the view."""
+        """Return the rank of a worker; None if it is not in the view."""
         return self.members.index(worker) if worker in self.members else None
 
     @property
     def ready(self) -> dict[str, Progress]:
-        """The progress of the members that have a state to go on from."""
+        """Return the progress of the members that have a state."""
         return {
             each: self.progress[each] for each in self.members if each in self.progress and self.progress[each].ready
         }
 
     def content(self) -> dict[str, Any]:
-        """As it is stored."""
+        """Return the view as it is stored."""
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, stored: Mapping[str, Any]) -> View:
-        """What `content` returned.
+        """Parse the result of `content`.
 
         Raises:
-            CommError: it is something else.
+            CommError: the data are not a view.
         """
         try:
             found = dict(stored)
@@ -152,7 +152,7 @@ class View:
             view = cls(**found, progress=progress)
             ids = [*view.members, *view.joined, *view.lost, *view.left, *progress]
             if not all(is_worker((each, view.rows.get(each, ""))) for each in ids):
-                raise ValueError("an id or a process is not of the right form")
+                raise ValueError("an id or a process has the wrong form")
             return view
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise CommError(f"the store holds a view that cannot be read ({error}); use a store of its own") from None
+            raise CommError(f"the store holds a view that cannot be read ({error}). Use a separate store") from None

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which mesh to use, and how many panels: predicted bytes, memory and time of every mesh, and the fastest one.
+"""Choose a mesh and a number of panels, from predicted bytes, memory and time of every mesh.
 
 One row is one-dimensional tensor parallelism, as in Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053; one column
-gathers weights and does not send activations, as in Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054. Between them
-lie the meshes of Xu et al., 2021, arXiv:2104.05343.
+gathers weights and does not send activations, as in Rajbhandari et al., ZeRO, SC 2020, arXiv:1910.02054. The meshes in
+between are those of Xu et al., 2021, arXiv:2104.05343.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ class Precision:
 
 @dataclass(frozen=True)
 class MeshCost:
-    """What a training step on one mesh costs each rank.
+    """The cost of a training step on one mesh, per rank.
 
     Attributes:
         rows: rows, r.
         columns: columns, c.
-        refusal: why the mesh cannot split the model, or does not fit into memory; empty if it can be used.
+        refusal: the reason why the mesh cannot split the model or exceeds the memory; empty if it is usable.
         sent_bytes: bytes sent in a forward and a backward pass.
         messages: collective calls in them that send something.
         parameter_bytes: bytes of parameters, gradients and optimizer state.
@@ -88,7 +88,7 @@ class MeshCost:
 
     @property
     def kind(self) -> str:
-        """The kind of parallelism, in words."""
+        """The name of the kind of parallelism."""
         if self.rows == self.columns == 1:
             return "one rank"
         if self.rows == 1:
@@ -103,9 +103,9 @@ class Advice:
     Attributes:
         model: sizes of the model and its batch.
         pace: speed of the machine and its links.
-        costs: one entry per mesh, in the order of rows.
+        costs: one entry per mesh, ordered by rows.
         best: the fastest mesh that fits; None if none does.
-        reason: why it is the best, in words.
+        reason: the reason for the choice.
     """
 
     model: Transformer
@@ -123,29 +123,27 @@ def advise(
     precision: Precision = Precision(),
     limit_nbytes: float | None = None,
 ) -> Advice:
-    """Predict bytes, memory and time of a training step on every mesh of `ranks`, and name the best.
+    """Predict bytes, memory and time of a training step on every mesh of `ranks`, and choose the best.
 
-    Bytes are exact for a model without grouped queries. Times add up messages and arithmetic without overlap: they are
-    meant to rank meshes, and overlap shortens all of them.
+    Bytes are exact for a model without grouped queries. Times add messages and arithmetic without overlap. Use them to
+    compare meshes: overlap shortens all of them.
 
     Args:
         model: sizes of the model and its batch.
         ranks: number of ranks, p; every divisor of it is a possible number of rows.
         pace: speed of the machine, such as from `measure_pace`.
         precision: bytes per element, and whether activations are checkpointed.
-        limit_nbytes: memory of a rank; None is no limit.
+        limit_nbytes: the memory of a rank; None for no limit.
 
     Raises:
         ConfigError: fewer than one rank or more than 65,536, or a limit that is not positive.
     """
     if ranks < 1:
-        raise ConfigError(f"ranks={ranks}: a mesh has at least 1")
+        raise ConfigError(f"ranks={ranks}: must be at least 1")
     if ranks > _MOST_RANKS:
-        raise ConfigError(
-            f"ranks={ranks}: at most {_MOST_RANKS} are looked at; give the ranks of one copy of the model"
-        )
+        raise ConfigError(f"ranks={ranks}: must be at most {_MOST_RANKS}. Pass the ranks of one copy of the model")
     if limit_nbytes is not None and limit_nbytes <= 0:
-        raise ConfigError(f"limit_nbytes={limit_nbytes}: must be positive, such as {16 * _GIB}; None is no limit")
+        raise ConfigError(f"limit_nbytes={limit_nbytes}: must be positive, such as {16 * _GIB}. None is no limit")
     shapes = [(rows, ranks // rows) for rows in range(1, ranks + 1) if ranks % rows == 0]
     costs = tuple(_cost(model, rows, columns, pace, precision, limit_nbytes) for rows, columns in shapes)
     # Equally fast meshes are ordered by memory.
@@ -182,7 +180,7 @@ def _cost(
 
 
 def _reason(costs: tuple[MeshCost, ...], best: MeshCost | None) -> str:
-    """Why `best` is the best, compared with the next best mesh."""
+    """Explain the choice of `best`, compared with the next best mesh."""
     if best is None:
         return "no mesh fits: " + "; ".join(f"{cost.rows}x{cost.columns}: {cost.refusal}" for cost in costs)
     name = f"{best.rows}x{best.columns} ({best.kind})"
@@ -209,22 +207,20 @@ def measure_pace(
 ) -> Pace:
     """Measure latency, bandwidth and matrix products on these ranks; a collective call.
 
-    Each figure is the fastest of several repeats, on the slowest rank; all ranks get the same figures.
+    Each result is the fastest of several repeats on the slowest rank, and the same on all ranks.
 
     Args:
-        comm: the ranks, such as `mesh.whole`.
+        comm: the comm of the ranks, such as `mesh.whole`.
         nbytes: size of the large message.
         width: size of the square matrices.
         repeats: repeats of each measurement.
-        device: of the model; None for the CPU, or the GPU where these ranks send nothing else.
+        device: the device of the model; None for the CPU, or for the GPU if the ranks only support GPUs.
 
     Raises:
-        ConfigError: there is only one rank, or `repeats` is less than 1.
+        ConfigError: `comm` has only one rank, or `repeats` is less than 1.
     """
     if comm.size == 1 or repeats < 1:
-        raise ConfigError(
-            f"{comm.size} ranks, repeats={repeats}: the link is measured between 2 ranks or more, at least once"
-        )
+        raise ConfigError(f"{comm.size} ranks, repeats={repeats}: must be at least 2 ranks and 1 repeat")
     device = comm.check_device if device is None else torch.device(device)
     small, large = (
         torch.zeros(1, dtype=torch.float32, device=device),
@@ -235,18 +231,18 @@ def measure_pace(
     product = min(_seconds_of_product(width, device) for _ in range(repeats))
     # The large message includes the latency once. Between local processes the difference can be lost in noise.
     slowest = torch.tensor([latency, max(whole - latency, 1e-9), product], dtype=torch.float64, device=device)
-    # The slowest rank limits every collective; and ranks with different figures would choose different panels.
+    # The slowest rank limits every collective. Ranks with different results would choose different panels.
     latency, transfer, product = torch.stack(comm.all_gather(slowest).wait()).amax(0).tolist()
     return Pace(latency, 8 * (comm.size - 1) * (nbytes // 4 * 4) / transfer, 2 * width**3 / product)
 
 
 def measure_flops(*, width: int = 512, repeats: int = 3) -> float:
-    """Floating-point operations per second of this process, in products of square fp32 matrices."""
+    """Measure this process's floating-point operations per second in products of square fp32 matrices."""
     return 2 * width**3 / min(_seconds_of_product(width, torch.device("cpu")) for _ in range(repeats))
 
 
 def _seconds_of_gather(comm: Comm, x: torch.Tensor) -> float:
-    comm.all_reduce_(torch.zeros_like(x[:1])).wait()  # a barrier, so that waiting for a late rank is not measured
+    comm.all_reduce_(torch.zeros_like(x[:1])).wait()  # a barrier, so that the wait for a late rank is not measured
     synchronize(x.device)
     start = time.perf_counter()
     comm.all_gather(x).wait()
@@ -264,7 +260,7 @@ def _seconds_of_product(width: int, device: torch.device) -> float:
 
 
 def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Transformer:
-    """The sizes of thinwire's GPT, or of a GPT-2 or Llama of `transformers`, for `advise`.
+    """Return the sizes of thinwire's GPT, or of a GPT-2 or Llama of `transformers`, for `advise`.
 
     Args:
         model: the serial model; its parameters may be on the meta device.
@@ -272,9 +268,9 @@ def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Tran
         length: tokens per sample.
 
     Raises:
-        ConfigError: another type of model.
+        ConfigError: the model has another type.
     """
-    # By the type's name, so that `transformers` need not be installed.
+    # By the name of the type, so that `transformers` need not be installed.
     config: Any = getattr(model, "config", None)
     kind = getattr(config, "model_type", "")
     blocks, table = getattr(model, "blocks", None), getattr(getattr(model, "positions", None), "table", None)
@@ -307,7 +303,7 @@ def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Tran
         )
     if blocks is None or table is None:
         raise ConfigError(
-            f"{type(model).__name__}: the advisor knows thinwire's GPT, and GPT-2 and Llama of transformers; pass a "
+            f"{type(model).__name__}: the advisor supports thinwire's GPT, and GPT-2 and Llama of transformers. Pass a "
             "Transformer(...) with the model's sizes instead"
         )
     return Transformer(
@@ -324,11 +320,11 @@ def describe_transformer(model: nn.Module, *, samples: int, length: int) -> Tran
 def choose_panels_(
     model: nn.Module, pace: Pace, *, tokens: int, limit_nbytes: float = inf, element_size: int = 4
 ) -> dict[str, Panels]:
-    """Set the number of panels of every linear layer to the fastest one within a limit; returns them by layer name.
+    """Set every linear layer's number of panels to the fastest within a limit; return them by layer name.
 
-    One panel gathers each operand in one message, which is best where latency is high or arithmetic is short. More
-    panels overlap communication with arithmetic and take less memory. All ranks must pass the same pace, such as that
-    of `measure_pace(mesh.whole)`.
+    One panel gathers each operand in one message, which is best for high latency or little arithmetic. More panels
+    overlap communication with arithmetic and take less memory. All ranks must pass the same pace, such as that of
+    `measure_pace(mesh.whole)`.
 
     Args:
         model: a model after `parallelize_2d`.

@@ -20,9 +20,8 @@ from thinwire.tensor2d.ring import positions_of, ring_attend
 class Attention2D(nn.Module):
     """Self-attention on a stream [b / r, s, h / c], with optional grouped queries and rotary positions.
 
-    Queries, keys and values are computed by one linear layer. If the columns do not divide the key heads, keys and
-    values have layers of their own, whose outputs are gathered along the row; each column then takes the heads it
-    needs.
+    One linear layer computes queries, keys and values. If the columns do not divide the key heads, keys and values have
+    separate layers, whose outputs are gathered along the row; each column then takes the heads that it needs.
 
     Grouped queries: Ainslie et al., GQA, EMNLP 2023, arXiv:2305.13245. Rotary positions: Su et al., RoFormer, 2021,
     arXiv:2104.09864.
@@ -43,7 +42,7 @@ class Attention2D(nn.Module):
         layer: number of this layer, for dropout.
 
     Raises:
-        ConfigError: the columns do not divide the heads, or `ring` with dropout.
+        ConfigError: the columns do not divide the heads, or `ring` is combined with dropout.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Attention2D(nn.Module):
         super().__init__()
         if ring and dropout:
             raise ConfigError(
-                f"dropout={dropout} with ring=True: a ring never forms all attention weights at once; use dropout=0.0"
+                f"dropout={dropout} with ring=True: a ring never has all attention weights at once. Use dropout=0.0"
             )
         check_divides(heads, mesh.columns, f"attention of {heads} heads", f"the mesh has {mesh.columns} columns")
         self.size = query[0].shape[0] // heads
@@ -84,19 +83,19 @@ class Attention2D(nn.Module):
         self.dropout = Dropout2D(dropout, mesh, seed=seed, layer=layer, dimension=1)
 
     def forward(self, stream: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[b / r, s, h / c] to the same.
+        """Map [b / r, s, h / c] to the same shape.
 
         Args:
             stream: the input of queries, keys and values.
-            mask: bool, broadcast to [b / r, n / c, s, s], False where a position is not attended to; or a float mask
+            mask: bool, broadcast to [b / r, n / c, s, s], False for positions that are ignored; or a float mask
                 that is added to the scores.
 
         Raises:
-            ConfigError: a mask with `ring`.
+            ConfigError: a mask is combined with `ring`.
         """
         if self.ring and mask is not None:
             raise ConfigError(
-                "a mask with ring=True: no rank has all scores; use causal=True, or split samples over the rows"
+                "a mask with ring=True: no rank has all scores. Use causal=True, or split samples over the rows"
             )
         if self.projection is not None:
             sizes = [size // self.projection.mesh.columns for size in self.projection.sections]
@@ -131,7 +130,7 @@ class MultiheadAttention2D(Module2D):
         name: name of the layer, for error messages.
 
     Raises:
-        ConfigError: keys and values have other sizes, or `add_bias_kv` or `add_zero_attn` is set.
+        ConfigError: keys and values have different sizes, or `add_bias_kv` or `add_zero_attn` is set.
     """
 
     in_proj_weight: Tensor
@@ -169,16 +168,16 @@ class MultiheadAttention2D(Module2D):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """[b / r, s, h / c] to the same; masks as torch's, True where a position is not attended to.
+        """Map [b / r, s, h / c] to the same shape; masks as in torch, True for ignored positions.
 
         Raises:
-            ConfigError: cross attention.
+            ConfigError: the call is cross attention.
         """
         if key is not query or value is not query:
             raise ConfigError(
                 "MultiheadAttention2D: query, key and value must be the same tensor; cross attention is not supported"
             )
-        # The parameters may have been replaced since, by a loaded file for example.
+        # The parameters may have been replaced since, for example by a loaded file.
         inner = self._inner[0]
         inner.weight, inner.bias = self.in_proj_weight, self.in_proj_bias
         parts = inner.project(query, self.shared("in_proj_bias")).chunk(3, dim=-1)
@@ -201,10 +200,10 @@ def attend(
     causal: bool = False,
     dropout: Dropout2D | None = None,
 ) -> Tensor:
-    """[b / r, n / c, s, d] of queries and [b / r, k, s, d] of keys and values to [b / r, n / c, s, d].
+    """Map queries [b / r, n / c, s, d], and keys and values [b / r, k, s, d], to [b / r, n / c, s, d].
 
-    Uses torch's fused attention. With dropout the scores are written out, because torch's kernel draws its own mask,
-    and `Dropout2D` makes one that does not depend on the mesh.
+    It uses torch's fused attention. With dropout the scores are computed explicitly, because torch's kernel draws its
+    own mask, while that of `Dropout2D` does not depend on the mesh.
     """
     if dropout is None or not dropout.training or dropout.p == 0:
         grouped = query.shape[1] != key.shape[1]
@@ -240,7 +239,7 @@ def gathered_heads(
     size: int,
     name: str = "Attention2D",
 ) -> Linear2D:
-    """A layer of keys or values that gives each column every key head that its query heads attend to.
+    """Make a layer of keys or values in which each column gets the key heads of its query heads.
 
     Raises:
         ConfigError: the query heads of a column would need parts of several key heads.
@@ -248,7 +247,7 @@ def gathered_heads(
     own, group = heads // mesh.columns, heads // key_heads
     if group % own and own % group:
         raise ConfigError(
-            f"{name}: {own} query heads a column and {group} for each key head; one must divide the other, so use "
+            f"{name}: {own} query heads per column and {group} per key head: one must divide the other. Use "
             "fewer columns"
         )
     first = mesh.column * own // group
@@ -256,7 +255,7 @@ def gathered_heads(
 
 
 def _as_scores(mask: Tensor | None, like: Tensor) -> Tensor | None:
-    """A mask of torch's as a float mask that is added to scores: minus infinity where a bool mask is True."""
+    """Convert a torch mask to a float mask that is added to scores: minus infinity where a bool mask is True."""
     if mask is None or mask.dtype != torch.bool:
         return mask if mask is None else mask.to(like.dtype)
     return torch.zeros(mask.shape, dtype=like.dtype, device=mask.device).masked_fill_(mask, -torch.inf)

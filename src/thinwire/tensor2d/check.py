@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of a split model: one batch gives the outputs, the loss and the gradients of the serial model."""
+"""Check a split model: one batch must give the outputs, loss and gradients of the serial model."""
 
 from __future__ import annotations
 
@@ -21,28 +21,28 @@ Batch = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
 class Check:
-    """The outputs and gradients of a serial model, to be compared with those of the same model after it was split.
+    """The outputs and gradients of a serial model, to compare with the split model.
 
     Gradients are those of the loss, if an output is a scalar, and otherwise of a weighted sum of the first output.
 
     Args:
         model: the serial model; it is run once.
         mesh: the ranks.
-        batch: what the model is called with, on all ranks: one argument, a tuple of them, or a dict by name.
-        kept: names of the modules that will not be replaced; one of these is to blame for a difference.
+        batch: the model's arguments, on all ranks: one argument, a tuple, or a dict by name.
+        kept: names of the modules that will not be replaced; one of these causes any difference.
 
     Raises:
-        ConfigError: a batch without a tensor, one that the rows cannot share, parameters on the meta device, or outputs
-            that no mistake could change.
+        ConfigError: the batch has no tensor or cannot be split over the rows, parameters are on the meta device, or no
+            mistake could change the outputs.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh2D, batch: Batch, *, kept: Collection[str]) -> None:
         if any(parameter.is_meta for parameter in model.parameters()):
-            raise ConfigError("check: parameters on the meta device have no values to compare; load the model first")
+            raise ConfigError("check: parameters on the meta device have no values to compare. Load the model first")
         whole = _arguments(batch)
         first = next((x for x in whole.values() if isinstance(x, Tensor) and x.dim()), None)
         if first is None:
-            raise ConfigError(f"check={batch!r}: pass the tensors that the model is called with, with all samples")
+            raise ConfigError(f"check={batch!r}: must contain tensors. Pass the model's arguments, with all samples")
         self._mesh, self._kept = mesh, kept
         self._share = {key: _share(key, x, mesh, len(first)) for key, x in whole.items()}
         outputs, self._stages = _run(model, whole, kept)
@@ -53,15 +53,15 @@ class Check:
             bool(x.numel()) and bool((x != x.flatten()[0]).any() or not x.dim()) for x in self._expected.values()
         ):
             raise ConfigError(
-                f"check: the serial model's outputs are {_words(self._expected)}, all equal, so nothing could be found "
-                "wrong; give the model weights that are not zero, and a model that returns numbers"
+                f"check: the serial model's outputs are {_words(self._expected)}, all equal, so no mistake could be "
+                "detected. Use a model with nonzero weights that returns numbers"
             )
 
     def compare(self, model: nn.Module) -> None:
         """Run the split model and compare; a collective call.
 
         Raises:
-            ConfigError: an output or a gradient differs, on all ranks, with both figures.
+            ConfigError: an output or a gradient differs; raised on all ranks, with both values.
         """
         outputs, stages = _in_words(lambda: _run(model, self._share, self._kept))
         found = {name: x.detach() for name, x in outputs.items()}
@@ -71,7 +71,7 @@ class Check:
             kind = f"{culprit} ({type(model.get_submodule(culprit)).__name__})" if culprit else type(model).__name__
             raise ConfigError(
                 f"check: {here}; the first module to differ is {kind}. If its forward combines features or samples, "
-                "build it from layers that can be split; if it counts heads, name it in the plan with DividedCounts"
+                "build it from layers that can be split. If it counts heads, add it to the plan with DividedCounts"
             )
         if here := self._on_any_rank(_in_words(lambda: self._wrong_gradients(model, outputs))):
             raise ConfigError(
@@ -81,16 +81,16 @@ class Check:
             )
 
     def _on_any_rank(self, wrong: list[str]) -> str:
-        """This rank's first difference; empty if no rank has one."""
-        # The serial models, or the batches, may differ from rank to rank, so each rank may have its own opinion.
+        """Return this rank's first difference; empty if no rank has one."""
+        # The serial models or the batches may differ between ranks, so the results of ranks may differ.
         counts = self._mesh.whole.all_gather(torch.tensor([len(wrong)], dtype=torch.int64, device=self._device)).wait()
         differing = [rank for rank, count in enumerate(counts) if int(count)]
         if not differing or wrong:
             return wrong[0] if wrong else ""
-        return f"ranks {differing} find a difference, this rank does not; start all with one model"
+        return f"ranks {differing} find a difference, but this rank does not. Start all with one model"
 
     def _wrong_gradients(self, model: nn.Module, outputs: Mapping[str, Tensor]) -> list[str]:
-        """What is wrong with the gradients, in words."""
+        """Return the differences of the gradients as text."""
         layers = {name: each for name, each in placed(model).items() if each[0].requires_grad}
         objective = _objective(outputs, self._expected, self._mesh)
         found = _gradients(objective, {name: parameter for name, (parameter, _) in layers.items()})
@@ -98,7 +98,7 @@ class Check:
         wrong: list[str] = []
         for name, gradient in found.items():
             whole, expected = layers[name][1].join(gather_blocks(gradient, self._mesh)), self._gradients[name]
-            # Gradients that are zero but for rounding are not compared with each other.
+            # Gradients that are zero up to rounding are not compared with each other.
             if words := _apart(f"the gradient of {name}", whole, expected, at_least=0.1 * largest):
                 wrong.append(words)
         return wrong
@@ -108,16 +108,16 @@ class Check:
         return next(iter(self._expected.values())).device
 
     def _difference(self, name: str, found: Tensor | None, expected: Tensor) -> str:
-        """What is wrong with an output, in words; empty if nothing is."""
+        """Return the difference of an output as text; empty if there is none."""
         if found is None:
             return f"{name} is missing"
         whole = _whole(found, expected, self._mesh)
         if whole.shape != expected.shape:
-            return f"{name} has the shape {tuple(whole.shape)}, in the serial model {tuple(expected.shape)}"
+            return f"{name} has shape {tuple(whole.shape)}, but {tuple(expected.shape)} in the serial model"
         return _apart(name, whole, expected)
 
     def _first_stage(self, stages: Mapping[tuple[str, int], Tensor]) -> str:
-        """The first kept module whose output differs; every rank gathers all of them, as some may find none."""
+        """Return the first kept module whose output differs; every rank gathers all, since some may find none."""
         first = ""
         for key, expected in self._stages.items():
             if key in stages and self._difference(key[0], stages[key], expected) and not first:
@@ -128,7 +128,7 @@ class Check:
 def _run(
     model: nn.Module, arguments: Mapping[str | int, Any], kept: Collection[str]
 ) -> tuple[dict[str, Tensor], dict[tuple[str, int], Tensor]]:
-    """The model's outputs by name, and those of kept modules by name and number of the call, in evaluation mode."""
+    """Run the model in evaluation mode; return its outputs, and those of kept modules by name and call."""
     stages: dict[tuple[str, int], Tensor] = {}
 
     def record(name: str) -> Callable[..., None]:
@@ -140,7 +140,7 @@ def _run(
 
     handles = [model.get_submodule(name).register_forward_hook(record(name)) for name in kept if name]
     try:
-        # With gradients: without them torch's encoder layers take another path, which reads the weights themselves.
+        # With gradients enabled: otherwise torch's encoder layers use a path that reads the weights directly.
         with _evaluating(model), torch.enable_grad():
             positional = [x for key, x in arguments.items() if isinstance(key, int)]
             named = {key: x for key, x in arguments.items() if isinstance(key, str)}
@@ -151,10 +151,10 @@ def _run(
 
 
 def _in_words(work: Callable[[], T]) -> T:
-    """The result of a split model's work.
+    """Run the split model, and turn its errors into ConfigErrors.
 
     Raises:
-        ConfigError: it raised another error than ours.
+        ConfigError: the model raised an error that is not thinwire's.
     """
     try:
         return work()
@@ -165,27 +165,27 @@ def _in_words(work: Callable[[], T]) -> T:
 
 
 def _objective(outputs: Mapping[str, Tensor], expected: Mapping[str, Tensor], mesh: Mesh2D | None = None) -> Tensor:
-    """The sum of all scalar outputs; without any, a weighted sum of the first output, or of this rank's block of it."""
+    """Sum all scalar outputs; without any, return a weighted sum of (this rank's block of) the first output."""
     trained = {name: x for name, x in outputs.items() if x.requires_grad}
     scalars = [x for x in trained.values() if not x.dim()]
     if scalars or not trained:
         return torch.stack(scalars).sum() if scalars else torch.zeros((), dtype=torch.float32, device="cpu")
     name, x = next(iter(trained.items()))
-    # Different weights, so that errors in different places do not cancel.
+    # Different weights, so that errors at different positions do not cancel.
     weights = (
         torch.arange(expected[name].numel(), dtype=torch.float32, device=x.device).cos().view(expected[name].shape)
     )
     if mesh is not None:
         weights = mesh.rows_of(weights)
     if mesh is not None and x.dim() > 1:
-        # The last columns may hold padding, which has no weight.
+        # The last columns may contain padding, which has no weight.
         weights = weights[..., mesh.column * x.shape[-1] :][..., : x.shape[-1]]
         x = x[..., : weights.shape[-1]]
     return (x * weights.to(x.dtype)).sum()
 
 
 def _gradients(objective: Tensor, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The gradients by name, zeros for parameters that are not used; `grad` attributes are unchanged."""
+    """Return the gradients by name, zeros for unused parameters; `grad` attributes are unchanged."""
     if not objective.requires_grad:
         return {}
     found = torch.autograd.grad(objective, list(parameters.values()), allow_unused=True, materialize_grads=True)
@@ -193,13 +193,13 @@ def _gradients(objective: Tensor, parameters: Mapping[str, Tensor]) -> dict[str,
 
 
 def _apart(name: str, whole: Tensor, expected: Tensor, *, at_least: float = 0.0) -> str:
-    """How a tensor differs from the serial one, in words; empty if it does not, to the root of its precision.
+    """Return the difference from the serial tensor as text; empty up to the root of the precision.
 
     Args:
-        name: of the tensor.
-        whole: of the split model.
-        expected: of the serial model.
-        at_least: the size of values to which the precision is relative; the largest value if that is larger.
+        name: the name of the tensor.
+        whole: the tensor of the split model.
+        expected: the tensor of the serial model.
+        at_least: the reference size for the precision; the largest value if that is larger.
     """
     apart = torch.where(whole == expected, 0, (whole - expected).abs()).double().flatten().nan_to_num(torch.inf)
     tolerance = max(torch.finfo(expected.dtype).eps ** 0.5, 1e-6)
@@ -211,7 +211,7 @@ def _apart(name: str, whole: Tensor, expected: Tensor, *, at_least: float = 0.0)
         index = torch.unravel_index(torch.tensor(at, dtype=torch.int64, device="cpu"), expected.shape)
         place = f" at {tuple(map(int, index))}"
     return (
-        f"{name}{place} is {float(whole.flatten()[at]):.6g}, and {float(expected.flatten()[at]):.6g} in the serial "
+        f"{name}{place} is {float(whole.flatten()[at]):.6g}, but {float(expected.flatten()[at]):.6g} in the serial "
         f"model, a difference above {limit:.2g}"
     )
 
@@ -234,7 +234,7 @@ def _arguments(batch: Batch) -> dict[str | int, Any]:
 
 
 def _share(key: str | int, x: Any, mesh: Mesh2D, samples: int) -> Any:
-    """This rank's part of an argument: rows of samples, and columns of features; labels have no features."""
+    """Return this rank's part of an argument: rows of samples, and columns of features except for labels."""
     if not isinstance(x, Tensor) or not x.dim() or len(x) != samples:
         return x
     own = mesh.rows_of(x)
@@ -242,7 +242,7 @@ def _share(key: str | int, x: Any, mesh: Mesh2D, samples: int) -> Any:
 
 
 def _tensors(name: str, output: Any) -> Generator[tuple[str, Tensor], None, None]:
-    """The floating-point tensors of an output, with names."""
+    """Yield the floating-point tensors of an output, with names."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield name, output
@@ -255,7 +255,7 @@ def _tensors(name: str, output: Any) -> Generator[tuple[str, Tensor], None, None
 
 
 def _whole(x: Tensor, expected: Tensor, mesh: Mesh2D) -> Tensor:
-    """An output of the whole batch: a number is the same everywhere, a vector is one number per sample."""
+    """Gather an output of the whole batch; a number is equal everywhere, a vector has one number per sample."""
     if not x.dim():
         return x
     if x.dim() == 1:

@@ -13,7 +13,7 @@ from thinwire.tensor2d.products import accumulation_dtype
 
 @torch.no_grad()
 def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
-    """The Euclidean norm of the whole gradient, the same on all ranks, in fp32 at least.
+    """Return the Euclidean norm of the whole gradient, the same on all ranks, in fp32 at least.
 
     Parameters that are replicated over the rows are counted in the first row only; tied parameters are counted once.
 
@@ -27,11 +27,11 @@ def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
         if parameter.grad is not None and not (placement.replicated and mesh.row > 0)
     ]
     first = next(model.parameters())
-    # A rank without any counted gradient adds zero, because the all-reduces need every rank.
+    # A rank without counted gradients adds zero, because the all-reduces need every rank.
     total = torch.zeros(1, dtype=accumulation_dtype(first.dtype), device=first.device)
     for grad in counted:
         total += grad.to(total.dtype).square().sum()
-    # Rows first, then columns: every rank adds in the same order and has the same bits.
+    # Rows first, then columns: every rank adds in the same order and gets the same bits.
     mesh.along_row.all_reduce_(total).wait()
     mesh.along_column.all_reduce_(total).wait()
     return total.sqrt().squeeze(0)
@@ -39,9 +39,9 @@ def gradient_norm(model: nn.Module, mesh: Mesh2D) -> Tensor:
 
 @torch.no_grad()
 def clip_gradient_norm_(model: nn.Module, max_norm: float, mesh: Mesh2D) -> Tensor:
-    """Scale the gradient so that its norm over the whole mesh is at most `max_norm`; returns the norm it had.
+    """Scale the gradient to a norm of at most `max_norm` over the whole mesh; return the original norm.
 
-    Does what `torch.nn.utils.clip_grad_norm_` does on the serial model.
+    The result is that of `torch.nn.utils.clip_grad_norm_` on the serial model.
 
     Args:
         model: a model on the mesh.

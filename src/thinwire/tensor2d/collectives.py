@@ -21,8 +21,8 @@ from thinwire.tensor2d.tape import recorded
 def sum_gradients_over_rows(parameters: list[Tensor], mesh: Mesh2D) -> list[Tensor]:
     """Return parameters that are replicated over the rows, with gradients that one all-reduce sums over the rows.
 
-    The forward pass sends nothing. The backward pass runs the all-reduce once autograd has the gradients of all uses of
-    all of these parameters.
+    The forward pass sends nothing. The backward pass runs the all-reduce when autograd has the gradients of all uses of
+    these parameters.
 
     Args:
         parameters: parameters of one dtype.
@@ -34,12 +34,12 @@ def sum_gradients_over_rows(parameters: list[Tensor], mesh: Mesh2D) -> list[Tens
 
 
 def sum_over_rows(x: Tensor, mesh: Mesh2D) -> Tensor:
-    """The sum of `x` over the rows; the gradient flows to this row's `x` unchanged, without communication."""
+    """Sum `x` over the rows; the gradient flows to this row's `x` unchanged, without communication."""
     return cast(Tensor, _Sum.apply(x, mesh.along_column))
 
 
 def sum_over_columns(x: Tensor, mesh: Mesh2D) -> Tensor:
-    """The sum of `x` over the columns; the gradient flows to this column's `x` unchanged, without communication."""
+    """Sum `x` over the columns; the gradient flows to this column's `x` unchanged, without communication."""
     return cast(Tensor, _Sum.apply(x, mesh.along_row))
 
 
@@ -74,13 +74,13 @@ class _SumGradientsOverRows(Function):
     @staticmethod
     def forward(ctx: Any, mesh: Mesh2D, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.mesh = mesh
-        # A parameter that is not used must get no gradient, as in the serial model, instead of zeros.
+        # An unused parameter must get no gradient instead of zeros, as in the serial model.
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        # Parameters that were not used have no gradient; they are the same ones in every row.
+        # Unused parameters have no gradient; they are the same in every row.
         used = [k for k, grad in enumerate(grads) if grad is not None]
         flat = torch.cat([grads[k].reshape(-1) for k in used])
         parts = ctx.mesh.along_column.all_reduce_(flat).wait().split([grads[k].numel() for k in used])
@@ -124,13 +124,13 @@ class _TransposeBlocks(Function):
 
 
 def reduce_scatter(parts: list[Tensor], comm: Comm) -> Tensor:
-    """Send part k to rank k, and return the sum of the parts received, added in the order of ranks in fp32 at least."""
+    """Send part k to rank k, and return the sum of the received parts, in rank order and fp32 at least."""
     arrived = comm.all_to_all([part.reshape(-1) for part in parts], [parts[comm.rank].numel()] * comm.size).wait()
     return sum_terms(arrived).to(parts[0].dtype).view(parts[comm.rank].shape)
 
 
 def _transpose_over_mesh(block: Tensor, mesh: Mesh2D) -> Tensor:
-    """This rank's block of the transposed matrix, from all ranks that hold a piece of it."""
+    """Return this rank's block of the transposed matrix, from all ranks with a piece of it."""
     i, j, rows, columns = mesh.place
     tall, wide = block.shape[0] * rows, block.shape[1] * columns
     ours = _Rectangle.block(mesh, i, j, tall, wide)
@@ -139,7 +139,7 @@ def _transpose_over_mesh(block: Tensor, mesh: Mesh2D) -> Tensor:
     held = [_Rectangle.block(mesh, k, m, tall, wide) for k in range(rows) for m in range(columns)]
     here = needed[mesh.whole.rank]
     spots = [here.within(other) for other in held]
-    # Received as rectangles of this matrix, and transposed at the end, so that sender and receiver index alike.
+    # Received as rectangles of this matrix and transposed at the end, so that sender and receiver use equal indices.
     swapped = block.new_empty((tall // columns, wide // rows))
     arrived = mesh.whole.all_to_all(sent, [swapped[spot].numel() for spot in spots]).wait()
     for spot, piece in zip(spots, arrived, strict=True):
@@ -152,16 +152,16 @@ class _Rectangle(tuple[int, int, int, int]):
 
     @classmethod
     def block(cls, mesh: Mesh2D, row: int, column: int, tall: int, wide: int) -> _Rectangle:
-        """The rectangle of rank (row, column) in a matrix of `tall` rows and `wide` columns."""
+        """Return the rectangle of rank (row, column) in a matrix of `tall` rows and `wide` columns."""
         a, b = tall // mesh.rows, wide // mesh.columns
         return cls((row * a, row * a + a, column * b, column * b + b))
 
     def flipped(self) -> _Rectangle:
-        """The same rectangle in the transposed matrix."""
+        """Return the same rectangle in the transposed matrix."""
         return _Rectangle((self[2], self[3], self[0], self[1]))
 
     def within(self, other: _Rectangle) -> tuple[slice, slice]:
-        """The intersection with `other`, as slices of this rectangle."""
+        """Return the intersection with `other`, as slices of this rectangle."""
         top, bottom = max(self[0], other[0]), min(self[1], other[1])
         left, right = max(self[2], other[2]), min(self[3], other[3])
         if top >= bottom or left >= right:

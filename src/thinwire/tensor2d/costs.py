@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Elements that a transformer layer sends and holds, on any r x c mesh and in one-dimensional tensor parallelism.
+r"""Count the elements that a transformer layer sends and holds, on any r x c mesh and in one dimension.
 
-T is the number of tokens of a batch, h the hidden size, f = 4 h the inner size of the feed-forward part, p = r c. Every
-scheme does equally many multiplications. Figures are per rank, and per layer unless stated otherwise; collectives are
-counted as bandwidth-optimal algorithms send them.
+T is the number of tokens of a batch, h the hidden size, f = 4 h the inner size of the feed-forward part, p = r c. All
+schemes use the same number of multiplications. Counts are per rank, and per layer unless stated otherwise; collectives
+are counted as bandwidth-optimal algorithms send them.
 
-Costs of one-dimensional tensor parallelism after Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, and Korthikanti
-et al., Reducing Activation Recomputation in Large Transformer Models, 2022, arXiv:2205.05198; of the two-dimensional
-one after Xu et al., 2021, arXiv:2104.05343.
+Costs of one-dimensional tensor parallelism follow Shoeybi et al., Megatron-LM, 2019, arXiv:1909.08053, and Korthikanti
+et al., Reducing Activation Recomputation in Large Transformer Models, 2022, arXiv:2205.05198; those of two dimensions
+follow Xu et al., 2021, arXiv:2104.05343.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Layer:
 
 
 def product_elements(tokens: int, inputs: int, outputs: int, rows: int, columns: int, *, layout: str = "auto") -> float:
-    """Elements that a rank sends in one product of a linear layer, forward or either backward one.
+    """Return the elements that a rank sends in one product of a linear layer, forward or backward.
 
     Args:
         tokens: tokens of the whole batch.
@@ -70,7 +70,7 @@ def product_elements(tokens: int, inputs: int, outputs: int, rows: int, columns:
         columns: columns of the mesh.
         layout: "AB", "ABT", or "auto" for the one that sends less.
     """
-    # Activations of one side cross the columns, gathered or as partial sums; the weight crosses the rows.
+    # Activations of one side are sent across columns, gathered or as partial sums; the weight across rows.
     side = {"AB": inputs, "ABT": outputs, "auto": min(inputs, outputs)}[layout]
     return tokens * side * (columns - 1) / (rows * columns) + inputs * outputs * (rows - 1) / (rows * columns)
 
@@ -78,10 +78,10 @@ def product_elements(tokens: int, inputs: int, outputs: int, rows: int, columns:
 def backward_elements(
     tokens: int, inputs: int, outputs: int, rows: int, columns: int, *, layout: str = "auto"
 ) -> float:
-    """Elements that a rank sends in the two backward products of a linear layer, for its input and for its weight.
+    """Return the elements that a rank sends in the two backward products of a linear layer.
 
-    In the layout "ABT" both products need the output's gradient gathered along the row, and share one gather: T out
-    activations fewer than twice `product_elements`.
+    In the layout "ABT" both products, for the input and for the weight, need the output's gradient gathered along the
+    row, and share one gather: T out activations fewer than twice `product_elements`.
 
     Args:
         tokens: tokens of the whole batch.
@@ -97,11 +97,11 @@ def backward_elements(
 
 
 def layer_elements(layer: Layer, direction: Direction = "both", *, layout: str = "auto") -> float:
-    """Elements that a rank sends in the four linear layers; forward (4 T h (c - 1) + 12 h^2 (r - 1)) / p with f = 4 h.
+    """Return the elements that a rank sends in the four linear layers.
 
-    `layout="AB"` is the paper's, with 7 T h in place of 4 T h. The backward pass sends twice as much as the forward
-    pass, less the T h (c - 1) / p that a shared gather saves. Norms are counted by `norm_elements`, the gradients of
-    biases and gains by `vector_elements`.
+    Forward these are (4 T h (c - 1) + 12 h^2 (r - 1)) / p with f = 4 h. `layout="AB"` is the paper's, with 7 T h
+    instead of 4 T h. The backward pass sends twice as much as the forward pass, minus the T h (c - 1) / p that a shared
+    gather saves. `norm_elements` counts norms, `vector_elements` the gradients of biases and gains.
     """
     mesh = layer.rows, layer.columns
     forward = sum(product_elements(layer.tokens, *sizes, *mesh, layout=layout) for sizes in layer.linear_sizes)
@@ -110,7 +110,7 @@ def layer_elements(layer: Layer, direction: Direction = "both", *, layout: str =
 
 
 def norm_elements(layer: Layer, direction: Direction = "both", *, kind: str = "layer") -> float:
-    """Elements (fp32 at least) that a rank sends in the two norms of a layer.
+    """Return the elements (fp32 at least) that a rank sends in the two norms of a layer.
 
     A layer norm gathers two numbers per token forward and sums two backward; an RMS norm sums one each way.
     """
@@ -122,45 +122,45 @@ def norm_elements(layer: Layer, direction: Direction = "both", *, kind: str = "l
 
 
 def vector_elements(layer: Layer) -> float:
-    """Elements that a rank sends in each backward pass for a layer's biases and gains, of which it holds 13 h / c."""
+    """Return the elements that a rank sends backward for a layer's biases and gains; it holds 13 h / c."""
     return vectors_held(layer) * 2 * (layer.rows - 1) / layer.rows
 
 
 def vectors_held(layer: Layer) -> float:
-    """Elements of biases and gains that a rank holds: four vectors of the norms, and the bias of each linear layer."""
+    """Return the elements of biases and gains on a rank: four vectors of norms, and each linear bias."""
     return (4 * layer.hidden + sum(outputs for _, outputs in layer.linear_sizes)) / layer.columns
 
 
 def embedding_elements(tokens: int, vocabulary: int, hidden: int, rows: int, columns: int, *, algorithm: str) -> float:
-    """Elements that a rank sends forward, and again backward, for an embedding; ids are counted by `id_elements`."""
+    """Return the elements that a rank sends in each direction for an embedding, without ids."""
     sent = vocabulary if algorithm == "table" else tokens
     return sent * hidden / columns * (rows - 1) / rows
 
 
 def id_elements(tokens: int, rows: int) -> float:
-    """Ids of four bytes that a rank sends forward, and again backward, with the algorithm "tokens"."""
+    """Return the 4-byte ids that a rank sends in each direction with the algorithm "tokens"."""
     return tokens / rows * (rows - 1)
 
 
 def head_elements(tokens: int, vocabulary: int, hidden: int, rows: int, columns: int, *, tied: bool) -> float:
-    """Elements that a rank sends forward for the logits; with `tied`, a rank off the diagonal of a square mesh."""
+    """Return the elements that a rank sends forward for logits; with `tied`, off a square mesh's diagonal."""
     product = product_elements(tokens, hidden, vocabulary, rows, columns, layout="AB")
     return product + (vocabulary * hidden / (rows * columns) if tied else 0)
 
 
 def loss_elements(tokens: int, rows: int, columns: int) -> float:
-    """Elements (fp32 at least) that a rank sends along its row for the cross-entropy: three numbers a token."""
+    """Return the elements (fp32 at least) that a rank sends for the cross-entropy: three per token."""
     return 3 * tokens / rows * (columns - 1)
 
 
 def one_dimensional_elements(
     layer: Layer, direction: Direction = "both", *, sequence_parallel: bool = False, keeps_gathered: bool = False
 ) -> float:
-    """The same for one-dimensional tensor parallelism over p ranks: 4 T h (p - 1) / p in each direction.
+    """Return the elements sent in one-dimensional tensor parallelism: 4 T h (p - 1) / p per direction.
 
-    Sequence parallelism replaces each all-reduce by an all-gather and a reduce-scatter of the same bytes, and the
-    backward pass gathers the two layer inputs once more. An implementation that keeps the gathered inputs instead
-    (torch's does) sends no more than without sequence parallelism.
+    Sequence parallelism replaces each all-reduce with an all-gather and a reduce-scatter of the same bytes, and the
+    backward pass gathers the two layer inputs once more. An implementation that keeps the gathered inputs instead, like
+    torch's, sends no more than without sequence parallelism.
     """
     # Two all-reduces of T h elements in each direction: after attention and after the feed-forward part.
     p, volume = layer.ranks, layer.tokens * layer.hidden
@@ -170,27 +170,28 @@ def one_dimensional_elements(
 
 
 def parameters_held(layer: Layer) -> float:
-    """Elements of parameters that a rank holds: 12 h^2 / p + 13 h / c with f = 4 h."""
+    """Return the elements of parameters on a rank: 12 h^2 / p + 13 h / c with f = 4 h."""
     return sum(inputs * outputs for inputs, outputs in layer.linear_sizes) / layer.ranks + vectors_held(layer)
 
 
 def one_dimensional_parameters_held(layer: Layer) -> float:
-    """The same in one dimension, where norms and output biases are replicated: 12 h^2 / p + 7 h / p + 6 h."""
+    """Return the parameters in one dimension, with replicated norms and output biases: 12 h^2 / p + 7 h / p + 6 h."""
     (h, wide), f = layer.linear_sizes[0], layer.linear_sizes[2][1]
     weights = sum(inputs * outputs for inputs, outputs in layer.linear_sizes)
     return (weights + wide + f) / layer.ranks + 6 * h
 
 
 def checkpoints_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
-    """Elements of a layer's input that a rank keeps with checkpointing: T h / p, or T h with scheme "1d"."""
+    """Return the elements of a layer's input kept with checkpointing: T h / p, or T h with scheme "1d"."""
     return layer.tokens * layer.hidden / (1 if scheme == "1d" else layer.ranks)
 
 
 def activations_held(layer: Layer, heads: int, *, scheme: Scheme = "2d") -> float:
-    """Elements that a layer with GELU and fused attention keeps for its backward pass, without checkpointing.
+    """Return the elements that a layer keeps for its backward pass, without checkpointing.
 
-    With V = T h: 16 V / p in two dimensions; 4 V + 12 V / p in one; 2 V + 14 V / p with sequence parallelism, where
-    the gathered inputs of linear layers are kept. Statistics of norms and attention are added to it.
+    The layer has GELU and fused attention. With V = T h: 16 V / p in two dimensions; 4 V + 12 V / p in one; 2 V + 14 V
+    / p with sequence parallelism and kept gathered inputs of linear layers. Statistics of norms and attention are
+    added.
     """
     whole, part = float(layer.tokens * layer.hidden), layer.tokens * layer.hidden / layer.ranks
     # Fused attention keeps one number per token and head, a norm two per token.
@@ -203,7 +204,7 @@ def activations_held(layer: Layer, heads: int, *, scheme: Scheme = "2d") -> floa
 
 
 def transient_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
-    """Peak elements of temporary tensors in the last layer's forward and backward pass, with one panel per product.
+    """Return the peak of temporary elements in the last layer's passes, with one panel per product.
 
     In one dimension these are a partial sum, its copy in the message, and the result. In two dimensions it is the
     largest of three moments: partial sums in the last forward product; gradients, gathered operands and partial sums
@@ -227,9 +228,9 @@ def transient_held(layer: Layer, *, scheme: Scheme = "2d") -> float:
 def step_peak(
     layer: Layer, layers: int, heads: int, *, scheme: Scheme = "2d", copies: int = 2, ends: bool = True
 ) -> float:
-    """Peak elements that a rank holds in a training step of several layers that starts without gradients.
+    """Return the peak of elements on a rank in a training step of several layers without gradients at first.
 
-    The peak is where the forward pass ends: all activations are kept, and no weight has a gradient yet.
+    The peak is at the end of the forward pass: all activations are kept, and no weight has a gradient yet.
 
     Args:
         layer: one layer, and the batch.
@@ -249,7 +250,7 @@ def step_peak(
 def most_tokens(
     layer: Layer, layers: int, heads: int, limit_nbytes: float, *, scheme: Scheme = "2d", element_size: int = 4
 ) -> int:
-    """The largest batch, in tokens, whose step fits into `limit_nbytes`; 0 if none does. `layer.tokens` is ignored."""
+    """Return the largest batch in tokens that fits into `limit_nbytes`, or 0; `layer.tokens` is ignored."""
 
     def fits(tokens: int) -> bool:
         return element_size * step_peak(replace(layer, tokens=tokens), layers, heads, scheme=scheme) <= limit_nbytes
@@ -266,7 +267,7 @@ def most_tokens(
 
 
 def panels_held(tokens: int, inputs: int, outputs: int, rows: int, columns: int, *, count: int, layout: str) -> float:
-    """Peak elements of gathered operands and partial results on a rank in a forward product.
+    """Return the peak of gathered and partial elements on a rank in a forward product.
 
     With one panel it is the whole operand. With more it is two panels: one is multiplied while the next is received.
     """
@@ -276,5 +277,5 @@ def panels_held(tokens: int, inputs: int, outputs: int, rows: int, columns: int,
 
 
 def best_rows(layer: Layer) -> float:
-    r"""The number of rows for which the forward pass sends least: $\sqrt{T p / 3 h}$, within [1, p]."""
+    r"""Return the number of rows with the fewest bytes forward: $\sqrt{T p / 3 h}$, within [1, p]."""
     return min(max(sqrt(layer.tokens * layer.ranks / (3 * layer.hidden)), 1.0), float(layer.ranks))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Dropout whose mask does not depend on the mesh: it is a hash of each element's index in the whole tensor."""
+"""Dropout with a mask that does not depend on the mesh: a hash of each element's index in the whole tensor."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ class Dropout2D(nn.Module):
     """Zero each element with probability `p` and scale the others by 1 / (1 - p).
 
     The random number of an element is a hash of the seed, the layer's number, the number of earlier calls, and the
-    element's index in the whole tensor. So the blocks of one tensor have independent masks, every mesh has the same
-    mask, and ranks that hold replicas of a block agree.
+    element's index in the whole tensor. The blocks of one tensor therefore have independent masks, every mesh has the
+    same mask, and ranks with replicas of a block agree.
 
     Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, for the hash.
 
     Args:
         p: probability of zero, in [0, 1).
-        mesh: the ranks; None is a serial layer, with the same masks.
+        mesh: the ranks; None for a serial layer, with the same masks.
         seed: seed of the run; data-parallel copies of the model should have different seeds.
         layer: number of this layer, different for every layer.
         dimension: the dimension that is split over the columns; the first is split over the rows.
 
     Raises:
-        ConfigError: `p` lies outside [0, 1).
+        ConfigError: `p` is outside [0, 1).
     """
 
     draws: Tensor
@@ -40,16 +40,16 @@ class Dropout2D(nn.Module):
     def __init__(self, p: float, mesh: Mesh2D | None, *, seed: int = 0, layer: int = 0, dimension: int = -1) -> None:
         super().__init__()
         if not 0 <= p < 1:
-            raise ConfigError(f"p={p}: the probability of dropping must lie in [0, 1); 0.1 is usual")
+            raise ConfigError(f"p={p}: must lie in [0, 1), the probability of dropping. 0.1 is usual")
         self.p, self.mesh, self.seed, self.layer, self.dimension = p, mesh, seed, layer, dimension
         # A buffer, because a resumed run needs the number of calls for the same masks.
         self.register_buffer("draws", torch.zeros((), dtype=torch.int64, device="cpu"))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b / r, ..., h / c] to the same; unchanged in evaluation."""
+        """Map [b / r, ..., h / c] to the same shape; unchanged in evaluation."""
         if not self.training or self.p == 0:
             return x
-        # A checkpointed block runs twice: the second time it must take the recorded call number, and not count again.
+        # A checkpointed block runs twice: the second run must use the recorded call number.
         call = recorded(self._count_call)
         mask = uniform(_indices(x, self.mesh, self.dimension), self.seed, self.layer, call) >= self.p
         return x * mask.to(x.dtype) / (1 - self.p)
@@ -65,13 +65,13 @@ class Dropout2D(nn.Module):
 
 
 def uniform(indices: Tensor, seed: int, layer: int, call: Tensor) -> Tensor:
-    """A number in [0, 1) for each index, from 24 bits of its hash, which fp32 represents exactly."""
+    """Return a number in [0, 1) for each index, from 24 bits of its hash, which fp32 represents exactly."""
     key = _splitmix64(_splitmix64(_splitmix64(torch.full_like(call, seed)) + layer) + call)
     return (_logical_shift(_splitmix64(indices * _GOLDEN + key.to(indices.device)), 40)).to(torch.float32) / 2**24
 
 
 def _indices(x: Tensor, mesh: Mesh2D | None, dimension: int) -> Tensor:
-    """The index of each element in the flattened whole tensor."""
+    """Return the index of each element in the flattened whole tensor."""
     row, column, rows, columns = (0, 0, 1, 1) if mesh is None else mesh.place
     sizes, starts = list(x.shape), [0] * x.dim()
     sizes[0], starts[0] = sizes[0] * rows, row * x.shape[0]
@@ -84,7 +84,7 @@ def _indices(x: Tensor, mesh: Mesh2D | None, dimension: int) -> Tensor:
 
 
 def _splitmix64(z: Tensor) -> Tensor:
-    """SplitMix64's output function; torch's int64 products wrap around, as it needs."""
+    """Apply SplitMix64's output function; torch's int64 products wrap around, as required."""
     z = z + _GOLDEN
     z = (z ^ _logical_shift(z, 30)) * _FIRST
     z = (z ^ _logical_shift(z, 27)) * _SECOND
@@ -92,5 +92,5 @@ def _splitmix64(z: Tensor) -> Tensor:
 
 
 def _logical_shift(z: Tensor, bits: int) -> Tensor:
-    """A right shift that fills with zeros; `>>` on signed integers fills with the sign bit."""
+    """Shift right, filling with zeros; `>>` on signed integers fills with the sign bit."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

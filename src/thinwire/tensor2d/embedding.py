@@ -23,10 +23,10 @@ Algorithm = Literal["auto", "table", "tokens"]
 
 
 class Embedding2D(Module2D):
-    """An embedding of ids [b / r, s] with a table of which rank (i, j) holds [v / r, h / c].
+    """An embedding of ids [b / r, s]; rank (i, j) holds the block [v / r, h / c] of the table.
 
     The algorithm "table" gathers this column's part of the table, a panel at a time, and looks up the row's own
-    tokens; it sends v h / c (r - 1) / r elements, however many tokens there are. "tokens" gathers the ids of all rows,
+    tokens; it sends v h / c (r - 1) / r elements for any number of tokens. "tokens" gathers the ids of all rows,
     looks them up in each part of the table and reduce-scatters the results; it sends T h / c (r - 1) / r elements. The
     backward pass sends as much.
 
@@ -35,7 +35,7 @@ class Embedding2D(Module2D):
     Args:
         weight: the whole table, [v, h].
         mesh: the ranks.
-        algorithm: "auto" takes "tokens" where a batch has fewer tokens than the table has rows.
+        algorithm: "auto" uses "tokens" if a batch has fewer tokens than the table has rows.
         padding: the id whose row has no gradient, or None.
         name: name of the layer, for error messages.
 
@@ -64,12 +64,12 @@ class Embedding2D(Module2D):
         self.place_("weight", Placement(axes), weight)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """int64 [b / r, s], the same in all columns, to [b / r, s, h / c]."""
+        """Map int64 [b / r, s], the same in all columns, to [b / r, s, h / c]."""
         # Not on a GPU: reading the range back would wait for the device at every call.
         if ids.numel() and not torch.compiler.is_compiling() and ids.device.type == "cpu":
             low, high = ids.aminmax()
             if low < 0 or high >= self.num_embeddings:
-                # The other rows wait in their column for this one, or will.
+                # The other rows wait in their columns for this one, now or later.
                 self.mesh.along_column.raise_on_all(
                     ConfigError(
                         f"row {self.mesh.row} of the mesh has token ids from {int(low)} to {int(high)}: they must lie "
@@ -83,7 +83,7 @@ class Embedding2D(Module2D):
 
 
 class PositionTable2D(Module2D):
-    """A table split by features and replicated over the rows: of positions, or of token types.
+    """A table of positions or token types, split by features and replicated over the rows.
 
     Args:
         weight: the whole table, [n, h].
@@ -103,14 +103,14 @@ class PositionTable2D(Module2D):
         self.place_(parameter, Placement((Axis(rows), Axis(size, "columns"))), weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids [...] to [..., h / c]; with `added`, a stream [b / r, s, h / c] to the same."""
+        """Map ids [...] to [..., h / c]; with `added`, a stream [b / r, s, h / c] to the same shape."""
         table = self.shared(self._parameter)
-        assert table is not None, "the table was placed when the layer was made"
+        assert table is not None, "the constructor placed the table"
         return x + table[: x.shape[1]] if self._added else F.embedding(x, table)
 
 
 def padded_size(vocabulary: int, mesh: Mesh2D) -> int:
-    """The vocabulary padded so that rows and columns divide it; 0 where they do already."""
+    """Return the vocabulary padded to a multiple of rows and columns; 0 if no padding is needed."""
     return -(-vocabulary // mesh.slices) * mesh.slices if vocabulary % mesh.slices else 0
 
 
@@ -138,7 +138,7 @@ def _gather_table(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
         panels.cuts(height), lambda cut: [lambda: mesh.along_column.all_gather(table_vh[cut[0] : cut[1]].contiguous())]
     )
     for (start, stop), (pieces,) in gathered:
-        # Of this panel each row of the mesh holds the same part of its own block.
+        # Each row of the mesh holds the same part of its block of this panel.
         for row, piece in enumerate(pieces):
             local, inside = _within(ids - row * height - start, stop - start)
             found = torch.where(inside, piece[local], found)
@@ -157,7 +157,7 @@ def _gradient_of_gathered_table(
 
 
 def _gather_ids(table_vh: Tensor, ids: Tensor, mesh: Mesh2D) -> Tensor:
-    # As int32, which is half of the bytes; no vocabulary needs more.
+    # As int32, which halves the bytes and suffices for any vocabulary.
     all_ids = torch.stack(mesh.along_column.all_gather(ids.to(torch.int32)).wait()).long()
     local, inside = _within(all_ids - mesh.row * table_vh.shape[0], table_vh.shape[0])
     return reduce_scatter(list(torch.where(inside, table_vh[local], 0)), mesh.along_column)
@@ -170,7 +170,7 @@ def _gradient_from_ids(grad: Tensor, ids: Tensor, shape: torch.Size, mesh: Mesh2
 
 
 def _sum_rows(grad: Tensor, local: Tensor, height: int, padding: int | None, ids: Tensor) -> Tensor:
-    """[height, h / c]: the gradient of a part of the table whose rows are numbered `local`, summed in fp32 at least."""
+    """Return the gradient [height, h / c] of a part of the table with rows `local`, summed in fp32 at least."""
     local, inside = _within(local, height)
     if padding is not None:
         inside = inside & (ids != padding).unsqueeze(-1)
@@ -180,8 +180,8 @@ def _sum_rows(grad: Tensor, local: Tensor, height: int, padding: int | None, ids
 
 
 def _within(local: Tensor, height: int) -> tuple[Tensor, Tensor]:
-    """Row numbers clamped into [0, height), and a mask [..., 1] of those that were inside.
+    """Clamp row numbers into [0, height), and return a mask [..., 1] of those that were inside.
 
-    Masks instead of indexing by a condition, whose result size a GPU would have to report to the CPU.
+    Masks are used since indexing by a condition would make a GPU report the result size to the CPU.
     """
     return local.clamp(0, height - 1), ((local >= 0) & (local < height)).unsqueeze(-1)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of blocks: torch's own functions of all gradients see the whole mesh."""
+"""Gradients of blocks, for which torch's functions over all gradients cover the whole mesh."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from thinwire.tensor2d.products import accumulation_dtype
 
 def mark_gradients_(parameter: nn.Parameter, placement: Placement, mesh: Mesh2D) -> None:
     """Make every gradient of a parameter a `BlockGradient`."""
-    # Of parameters that all rows hold, the first row's are counted.
+    # Parameters that all rows hold are counted in the first row.
     counted = not (placement.replicated and mesh.row > 0)
     if mesh.whole.size > 1:
         trained = parameter.requires_grad
-        parameter.requires_grad_(True)  # a frozen parameter takes no hooks, and may be trained later
+        parameter.requires_grad_(True)  # a frozen parameter accepts no hooks, and may be trained later
         parameter.register_post_accumulate_grad_hook(partial(_mark, mesh, counted))
         parameter.requires_grad_(trained)
 
@@ -34,19 +34,19 @@ def _mark(mesh: Mesh2D, counted: bool, parameter: Tensor) -> None:
 
 
 class BlockGradient(Tensor):
-    """This rank's block of a parameter's gradient: a plain tensor, but for norms and the overflows of a GradScaler.
+    """This rank's block of a gradient: a plain tensor, except for norms and the overflows of a GradScaler.
 
-    `torch.nn.utils.clip_grad_norm_` computes the norm of each gradient, and then the norm of these norms. That one is
-    formed over the mesh, by one all-reduce. A norm of one block that is used in any other way raises an error: it would
-    differ from rank to rank, and so would parameters of which every row has a replica. In the same way, an overflow on
-    any rank lets `torch.amp.GradScaler` skip the step on all ranks.
+    `torch.nn.utils.clip_grad_norm_` computes the norm of each gradient, and then the norm of these norms. The latter is
+    computed over the mesh by one all-reduce. Any other use of the norm of one block raises an error: it would differ
+    between ranks, and so would the replicas of parameters in the rows. Similarly, an overflow on any rank makes
+    `torch.amp.GradScaler` skip the step on all ranks.
     """
 
     mesh: Mesh2D
     counted: bool
 
     def of(self, mesh: Mesh2D, counted: bool) -> BlockGradient:
-        """Set the mesh, and whether norms count this block; returns itself."""
+        """Set the mesh, and whether norms count this block; return the gradient."""
         self.mesh, self.counted = mesh, counted
         return self
 
@@ -54,7 +54,7 @@ class BlockGradient(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Compute as with plain tensors."""
+        """Compute like plain tensors, with norms over the mesh."""
         with plain_tensors():
             found = func(*args, **(kwargs or {}))
             if func is unscale_kernel and isinstance(args[0][0], BlockGradient):
@@ -72,7 +72,7 @@ class BlockGradient(Tensor):
 
 
 class BlockNorm(Tensor):
-    """Norms of blocks, of which only the norm over the whole mesh may be used."""
+    """Norms of blocks; only their norm over the whole mesh may be used."""
 
     mesh: Mesh2D
 
@@ -80,10 +80,10 @@ class BlockNorm(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Collect norms, and form the norm of all of them.
+        """Collect norms, and compute the norm of all of them.
 
         Raises:
-            ConfigError: any other use.
+            ConfigError: the norms are used in any other way.
         """
         named = kwargs or {}
         with plain_tensors():
@@ -97,8 +97,8 @@ class BlockNorm(Tensor):
             if func in _HARMLESS:
                 return func(*args, **named)
         raise ConfigError(
-            f"{getattr(func, '__name__', func)} of the norm of a gradient: on a mesh this rank has the norm of its own "
-            "block only, and ranks would differ. Use thinwire.tensor2d.gradient_norm(model, mesh), or clip with "
+            f"{getattr(func, '__name__', func)} of the norm of a gradient: on a mesh this rank only knows the norm of "
+            "its own block, and ranks would differ. Use thinwire.tensor2d.gradient_norm(model, mesh), or clip with "
             "clip_gradient_norm_(model, max_norm, mesh) or torch.nn.utils.clip_grad_norm_ over all parameters"
         )
 
@@ -110,11 +110,11 @@ def _marked_norm(norm: Tensor, block: BlockGradient) -> BlockNorm:
 
 
 def _over_mesh(norms: BlockNorm, order: float) -> Tensor:
-    """The norm of the norms of all blocks of the mesh, the same bits on all ranks."""
+    """Return the norm of the norms of all blocks of the mesh, with the same bits on all ranks."""
     own, mesh = norms.as_subclass(Tensor), norms.mesh
     exact = own.to(accumulation_dtype(own.dtype))
     if order <= 0:
-        raise ConfigError(f"a gradient norm of order {order} on a mesh. The order must be positive. Use 2.0 or inf")
+        raise ConfigError(f"a gradient norm of order {order} on a mesh: the order must be positive. Use 2.0 or inf")
     if order == torch.inf:
         return torch.stack(mesh.whole.all_gather(exact.amax().unsqueeze(0)).wait()).amax().to(own.dtype)
     total = exact.pow(order).sum()

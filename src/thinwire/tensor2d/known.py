@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Modules whose forward is known: those that a layer on the mesh can replace, and those that can be kept as they are.
+"""Modules with a known forward, which a layer on the mesh can replace, or which can be kept unchanged.
 
-A module that is kept sees this rank's samples and this rank's features only. So its forward must treat every sample by
-itself, and every feature by itself or every head by itself. That cannot be read off a class, so these are lists.
+A kept module only sees this rank's samples and features. Its forward must therefore treat every sample separately, and
+every feature or head separately. A class does not show this, so these are lists.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ _BY_NAME = {
     "transformers.models.mistral.modeling_mistral": {f"Mistral{part}" for part in _LLAMA},
     "transformers.models.qwen2.modeling_qwen2": {f"Qwen2{part}" for part in _LLAMA},
 }
-"""By names, so that no package need be installed: module of the class, and names of classes."""
+"""Known classes by name, so that no package need be installed: module of the class, names of classes."""
 
 
 def is_known(module: nn.Module) -> bool:
-    """Whether the forward of a module, its children aside, is known to be right on a part of the features."""
+    """Return True if a module's forward, without its children, is known to be correct on a part of the features."""
     kind = type(module)
     if "forward" in vars(module):
-        return False  # somebody has put another forward in its place
+        return False  # another forward was assigned
     if issubclass(kind, nn.TransformerEncoderLayer):
         activation: Any = module.activation
         return kind is nn.TransformerEncoderLayer and (isinstance(activation, nn.Module) or activation in _ACTIVATIONS)
@@ -68,11 +68,11 @@ def is_known(module: nn.Module) -> bool:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether a module is torch's linear layer or GPT-2's `Conv1D`, with its own forward."""
+    """Return True if a module is torch's linear layer or GPT-2's `Conv1D`, with the original forward."""
     return is_known(module) and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module is a layer norm or an RMS norm, with its own forward; some models scale by 1 + the weight."""
+    """Return True for a layer norm or RMS norm with the original forward; some models scale by 1 + weight."""
     kind = type(module).__name__
     return is_known(module) and (isinstance(module, nn.LayerNorm | nn.RMSNorm) or kind.endswith("RMSNorm"))

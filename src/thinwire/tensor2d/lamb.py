@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAMB on a mesh: trust ratios are computed from the norms of whole tensors, of which each rank holds a block."""
+"""LAMB on a mesh, with trust ratios from the norms of whole tensors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from thinwire.tensor2d.module import placed
 
 
 class Lamb2D(Lamb):
-    r"""`Lamb` with $|x|$ and $|u|$ of whole tensors: every rank updates its block by the serial model's trust ratio.
+    r"""x|$ and $|u|$ of whole tensors: every rank updates its block by the serial model's trust ratio.|Run `Lamb` with
+    the serial model's trust ratios, from $|x|$ and $|u|$ of whole tensors.|x|$ and $|u|$ of whole tensors: every rank
+    updates its block by the serial model's trust ratio.
 
-    The squared norms of all blocks are all-reduced, two numbers per tensor, in one message for each batch of tensors
-    that is updated together; replicated parameters are counted in the first row only. Without a mesh this is `Lamb`,
-    bit for bit.
+    Each rank updates its block. One message for each batch of tensors all-reduces the squared norms of all blocks, two
+    numbers per tensor; replicated parameters are counted in the first row only. Without a mesh this is `Lamb`, bit for
+    bit.
 
     You et al., Large Batch Optimization for Deep Learning: Training BERT in 76 Minutes, ICLR 2020, arXiv:1904.00962,
     Algorithm 2.
@@ -35,7 +37,7 @@ class Lamb2D(Lamb):
         settings: the other settings of `Lamb`, by name.
 
     Raises:
-        ConfigError: a value out of its range, or a model without a mesh or a mesh without a model.
+        ConfigError: a value is out of its range, or only one of model and mesh is given.
     """
 
     def __init__(
@@ -49,7 +51,7 @@ class Lamb2D(Lamb):
     ) -> None:
         super().__init__(params, lr, **settings)
         if (model is None) != (mesh is None):
-            raise ConfigError("Lamb2D: model and mesh belong together; give both, or neither for Lamb")
+            raise ConfigError("Lamb2D: model and mesh belong together. Pass both, or neither for Lamb")
         self.mesh = mesh
         self.needs_whole_tensors = mesh is None
         parameters = {} if model is None else placed(model)
@@ -74,11 +76,11 @@ class Lamb2D(Lamb):
     def _ratios(
         self, group: dict[str, Any], parameters: Sequence[Tensor], exact: list[Tensor], directions: list[Tensor]
     ) -> Tensor:
-        """The trust ratio of each tensor."""
-        assert self.mesh is not None, "called only where there is a mesh"
+        """Return the trust ratio of each tensor."""
+        assert self.mesh is not None, "called only with a mesh"
         squares = torch.stack([norms_of(exact), norms_of(directions)]).square()
         if self.mesh.row > 0:
-            # The first row counts replicated parameters; a rank that left them out would send another shape.
+            # The first row counts replicated parameters; other rows send zeros, so that shapes are equal.
             counted_elsewhere = torch.tensor(
                 [id(p) in self._replicated for p in parameters], dtype=torch.bool, device=squares.device
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers stored in the layout that sends least, output heads, and the feed-forward part of a block."""
+"""Linear layers in the layout with the fewest bytes, output heads, and the feed-forward part of a block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Weights = tuple[Tensor, Tensor | None]
 
 
 class Linear2D(Module2D):
-    r"""$y = x W^T + b$ on activations of which rank (i, j) holds [b / r, ..., in / c].
+    r"""$y = x W^T + b$ on activations; rank (i, j) holds [b / r, ..., in / c].
 
     "AB" stores W as [in / r, out / c] and sends inputs; "ABT" stores it as [out / r, in / c] and sends partial outputs.
     In the better layout each of the three products of a step sends T min(in, out) activations, where T is the number
@@ -34,19 +34,19 @@ class Linear2D(Module2D):
         weight: the whole weight, [out, in], or [in, out] with `stored="in,out"`.
         bias: the whole bias, [out], or None.
         mesh: the ranks.
-        layout: "auto" takes "AB" where in <= out.
+        layout: "auto" uses "AB" if in <= out.
         sections: sizes of parts of the output that are split separately (queries, keys and values, or gate and value),
             so that each column has its share of every part.
         stored: the dimension order of the serial layer's weight; GPT-2's `Conv1D` has "in,out".
-        padded: outputs after padding, where the mesh does not divide their number; 0 is no padding.
-        head_size: features of one head: gather the output and keep the heads `heads_kept` in this column; 0 keeps this
-            column's share.
+        padded: the number of outputs after padding, if the mesh does not divide it; 0 for no padding.
+        head_size: features of one head, to gather the output and keep the heads `heads_kept` in this column; 0 keeps
+            this column's share.
         heads_kept: the heads [first, last) of the whole output that this column keeps.
         panels: how operands are sent; None uses the mesh's setting.
         name: name of the layer, for error messages.
 
     Raises:
-        ConfigError: a size that the mesh does not divide.
+        ConfigError: the mesh does not divide a size.
     """
 
     weight: Tensor
@@ -93,7 +93,7 @@ class Linear2D(Module2D):
             self.place_("bias", Placement((Axis(self.out_features, "columns", sections, padded),)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b / r, ..., in / c] to [b / r, ..., out / c]."""
+        """Map [b / r, ..., in / c] to [b / r, ..., out / c]."""
         y = self.project(x, self.shared("bias"))
         if not self._head_size:
             return y
@@ -102,7 +102,7 @@ class Linear2D(Module2D):
         return gather_over_columns(y, self.mesh)[..., first * self._head_size : last * self._head_size]
 
     def project(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """The product plus the bias, without gathering heads."""
+        """Compute the product plus the bias, without gathering heads."""
         rows, weight = under_autocast(x.flatten(0, -2).contiguous(), self.weight)
         multiply = multiply_ab if self.layout == "AB" else multiply_abt
         y = multiply(rows, weight, self.mesh, self.panels)
@@ -114,10 +114,10 @@ class Linear2D(Module2D):
 
 
 class TiedHead2D(Module2D):
-    """Logits [b / r, s, v / c] from an embedding's own table.
+    """Compute logits [b / r, s, v / c] from an embedding's table.
 
-    A product with the table as it is stored, [v / r, h / c], would send T v activations. So the table is transposed
-    over the mesh first: as a weight [h / r, v / c] it sends only T h.
+    A product with the stored table, [v / r, h / c], would send T v activations. Therefore the table is first transposed
+    over the mesh: as a weight [h / r, v / c] it only sends T h.
 
     Args:
         embedding: the layer whose `weight` is the table.
@@ -144,7 +144,7 @@ class TiedHead2D(Module2D):
             self.place_("bias", Placement((Axis(rows.size, "columns", padded=rows.padded),)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b / r, ..., h / c] to [b / r, ..., v / c]."""
+        """Map [b / r, ..., h / c] to [b / r, ..., v / c]."""
         rows, table = under_autocast(x.flatten(0, -2).contiguous(), self.weight)
         y = multiply_ab(rows, transpose_blocks(table, self.mesh), self.mesh, self.panels)
         bias = self.shared("bias")
@@ -152,18 +152,18 @@ class TiedHead2D(Module2D):
 
 
 def choose_layout(inputs: int, outputs: int) -> Literal["AB", "ABT"]:
-    """The layout in which a linear layer sends fewer activations."""
+    """Return the layout in which a linear layer sends fewer activations."""
     return "AB" if inputs <= outputs else "ABT"
 
 
 def linear_2d(layer: nn.Linear, mesh: Mesh2D, *, layout: Layout = "auto") -> Linear2D:
-    """A serial linear layer on the mesh."""
+    """Make the layer on the mesh for a serial linear layer."""
     bias: torch.Tensor | None = layer.bias
     return Linear2D(layer.weight, bias, mesh, layout=layout)
 
 
 def fused_linear(parts: list[Weights], mesh: Mesh2D) -> Linear2D:
-    """Several linear layers of one input as one layer, of which each column has its share of every part."""
+    """Fuse several linear layers of one input; each column has its share of every part."""
     weight = torch.cat([weight.detach() for weight, _ in parts])
     biases = [bias.detach() for _, bias in parts if bias is not None]
     sizes = tuple(part.shape[0] for part, _ in parts)
@@ -173,9 +173,9 @@ def fused_linear(parts: list[Weights], mesh: Mesh2D) -> Linear2D:
 
 
 class FeedForward2D(nn.Module):
-    """Two linear layers with an activation between them, or three with a gate, of [b / r, s, h / c].
+    """Two linear layers with an activation between them, or three with a gate, on [b / r, s, h / c].
 
-    With "swiglu" the gate and the value are one layer of h -> 2 f, of which each column has its share of both: one
+    With "swiglu" the gate and the value are one layer of h -> 2 f, in which each column has its share of both: one
     product instead of two.
 
     Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
@@ -188,7 +188,7 @@ class FeedForward2D(nn.Module):
         gate: the whole weight [f, h] and its bias, or None, for "swiglu".
 
     Raises:
-        ConfigError: "swiglu" without a gate, or "gelu" with one.
+        ConfigError: "swiglu" has no gate, or "gelu" has one.
     """
 
     def __init__(
@@ -202,13 +202,13 @@ class FeedForward2D(nn.Module):
     ) -> None:
         super().__init__()
         if (activation == "swiglu") != (gate is not None):
-            raise ConfigError(f"activation={activation!r}: swiglu needs the weights of a gate, and gelu takes none")
+            raise ConfigError(f"activation={activation!r}: swiglu needs the weights of a gate, gelu must have none")
         self.activation = activation
         self.wide = fused_linear([gate, wide] if gate is not None else [wide], mesh)
         self.out = Linear2D(*out, mesh)
 
     def forward(self, stream: Tensor) -> Tensor:
-        """[b / r, s, h / c] to the same."""
+        """Map [b / r, s, h / c] to the same shape."""
         wide = self.wide(stream)
         if self.activation == "gelu":
             return self.out(F.gelu(wide))

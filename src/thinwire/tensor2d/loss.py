@@ -27,27 +27,31 @@ def cross_entropy_2d(
     reduction: Literal["mean", "sum", "none"] = "mean",
     tokens_at_a_time: int = 1024,
 ) -> Tensor:
-    """The cross-entropy over the whole batch, the same on all ranks: the loss to call `backward()` on.
+    """Compute the cross-entropy over the whole batch, equal on all ranks; call `backward()` on it.
 
     Logits are never gathered. Columns exchange three numbers per token: their largest logit, the sum of exponentials
-    relative to it, and the target's logit in the column that holds it. The mean is over the tokens of all rows that
-    are not ignored, not over this row's.
+    relative to it, and the target's logit from the column that holds it. The mean is over all rows' tokens that
+    are not ignored.
 
     Args:
-        logits: [b / r, ..., v / c]; statistics are formed in fp32 at least.
+        logits: [b / r, ..., v / c]; statistics are computed in fp32 at least.
         targets: int64 [b / r, ...], the same in all columns, in the vocabulary or `ignore_index`.
         mesh: the ranks.
         vocabulary: number of entries before padding; None if the table was not padded.
-        ignore_index: the target value that is left out of the loss.
+        ignore_index: the target value that the loss ignores.
         reduction: "mean" over the batch's tokens, "sum" over them, or "none": this row's losses, [b / r, ...].
-        tokens_at_a_time: tokens whose exponentials are in memory at once; more is faster and takes more memory.
+        tokens_at_a_time: tokens whose exponentials are in memory at once; a larger value is faster and takes more
+        memory.
 
     Raises:
-        ConfigError: the shapes of logits and targets do not match; or, on all ranks, a target outside the vocabulary.
-            On a GPU such a target makes the loss NaN instead, because reading targets back would wait for the device.
+        ConfigError: the shapes of logits and targets do not match; or, on all ranks, a target is outside the
+            vocabulary. On a GPU such a target makes the loss NaN instead, because reading targets would wait for the
+            device.
     """
     if logits.shape[:-1] != targets.shape:
-        raise ConfigError(f"logits of {tuple(logits.shape)} and targets of {tuple(targets.shape)}: one target a token")
+        raise ConfigError(
+            f"logits of {tuple(logits.shape)} and targets of {tuple(targets.shape)}: each token needs one target"
+        )
     flat, flat_targets = logits.flatten(0, -2), targets.flatten()
     losses = cast(Tensor, _TokenLosses.apply(flat, flat_targets, mesh, vocabulary, ignore_index, tokens_at_a_time))
     limit = vocabulary if vocabulary is not None else logits.shape[-1] * mesh.columns
@@ -65,12 +69,12 @@ def cross_entropy_2d(
 
 
 def _check_targets(total: Tensor, targets: Tensor, mesh: Mesh2D, vocabulary: int, ignore_index: int) -> None:
-    """Refuse targets outside the vocabulary on all ranks, once the sum of all losses says that there may be one.
+    """Check targets on all ranks if the sum of losses indicates one outside the vocabulary.
 
     Raises:
-        ConfigError: there is one, in whatever row.
+        ConfigError: a target in any row is outside the vocabulary.
     """
-    # The sum is the same on all ranks, and such a target makes it NaN: looking for one sends nothing otherwise.
+    # The sum is equal on all ranks, and such a target makes it NaN. Otherwise the check sends nothing.
     if torch.compiler.is_compiling() or total.device.type != "cpu" or not bool(total.isnan()):
         return
     wrong = targets[(targets != ignore_index) & ((targets < 0) | (targets >= vocabulary))]
@@ -97,7 +101,7 @@ class _TokenLosses(Function):
         tokens_at_a_time: int,
     ) -> Tensor:
         width = logits.shape[-1]
-        # A column may hold padding only: then `limit` is 0, and it still takes part in the exchange.
+        # A column with only padding has `limit` 0, but still takes part in the exchange.
         limit = width if vocabulary is None else max(0, min(vocabulary - mesh.column * width, width))
         ctx.limit, ctx.tokens_at_a_time = limit, tokens_at_a_time
         here, counted = targets - mesh.column * width, targets != ignore_index
@@ -125,7 +129,7 @@ class _TokenLosses(Function):
 
 
 def _statistics(logits: Tensor, here: Tensor, valid: Tensor, mesh: Mesh2D, tokens_at_a_time: int) -> Tensor:
-    """[2, tokens]: the logarithm of the sum of exponentials over the whole vocabulary, and the target's logit."""
+    """Return [2, tokens]: the log-sum-exp over the whole vocabulary, and the target's logit."""
     parts = logits.new_zeros((3, logits.shape[0]), dtype=accumulation_dtype(logits.dtype))
     parts[0] = -torch.inf
     for start in range(0, logits.shape[0] if logits.shape[1] else 0, tokens_at_a_time):

@@ -39,7 +39,7 @@ class Mesh2D:
         along_row: the c ranks of this row, in the order of columns.
         along_column: the r ranks of this column, in the order of rows.
         whole: all ranks, row by row.
-        panels: how operands are sent in layers without a setting of their own.
+        panels: how operands are sent in layers without their own setting.
 
     Raises:
         ConfigError: the ranks are not numbered row by row.
@@ -88,7 +88,7 @@ class Mesh2D:
 
     @property
     def slices(self) -> int:
-        """The number that must divide a dimension which both rows and columns split: lcm(r, c)."""
+        """The required divisor of a dimension that both rows and columns split: lcm(r, c)."""
         return lcm(self.rows, self.columns)
 
     @property
@@ -98,27 +98,27 @@ class Mesh2D:
 
     @property
     def messages(self) -> int:
-        """Calls so far in which this rank sent something."""
+        """Number of calls so far in which this rank sent data."""
         return sum(comm.meter.messages for comm in (self.along_row, self.along_column, self.whole))
 
     def rows_of(self, batch: Tensor) -> Tensor:
-        """This row's share of a batch: [b, ...] to [b / r, ...].
+        """Return this row's share of a batch: [b, ...] to [b / r, ...].
 
         Raises:
-            ConfigError: the rows do not divide it.
+            ConfigError: the rows do not divide the batch.
         """
         if batch.shape[0] % self.rows:
             raise ConfigError(
-                f"a batch of {batch.shape[0]}: {self.rows} rows must divide it; "
-                f"use {-(-batch.shape[0] // self.rows) * self.rows}"
+                f"a batch of {batch.shape[0]}: {self.rows} rows must divide it. "
+                f"Use {-(-batch.shape[0] // self.rows) * self.rows}"
             )
         return batch.chunk(self.rows)[self.row]
 
     def columns_of(self, x: Tensor) -> Tensor:
-        """This column's share of the last dimension: [..., h] to [..., h / c].
+        """Return this column's share of the last dimension: [..., h] to [..., h / c].
 
         Raises:
-            ConfigError: the columns do not divide it.
+            ConfigError: the columns do not divide the dimension.
         """
         check_divides(x.shape[-1], self.columns, "an activation", f"the mesh is {self.rows}x{self.columns}")
         return x.chunk(self.columns, dim=-1)[self.column].contiguous()
@@ -131,7 +131,7 @@ class Mesh3D:
     dimension only: block (i, j) of one copy with block (i, j) of the others.
 
     Args:
-        data: the d ranks that hold this block, in the order of copies.
+        data: the d ranks that hold this block, in copy order.
         block: the r x c ranks that hold this copy.
     """
 
@@ -158,12 +158,12 @@ def check_divides(size: int, divisor: int, what: str, because: str) -> None:
     """Check that a size can be split evenly.
 
     Raises:
-        ConfigError: it cannot; the message names what it is the size of, and the divisor.
+        ConfigError: it cannot; the message has the size and the divisor.
     """
     if size % divisor:
         raise ConfigError(
-            f"{what}: {size} % {divisor} must be 0, because {because}; "
-            f"use a mesh that fits or pad to {-(-size // divisor) * divisor}"
+            f"{what}: {size} % {divisor} must be 0, because {because}. "
+            f"Use a mesh that fits or pad to {-(-size // divisor) * divisor}"
         )
 
 
@@ -174,12 +174,12 @@ def mesh_2d(
     panels: Panels | None = None,
     timeout: float = 60.0,
 ) -> Mesh2D:
-    """The mesh of this process; a collective call of the default process group, or of the ranks of the `DeviceMesh`.
+    """Make the mesh of this process; a collective call of the default group or the `DeviceMesh`'s ranks.
 
     Args:
         shape: rows and columns over the default group, or a `DeviceMesh` of two dimensions, the rows first.
-        device: the device type, where `shape` is not a `DeviceMesh`.
-        panels: how operands are sent in layers without a setting of their own.
+        device: the device type, if `shape` is not a `DeviceMesh`.
+        panels: how operands are sent in layers without their own setting.
         timeout: the longest that one wait may take, in seconds.
 
     Raises:
@@ -189,16 +189,17 @@ def mesh_2d(
     if not isinstance(shape, DeviceMesh):
         rows, columns = shape
         if rows < 1 or columns < 1 or rows * columns != dist.get_world_size():
-            raise ConfigError(
-                f"a {rows}x{columns} mesh needs {rows * columns} processes; there are {dist.get_world_size()}"
-            )
-        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait for ever for a store that does not answer
+            raise ConfigError(f"a {rows}x{columns} mesh needs {rows * columns} processes, not {dist.get_world_size()}")
+        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
         shape = init_device_mesh(device, (rows, columns), mesh_dim_names=("row", "column"))
     if shape.ndim != 2:
-        raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name two dimensions, as in mesh['row', 'column']")
+        raise ConfigError(
+            f"the mesh has shape {tuple(shape.shape)}: it must have two dimensions. Select them, as in mesh['row', "
+            "'column']"
+        )
     along_row, along_column = (GroupComm(shape.get_group(dimension), timeout=timeout) for dimension in (1, 0))
     ranks = [int(rank) for rank in shape.mesh.flatten()]
-    # Local synchronization: ranks outside this mesh do not take part in making the group.
+    # Local synchronization: ranks outside this mesh do not take part in creating the group.
     whole = cast(dist.ProcessGroup, dist.new_group(ranks, use_local_synchronization=True))
     return Mesh2D(along_row, along_column, GroupComm(whole, timeout=timeout), panels=panels)
 
@@ -210,12 +211,12 @@ def mesh_3d(
     panels: Panels | None = None,
     timeout: float = 60.0,
 ) -> Mesh3D:
-    """The mesh of this process where several copies of a model train in parallel; a collective call.
+    """Make the mesh of this process for several copies of a model; a collective call.
 
     Args:
         shape: copies, rows and columns over the default group, or a `DeviceMesh` of these three dimensions.
-        device: the device type, where `shape` is not a `DeviceMesh`.
-        panels: how operands are sent in layers without a setting of their own.
+        device: the device type, if `shape` is not a `DeviceMesh`.
+        panels: how operands are sent in layers without their own setting.
         timeout: the longest that one wait may take, in seconds.
 
     Raises:
@@ -228,13 +229,15 @@ def mesh_3d(
         copies, rows, columns = shape
         if min(shape) < 1 or copies * rows * columns != dist.get_world_size():
             raise ConfigError(
-                f"{copies} copies on {rows}x{columns} meshes need {copies * rows * columns} processes; there are "
+                f"{copies} copies on {rows}x{columns} meshes need {copies * rows * columns} processes, not "
                 f"{dist.get_world_size()}"
             )
-        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait for ever for a store that does not answer
+        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
         shape = init_device_mesh(device, (copies, rows, columns), mesh_dim_names=names)
     if shape.ndim != 3 or shape.mesh_dim_names is None:
-        raise ConfigError(f"a mesh of shape {tuple(shape.shape)}: name three dimensions, copies, rows and columns")
+        raise ConfigError(
+            f"the mesh has shape {tuple(shape.shape)}: it must have three dimensions. Select copies, rows and columns"
+        )
     data, *block = shape.mesh_dim_names
     comm = GroupComm(shape.get_group(data), timeout=timeout)
     return Mesh3D(comm, mesh_2d(shape[tuple(block)], panels=panels, timeout=timeout))
@@ -254,7 +257,7 @@ def run_mesh_threads(
         rows: rows of the mesh.
         columns: columns of the mesh.
         work: the function that each rank runs.
-        panels: how operands are sent in layers without a setting of their own.
+        panels: how operands are sent in layers without their own setting.
         timeout: the longest that one wait may take, in seconds.
 
     Raises:
@@ -279,7 +282,7 @@ def run_mesh_3d_threads(
         rows: rows of each copy's mesh.
         columns: columns of each copy's mesh.
         work: the function that each rank runs.
-        panels: how operands are sent in layers without a setting of their own.
+        panels: how operands are sent in layers without their own setting.
         timeout: the longest that one wait may take, in seconds.
 
     Raises:

@@ -16,7 +16,7 @@ from thinwire.tensor2d.placement import Placement
 
 
 class Module2D(nn.Module):
-    """A layer of which this rank holds blocks.
+    """A layer on a mesh; this rank holds blocks of its parameters.
 
     Parameters have the same names as in the serial layer; `placements` maps each name to the block
     that this rank holds.
@@ -41,7 +41,7 @@ class Module2D(nn.Module):
         mark_gradients_(parameter, placement, self.mesh)
 
     def shared(self, name: str) -> Tensor | None:
-        """A parameter replicated over the rows, with its gradient summed over them; None if the layer has none."""
+        """Return a parameter replicated over the rows, with a summed gradient; None if the layer has none."""
         if name in self._aliases:
             return self._aliases[name]
         parameter = getattr(self, name)
@@ -49,9 +49,9 @@ class Module2D(nn.Module):
 
 
 class SharedGradients:
-    """Sums the gradients of all parameters that are replicated over the rows in one message per backward pass.
+    """Sum the gradients of all parameters replicated over the rows, in one message per backward pass.
 
-    Hooks on the model give its layers aliases of these parameters for each forward pass; the aliases have one backward
+    Hooks on the model give its layers aliases of these parameters for each forward pass; the aliases share one backward
     node. A layer that runs outside the model's forward sends a message for each parameter, with the same result.
 
     Args:
@@ -61,12 +61,12 @@ class SharedGradients:
 
     def __init__(self, model: nn.Module, mesh: Mesh2D) -> None:
         self._mesh = mesh
-        # After an exception too: aliases left behind would belong to a graph that no longer exists.
+        # Also after an exception: old aliases would belong to a graph that no longer exists.
         after = model.register_forward_hook(self._clear_aliases, always_call=True)
         self._handles = (model.register_forward_pre_hook(self._set_aliases), after)
 
     def remove(self) -> None:
-        """Take the hooks off the model."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
 
@@ -79,7 +79,7 @@ class SharedGradients:
             for name, parameter in layer.named_parameters(recurse=False)
             if layer.placements[name].replicated and parameter.requires_grad
         ]
-        # One message holds one dtype; norms may be kept in fp32 in a bf16 model.
+        # A message has one dtype; a bf16 model may keep norms in fp32.
         for dtype in dict.fromkeys(parameter.dtype for _, _, parameter in replicated):
             alike = [each for each in replicated if each[2].dtype == dtype]
             aliases = sum_gradients_over_rows([parameter for _, _, parameter in alike], self._mesh)
@@ -92,17 +92,17 @@ class SharedGradients:
 
 
 def layers_of(model: nn.Module) -> Iterable[Module2D]:
-    """The layers on a mesh, in the model's order."""
+    """Return the layers on a mesh, in the model's order."""
     return (module for module in model.modules() if isinstance(module, Module2D))
 
 
 def placed(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
-    """Every parameter by its name, with its placement; a tied parameter once, under its first name.
+    """Return all parameters by name, with placements; a tied parameter once, under its first name.
 
     Raises:
-        KeyError: a parameter that does not belong to a `Module2D`.
+        KeyError: a parameter does not belong to a `Module2D`.
     """
-    # With duplicates: a tied parameter may appear first under a name of either of its modules.
+    # With duplicates: the first name of a tied parameter may belong to either of its modules.
     known = {
         f"{prefix}.{name}".lstrip("."): placement
         for prefix, layer in model.named_modules(remove_duplicate=False)
@@ -113,7 +113,7 @@ def placed(model: nn.Module) -> dict[str, tuple[Tensor, Placement]]:
 
 
 def under_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to the dtype of the active autocast region; unchanged outside of one."""
+    """Cast tensors to the dtype of the active autocast region; unchanged outside one."""
     kind = tensors[0].device.type
     if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
         return tensors

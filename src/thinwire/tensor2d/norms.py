@@ -47,7 +47,7 @@ class LayerNorm2D(Module2D):
         _place_vector_(self, "bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b / r, ..., h / c] to the same."""
+        """Map [b / r, ..., h / c] to the same shape."""
         y = cast(Tensor, _Standardised.apply(x, self.mesh, self.epsilon))
         gain, bias = self.shared("weight"), self.shared("bias")
         y = y if gain is None else y * gain
@@ -65,7 +65,7 @@ class RMSNorm2D(Module2D):
         weight: the whole gain, [h], or None.
         mesh: the ranks.
         size: number of features, h.
-        epsilon: added to the mean square; None is the machine precision of the dtype that it is computed in, as in
+        epsilon: added to the mean square; None is the machine precision of the computing dtype, as in
             `torch.nn.RMSNorm`.
 
     Raises:
@@ -79,7 +79,7 @@ class RMSNorm2D(Module2D):
         _place_vector_(self, "weight", weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b / r, ..., h / c] to the same."""
+        """Map [b / r, ..., h / c] to the same shape."""
         y = cast(Tensor, _Scaled.apply(x, self.mesh, self.epsilon))
         gain = self.shared("weight")
         return (y if gain is None else y * gain).to(x.dtype)
@@ -139,8 +139,8 @@ class _Scaled(Function):
 
 
 def _mean_and_scale(x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
-    """[2, ...]: the mean over all columns, and the reciprocal of the standard deviation."""
-    # Chan's formula: squares of each part about its own mean, plus those of the parts' means about the whole mean.
+    """Return [2, ...]: the mean over all columns, and the reciprocal of the standard deviation."""
+    # Chan's formula: squared deviations of each part from its mean, plus those of the parts' means from the total mean.
     own = x.mean(-1)
     squares = (x - own.unsqueeze(-1)).square().sum(-1)
     parts = torch.stack(mesh.along_row.all_gather(torch.stack([own, squares])).wait())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In how many pieces the operands of a product are sent, and how that number is chosen."""
+"""The panels in which the operands of a product are sent, and the choice of their number."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ Launch = Callable[[], Work[list[Tensor]]]
 
 @dataclass(frozen=True)
 class Panels:
-    """How the operands of a distributed product are sent.
+    """Settings for sending the operands of a distributed product.
 
-    With `count=1` each operand is gathered in one message. With more, every rank contributes an equal slice of its
-    block to each panel, so that no link is idle, and panel t + 1 is sent while panel t is multiplied. The bytes are the
+    With `count=1` each operand is gathered in one message. With more panels, every rank contributes an equal slice of
+    its block to each, so that no link is idle, and panel t + 1 is sent while panel t is multiplied. The bytes are the
     same.
 
     Args:
-        count: panels per product; more of them take less memory and more messages. A block with fewer columns has one
+        count: panels per product; more panels use less memory and more messages. A block with fewer columns has one
             panel per column.
-        overlap: False waits for each message before the next one is sent, for backends that must not have collectives
+        overlap: False waits for each message before the next send, for backends that must not have collectives
             of two groups in flight at once.
     """
 
@@ -40,10 +40,10 @@ class Panels:
         """Check the kinds and the range."""
         check_field_types(self)
         if self.count < 1:
-            raise ConfigError(f"count={self.count}: a product has at least one panel; use 1 to gather in one message")
+            raise ConfigError(f"count={self.count}: must be at least one panel. Use 1 to gather in one message")
 
     def cuts(self, width: int) -> list[Cut]:
-        """The slices [start, stop) of `width` columns, one per panel; their widths differ by at most one."""
+        """Return the slices [start, stop) of `width` columns, one per panel; widths differ by at most one."""
         count = max(1, min(self.count, width))  # an empty block still takes part in one message
         return [(width * k // count, width * (k + 1) // count) for k in range(count)]
 
@@ -52,8 +52,8 @@ class Panels:
     ) -> Iterator[tuple[T, list[list[Tensor]]]]:
         """Yield each task with the result of its messages, while the messages of the next task are in flight.
 
-        Every rank must launch in the same order (the row's message first, then the column's), or collectives of two
-        groups could wait for each other.
+        Every rank must launch in the same order (the row's message first, then the column's). Otherwise collectives of
+        two groups could wait for each other.
         """
         if not self.overlap:
             yield from ((task, [launch().wait() for launch in launches(task)]) for task in tasks)
@@ -87,7 +87,7 @@ class Pace:
 
 
 def product_seconds(count: int, *, nbytes: float, flops: float, pace: Pace) -> float:
-    """Seconds that a product of `count` panels takes: a pipeline of communication and arithmetic.
+    """Return the seconds of a product of `count` panels: a pipeline of communication and arithmetic.
 
     Args:
         count: number of panels.
@@ -95,7 +95,7 @@ def product_seconds(count: int, *, nbytes: float, flops: float, pace: Pace) -> f
         flops: floating-point operations of one rank in the whole product.
         pace: speed of the machine.
     """
-    # The first panel is sent alone and the last multiplied alone; between them the slower of the two sets the pace.
+    # The first panel is only sent and the last only multiplied; between them the slower part sets the pace.
     communication = 2 * pace.seconds_per_message + 8 * nbytes / count / pace.bits_per_second
     compute = flops / count / pace.flops_per_second
     return communication + (count - 1) * max(communication, compute) + compute
@@ -104,13 +104,13 @@ def product_seconds(count: int, *, nbytes: float, flops: float, pace: Pace) -> f
 def choose_panels(
     *, nbytes: float, flops: float, gathered_nbytes: float, limit_nbytes: float, width: int, pace: Pace
 ) -> Panels:
-    """The number of panels that takes least time within a memory limit.
+    """Return the number of panels with the least time within a memory limit.
 
     Args:
         nbytes: bytes that one rank sends in the whole product.
         flops: floating-point operations of one rank in the whole product.
         gathered_nbytes: bytes of the gathered operands in one piece.
-        limit_nbytes: the most bytes that they may occupy; with several panels two are in memory at once.
+        limit_nbytes: the most bytes that they may occupy; of several panels, two are in memory at once.
         width: columns of one slice, which is the largest number of panels.
         pace: speed of the machine.
 
@@ -120,7 +120,7 @@ def choose_panels(
     fits = [n for n in range(1, width + 1) if (gathered_nbytes if n == 1 else 2 * gathered_nbytes / n) <= limit_nbytes]
     if not fits:
         raise ConfigError(
-            f"limit_nbytes={limit_nbytes:g}: two panels of one column each need {2 * gathered_nbytes / width:g} bytes; "
-            "raise the limit or use a larger mesh"
+            f"limit_nbytes={limit_nbytes:g}: two panels of one column each need {2 * gathered_nbytes / width:g} bytes. "
+            "Raise the limit or use a larger mesh"
         )
     return Panels(min(fits, key=lambda n: product_seconds(n, nbytes=nbytes, flops=flops, pace=pace)))

@@ -42,14 +42,15 @@ Plan = Mapping[str | type[nn.Module], Style]
 def parallelize_2d(
     model: nn.Module, mesh: Mesh2D, plan: Plan | None = None, *, seed: int = 0, check: Batch | None = None
 ) -> nn.Module:
-    """Split a model's layers over a 2D mesh, in place: each rank keeps one block of every weight and every activation.
+    """Split a model's layers over a 2D mesh, in place: each rank keeps a block of every weight.
 
-    The model's own `forward` stays as it is. Supported are torch's linear layers, norms, embeddings, dropout,
-    activations and `MultiheadAttention` (so `TransformerEncoderLayer` too), thinwire's GPT, and GPT-2, Llama, Mistral
-    and Qwen2 of `transformers`. A module with another forward sees its rank's samples and features only. It is refused
-    unless the plan names it or its class: `Untouched()` says that its forward treats every sample, and every feature or
-    head, by itself; `DividedCounts` gives it its share of the heads. A forward that cuts features into parts (`chunk`)
-    or normalises over them needs layers that do so (`Dense(sections=...)`, `nn.RMSNorm`). `check` finds mistakes.
+    The model's own `forward` is unchanged, and each rank has a block of every activation. Supported are torch's linear
+    layers, norms, embeddings, dropout, activations and `MultiheadAttention` (so `TransformerEncoderLayer` too),
+    thinwire's GPT, and GPT-2, Llama, Mistral and Qwen2 of `transformers`. A module with another forward only sees its
+    rank's samples and features. It is refused unless the plan has an entry for its name or class: `Untouched()` states
+    that its forward treats every sample, and every feature or head, separately; `DividedCounts` gives it its share of
+    the heads. A forward that cuts features into parts (`chunk`) or normalizes over them needs layers that do this
+    (`Dense(sections=...)`, `nn.RMSNorm`). `check` detects mistakes.
 
     All ranks must call this with equal parameters. Afterwards each rank calls the model with the
     samples of its row of the mesh (`mesh.rows_of`). For b samples and v classes on r rows and c columns of ranks, the
@@ -63,20 +64,20 @@ def parallelize_2d(
     Args:
         model: the serial model; its parameters may be on the meta device.
         mesh: the mesh of ranks.
-        plan: by module name, where * matches any characters, or by class, the style: the way in which the module is
-            split. It overrides the built-in styles; of several entries that fit, the first one counts.
+        plan: styles by module name, where * matches any characters, or by class. A style is the way in which a module
+            is split. The plan overrides the built-in styles; the first matching entry is used.
         seed: the seed of dropout.
         check: a batch of all samples, the same on all ranks: the model's argument, a tuple of them, or a dict by name.
-            Before and after splitting, the model computes its outputs and gradients in evaluation mode, and they are
+            Before and after splitting, the model computes outputs and gradients in evaluation mode, and they are
             compared, to the square root of their dtype's precision. Gradients are those of the loss if the model
             returns one (pass labels), and otherwise of a weighted sum of its first output. Tensors with as many rows as
             the first one are split over the rows of the mesh, and floating-point ones of these, but not `labels`, over
             the columns too.
 
     Raises:
-        ConfigError: a module that cannot be split, with its name and the divisor; a forward that is not known; a loss
-            that needs whole logits; a name in the plan that matches no module; or outputs or gradients that differ,
-            with both figures, on all ranks.
+        ConfigError: a module cannot be split, with its name and the divisor; a forward is unknown; a loss needs whole
+            logits; a name in the plan matches no module; or outputs or gradients differ, with both values, on all
+            ranks.
 
     Example:
         Four threads split a network of two layers over a 2x2 mesh and compute the same loss as the whole network:
@@ -101,7 +102,7 @@ def parallelize_2d(
         >>> run_mesh_threads(2, 2, lambda mesh: tuple(parallelize_2d(network(), mesh)[0].weight.shape))
         [(2, 4), (2, 4), (2, 4), (2, 4)]
 
-        A model with a forward of its own is named in the plan, and checked:
+        A model with a custom forward needs an entry in the plan, and is checked:
 
         >>> class Doubled(nn.Sequential):
         ...     def forward(self, x):
@@ -128,15 +129,15 @@ def parallelize_2d(
 def _lay_out(
     model: nn.Module, mesh: Mesh2D, styles: Mapping[str, Style], seed: int
 ) -> tuple[dict[str, nn.Module], list[tuple[nn.Module, str, Any]]]:
-    """The replacements by module name, and the attributes to set; nothing is changed yet.
+    """Return the replacements by module name, and the attributes to set, without changing the model.
 
     Raises:
-        ConfigError: a module that cannot be split.
+        ConfigError: a module cannot be split.
     """
     site = Site("", model, mesh, seed, 0)
     owners: dict[int, str] = {}
     replacements: dict[str, nn.Module] = {}
-    # Output heads last: a tied head shares the table of an `Embedding2D`, which must have been made by then.
+    # Output heads last: a tied head shares the table of an `Embedding2D`, which must exist by then.
     for name in sorted(styles, key=lambda name: isinstance(styles[name], Head)):
         module, number = model.get_submodule(name), list(styles).index(name)
         here = Site(name, module, mesh, seed, number, site.tables, site.attributes)
@@ -145,17 +146,17 @@ def _lay_out(
             continue
         replacements[name] = replacement
         if has_forward_hooks(module):
-            raise ConfigError(f"{name} has a forward hook, which its replacement would not run; remove the hook")
+            raise ConfigError(f"{name} has a forward hook, which its replacement would not run. Remove the hook")
         for parameter in () if isinstance(replacement, TiedHead2D) else module.parameters(recurse=False):
             other = owners.setdefault(id(parameter), name)
             if other != name:
                 raise ConfigError(
-                    f"{other} and {name} share a parameter, which would become two; only an output head can share the "
+                    f"{other} and {name} share a parameter, which would become two: only an output head can share the "
                     "table of an embedding. Use one module in both places, or give each its own parameter"
                 )
     if "" in replacements:
         raise ConfigError(
-            f"the model is a single {type(model).__name__}, which cannot be replaced in place; wrap it in a Sequential"
+            f"the model is a single {type(model).__name__}, which cannot be replaced in place. Wrap it in a Sequential"
         )
     changes = [(module, "loss_function", loss) for module, loss in split_losses(model, mesh)]
     changes += [(module, "save_pretrained", save) for module, save in whole_savers(model, mesh)]
@@ -168,13 +169,13 @@ def _apply(
     replacements: Mapping[str, nn.Module],
     attributes: list[tuple[nn.Module, str, Any]],
 ) -> Callable[[], None]:
-    """Change the model; the result changes it back."""
+    """Change the model; the returned function restores it."""
     undoing: list[Callable[[], None]] = []
 
     def change(module: nn.Module, attribute: str, value: Any) -> None:
         earlier, held = getattr(module, attribute), set(vars(module))
         setattr(module, attribute, value)
-        # An attribute that hides one of the class, such as a method, is taken away again.
+        # An attribute that hides one of the class, such as a method, is deleted on restoring.
         added = vars(module).keys() - held
 
         def undo_one() -> None:
@@ -210,18 +211,18 @@ def _styles(model: nn.Module, mesh: Mesh2D, plan: Plan) -> dict[str, Style]:
     """The style of every module, outermost first; modules inside `MultiheadAttention` have none.
 
     Raises:
-        ConfigError: a name in the plan that matches no module, or modules whose forward is not known.
+        ConfigError: a name in the plan matches no module, or the forward of a module is unknown.
     """
     names = [name for name, _ in model.named_modules()]
     for pattern in plan:
         if not any(_fits(pattern, name, module) for name, module in model.named_modules()):
             what = f"the name {pattern!r}" if isinstance(pattern, str) else f"the class {pattern.__name__}"
-            raise ConfigError(f"plan: no module has {what}; there are {', '.join(names[1:6])}, ...")
+            raise ConfigError(f"plan: no module has {what}. Modules are {', '.join(names[1:6])}, ...")
     styles: dict[str, Style] = {}
     within: dict[str, Style] = {}
     opaque: list[str] = []
     unknown: dict[str, nn.Module] = {}
-    # A linear layer that has an embedding's weight is an output head, whatever its name.
+    # A linear layer with an embedding's weight is an output head, whatever its name.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     for name, module in model.named_modules():
         if any(name.startswith(f"{outer}.") for outer in opaque):
@@ -230,7 +231,7 @@ def _styles(model: nn.Module, mesh: Mesh2D, plan: Plan) -> dict[str, Style]:
         known = _styles_within(name, module, mesh)
         within |= {f"{name}.{inner}".strip("."): style for inner, style in known.items()}
         tied = is_linear(module) and id(module.weight) in tables
-        # What is known of a module that is kept, such as its number of heads, holds where the plan keeps it too.
+        # The built-in settings of a kept module, such as its number of heads, also apply if the plan keeps it.
         builtin = within.get(name) if planned is None or isinstance(planned, Untouched) else None
         styles[name] = builtin or planned or (Head() if tied else _style_of(name, module))
         if planned is None and not is_known(module) and not any(True for _ in module.parameters(recurse=False)):
@@ -246,7 +247,7 @@ def _fits(pattern: str | type[nn.Module], name: str, module: nn.Module) -> bool:
 
 
 def _refuse_unknown(modules: Mapping[str, nn.Module]) -> None:
-    """Refuse modules without parameters whose forward is not known: one message for all of them."""
+    """Check that the forward of all modules without parameters is known; report all unknown ones together."""
     if not modules:
         return
     first: dict[str, str] = {}
@@ -255,15 +256,16 @@ def _refuse_unknown(modules: Mapping[str, nn.Module]) -> None:
     found = ", ".join(f"{kind} ({name})" for kind, name in first.items())
     entries = ", ".join(f"{kind}: Untouched()" for kind in first)
     raise ConfigError(
-        f"the forward of {found} is not known, and would see a part of the samples and of the features only; if each "
-        f"treats every sample, and every feature or head, by itself, pass plan={{{entries}}}, or DividedCounts for one "
-        "that counts heads (thinwire.tensor2d.plan), and check=batch, which compares with the serial model; if not, "
+        f"the forward of {found} is unknown, and would see only a part of the samples and features. If each "
+        f"treats every sample, and every feature or head, separately, pass plan={{{entries}}}, or DividedCounts for "
+        "one "
+        "that counts heads (thinwire.tensor2d.plan), and check=batch, which compares with the serial model. If not, "
         "build it from layers that can be split"
     )
 
 
 def _style_of(name: str, module: nn.Module) -> Style:
-    """The built-in style of a module by its type; `Untouched` for unknown types."""
+    """Return the built-in style of a module by its type; `Untouched` for unknown types."""
     last = name.rpartition(".")[2]
     if not is_known(module):
         return Untouched()
@@ -279,16 +281,16 @@ def _style_of(name: str, module: nn.Module) -> Style:
 
 
 def _styles_within(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
-    """Built-in styles of a known composite module and of its submodules, by relative name; "" is the module itself.
+    """Return the styles of a known composite module and its submodules; the name "" is the module itself.
 
     Raises:
-        ConfigError: a setting of the module that is not supported.
+        ConfigError: a setting of the module is not supported.
     """
     # By names of types and attributes, so that `transformers` need not be installed.
     kind = type(module).__name__
     if kind == "GPT2Attention":
         if module.is_cross_attention:
-            raise ConfigError(f"{name}: cross attention cannot be split over a mesh; use a model without it")
+            raise ConfigError(f"{name}: cross attention cannot be split over a mesh. Use a model without it")
         _refuse_dropout(name, module.attn_dropout.p, "attn_pdrop")
         return {"": DividedCounts(("num_heads", "split_size")), "c_attn": Dense(sections=3)}
     if all(hasattr(module, each) for each in ("q_proj", "k_proj", "v_proj", "o_proj", "num_key_value_groups")):
@@ -302,7 +304,7 @@ def _styles_within(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
 
 def _llama(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
     if hasattr(module, "q_norm"):
-        raise ConfigError(f"{name}: norms within heads (q_norm, k_norm) cannot be split; use a model without them")
+        raise ConfigError(f"{name}: norms within heads (q_norm, k_norm) cannot be split. Use a model without them")
     _refuse_dropout(name, module.attention_dropout, "attention_dropout")
     heads, columns = module.q_proj.weight.shape[0] // module.head_dim, mesh.columns
     key_heads = module.k_proj.weight.shape[0] // module.head_dim
@@ -322,5 +324,5 @@ def _llama(name: str, module: Any, mesh: Mesh2D) -> Mapping[str, Style]:
 def _refuse_dropout(name: str, probability: float, setting: str) -> None:
     if probability:
         raise ConfigError(
-            f"{name}: {setting}={probability} would drop the same elements on every rank; set {setting}=0 in its config"
+            f"{name}: {setting}={probability} would drop the same elements on every rank. Set {setting}=0 in its config"
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block of a tensor a rank holds, and how it is stored.
+"""The placement of a tensor: each rank's block and its storage.
 
 A `Placement` describes the tensor of the serial model, so that blocks can be taken from it, put back into it, and read
 from a file without reading the rest.
@@ -38,12 +38,12 @@ class Axis:
     padded: int = 0
 
     def length(self, place: Place) -> int:
-        """The length of one rank's block, padding included."""
+        """Return the length of one rank's block, including padding."""
         parts = {"rows": place.rows, "columns": place.columns, "none": 1}[self.cut]
         return max(self.size, self.padded) // parts
 
     def runs(self, place: Place) -> list[Run]:
-        """The intervals [start, stop) of the whole that a rank holds, in the order in which it stores them."""
+        """Return the intervals [start, stop) of the whole that a rank holds, in the order of its storage."""
         order = [(0, self.size)]
         if len(self.sections) > 1:
             # The whole, reordered: first the shares of column 0 of every section, then those of column 1. The rows
@@ -61,7 +61,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which block of a whole tensor each rank holds.
+    """The block of a whole tensor that each rank holds.
 
     Args:
         axes: one for each dimension of the whole.
@@ -73,25 +73,25 @@ class Placement:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole."""
+        """The shape of the whole tensor."""
         return tuple(axis.size for axis in self.axes)
 
     @property
     def replicated(self) -> bool:
-        """Whether the tensor is replicated over the rows (and perhaps split over the columns)."""
+        """True if the tensor is replicated over the rows (and perhaps split over the columns)."""
         return all(axis.cut != "rows" for axis in self.axes)
 
     def block_shape(self, place: Place) -> tuple[int, ...]:
-        """The shape in which a rank stores its block."""
+        """Return the shape in which a rank stores its block."""
         lengths = tuple(axis.length(place) for axis in self.axes)
         return lengths[::-1] if self.transposed else lengths
 
     def cut(self, whole: Tensor, place: Place) -> Tensor:
-        """A copy of a rank's block of `whole`."""
+        """Copy a rank's block of `whole`."""
         return self.read(lambda *slices: whole[slices], place, like=whole)
 
     def read(self, part: Callable[..., Tensor], place: Place, *, like: Tensor) -> Tensor:
-        """A rank's block, read from a file or a tensor slice by slice.
+        """Read a rank's block from a file or a tensor, slice by slice.
 
         Args:
             part: returns the part of the whole at one slice per dimension.
@@ -110,7 +110,7 @@ class Placement:
             whole[there].copy_(block[here])
 
     def _pairs(self, place: Place) -> list[tuple[tuple[slice, ...], tuple[slice, ...]]]:
-        """Rectangles of the block, each with the matching rectangle of the whole."""
+        """Return rectangles of the block, each with the matching rectangle of the whole."""
         pairs: list[tuple[tuple[slice, ...], tuple[slice, ...]]] = [((), ())]
         for axis in self.axes:
             runs = axis.runs(place)
@@ -123,7 +123,7 @@ class Placement:
         return pairs
 
     def join(self, blocks: dict[Place, Tensor]) -> Tensor:
-        """The whole tensor from every rank's block."""
+        """Return the whole tensor, from every rank's block."""
         some = next(iter(blocks.values()))
         whole = torch.zeros(self.shape, dtype=some.dtype, device=some.device)
         for place, block in blocks.items():
@@ -132,7 +132,7 @@ class Placement:
 
 
 def _within(runs: list[Run], start: int, stop: int) -> list[Run]:
-    """The part [start, stop) of the concatenation of `runs`, as intervals of the whole."""
+    """Return the part [start, stop) of the concatenation of `runs`, as intervals of the whole."""
     found: list[Run] = []
     position = 0
     for first, last in runs:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Styles: how `parallelize_2d` replaces each type of module."""
+"""Styles: the ways in which `parallelize_2d` replaces modules."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Site:
         seed: seed of dropout.
         number: number of the module in its model, for dropout.
         tables: the embeddings replaced so far, by the identity of their serial table.
-        attributes: attributes to set on modules that are not replaced, once every module has been found to fit.
+        attributes: attributes to set on modules that are not replaced, after all modules passed their checks.
     """
 
     name: str
@@ -41,25 +41,25 @@ class Site:
     attributes: list[tuple[nn.Module, str, Any]] = field(default_factory=list[tuple[nn.Module, str, Any]])
 
     def get(self, attribute: str) -> Any:
-        """An attribute of the serial module.
+        """Return an attribute of the serial module.
 
         Raises:
-            ConfigError: the module does not have it, so the plan names a module of another type.
+            ConfigError: the module does not have it, so the style does not fit the module.
         """
         if not hasattr(self.module, attribute):
             kind = type(self.module).__name__
             raise ConfigError(
-                f"{self.name} is a {kind} without {attribute}: this style in the plan is for another type of module"
+                f"{self.name} is a {kind} without {attribute}: this style of the plan needs another type of module"
             )
         return getattr(self.module, attribute)
 
 
 class Style(ABC):
-    """How one module is replaced."""
+    """The way in which one module is replaced."""
 
     @abstractmethod
     def lay_out(self, site: Site) -> nn.Module | None:
-        """The replacement of the module; None keeps the module.
+        """Return the replacement of the module; None keeps the module.
 
         Raises:
             ConfigError: the module cannot be split; the message names it and the divisor.
@@ -104,7 +104,7 @@ class Head(Style):
 
 @dataclass(frozen=True)
 class KeyHeads(Style):
-    """A layer of keys or values whose heads the columns do not divide: each column gathers those it needs.
+    """A layer of keys or values whose heads the columns do not divide: each column gathers the heads it needs.
 
     Args:
         heads: number of query heads.
@@ -133,13 +133,13 @@ class Norm(Style):
         shape = getattr(module, "normalized_shape", None)
         if shape is not None and len(shape) != 1:
             raise ConfigError(
-                f"{site.name}: a norm over {tuple(shape)} cannot be split; only one over the hidden size can"
+                f"{site.name}: a norm over {tuple(shape)} cannot be split: it must be over the hidden size"
             )
         size = int(shape[0]) if shape is not None else int(site.get("weight").numel())
         check_divides(size, site.mesh.columns, site.name, f"the mesh has {site.mesh.columns} columns")
         if isinstance(module, nn.LayerNorm):
             return LayerNorm2D(weight, module.bias, site.mesh, size=size, epsilon=module.eps)
-        # Models of `transformers` call it `variance_epsilon`. None, as in `torch.nn.RMSNorm`, depends on the input.
+        # `transformers` calls it `variance_epsilon`. None depends on the input, as in `torch.nn.RMSNorm`.
         epsilon = cast("float | None", getattr(module, "variance_epsilon", getattr(module, "eps", None)))
         return RMSNorm2D(weight, site.mesh, size=size, epsilon=epsilon)
 
@@ -149,7 +149,7 @@ class Lookup(Style):
     """An embedding of tokens.
 
     Args:
-        algorithm: whether the table or the tokens are sent; "auto" is the smaller one.
+        algorithm: sends the table or the tokens; "auto" sends the smaller one.
     """
 
     algorithm: Algorithm = "auto"
@@ -158,7 +158,7 @@ class Lookup(Style):
         """An `Embedding2D`."""
         weight, padding = site.get("weight"), site.get("padding_idx")
         if site.get("max_norm") is not None or site.get("sparse") or site.get("scale_grad_by_freq"):
-            raise ConfigError(f"{site.name}: max_norm, sparse and scale_grad_by_freq cannot be split; leave them out")
+            raise ConfigError(f"{site.name}: max_norm, sparse and scale_grad_by_freq cannot be split. Remove them")
         made = Embedding2D(weight, site.mesh, algorithm=self.algorithm, padding=padding, name=site.name)
         site.tables[id(weight)] = made
         return made
@@ -166,7 +166,7 @@ class Lookup(Style):
 
 @dataclass(frozen=True)
 class Positions(Style):
-    """A table that is replicated over the rows: of positions, or of token types.
+    """A table of positions or token types, which is replicated over the rows.
 
     Args:
         parameter: name of the table in the module.
@@ -192,7 +192,7 @@ class Drop(Style):
 
 @dataclass(frozen=True)
 class Attend(Style):
-    """A `torch.nn.MultiheadAttention` that is used for self-attention."""
+    """A `torch.nn.MultiheadAttention` for self-attention."""
 
     def lay_out(self, site: Site) -> nn.Module:
         """A `MultiheadAttention2D`."""
@@ -202,7 +202,7 @@ class Attend(Style):
 
 @dataclass(frozen=True)
 class DividedCounts(Style):
-    """A module that is kept, with attributes divided by the number of columns, such as its number of heads.
+    """A kept module with attributes divided by the number of columns, such as its number of heads.
 
     Args:
         attributes: names of the attributes to divide.
@@ -213,7 +213,7 @@ class DividedCounts(Style):
     changed: tuple[tuple[str, int], ...] = ()
 
     def lay_out(self, site: Site) -> None:
-        """Returns None; the attributes are set together with the replacements."""
+        """Return None; the attributes are set together with the replacements."""
         columns = site.mesh.columns
         for name in self.attributes:
             count = site.get(name)
@@ -224,20 +224,20 @@ class DividedCounts(Style):
 
 @dataclass(frozen=True)
 class Untouched(Style):
-    """A module without parameters of its own, kept as it is.
+    """A module without parameters of its own, kept unchanged.
 
-    Its forward sees this rank's samples and features only, so it must treat every sample by itself, and every feature
-    or every head by itself.
+    Its forward only sees this rank's samples and features, so it must treat every sample separately, and every feature
+    or head separately.
     """
 
     def lay_out(self, site: Site) -> None:
-        """Returns None.
+        """Return None.
 
         Raises:
             ConfigError: the module has parameters, which every rank would train differently.
         """
         if any(True for _ in site.module.parameters(recurse=False)):
             raise ConfigError(
-                f"{site.name} is a {type(site.module).__name__} with parameters, and no style for it is known; give it "
-                "one of thinwire.tensor2d.plan in the plan, or take it out of the model"
+                f"{site.name} is a {type(site.module).__name__} with parameters, and no style for it is known. Add a "
+                "style of thinwire.tensor2d.plan to the plan, or remove the module from the model"
             )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of `transformers` on a mesh: the losses that they compute themselves, and `save_pretrained`."""
+"""Models of `transformers` on a mesh: their built-in losses, and `save_pretrained`."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _INSTEAD = (
 
 
 def split_losses(model: nn.Module, mesh: Mesh2D) -> Iterator[tuple[nn.Module, Loss]]:
-    """Yield every module of `transformers` that computes a loss, with the function that computes it from split logits.
+    """Yield every module of `transformers` with a loss, and the function that computes it from split logits.
 
     Raises:
-        ConfigError: a loss that has no counterpart on a mesh, with its name.
+        ConfigError: a loss has no counterpart on a mesh.
     """
     for name, module in model.named_modules():
         if not hasattr(type(module), "loss_function") or not _calls_loss_function(type(module)):
@@ -47,21 +47,21 @@ def split_losses(model: nn.Module, mesh: Mesh2D) -> Iterator[tuple[nn.Module, Lo
         if loss is None:
             raise ConfigError(
                 f"{name or 'the model'} ({type(module).__name__}) has the loss function "
-                f"{getattr(serial, '__name__', type(serial).__name__)}, which needs whole logits; on a "
+                f"{getattr(serial, '__name__', type(serial).__name__)}, which needs whole logits, but on a "
                 f"{mesh.rows}x{mesh.columns} mesh each rank has a block of them. {_INSTEAD}"
             )
         yield module, partial(loss, mesh)
 
 
 def labels_guards(model: nn.Module, mesh: Mesh2D) -> list[Any]:
-    """Refuse labels in models that compute a loss in their own forward; returns the handles of the hooks."""
+    """Refuse labels in models that compute a loss in their own forward; return the handles of the hooks."""
 
     def refuse(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = inspect.signature(type(module).forward).bind_partial(module, *args, **kwargs).arguments
         given |= given.get("kwargs", {})
         if any(given.get(name) is not None for name in _LABELS):
             raise ConfigError(
-                f"{type(module).__name__} computes its loss in its own forward, from whole logits; on a "
+                f"{type(module).__name__} computes its loss in its own forward, from whole logits, but on a "
                 f"{mesh.rows}x{mesh.columns} mesh each rank has a block of them. Call the model without labels, and "
                 "compute the loss from its logits, for example with cross_entropy_2d"
             )
@@ -83,7 +83,7 @@ def whole_savers(model: nn.Module, mesh: Mesh2D) -> Iterator[tuple[nn.Module, Ca
 def _save_whole(
     model: nn.Module, mesh: Mesh2D, save: Callable[..., Any], save_directory: str | Path, **settings: Any
 ) -> None:
-    """Save the whole model as `save_pretrained` does; a collective call, in which rank 0 writes."""
+    """Save the whole model like `save_pretrained`; a collective call, in which rank 0 writes."""
     if settings.pop("state_dict", None) is not None:
         raise ConfigError("save_pretrained(state_dict=...): a split model gathers its own state. Leave state_dict out")
     folder = local_path(save_directory)
@@ -92,7 +92,7 @@ def _save_whole(
 
 
 def _calls_loss_function(kind: type) -> bool:
-    """Whether the forward of a class, or one that it extends, uses `self.loss_function`."""
+    """Return True if the forward of a class or a base class uses `self.loss_function`."""
     forwards = (inspect.unwrap(vars(base)["forward"]) for base in kind.__mro__ if "forward" in vars(base))
     return any("loss_function" in forward.__code__.co_names for forward in forwards if hasattr(forward, "__code__"))
 
@@ -102,7 +102,7 @@ def _calls_loss_function(kind: type) -> bool:
 
 def _refuse_labels(*_: Any, **__: Any) -> Tensor:
     raise ConfigError(
-        "labels were given to a model whose loss_function is None. Call it without labels, and compute the loss from "
+        "labels were passed to a model whose loss_function is None. Call it without labels, and compute the loss from "
         "its logits, for example with cross_entropy_2d"
     )
 
@@ -117,7 +117,7 @@ def _causal(
     shift_labels: Tensor | None = None,
     **_: Any,
 ) -> Tensor:
-    """Each position predicts the next token, so the last position has no target."""
+    """Compute a causal loss: each position predicts the next token, so the last one has no target."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     return _masked(mesh, logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
@@ -146,7 +146,7 @@ def _classification(
     ignore_index: int = -100,
     **_: Any,
 ) -> Tensor:
-    """One number per class and sample, whose meaning the configuration tells, or else the number and type of labels."""
+    """Compute a classification loss; the configuration or the labels determine the problem type."""
     count = config.num_labels
     if config.problem_type is None:
         single = count > 1 and labels.dtype in (torch.int64, torch.int32)
@@ -159,8 +159,8 @@ def _classification(
         raise ConfigError(f"config.problem_type={config.problem_type!r} is unknown. {_INSTEAD}")
     labels = labels.reshape(len(pooled_logits), -1)
     if labels.shape[1] != count:
-        raise ConfigError(f"labels have {labels.shape[1]} values per sample; config.num_labels is {count}")
-    # The logits of this column; the last columns may hold padding.
+        raise ConfigError(f"labels have {labels.shape[1]} values per sample: expected config.num_labels={count}")
+    # The logits of this column; the last columns may contain padding.
     width = pooled_logits.shape[1]
     own = labels[:, mesh.column * width : (mesh.column + 1) * width]
     total = compared[config.problem_type](pooled_logits[:, : own.shape[1]], own.to(pooled_logits), reduction="sum")
@@ -177,4 +177,4 @@ _LOSSES: dict[str, Loss] = {
     "ForSequenceClassificationLoss": _classification,
     "ForTokenClassification": _token_classification,
 }
-"""By the names of the serial losses, so that `transformers` need not be installed."""
+"""Losses by the names of the serial ones, so that `transformers` need not be installed."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""The three products of matrices that are split over a mesh.
 
-A matrix is split into r x c blocks; rank (i, j) holds block (i, j). The gradients of each product are computed by the
-other two, so gradients of any order exist:
+A matrix is split into r x c blocks; rank (i, j) holds block (i, j). The other two products compute the gradients of
+each product, so gradients of any order exist:
 
 - `multiply_ab`:  $C = A B$,   `dA = abt(dC, B)`, `dB = atb(A, dC)`;
 - `multiply_abt`: $C = A B^T$, `dA = ab(dC, B)`,  `dB = atb(dC, A)`;
@@ -36,11 +36,11 @@ from thinwire.tensor2d.tape import recorded
 
 
 def multiply_ab(a_mk: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels | None = None) -> Tensor:
-    """Blocks of A [M / r, K / c] and B [K / r, N / c] to the block [M / r, N / c] of A B; A and B are gathered.
+    """Multiply blocks of A [M / r, K / c] and B [K / r, N / c] to the block [M / r, N / c] of A B.
 
     Args:
-        a_mk: this rank's block of A.
-        b_kn: this rank's block of B.
+        a_mk: this rank's block of A; gathered.
+        b_kn: this rank's block of B; gathered.
         mesh: the ranks.
         panels: how A and B are sent; None uses the mesh's setting.
 
@@ -51,10 +51,10 @@ def multiply_ab(a_mk: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels | None 
 
 
 def multiply_abt(a_mk: Tensor, b_nk: Tensor, mesh: Mesh2D, panels: Panels | None = None) -> Tensor:
-    """Blocks of A [M / r, K / c] and B [N / r, K / c] to the block [M / r, N / c] of A B^T; A is not sent.
+    """Multiply blocks of A [M / r, K / c] and B [N / r, K / c] to the block [M / r, N / c] of A B^T.
 
     Args:
-        a_mk: this rank's block of A.
+        a_mk: this rank's block of A; not sent.
         b_nk: this rank's block of B.
         mesh: the ranks.
         panels: how B is sent; None uses the mesh's setting.
@@ -66,11 +66,11 @@ def multiply_abt(a_mk: Tensor, b_nk: Tensor, mesh: Mesh2D, panels: Panels | None
 
 
 def multiply_atb(a_km: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels | None = None) -> Tensor:
-    """Blocks of A [K / r, M / c] and B [K / r, N / c] to the block [M / r, N / c] of A^T B; B is not sent.
+    """Multiply blocks of A [K / r, M / c] and B [K / r, N / c] to the block [M / r, N / c] of A^T B.
 
     Args:
         a_km: this rank's block of A.
-        b_kn: this rank's block of B.
+        b_kn: this rank's block of B; not sent.
         mesh: the ranks.
         panels: how A is sent; None uses the mesh's setting.
 
@@ -137,13 +137,13 @@ class _ATB(Function):
 
 
 class _Product(ABC):
-    """One product, computed panel by panel: the messages of a panel, and the arithmetic on what they bring."""
+    """One product, computed panel by panel: the messages of a panel, and the arithmetic on their content."""
 
     cuts: list[Cut]
 
     @abstractmethod
     def launches(self, cut: Cut) -> list[Launch]:
-        """The messages of one panel."""
+        """Return the messages of one panel."""
 
     @abstractmethod
     def multiply(self, cut: Cut, arrived: list[list[Tensor]]) -> None:
@@ -151,15 +151,15 @@ class _Product(ABC):
 
     @abstractmethod
     def result(self) -> Tensor:
-        """This rank's block of the result, after the last panel."""
+        """Return this rank's block of the result, after the last panel."""
 
 
 def _run(products: Sequence[_Product], panels: Panels) -> list[Tensor]:
-    """Compute products one after another; the next one's first panel is sent while the last panel is multiplied."""
+    """Compute products in order; each one's first panel is sent while the previous last one is multiplied."""
     tasks = [(product, cut) for product in products for cut in product.cuts]
     for (product, cut), arrived in panels.pipeline(tasks, lambda task: task[0].launches(task[1])):
         product.multiply(cut, arrived)
-        del arrived  # The pipeline allocates the panel after next now: no more than two panels are in memory.
+        del arrived  # The pipeline now allocates the panel after next, and only two panels may be in memory.
     return [product.result() for product in products]
 
 
@@ -276,7 +276,7 @@ class _PartialSums:
         self._in_flight: list[tuple[Cut, Work[list[Tensor]]]] = []
 
     def send(self, cut: Cut, terms: Tensor, comm: Comm) -> None:
-        """Send each rank its part of the terms, and store the result of the message before."""
+        """Send each rank its part of the terms, and store the result of the previous message."""
         vectors = list(terms.view(comm.size, -1))
         work = comm.all_to_all(vectors, [x.numel() for x in vectors])
         before, self._in_flight = self._in_flight, [(cut, work)]
@@ -292,13 +292,13 @@ class _PartialSums:
         self._in_flight = []
 
     def _store(self, cut: Cut, work: Work[list[Tensor]]) -> None:
-        # In the order of ranks and not of arrival, so that runs are reproducible.
+        # In rank order, not in order of arrival, so that runs are reproducible.
         target = _part(self._slices, self._dimension, cut, copy=False)
         target.copy_(sum_terms(work.wait()).view(target.shape))
 
 
 def sum_terms(terms: list[Tensor]) -> Tensor:
-    """The sum of vectors, added in their order in fp32 at least."""
+    """Sum vectors in order, in fp32 at least."""
     total = terms[0].to(accumulation_dtype(terms[0].dtype), copy=len(terms) > 1)
     for term in terms[1:]:
         total += term
@@ -306,7 +306,7 @@ def sum_terms(terms: list[Tensor]) -> Tensor:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which sums are accumulated: fp64 for fp64, else fp32."""
+    """Return the dtype of accumulated sums: fp64 for fp64, else fp32."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -321,7 +321,7 @@ def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _part(x: Tensor, dimension: int, cut: Cut, *, copy: bool = True) -> Tensor:
-    """One panel's part of every slice: a contiguous copy to send, or a view to write to."""
+    """Return one panel's part of every slice: a contiguous copy to send, or a view to write to."""
     part = x.narrow(dimension, cut[0], cut[1] - cut[0])
     return part.contiguous() if copy else part
 

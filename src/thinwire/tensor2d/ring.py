@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Ring attention over a sequence that is split over the rows of a mesh: keys and values are passed on, queries stay.
+r"""Ring attention over a sequence that is split over the rows of a mesh: keys and values move, queries stay.
 
 Let $o$ be a query's output over the keys seen so far and $\ell$ the logarithm of its softmax denominator. The output
 $o'$ and logarithm $\ell'$ over further keys are merged exactly,
 
 $$\ell \leftarrow \log(e^{\ell} + e^{\ell'}), \qquad o \leftarrow e^{\ell_{old} - \ell} o + e^{\ell' - \ell} o' .$$
 
-Row i of r holds chunks i and 2 r - 1 - i of 2 r. So under a causal mask all rows have equally much work: a chunk
-attends to all earlier chunks, to a triangle of itself and to no later one.
+Row i of r holds chunks i and 2 r - 1 - i of 2 r, so that under a causal mask all rows have equal work: a chunk attends
+to all earlier chunks, to a triangle of itself and to no later one.
 
-Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023, arXiv:2310.01889; the merge after Milakov and
-Gimelshein, Online Normalizer Calculation for Softmax, 2018, arXiv:1805.02867.
+Liu, Zaharia and Abbeel, Ring Attention with Blockwise Transformers, 2023, arXiv:2310.01889; the merge follows Milakov
+and Gimelshein, Online Normalizer Calculation for Softmax, 2018, arXiv:1805.02867.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Pair = tuple[slice, slice, bool]
 
 
 def ring_attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, *, causal: bool = False) -> Tensor:
-    """Attention of queries [b, n, s / r, d] to the keys and values, [b, k, s / r, d] per row, of the whole sequence.
+    """Attend from queries [b, n, s / r, d] to keys and values [b, k, s / r, d] of all rows.
 
     Sums are accumulated in fp32 at least. Forward a rank sends 2 (r - 1) b k s d / r elements: keys and values in r - 1
     steps around the ring. Backward it sends as much again, and the gradients of keys and values in r steps, in fp32 at
@@ -47,12 +47,12 @@ def ring_attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, *, causal
         causal: whether a position attends only to itself and to earlier ones.
 
     Raises:
-        ConfigError: an odd number of positions on several rows, or key heads that do not divide the query heads.
+        ConfigError: several rows have an odd number of positions, or key heads do not divide the query heads.
     """
     if query.shape[2] % 2 and comm.size > 1:
         raise ConfigError(
-            f"a sequence of {query.shape[2] * comm.size} over {comm.size} rows: {2 * comm.size} chunks must divide it; "
-            f"use {-(-query.shape[2] // 2) * 2 * comm.size}"
+            f"a sequence of {query.shape[2] * comm.size} over {comm.size} rows: {2 * comm.size} chunks must divide it. "
+            f"Use {-(-query.shape[2] // 2) * 2 * comm.size}"
         )
     if query.shape[1] % key.shape[1]:
         raise ConfigError(
@@ -62,7 +62,7 @@ def ring_attend(query: Tensor, key: Tensor, value: Tensor, comm: Comm, *, causal
 
 
 def positions_of(length: int, row: int, rows: int) -> Tensor:
-    """The positions of a sequence that a row holds, in order: chunk `row`, then chunk `2 rows - 1 - row`.
+    """Return the positions of a row in order: chunk `row`, then chunk `2 rows - 1 - row`.
 
     Raises:
         ConfigError: 2 rows chunks do not divide the length.
@@ -71,15 +71,15 @@ def positions_of(length: int, row: int, rows: int) -> Tensor:
         return torch.arange(length, device="cpu")
     if length % (2 * rows):
         raise ConfigError(
-            f"a sequence of {length}: {2 * rows} chunks of {rows} rows must divide it; "
-            f"use {-(-length // (2 * rows)) * 2 * rows}"
+            f"a sequence of {length}: {2 * rows} chunks of {rows} rows must divide it. "
+            f"Use {-(-length // (2 * rows)) * 2 * rows}"
         )
     chunks = torch.arange(length, device="cpu").chunk(2 * rows)
     return torch.cat([chunks[row], chunks[2 * rows - 1 - row]])
 
 
 def ring_elements(samples: int, length: int, key_features: int, rows: int, columns: int) -> tuple[float, float, float]:
-    """Elements that a rank sends: keys and values forward, keys and values backward, and their gradients.
+    """Return the elements that a rank sends: keys and values forward and backward, and their gradients.
 
     Args:
         samples: samples of the batch, b.
@@ -108,9 +108,9 @@ class _Ring(Function):
         comm, causal = ctx.settings
         exact = output.dtype
         grad = grads[0].to(exact)
-        inner = (grad * output).sum(-1, keepdim=True)  # the term of softmax's gradient that all keys have in common
+        inner = (grad * output).sum(-1, keepdim=True)  # the common term of softmax's gradient for all keys
         query_grad = torch.zeros_like(query, dtype=exact)
-        # The gradients of keys and values follow them around the ring, and are back at their owner after one step more.
+        # The gradients of keys and values follow them around the ring, and reach their owner one step later.
         pair_grad = torch.zeros((2, *key.shape), dtype=exact, device=key.device)
         for src, pair in _ring_passes(torch.stack([key, value]), comm):
             for mine, theirs, triangle in _pairs(query.shape[2], comm, src, causal):
@@ -121,14 +121,14 @@ class _Ring(Function):
                 query_grad[:, :, mine] += slopes @ k
                 pair_grad[0, :, :, theirs] += _sum_over_group(slopes.mT @ q, key.shape[1])
                 pair_grad[1, :, :, theirs] += _sum_over_group(weights.mT @ back, key.shape[1])
-            # Not overlapped: the next row adds to these sums before it passes them on.
+            # Not overlapped: the next row adds to these sums before it sends them on.
             if comm.size > 1:
                 (pair_grad,) = _send_to_next(pair_grad, comm).wait()
         return query_grad.to(query.dtype), pair_grad[0].to(key.dtype), pair_grad[1].to(value.dtype), None, None
 
 
 def _attend_blockwise(query: Tensor, key: Tensor, value: Tensor, comm: Comm, causal: bool) -> Tensor:
-    """[b, n, s / r, d + 1]: the output, and the logarithm of the softmax denominator."""
+    """Return [b, n, s / r, d + 1]: the output, and the logarithm of the softmax denominator."""
     exact = accumulation_dtype(query.dtype)
     output = torch.zeros_like(query, dtype=exact)
     # Minus infinity is the logarithm of an empty sum: the first chunk replaces it without a special case.
@@ -146,8 +146,8 @@ def _attend_blockwise(query: Tensor, key: Tensor, value: Tensor, comm: Comm, cau
 
 
 def _ring_passes(pair: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
-    """Every row's rank with its keys and values, this row's first; the next ones are received meanwhile."""
-    # Sent before this pair is used, so that arithmetic hides the message; the last pair is not passed on.
+    """Yield every row's rank with its keys and values, this row's first, while the next ones are received."""
+    # Sent before this pair is used, so that arithmetic hides the message; the last pair is not sent on.
     for step in range(comm.size):
         following = _send_to_next(pair, comm) if step + 1 < comm.size else None
         yield (comm.rank - step) % comm.size, pair
@@ -156,12 +156,12 @@ def _ring_passes(pair: Tensor, comm: Comm) -> Iterator[tuple[int, Tensor]]:
 
 
 def _send_to_next(x: Tensor, comm: Comm) -> Work[list[Tensor]]:
-    """Send to the next row and receive from the one before."""
+    """Send to the next row and receive from the previous one."""
     return comm.send_recv(x.contiguous(), [(comm.rank + 1) % comm.size], [(comm.rank - 1) % comm.size])
 
 
 def _pairs(length: int, comm: Comm, src: int, causal: bool) -> Iterator[Pair]:
-    """Which chunks of this row attend to which chunks of row `src`, and whether only within the causal triangle."""
+    """Yield the chunks of this row and of row `src` that attend, and whether only in the causal triangle."""
     # The number of each chunk in the sequence, with its index among the row's two chunks.
     mine, theirs = ({row: 0, 2 * comm.size - 1 - row: 1} for row in (comm.rank, src))
     half = length // 2
@@ -179,7 +179,7 @@ def _pairs(length: int, comm: Comm, src: int, causal: bool) -> Iterator[Pair]:
 
 
 def _parts(query: Tensor, pair: Tensor, mine: slice, theirs: slice, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """A chunk of queries, and a chunk of keys and values with the heads repeated for grouped queries."""
+    """Return a chunk of queries, and a chunk of keys and values with heads repeated for grouped queries."""
     group = query.shape[1] // pair.shape[2]
     k, v = (x[:, :, theirs].to(dtype).repeat_interleave(group, dim=1) for x in pair)
     return query[:, :, mine].to(dtype), k, v
@@ -193,5 +193,5 @@ def _scores(q: Tensor, k: Tensor, triangle: bool) -> Tensor:
 
 
 def _sum_over_group(grad: Tensor, heads: int) -> Tensor:
-    """The gradient of each key head, summed over the query heads that share it."""
+    """Sum the gradient of each key head over the query heads that share it."""
     return grad.unflatten(1, (heads, -1)).sum(2)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading models on a mesh, as whole tensors or as blocks."""
+"""Save and load models on a mesh, as whole tensors or as blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from thinwire.tensor2d.module import placed
 
 @torch.no_grad()
 def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> dict[str, Tensor]:
-    """The state dict of the serial model, gathered one tensor at a time; a collective call of all ranks.
+    """Gather the serial model's state dict, one tensor at a time; a collective call of all ranks.
 
     Args:
         model: a model on the mesh.
@@ -30,7 +30,7 @@ def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> d
         everywhere: False returns it on rank 0 only, and an empty dict on the other ranks.
 
     Raises:
-        CheckpointError: rows differ in a parameter of which each holds a replica; on all ranks.
+        CheckpointError: rows differ in a replicated parameter; raised on all ranks.
     """
     _refuse_meta(model)
     keep = everywhere or mesh.whole.rank == 0
@@ -70,7 +70,7 @@ def gather_blocks(x: Tensor, mesh: Mesh2D) -> dict[Place, Tensor]:
 
 
 def _spread(blocks: Mapping[Place, Tensor]) -> float:
-    """The largest difference between rows relative to the largest value; 0 where only rounding explains it."""
+    """Return the largest relative difference between rows; 0 if rounding explains it."""
     largest = 0.0
     for place, x in blocks.items():
         first = blocks[place._replace(row=0)]
@@ -91,10 +91,10 @@ def load_whole_(model: nn.Module, state: Mapping[str, Tensor], mesh: Mesh2D) -> 
         mesh: the ranks.
 
     Raises:
-        CheckpointError: a name is missing, a tensor has another shape, or the model is on the meta device; nothing is
-            loaded then.
+        CheckpointError: a name is missing, a tensor has another shape, or the model is on the meta device. The model is
+            then unchanged.
     """
-    # All checks come before the first copy, so that an error leaves the model as it was.
+    # All checks come before the first copy, so that an error leaves the model unchanged.
     _refuse_meta(model)
     found = placed(model)
     for name, (_, placement) in found.items():
@@ -118,17 +118,18 @@ def read_safetensors_(
     device: str = "cpu",
     rename: Callable[[str], str] | None = None,
 ) -> int:
-    """Read only this rank's blocks from a serial model's files; returns the number of bytes read.
+    """Read only this rank's blocks from a serial model's files; return the number of bytes read.
 
-    Parameters on the meta device are created on `device`. So are buffers on the meta device: they are read from the
-    files, or computed again if they are those of a rotary embedding of `transformers`. Other buffers are not read.
+    Parameters on the meta device are created on `device`. Buffers on the meta device are created there too: they are
+    read from the files, or recomputed if they belong to a rotary embedding of `transformers`. Other buffers are not
+    read.
 
     Args:
         model: a model on the mesh.
         paths: safetensors files; the tensors may be spread over several.
         mesh: the ranks.
         device: the device of parameters that are on the meta device.
-        rename: maps a parameter's name to its name in the files; None where they are equal.
+        rename: maps a parameter's name to its name in the files; None if they are equal.
 
     Raises:
         CheckpointError: a name is missing, a tensor has another shape, or a buffer on the meta device has no values.
@@ -164,10 +165,10 @@ def read_safetensors_(
 
 
 def _fill_meta_buffers_(model: nn.Module, where: Mapping[str, Any], device: str, rename: Callable[[str], str]) -> int:
-    """Give every buffer on the meta device its values; returns the number of bytes read.
+    """Fill every buffer on the meta device; return the number of bytes read.
 
     Raises:
-        CheckpointError: one is neither in the files nor can be computed again; nothing is changed then.
+        CheckpointError: a buffer is not in the files and cannot be recomputed; the model is then unchanged.
     """
     found: dict[str, Tensor] = {}
     nbytes, unknown = 0, list[str]()
@@ -192,8 +193,9 @@ def _fill_meta_buffers_(model: nn.Module, where: Mapping[str, Any], device: str,
             found[full] = value.to(device=device, dtype=buffer.dtype)
     if unknown:
         raise CheckpointError(
-            f"buffers on the meta device: {', '.join(unknown)}. They are not in the files, so their values are not "
-            "known. Compute them and assign them to their modules before read_safetensors_, or build the model outside "
+            f"buffers on the meta device: {', '.join(unknown)}. They are not in the files, so their values are "
+            "unknown. Compute them and assign them to their modules before read_safetensors_, or build the model "
+            "outside "
             'torch.device("meta")'
         )
     for full, value in found.items():
@@ -217,7 +219,7 @@ def write_whole(model: nn.Module, path: str | Path, mesh: Mesh2D) -> None:
     Tied tensors are written once, under their first name.
 
     Raises:
-        CheckpointError: rank 0 cannot write it; on all ranks, and a file that was there is unchanged.
+        CheckpointError: rank 0 cannot write it; raised on all ranks. An existing file is unchanged.
         ConfigError: the path is a URL.
     """
     path = local_path(path)
@@ -235,10 +237,10 @@ def write_whole(model: nn.Module, path: str | Path, mesh: Mesh2D) -> None:
 
 
 def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
-    """Let rank 0 write a file or a folder; a collective call, after which every rank may read it.
+    """Write a file or folder on rank 0; a collective call, after which every rank may read it.
 
     Raises:
-        CheckpointError: rank 0 cannot write it; on all ranks.
+        CheckpointError: rank 0 cannot write it; raised on all ranks.
     """
     failure: Exception | None = None
     if mesh.whole.rank == 0:
@@ -246,15 +248,15 @@ def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
             write()
         except Exception as error:
             failure = error
-    # Groups of NCCL alone take nothing from a CPU.
+    # Groups with only NCCL accept no CPU tensors.
     failed = torch.tensor([float(failure is not None)], dtype=torch.float32, device=mesh.whole.check_device)
     if mesh.whole.all_reduce_(failed).wait().item():
-        why = f"({failure})" if failure else "there; its error says why"
-        raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it {why}") from failure
+        why = f"({failure})" if failure else "; see its error"
+        raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it{why}") from failure
 
 
 def write_blocks(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> Path:
-    """Write this rank's blocks, buffers and dropout counters to its own file in `folder`; returns the file's path.
+    """Write this rank's blocks, buffers and dropout counters to a file in `folder`; return its path.
 
     Raises:
         ConfigError: the folder is a URL.
@@ -275,26 +277,26 @@ def read_blocks_(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> None:
     """Read the blocks that `write_blocks` wrote on a mesh of the same shape.
 
     Raises:
-        CheckpointError: this rank has no file, or one of another mesh or model; nothing is loaded then.
+        CheckpointError: this rank has no file, or one of another mesh or model; the model is then unchanged.
     """
     from safetensors import safe_open
 
     _refuse_meta(model)
     path = local_path(folder) / _file_name(mesh.place)
     if not path.exists():
-        raise CheckpointError(f"{path} is not there: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")
+        raise CheckpointError(f"{path} does not exist: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")
     own = dict((*model.named_parameters(), *model.named_buffers()))
     with torch.device("cpu"), safe_open(str(path), framework="pt") as file:
         metadata = file.metadata()
         shape = f"{mesh.rows}x{mesh.columns}"
         if metadata["mesh"] != shape:
             raise CheckpointError(
-                f"{path} is of a {metadata['mesh']} mesh and this one is {shape}; convert it with write_whole and "
-                "read_safetensors_"
+                f"{path} belongs to a {metadata['mesh']} mesh, but this one is {shape}. Convert it with write_whole "
+                "and read_safetensors_"
             )
         if metadata["placements"] != _placements_json(model):
             raise CheckpointError(
-                f"{path} is of another model or another plan; load it into the model that wrote it, or convert it with "
+                f"{path} belongs to another model or plan. Load it into the model that wrote it, or convert it with "
                 "write_whole and read_safetensors_"
             )
         saved = {name: file.get_tensor(name) for name in own}
@@ -304,13 +306,13 @@ def read_blocks_(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> None:
 
 def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:
     if found is None:
-        raise CheckpointError(f"{name} is in the model only, and not in the checkpoint")
+        raise CheckpointError(f"the checkpoint has no tensor {name}")
     if tuple(found) != wanted:
-        raise CheckpointError(f"{name} has shape {tuple(found)} in the checkpoint and {wanted} in this model")
+        raise CheckpointError(f"{name} has shape {tuple(found)} in the checkpoint; expected {wanted}")
 
 
 def _dropout_counters(model: nn.Module) -> set[str]:
-    """The names of dropout counters, which serial models do not have."""
+    """Return the names of dropout counters, which serial models do not have."""
     return {f"{name}.draws".lstrip(".") for name, module in model.named_modules() if isinstance(module, Dropout2D)}
 
 
@@ -323,7 +325,7 @@ def _file_name(place: Place) -> str:
 
 
 def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Replace a parameter everywhere in the model, tied uses included."""
+    """Replace a parameter everywhere in the model, including tied uses."""
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter is old:

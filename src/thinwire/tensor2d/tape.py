@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activation checkpointing that does not repeat communication.
 
-Checkpointing recomputes a block in the backward pass, which would repeat its collectives. So the first pass records the
-result of every collective on a tape, and the recomputation takes them from the tape in the same order.
+Checkpointing recomputes a block in the backward pass, which would repeat its collectives. Therefore the first pass
+records the result of every collective on a tape, and the recomputation reads them from the tape in the same order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Tape:
 
     @contextmanager
     def replaying(self) -> Generator[None, None, None]:
-        """Return the recorded results again, from the first."""
+        """Replay the recorded results from the first one."""
         self._next = 0
         with self._as_current():
             yield
@@ -56,14 +56,14 @@ class Tape:
             _current.tape = before
 
     def take(self, make: Callable[[], Tensor]) -> Tensor:
-        """The next result: computed and recorded, or replayed."""
+        """Return the next result: computed and recorded, or replayed."""
         if self._next is None:
             result = make()
-            self._results.append(result.detach())  # with its graph it would keep the block's activations alive
+            self._results.append(result.detach())  # its graph would keep the block's activations alive
             return result
         if self._next == len(self._results):
             raise MismatchError(
-                f"a recomputed block asks for result {self._next + 1} of {len(self._results)} recorded ones: its "
+                f"a recomputed block requests result {self._next + 1} of {len(self._results)} recorded ones: its "
                 "forward pass must run the same collectives every time"
             )
         self._next += 1
@@ -71,16 +71,16 @@ class Tape:
 
 
 def recorded(make: Callable[[], Tensor]) -> Tensor:
-    """The result of `make`, or in a recomputed block the recorded result of its first call.
+    """Return the result of `make`, or in a recomputed block the recorded result of its first call.
 
     Raises:
-        MismatchError: the recomputed block makes more calls than the first time.
+        MismatchError: the recomputed block makes more calls than in its first run.
     """
     return make() if _current.tape is None else _current.tape.take(make)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """The forward and recomputation contexts for `torch.utils.checkpoint.checkpoint(..., context_fn=...)`."""
+    """Make the contexts for `torch.utils.checkpoint.checkpoint(..., context_fn=...)`."""
     tape = Tape()
     return tape.recording(), tape.replaying()
 
@@ -89,16 +89,16 @@ def checkpoint_2d(run: Callable[..., Any], *arguments: Any, **keywords: Any) -> 
     """Run a block under activation checkpointing, and keep the results of its collectives.
 
     Outputs of products, embeddings and norm statistics are kept. The backward pass recomputes activations, norms,
-    dropout and attention, and sends nothing again.
+    dropout and attention, without communication.
 
     Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016, arXiv:1604.06174.
     """
-    # Only the non-reentrant implementation takes a `context_fn`.
+    # Only the non-reentrant implementation accepts a `context_fn`.
     return checkpoint(run, *arguments, use_reentrant=False, context_fn=checkpoint_contexts, **keywords)
 
 
 def checkpoint_(module: nn.Module) -> nn.Module:
-    """Make a module run under `checkpoint_2d` in training mode, in place; returns the module."""
+    """Run a module under `checkpoint_2d` in training mode, in place; return the module."""
     run = module.forward
 
     def forward(*arguments: Any, **keywords: Any) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformer given by its sizes: what a training step sends, keeps and computes on any mesh."""
+"""The communication, memory and arithmetic of a transformer's training step on any mesh, from its sizes."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Transformer:
         samples: samples of the whole batch, b.
         length: tokens per sample, s.
         inner: inner size of the feed-forward part, f; 0 is 4 h.
-        key_heads: heads of keys and values; 0 is as many as of queries.
-        positions: rows of a learned table of positions; 0 is no table.
-        gated: whether blocks are Llama's.
+        key_heads: heads of keys and values; 0 for as many as query heads.
+        positions: rows of a learned table of positions; 0 for no table.
+        gated: whether to use Llama's blocks.
         tied: whether the output head shares the embedding's table.
         head_bias: whether the output head has a bias.
     """
@@ -92,7 +92,7 @@ class Transformer:
         return -(-self.vocabulary // lcm(rows, columns)) * lcm(rows, columns)
 
     def refusal(self, rows: int, columns: int) -> str:
-        """Why a mesh cannot split the model, with the size and its divisor; empty if it can."""
+        """Return why a mesh cannot split the model, with the size and its divisor; empty if it can."""
         slices, keys = lcm(rows, columns), self.key_heads or self.heads
         needs = [
             (f"{self.samples} samples", self.samples, rows),
@@ -105,15 +105,15 @@ class Transformer:
         if keys % columns and self.heads % columns == 0:
             own, group = self.heads // columns, self.heads // keys
             if own % group and group % own:
-                words.append(f"{own} query heads a column and {group} for each key head do not divide each other")
+                words.append(f"{own} query heads per column and {group} per key head: one must divide the other")
         return ", ".join(words)
 
     # -- communication -------------------------------------------------------------------------------------------
 
     def sent_bytes(self, rows: int, columns: int, *, element_nbytes: int = 4) -> float:
-        """Bytes that a rank sends in a forward and a backward pass.
+        """Return the bytes that a rank sends in a forward and a backward pass.
 
-        With a tied table it is the figure of the ranks that send most: those off the diagonal of a square mesh.
+        With a tied table it is the count of the ranks that send most: those off the diagonal of a square mesh.
         """
         mesh, tokens, h = (rows, columns), self.tokens, self.hidden
         products = self.layers * sum(
@@ -137,7 +137,7 @@ class Transformer:
         return elements * element_nbytes + statistics * max(element_nbytes, _FP32_NBYTES) + 4 * ids
 
     def messages(self, rows: int, columns: int) -> int:
-        """Collective calls in a forward and a backward pass that send something, with one panel per product."""
+        """Return the number of collective calls in both passes that send data, with one panel per product."""
         across, down = int(columns > 1), int(rows > 1)
         shared = sum(inputs > outputs for inputs, outputs in self.linears) * across
         block = 3 * len(self.linears) * (across + down) - shared + 4 * across + 4 * across * self._gathers(columns)
@@ -168,10 +168,11 @@ class Transformer:
         return (weights + tables) / (rows * columns) + self.vectors / columns
 
     def activations_held(self, rows: int, columns: int, *, checkpointed: bool = False) -> float:
-        """Elements kept for the backward pass with fused attention; `checkpointed` keeps only results of collectives.
+        """Return the elements kept for the backward pass; `checkpointed` keeps only results of collectives.
 
-        A block keeps the inputs and outputs of its norms, queries, keys, values, the output of attention, and the
-        inner activations before and after their nonlinearity: 16 T h / p with f = 4 h, and 10 T h / p checkpointed.
+        With fused attention, a block keeps the inputs and outputs of its norms, queries, keys, values, the output of
+        attention, and the inner activations before and after their nonlinearity: 16 T h / p with f = 4 h, and 10 T h /
+        p checkpointed.
         """
         h, f, k, ranks = self.hidden, self._inner, self._keys, rows * columns
         inner = 4 * f if self.gated else 2 * f
@@ -184,7 +185,7 @@ class Transformer:
         return self.tokens * ((self.layers * block + ends) / ranks + statistics)
 
     def transit_held(self, rows: int, columns: int) -> float:
-        """Peak elements of gathered operands on a rank, with one panel per product."""
+        """Return the peak of gathered elements on a rank, with one panel per product."""
         sizes = [*self.linears, (self.hidden, self.padded(rows, columns))]
         return max(
             self.tokens / rows * min(inputs, outputs) * (columns > 1) + inputs * outputs / columns * (rows > 1)
@@ -193,14 +194,14 @@ class Transformer:
 
     @property
     def flops(self) -> float:
-        """Operations of a step over all ranks: six per weight and token, and attention to all earlier positions."""
+        """Return the operations of a step over all ranks: six per weight and token, plus attention."""
         weights = self.layers * sum(inputs * outputs for inputs, outputs in self.linears)
         attention = 6 * self.layers * self.tokens * self.length * self.hidden
         return 6 * self.tokens * (weights + self.hidden * self.vocabulary) + attention
 
 
 def _sent_to_transpose(rows: int, columns: int) -> float:
-    """The largest fraction of a table that a rank sends to transpose it: its block, less what stays on the rank."""
+    """Return the largest fraction of a table that a rank sends to transpose it: its block minus its own part."""
     overlaps = [
         max(0.0, min((i + 1) / rows, (j + 1) / columns) - max(i / rows, j / columns))
         for i in range(rows)

@@ -172,16 +172,16 @@ def test_what_was_decided_stays_decided() -> None:
 
 def test_only_a_member_that_still_waits_adds_its_gradient_to_an_all_reduce() -> None:
     one = waiting()
-    assert one.lend(start(1, all_reduce=1, members=(0, 2))) is None
-    assert one.lend(start(1, all_reduce=1)._replace(step=5)) is None
-    lent = one.lend(start(1, all_reduce=1))
-    assert lent is not None
+    assert one.read_gradient(start(1, all_reduce=1, members=(0, 2))) is None
+    assert one.read_gradient(start(1, all_reduce=1)._replace(step=5)) is None
+    read = one.read_gradient(start(1, all_reduce=1))
+    assert read is not None
     one.receive(0, ControlMessage(Kind.COMMIT, 0, 2, members=(0, 2)), 1.0)
     assert one.round is not None
     assert not one.round.is_over, "its gradient is being read"
-    one.give_back()
+    one.release_gradient()
     assert one.round.is_over
-    assert one.lend(start(1, all_reduce=1)) is None
+    assert one.read_gradient(start(1, all_reduce=1)) is None
 
 
 def test_a_state_is_sent_only_between_steps_and_only_if_it_is_new_enough() -> None:

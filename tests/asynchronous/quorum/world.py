@@ -265,10 +265,10 @@ class World:
         start = rank.starts[0]
         collective = self.collectives[start.all_reduce]
         if number not in collective:
-            own = rank.member.lend(start)
+            own = rank.member.read_gradient(start)
             collective[number] = torch.zeros(NUMEL, dtype=torch.float64) if own is None else own.clone()
             if own is not None:
-                rank.member.give_back()
+                rank.member.release_gradient()
         elif len(collective) == self.size:
             rank.starts.popleft()
             mean = torch.stack([collective[each] for each in range(self.size)]).sum(0) / len(start.members)

@@ -139,7 +139,7 @@ def test_scattered_sizes_that_do_not_fit_are_named() -> None:
     def work(comm: Comm) -> None:
         comm.all_to_all([torch.zeros(2), torch.zeros(2)], [2, 3] if comm.rank else [2, 2]).wait()
 
-    with pytest.raises(MismatchError, match=r"rank 1 scatters 2 x float32 to rank 1, which expects 3"):
+    with pytest.raises(MismatchError, match=r"rank 1 sends 2 x float32 to rank 1, which expects 3"):
         run_threads(2, work)
 
 
@@ -252,9 +252,9 @@ def test_a_timeout_names_the_rank_that_does_not_answer_and_none_that_waits_itsel
         (lambda: CountingComm(4, 4), r"rank=4: must lie in 0\.\.3 for 4 workers"),
         (lambda: CountingComm(-1, 4), r"rank=-1"),
         (lambda: CountingComm(0, 1, timeout=0), r"timeout=0: must be positive"),
-        (lambda: CountingComm(0, 2).all_to_all([torch.zeros(1)], [1]), r"all_to_all of 1 vectors and 1 sizes: 2 ranks"),
-        (lambda: CountingComm(0, 2).send_recv(torch.zeros(1), [0], [1]), r"send_recv of rank 0 with itself"),
-        (lambda: CountingComm(1, 2).send_recv(torch.zeros(1), [0], [1]), r"send_recv of rank 1 with itself"),
+        (lambda: CountingComm(0, 2).all_to_all([torch.zeros(1)], [1]), r"all_to_all got 1 vectors and 1 sizes"),
+        (lambda: CountingComm(0, 2).send_recv(torch.zeros(1), [0], [1]), r"rank 0 sends to itself in send_recv"),
+        (lambda: CountingComm(1, 2).send_recv(torch.zeros(1), [0], [1]), r"rank 1 sends to itself in send_recv"),
     ],
 )
 def test_calls_that_cannot_work_are_refused(call: Callable[[], Any], words: str) -> None:

@@ -77,7 +77,7 @@ def apart() -> dict[str, Any]:
     around = comm.send_recv(torch.tensor([float(rank)]), [1 - comm.rank], [1 - comm.rank]).wait()
     mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     lines = [comm_for(mesh[name], timeout=10) for name in ("replicate", "shard")]
-    with pytest.raises(ConfigError, match=r"a mesh of shape \(2, 2\): name one dimension, as in mesh\['replicate'\]"):
+    with pytest.raises(ConfigError, match=r"the mesh has shape \(2, 2\): .* as in mesh\['replicate'\]"):
         thinwire.attach(model := nn.Linear(2, 2), torch.optim.SGD(model.parameters(), lr=0.1), AllReduce(), group=mesh)
     found = {
         "place": (comm.rank, comm.size),
@@ -179,7 +179,7 @@ def attached_outside() -> list[str]:
 def test_a_rank_outside_the_group_is_told_so() -> None:
     for text in run_processes(3, attached_outside)[2]:
         assert text == (
-            "ConfigError: group: rank 2 of the job is not in the group; call attach on the group's ranks only"
+            "ConfigError: group: rank 2 of the job is not in the group. Call attach on the group's ranks only"
         )
 
 

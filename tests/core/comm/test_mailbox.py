@@ -212,7 +212,7 @@ def test_a_rank_that_has_closed_its_mailbox_is_named(backend: str) -> None:
         box.send(1, LIKE)
         assert box.expect(1, LIKE).wait()
         with pytest.raises(
-            PeerLostError, match=r"rank 0, step 0, messages: rank 1 has closed its mailbox; end training together"
+            PeerLostError, match=r"rank 0, step 0, messages: rank 1 has closed its mailbox\. End training on all ranks"
         ):
             box.expect(1, LIKE).wait()
 
@@ -379,9 +379,9 @@ def test_acknowledgements_that_are_late_or_too_large_add_no_capacity() -> None:
 def test_messages_that_cannot_be_sent_are_refused() -> None:
     box = box_of_rank_0()
     for dst in (0, 2, -1):
-        with pytest.raises(ConfigError, match=rf"a message from rank 0 to rank {dst}: send to another of 0\.\.1"):
+        with pytest.raises(ConfigError, match=rf"a message from rank 0 to rank {dst}: the destination must be another"):
             box.send(dst, LIKE)
-    with pytest.raises(ConfigError, match="a message of 8000 bytes: this mailbox was opened for 4000 at most"):
+    with pytest.raises(ConfigError, match="a message of 8000 bytes: this mailbox was opened for at most 4000"):
         box.send(1, LIKE.double())
 
 
@@ -389,7 +389,9 @@ def test_a_mailbox_has_a_capacity_and_an_owner() -> None:
     comm, owner = CountingComm(0, 2), Owner()
     with pytest.raises(ConfigError, match="capacity=0: must be at least 1 message"):
         comm.open_mailbox(owner, LIKE, capacity=0)
-    with pytest.raises(ConfigError, match=r"rank 0: no mailbox is open for .*Owner.*; open_mailbox\(\.\.\.\) on all"):
+    with pytest.raises(
+        ConfigError, match=r"rank 0: no mailbox is open for .*Owner.*\. Call open_mailbox\(\.\.\.\) on all"
+    ):
         comm.mailbox(owner)
     first = comm.open_mailbox(owner, LIKE)
     second = comm.open_mailbox(owner, LIKE)
@@ -405,7 +407,7 @@ def test_a_comm_without_mailboxes_is_named() -> None:
     class Plain(CountingComm):
         _open_mailbox = Comm._open_mailbox
 
-    with pytest.raises(ConfigError, match="Plain has no mailboxes; use a process group, threads or a counter"):
+    with pytest.raises(ConfigError, match=r"Plain has no mailboxes\. Use a process group, threads or a counter"):
         Plain(0, 2).open_mailbox(Owner(), LIKE)
 
 
@@ -424,7 +426,7 @@ def test_a_message_of_another_dtype_is_named_by_its_receiver(backend: str) -> No
 
 def test_without_zeromq_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zmq", None)
-    with pytest.raises(ConfigError, match=r"messages between processes need pyzmq; pip install 'thinwire\[async\]'"):
+    with pytest.raises(ConfigError, match=r"messages between processes need pyzmq\. Install it with pip install"):
         zeromq.ZeroMqMailbox(CountingComm(0, 2), 1, LIKE, 4)
 
 
@@ -537,9 +539,9 @@ def test_frames_for_others_or_in_another_s_name_are_dropped_and_counted() -> Non
 @pytest.mark.parametrize(
     ("x", "changes", "words"),
     [
-        (LIKE, {"nbytes": 5}, "from rank 1: message 0 of rank 1 is damaged: it has .* bytes. Its header announces 5; "),
-        (LIKE[:3].to(torch.int8), {"dtype": 0}, "message 0 of rank 1 is damaged: 3 bytes are no vector of float32"),
-        (LIKE[:3].to(torch.int8), {"dtype": 2}, "message 0 of rank 1 is damaged: 3 bytes are no vector of bfloat16"),
+        (LIKE, {"nbytes": 5}, "from rank 1: message 0 of rank 1 is damaged: it has .* bytes. Its header announces 5. "),
+        (LIKE[:3].to(torch.int8), {"dtype": 0}, "message 0 of rank 1 is damaged: 3 bytes are not a vector of float32"),
+        (LIKE[:3].to(torch.int8), {"dtype": 2}, "message 0 of rank 1 is damaged: 3 bytes are not a vector of bfloat16"),
         (LIKE, {"number": 4}, "message 0 of rank 1 was lost on the way"),
     ],
     ids=["size", "fp32", "bf16", "number"],

@@ -105,4 +105,4 @@ def test_all_processes_raise_what_one_has_found_at_once() -> None:
     assert several[0][0][0] == "NonFiniteError"
     for (_, text), seconds, later in one + several:
         assert seconds < 8  # far below the timeout, and below the wait for a rank that does not read the error
-        assert later == f"these ranks' connections are closed since an earlier failure: {text}"
+        assert later == f"the connections are closed after an earlier failure: {text}"

@@ -102,7 +102,7 @@ def test_what_an_earlier_start_has_left_halfway_is_not_taken_for_a_rank() -> Non
 def test_a_rank_that_does_not_come_is_named() -> None:
     store = HashStore()
     store.set("present/1", "gone")
-    with pytest.raises(TimeoutError, match="rank 1 has not come"):
+    with pytest.raises(TimeoutError, match="rank 1 did not arrive"):
         start_of_ranks(store, 0, 2, 0.1)
-    with pytest.raises(TimeoutError, match="rank 0, or one that it awaits, has not come"):
+    with pytest.raises(TimeoutError, match="rank 0, or one that it awaits, did not arrive"):
         start_of_ranks(HashStore(), 1, 2, 0.1)

@@ -437,7 +437,7 @@ def test_a_biased_codec_without_feedback_is_refused_and_the_fix_is_named(codec: 
 def test_a_vote_is_refused_where_anything_but_a_gradient_is_coded(vote: Codec, make: Any) -> None:
     with pytest.raises(ConfigError, match=r"plus or minus one.*use AllReduce\(.*, or .* such as ErrorFeedback\(OneBit"):
         make(vote).check(2)
-    words = "put ErrorFeedback inside" if isinstance(vote, BetweenNodes) else "without bound; use AllReduce"
+    words = "Put ErrorFeedback inside" if isinstance(vote, BetweenNodes) else "without bound. Use AllReduce"
     with pytest.raises(ConfigError, match=words):
         ErrorFeedback(vote)
     AllReduce(vote).check(2)

@@ -294,12 +294,12 @@ def test_the_model_of_other_optimizers_is_evaluated_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"lr": 0.0}, r"lr=0.0: must be positive and finite; up to 1/\(2L\)"),
+        ({"lr": 0.0}, r"lr=0.0: must be positive and finite. Up to 1/\(2L\)"),
         ({"lr": float("nan")}, "lr=nan"),
         ({"strong_convexity": -1.0}, "strong_convexity=-1.0, .*must be finite and not negative"),
         ({"weight_decay": float("inf")}, "weight_decay=inf: must be finite"),
-        ({"restart_every": 0}, "restart_every=0: a stage has at least 1 step"),
-        ({"restart_every": 3, "strong_convexity": 0.1}, "each sets the length of a stage"),
+        ({"restart_every": 0}, "restart_every=0: must be at least 1 step"),
+        ({"restart_every": 3, "strong_convexity": 0.1}, "both set the length of a stage"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -235,8 +235,8 @@ def test_svrg_steps_back_from_its_snapshot_when_a_closure_fails() -> None:
 @pytest.mark.parametrize(
     ("indices", "words"),
     [
-        (None, "give indices="),
-        ([0, 1, 2], "one index per sample"),
+        (None, "Pass indices="),
+        ([0, 1, 2], "each sample needs one index"),
         ([0, 1, 1, 2], "must differ"),
         ([0, 1, 2, N], "must differ and lie in"),
         ([0, 1, 2, -1], "must differ and lie in"),
@@ -260,7 +260,7 @@ def test_saga_refuses_a_step_without_a_batch() -> None:
 def test_saga_refuses_a_state_of_other_data() -> None:
     layer = problem().layer()
     state = Saga(layer, N + 1, lr=0.1).state_dict()
-    with pytest.raises(ConfigError, match="holds 41 samples"):
+    with pytest.raises(ConfigError, match="has 41 samples"):
         Saga(layer, N, lr=0.1).load_state_dict(state)
 
 

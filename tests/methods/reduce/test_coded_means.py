@@ -470,7 +470,7 @@ def test_residuals_with_a_prefix_are_resized_too_and_zero_ranks_are_refused() ->
     (only,) = resize_errors(states, 1)
     assert list(only) == ["momentum/0/error"]
     assert only["momentum/0/error"].tolist() == [2.0] * 4
-    with pytest.raises(ConfigError, match="at least one of each"):
+    with pytest.raises(ConfigError, match="both must be at least one"):
         resize_errors(states, 0)
 
 
@@ -493,7 +493,7 @@ def test_a_header_is_read_back_as_it_was_written() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m, _: m.index_fill_(0, torch.tensor([0]), 7), "is no payload of a codec"),
+        (lambda m, _: m.index_fill_(0, torch.tensor([0]), 7), "is not a payload of a codec"),
         (lambda m, _: m.index_fill_(0, torch.tensor([20]), 77), "is damaged"),
         (lambda _, h: seal(torch.zeros(9, dtype=torch.uint8), h._replace(step=4)), "is of step 4, not of step 3"),
         (lambda _, h: seal(torch.zeros(9, dtype=torch.uint8), h._replace(codec=1)), "is of another codec"),
@@ -511,7 +511,7 @@ def test_every_flipped_bit_of_a_message_is_seen() -> None:
     for bit in range(8 * message.numel()):
         flipped = message.clone()
         flipped[bit // 8] ^= 1 << bit % 8
-        assert unseal(flipped, header)[2] in ("is no payload of a codec", "is damaged: its checksum does not fit")
+        assert unseal(flipped, header)[2] in ("is not a payload of a codec", "is damaged: its checksum does not match")
 
 
 class Tampered(ThreadComm):
@@ -550,7 +550,7 @@ def test_a_changed_byte_is_an_error_on_all_ranks(operation: str, place: int) -> 
 
     for rank, words in enumerate(run_threads(3, body)):
         assert words.startswith(f"rank {rank}, step 0, compressed mean: ")
-        assert "all ranks must run the same recipe" in words
+        assert "All ranks must run the same recipe" in words
 
 
 def test_different_steps_or_codecs_are_an_error_on_all_ranks() -> None:
@@ -572,7 +572,7 @@ def test_a_compressed_exchange_refuses_payloads_of_another_codec() -> None:
     def body(comm: Comm) -> None:
         codec = OneBit(8) if comm.rank else OneBit(8, norm="l2")
         work = compressed_exchange(comm, x[comm.rank], codec, Ring().peers(comm.rank, 2, 0), key=0)
-        with pytest.raises(CommError, match=f"what rank {1 - comm.rank} sent is of another codec"):
+        with pytest.raises(CommError, match=f"the message of rank {1 - comm.rank} is of another codec"):
             work.wait()
 
     run_threads(2, body)
@@ -618,4 +618,5 @@ def test_processes_get_the_means_of_threads() -> None:
     for rank in range(2):
         x, _, words = found[rank][-1]
         assert torch.tensor(x).isnan().all()
-        assert words.startswith(f"rank {rank}, step {5 + rank}, compressed mean: what rank {1 - rank} sent is of step")
+        where = f"rank {rank}, step {5 + rank}, compressed mean"
+        assert words.startswith(f"{where}: the message of rank {1 - rank} is of step")

@@ -337,7 +337,7 @@ def test_graphs_that_do_not_connect_are_refused() -> None:
         def peers(self, rank: int, size: int, step: int) -> Peers:
             return Peers((rank ^ 1,), (rank ^ 1,), 0.5, (0.5,))
 
-    with pytest.raises(ConfigError, match="with 4 workers: nothing ever travels between ranks 0 and 2"):
+    with pytest.raises(ConfigError, match="with 4 workers: no message travels between ranks 0 and 2"):
         ADPSGD(Couples()).check(4)
 
 

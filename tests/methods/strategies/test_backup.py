@@ -316,7 +316,7 @@ def test_schedules_that_count_a_late_worker_s_own_steps_are_detected() -> None:
         worker.optimizer.param_groups[0]["lr"] = 0.1 * (1 + comm.rank)
         steps(worker, batches(comm.rank, 1))
 
-    with pytest.raises(MismatchError, match=r"the optimizers of ranks \d and \d are set differently"):
+    with pytest.raises(MismatchError, match=r"the optimizers of ranks \d and \d have different settings"):
         run_threads(3, body, timeout=10)
 
 

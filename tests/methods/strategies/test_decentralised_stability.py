@@ -259,7 +259,7 @@ def test_the_alternatives_in_the_error_are_accepted() -> None:
         with pytest.raises(ConfigError) as refused:
             recipe.check(n)
         offered = re.findall(r"use ((\w+)\((\w+)\(\), momentum=([\d.]+)\))", str(refused.value))
-        assert "take a static symmetric graph, such as Ring()" in str(refused.value)
+        assert "use a static symmetric graph, such as Ring()" in str(refused.value)
         assert ("ExactDiffusion" in [name for _, name, _, _ in offered]) == (n < 32)
         assert "QuasiGlobal" in [name for _, name, _, _ in offered]
         for _, name, graph, momentum in offered:
@@ -273,7 +273,7 @@ def test_a_graph_is_refused_before_training_with_the_reason(world: int = 8) -> N
     with pytest.raises(
         ConfigError,
         match=r"DecentLaM\(topology=OnePeerExponential\(\)\) with 8 workers: differences between workers "
-        r"would grow by 1\.1\d* a step, however small the learning rate; lower the momentum to 0\.\d\d",
+        r"would grow by 1\.1\d* a step, however small the learning rate\. Lower the momentum to 0\.\d\d",
     ):
         together(world, strategy, quadratic(world, DOUBLE), [0.1])
 

@@ -162,7 +162,7 @@ def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str
 
 
 def test_a_second_momentum_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"momentum of its own.*or use EASGD\(period=\d+, momentum=0\)"):
+    with pytest.raises(ConfigError, match=r"its own momentum.*or use EASGD\(period=\d+, momentum=0\)"):
         begin(None, EASGD(momentum=0.9), DoubleWell(), momentum=0.9)
     begin(None, EASGD(), DoubleWell(), momentum=0.9)
 

@@ -194,5 +194,5 @@ def test_gossip_refuses_a_graph_that_would_move_the_average() -> None:
 
 def test_a_graph_that_does_not_exist_is_refused_before_training() -> None:
     for strategy in (Gossip(Hypercube()), PushSum(Hypercube()), SlowMo(PushSum(Hypercube()))):
-        with pytest.raises(ConfigError, match=r"Hypercube\(\) with 3 workers: needs a power of two; use 2 or 4"):
+        with pytest.raises(ConfigError, match=r"Hypercube\(\) with 3 workers: needs a power of two\. Use 2 or 4"):
             together(3, strategy, quadratic(3, DOUBLE), [0.1])

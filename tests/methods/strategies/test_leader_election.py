@@ -179,7 +179,7 @@ def test_a_custom_score_function_decides() -> None:
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (lambda r: r.x, r"a tensor of shape \(3,\), not one number; take its mean"),
+        (lambda r: r.x, r"has shape \(3,\), but must be one number. Take its mean"),
         (lambda r: torch.zeros((), device="meta"), "returned a tensor on meta; compute it on cpu"),
     ],
 )
@@ -198,7 +198,7 @@ def test_the_arguments_of_record_batch_are_checked_and_reset_after_the_step() ->
     assert r.loss is not None
     assert (float(r.loss), r.loss.dtype, r.loss.shape, r.loss.requires_grad) == (2, torch.float32, (), False)
     assert r.part("some", slice(1)).loss is r.loss
-    with pytest.raises(ConfigError, match=r"loss: a tensor of shape \(2,\), not one number"):
+    with pytest.raises(ConfigError, match=r"loss: has shape \(2,\), but must be one number"):
         worker.record_batch(loss=torch.zeros(2))
     with pytest.raises(ConfigError, match="samples=-1"):
         worker.record_batch(-1, loss=1.0)

@@ -236,9 +236,9 @@ def test_optimizers_that_cannot_be_made_anew_are_refused_where_that_would_be_nee
     model = nn.Linear(2, 2)
     optimizer = WithSecret(model.parameters(), secret=2)
     SlowMo().check_optimizer(optimizer)
-    with pytest.raises(ConfigError, match="WithSecret: cannot be made anew from its parameter groups"):
+    with pytest.raises(ConfigError, match="WithSecret: cannot be created from its parameter groups"):
         SlowMo(buffers="reset").check_optimizer(optimizer)
-    with pytest.raises(ConfigError, match="LBFGS: what it remembers cannot be told"):
+    with pytest.raises(ConfigError, match="LBFGS: its state is unknown"):
         thinwire.attach(model, torch.optim.LBFGS(model.parameters()), SlowMo(buffers="average"))
     assert not fresh_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).state
 

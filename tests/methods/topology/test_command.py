@@ -143,9 +143,9 @@ def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
         (["LocalSGD"], "is a LocalSGD, not a topology; write it like Ring()"),
         (["PPeerExponential(degre=2)"], "has no 'degre'; did you mean degree?"),
         (["Ring("], "topology 'Ring('"),
-        (["Hypercube", "--workers", "6"], "use 4 or 8 workers"),
+        (["Hypercube", "--workers", "6"], "Use 4 or 8 workers"),
         (["BipartiteExponential", "--workers", "3"], "needs an even number"),
-        (["FromGraph([(0, 1), (2, 3)])", "--workers", "4"], "nothing ever travels from rank 0 to rank 2"),
+        (["FromGraph([(0, 1), (2, 3)])", "--workers", "4"], "no message travels from rank 0 to rank 2"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
         (["Ring", "--link", "100mbit"], "say how many --parameters"),
         (["Ring", "--parameters", "1.5"], "must be a whole number"),
@@ -184,4 +184,4 @@ def test_more_workers_than_any_graph_is_looked_at_with_are_refused_once(capsys: 
     assert main(["topology", "--workers", "129"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.count("give at most 128 workers") == 1
+    assert printed.err.count("Use at most 128 workers") == 1

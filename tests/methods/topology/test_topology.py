@@ -130,17 +130,19 @@ def test_a_complete_graph_agrees_in_one_step_and_a_ring_in_many() -> None:
 def test_a_cube_needs_a_power_of_two() -> None:
     for n in SIZES:
         if n & (n - 1):
-            with pytest.raises(ConfigError, match=rf"Hypercube\(\) with {n} workers: needs a power of two; use \d+ or"):
+            with pytest.raises(
+                ConfigError, match=rf"Hypercube\(\) with {n} workers: needs a power of two\. Use \d+ or"
+            ):
                 check_edges(Hypercube(), n)
 
 
 def test_a_bipartite_graph_needs_an_even_number_of_workers() -> None:
-    with pytest.raises(ConfigError, match=r"with 7 workers: needs an even number.*use 6 or 8 workers, or Random"):
+    with pytest.raises(ConfigError, match=r"with 7 workers: needs an even number.*Use 6 or 8 workers, or Random"):
         Gossip(BipartiteExponential()).check(7)
 
 
 def test_workers_must_fill_whole_nodes() -> None:
-    with pytest.raises(ConfigError, match=r"10 workers: they must fill.*; use 8 or 12 workers, or node_size=2"):
+    with pytest.raises(ConfigError, match=r"10 workers: they must fill.*Use 8 or 12 workers, or node_size=2"):
         check_edges(Hierarchical(4), 10)
     with pytest.raises(ConfigError, match=r"Hypercube\(\) with 3 workers: needs a power of two"):
         check_edges(Hierarchical(4, between=Hypercube()), 12)
@@ -168,13 +170,13 @@ def unconnected() -> Peers:
         ([Peers((2,), (), 0.5, ()), unconnected()], "the edge 0 -> 2 exists at one end only"),
         ([Peers((0,), (0,), 0.5, (0.5,)), unconnected()], "rank 0 sends to itself"),
         ([Peers((1, 1), (), 0.5, ()), Peers((), (0, 0), 0.5, (0.25, 0.25))], "an edge exists twice"),
-        ([Peers((1,), (1,), 0.5, (0.5,)), Peers((0,), (0,), 0.5, ())], "rank 1 has 0 weights for 1 vectors"),
+        ([Peers((1,), (1,), 0.5, (0.5,)), Peers((0,), (0,), 0.5, ())], "rank 1 has 0 weights for 1 received vectors"),
         ([Peers((1,), (1,), 0.0, (1.0,)), Peers((0,), (0,), 0.0, (1.0,))], "every weight must be positive"),
         ([Peers((1,), (1,), 1.5, (-0.5,)), Peers((0,), (0,), 1.5, (-0.5,))], "every weight must be positive"),
-        ([Peers((1,), (1,), 0.5, (0.5,)), Peers((0,), (0,), 0.5, (0.4,))], "rank 0 gives away 0.9 of its vector"),
-        ([Peers((1,), (1,), 0.5, (float("nan"),)), Peers((0,), (0,), 0.5, (0.5,))], "weights|gives away nan"),
-        ([unconnected(), unconnected()], "nothing ever travels from rank 0 to rank 1"),
-        ([Peers((1,), (), 0.5, ()), Peers((), (0,), 1.0, (0.5,))], "nothing ever travels from rank 1 to rank 0"),
+        ([Peers((1,), (1,), 0.5, (0.5,)), Peers((0,), (0,), 0.5, (0.4,))], "rank 0 keeps and sends 0.9 of its vector"),
+        ([Peers((1,), (1,), 0.5, (float("nan"),)), Peers((0,), (0,), 0.5, (0.5,))], "weights|keeps and sends nan"),
+        ([unconnected(), unconnected()], "no message travels from rank 0 to rank 1"),
+        ([Peers((1,), (), 0.5, ()), Peers((), (0,), 1.0, (0.5,))], "no message travels from rank 1 to rank 0"),
     ],
 )
 def test_a_graph_that_cannot_work_is_refused_with_the_reason(rows: list[Peers], words: str) -> None:
@@ -199,7 +201,7 @@ def test_two_islands_are_refused_however_many_workers_there_are() -> None:
             return Peers((other,), (before,), 0.5, (0.5,))
 
     for n in (8, 400):
-        with pytest.raises(ConfigError, match=f"{n} workers: nothing ever travels from rank 0 to rank {n // 2}"):
+        with pytest.raises(ConfigError, match=f"{n} workers: no message travels from rank 0 to rank {n // 2}"):
             check_edges(Islands(), n)
 
 

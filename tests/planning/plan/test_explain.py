@@ -350,10 +350,10 @@ def test_the_command_takes_the_tasks_optimizer_or_the_one_that_is_asked_for(caps
 @pytest.mark.parametrize(
     ("recipe", "workers", "words"),
     [
-        ("Gossip(Complete)", "3000", "too many to be looked at as a whole"),
-        ("Gossip(Complete)", "300", "too many to be looked at as a whole"),
-        ("PushSum(RandomMatching)", "4000", "too many to be looked at as a whole"),
-        ("Gossip(Ring)", "100000", "give at most 4096 workers"),
+        ("Gossip(Complete)", "3000", "too many to be analyzed"),
+        ("Gossip(Complete)", "300", "too many to be analyzed"),
+        ("PushSum(RandomMatching)", "4000", "too many to be analyzed"),
+        ("Gossip(Ring)", "100000", "Use at most 4096 workers"),
     ],
 )
 def test_graphs_that_are_too_large_to_look_at_are_refused(

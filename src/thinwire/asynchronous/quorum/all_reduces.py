@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean of members' gradients by an all-reduce of all ranks, in a thread of its own."""
+"""Average members' gradients by an all-reduce of all ranks, in a separate thread."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ Wait = Callable[[Collection[object]], bool]
 
 @dataclass
 class AllReduceThread:
-    """One rank's part in all-reduces among all ranks, in the order in which the coordinator starts them.
+    """One rank's side of all-reduces among all ranks, in the order of the coordinator's STARTs.
 
-    A thread takes part in each, whatever its rank computes meanwhile: otherwise every all-reduce would wait for the
-    slowest rank, which is what a quorum is to avoid.
+    A thread takes part in each, while its rank may compute: otherwise every all-reduce would wait for the slowest rank,
+    which a quorum must avoid.
 
     Attributes:
-        changed: the mailbox's lock, which guards everything here.
-        queue: START messages of all-reduces that have not begun here.
-        latest: the number of the last one that was started.
-        ended: the number of the last one that has ended here.
-        unmetered: bytes sent for each of those that the meter has not counted yet.
-        broken: whether the connections have failed, so that none will end any more.
+        changed: the mailbox's lock, which guards all attributes.
+        queue: START messages of all-reduces that have not started on this rank.
+        latest: the number of the last all-reduce that was started.
+        ended: the number of the last all-reduce that has ended on this rank.
+        unmetered: bytes sent by each all-reduce that the meter has not counted yet.
+        broken: whether the connections have failed, so that no all-reduce will end any more.
     """
 
     changed: Condition
@@ -47,17 +47,17 @@ class AllReduceThread:
     broken: bool = False
 
     def enqueue(self, start: ControlMessage) -> None:
-        """Take part in one more, after those before it."""
+        """Take part in one more all-reduce, after the queued ones."""
         self.queue.append(start)
         self.latest = start.all_reduce
         self.changed.notify_all()
 
     def is_pending(self, number: int) -> bool:
-        """Whether an all-reduce was started and has still to end here."""
+        """Return True if an all-reduce was started and has not ended on this rank."""
         return self.ended < number <= self.latest and not self.broken
 
     def flush_meter(self, meter: Meter) -> None:
-        """Count what was sent; called by the thread that owns the meter, which is not safe to share."""
+        """Count the sent bytes; called by the thread that owns the meter, which is not thread-safe."""
         for nbytes in self.unmetered:
             meter.sent("all_reduce", nbytes)
         self.unmetered.clear()
@@ -71,13 +71,13 @@ class AllReduceThread:
         wait: Wait,
         runtime: Runtime,
     ) -> None:
-        """Start the thread; it keeps nothing alive but this object and the arguments.
+        """Start the thread; it keeps only this object and the arguments alive.
 
         Args:
-            comm: connections that nobody else uses.
-            contribute: makes what this rank adds, a vector on the CPU that belongs to the thread from then on.
-            finish: called with each START message and the mean that it led to, on the CPU.
-            wait: waits a while for the queue to fill, under the lock; the thread ends where it returns False.
+            comm: a comm that is not used elsewhere.
+            contribute: returns this rank's contribution, a vector on the CPU that the thread then owns.
+            finish: called with each START message and the resulting mean, on the CPU.
+            wait: waits for the queue to fill, under the lock; the thread ends if it returns False.
             runtime: starts the thread.
         """
 
@@ -86,7 +86,7 @@ class AllReduceThread:
                 comm.step, before = start.step, comm.meter.payload_bytes
                 try:
                     own, size = contribute(start), len(start.members)
-                    # In fp16 a sum overflows where the mean is finite.
+                    # In fp16 a sum can overflow although the mean is finite.
                     half = own.dtype == torch.float16
                     mean = comm.all_reduce_(own.div_(size) if half else own).wait().div_(1 if half else size)
                 except (CommError, RuntimeError):
@@ -95,7 +95,7 @@ class AllReduceThread:
                     self.unmetered.append(comm.meter.payload_bytes - before)
                 with suppress(CommError, ReferenceError):
                     finish(start, mean)
-                # After `finish`: the training thread may wait for the end of this all-reduce, and reads the mean then.
+                # After `finish`: the training thread may wait for the end of this all-reduce and then read the mean.
                 with self.changed:
                     self.ended = start.all_reduce
                     self.changed.notify_all()
@@ -114,10 +114,10 @@ class AllReduceThread:
 
 
 def wait_while_possible(r: Replica) -> Wait:
-    """A wait for an all-reduce that returns False once none can be started any more; it keeps no replica alive.
+    """Make a wait for all-reduces that returns False if none is possible any more.
 
-    An all-reduce needs all ranks: none is possible once a rank is lost or has closed its mailbox, nor once the thread
-    that called this function, the training thread, has ended.
+    An all-reduce needs all ranks: none is possible after a rank is lost or has closed its mailbox, or after the calling
+    thread (the training thread) has ended. The wait keeps no replica alive.
     """
     training_thread = threading.current_thread()
     owner, others = ref(r), [rank for rank in range(r.comm.size) if rank != r.comm.rank]
@@ -129,7 +129,7 @@ def wait_while_possible(r: Replica) -> Wait:
         try:
             box = alive.comm.mailbox(alive)
             del alive  # a wait must not keep the replica alive
-            # `until` raises if a rank it waits for is gone. The second look reports nobody missing, and so ends it.
+            # `wait_until` raises if an awaited rank is gone. The second check reports no missing rank, which ends it.
             box.wait_until(lambda: [] if queue else next(first_look, []), "an all-reduce")
         except (CommError, ConfigError):
             return False

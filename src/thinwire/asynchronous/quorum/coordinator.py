@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The coordinator decides which ranks are the members of a step, exactly once.
+"""The coordinator decides once for each step which ranks are its members.
 
-It is a state machine: control messages and times go in, control messages with their destinations come out. It holds no
-tensor, reads no clock and sends nothing itself.
+It is a state machine: its inputs are control messages and times, its outputs control messages with destinations. It
+holds no tensor, reads no clock and sends nothing itself.
 
 A step goes through three phases. It *waits* until enough ranks are ready. It is *in progress* while its members average
 their gradients. It is *committed* when every member has acknowledged that it holds the mean; only then does any rank
 use that mean, so that all ranks use the same one or none.
 
-A member may stop in between. The others then send READY again; as soon as most members have, or hold the mean, the
-attempt is abandoned and another one starts without the members that sent nothing. A member that was merely slow costs
-an attempt, and may be a member of a later one.
+A member may stop in between. The others then send READY again. When most members have done so, or have the mean, the
+attempt is abandoned, and another one starts without the members that sent nothing. A merely slow member costs one
+attempt, and may be a member of a later one.
 
-An all-reduce needs every rank, so that any rank may hold it up, late ones too. If most members wait for it in vain, the
-next attempt is by messages among those that have responded, and no other all-reduce starts until all ranks have ended
-the last one.
+An all-reduce needs every rank, so any rank may delay it, even a late one. If most members wait in vain, the next
+attempt uses messages among the ranks that have responded, and no other all-reduce starts until all ranks have ended the
+last one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from thinwire.asynchronous.quorum.messages import ControlMessage, Kind
 from thinwire.asynchronous.quorum.rules import QuorumRule
 
-_ENOUGH_REMINDERS = 2  # of one rank, where most members have sent none
+_ENOUGH_REMINDERS = 2  # reminders of one rank that suffice if most members have sent none
 Outbox = list[tuple[int, ControlMessage]]
 """Messages, each with its destination."""
 
@@ -37,16 +37,16 @@ class Coordinator:
 
     Attributes:
         rule: how long to wait for how many ranks.
-        use_all_reduce: whether members average by an all-reduce, and not by messages.
+        use_all_reduce: whether members average by an all-reduce instead of messages.
         step: the step to be decided next.
-        attempt: the number of the latest attempt at this step, from 1; 0 before there is one.
-        members: of the attempt in progress; empty while none is.
+        attempt: the number of the latest attempt at this step, from 1; 0 before the first.
+        members: the members of the attempt in progress; empty if none is in progress.
         last: members of the latest committed step.
-        last_attempt: the number of the attempt by which it was committed; 0 where it is not known.
+        last_attempt: the number of the attempt that committed it; 0 if unknown.
         opened: when the first of the ready ranks began to compute, in seconds.
         all_reduces: all-reduces started so far.
-        all_reduce: the number of the one in progress, or 0.
-        last_all_reduce: the number of the one that averaged the latest committed step, or 0.
+        all_reduce: the number of the all-reduce in progress, or 0.
+        last_all_reduce: the number of the all-reduce that averaged the latest committed step, or 0.
         busy: ranks that have not ended the latest all-reduce.
         ready: ranks that are ready in the order of arrival, each with its first READY message.
         acknowledged: members that hold the mean.
@@ -72,13 +72,13 @@ class Coordinator:
     timed: dict[int, int] = field(default_factory=dict[int, int])
 
     def begin(self, step: int) -> None:
-        """Decide this step next, whatever was in progress."""
+        """Decide this step next, and drop any step in progress."""
         self.step, self.attempt = step, 0
         self.ready.clear()
         self._end_attempt()
 
     def lose(self, ranks: Collection[int], now: float) -> Outbox:
-        """Wait for these ranks no more; an attempt with one of them as a member is abandoned."""
+        """Stop waiting for these ranks; an attempt with one of them as a member is abandoned."""
         self.rule.lose(ranks)
         for rank in ranks:
             self.ready.pop(rank, None)
@@ -92,16 +92,16 @@ class Coordinator:
 
         Args:
             src: the rank that sent it.
-            message: the message; a rank that waits sends READY again and again.
-            now: in seconds.
+            message: the message; a waiting rank sends READY repeatedly.
+            now: the time in seconds.
 
         Returns:
-            What is to be sent.
+            The messages to send.
         """
         if message.kind is Kind.ACK:
             return self._acknowledge(src, message)
         if self.timed.get(src) != message.step:
-            # Late gradients are timed too: the rule would not learn otherwise that a rank is slow.
+            # Late gradients are timed too: otherwise the rule would not learn that a rank is slow.
             self.timed[src] = message.step
             self.rule.record(src, message.microseconds / 1e6)
         if message.step < self.step:
@@ -139,7 +139,7 @@ class Coordinator:
             members = members[: self.rule.least]
         self.attempt, self.members = self.attempt + 1, tuple(sorted(members))
         destinations = self.members
-        # Later attempts are by messages: an all-reduce has just been held up, or a member has stopped.
+        # Later attempts use messages: an all-reduce was delayed, or a member has stopped.
         if self.attempt == 1 and self.use_all_reduce and not self.busy:
             destinations = range(self.rule.size)
             self.all_reduce = self.all_reduces = self.all_reduces + 1
@@ -148,11 +148,11 @@ class Coordinator:
         return [(dst, start) for dst in destinations]
 
     def seconds_to_wait(self, now: float) -> float | None:
-        """Seconds after which to call `start_if_due` again; None where only another message matters."""
+        """Return the seconds until the next call of `start_if_due`; None to wait for a message."""
         return None if self.members else self.rule.seconds_to_wait(len(self.ready), now - self.opened)
 
     def _remind(self, src: int, message: ControlMessage, now: float) -> Outbox:
-        """A rank sends READY again because it waits: abandon the attempt if enough ranks wait in vain."""
+        """Handle a repeated READY: abandon the attempt if enough ranks wait in vain."""
         is_member = src in self.members
         # A member that does not know of the attempt yet does not wait for it.
         if not self.members or (is_member and message.attempt != self.attempt):
@@ -161,14 +161,14 @@ class Coordinator:
         responded = self.acknowledged | (self.reminders.keys() & set(self.members))
         missing = set(self.members) - responded
         if not missing:
-            # All members wait. Their messages are on the way, if they use messages; an all-reduce however may be held
-            # up by a rank that is no member.
+            # All members wait. Messages of members are on the way; an all-reduce however may be delayed by a rank
+            # that is not a member.
             abandon = bool(self.all_reduce) and is_member and self.reminders[src] >= _ENOUGH_REMINDERS
         elif is_member and src not in self.acknowledged:
             abandon = len(responded) > len(missing) or self.reminders[src] >= _ENOUGH_REMINDERS
         else:
-            # Members that hold the mean count less with every attempt: one that has sent its whole part may have
-            # stopped before it acknowledged, or be merely slow. Other ranks count only if no member has responded.
+            # With every attempt, members that have the mean count less: a member that has sent its whole part may have
+            # stopped before its acknowledgement, or be slow. Other ranks count only if no member has responded.
             counts = is_member or not responded
             abandon = counts and self.reminders[src] >= _ENOUGH_REMINDERS * (1 + self.attempt)
         if not abandon:
@@ -179,7 +179,7 @@ class Coordinator:
         return self.start_if_due(now)
 
     def _acknowledge(self, src: int, message: ControlMessage) -> Outbox:
-        """A member holds the mean, or a rank has ended an all-reduce: commit the step if all members have."""
+        """Handle an acknowledgement: commit the step if all members have the mean."""
         if message.all_reduce and message.all_reduce == self.all_reduces:
             self.busy.discard(src)
         acknowledged = (message.step, message.attempt, message.all_reduce)

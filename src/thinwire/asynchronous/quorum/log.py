@@ -32,10 +32,10 @@ def write_log(r: Replica, members: Sequence[int]) -> None:
 
 
 def resize_log(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
-    """A log for another number of ranks: new ones were never members, and those that are no more are left out.
+    """Resize the log: new ranks were never members, and removed ranks are dropped.
 
     Args:
-        state: that holds the log.
+        state: the state with the log.
         size: the number of ranks.
 
     Example:
@@ -58,11 +58,11 @@ def resize_log(state: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
 
 
 def memberships(r: Replica, first: int = 0) -> Iterator[tuple[int, ...]]:
-    """The members of each step of a replica; all ranks where no log is kept.
+    """Yield the members of each step of a replica; all ranks if no log is kept.
 
     Args:
-        r: a replica, under a strategy that works with a quorum for the log to be kept.
-        first: the step to begin with.
+        r: a replica; its log is kept under a strategy with a quorum.
+        first: the first step.
 
     Example:
         >>> import torch

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank of a quorum as a state machine: what it sends when, and what it makes of what it receives.
+"""One rank of a quorum as a state machine.
 
-Events go in: a gradient is ready, a message was received, time has passed, ranks were lost, a step has ended. Actions
-come out, for `participant` to perform. What was decided stands in attributes, such as `Round.outcome`. The machine has
-no thread and no connection, and reads no clock: each event brings its time, in seconds.
+Its inputs are events: a gradient is ready, a message was received, time has passed, ranks were lost, a step has ended.
+Its outputs are actions for `participant` to perform. Decisions are kept in attributes, such as `Round.outcome`. The
+machine has no thread and no connection, and reads no clock: each event carries its time, in seconds.
 
-Messages of one rank must arrive in the order in which they were sent. One that arrives twice changes nothing.
+Messages of one rank must arrive in order. A duplicate message has no effect.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from thinwire.asynchronous.quorum.messages import ControlMessage, GradientChunk,
 from thinwire.asynchronous.quorum.reductions import MessageReduction, Partition
 from thinwire.asynchronous.quorum.rounds import Round, StateTransfer
 
-_WINDOW = 16  # latest reductions whose time is kept
-_USUAL_REDUCTIONS = 3  # a rank waits for so many usual reductions before it sends READY again
+_WINDOW = 16  # the number of latest reductions whose time is kept
+_USUAL_REDUCTIONS = 3  # a rank sends READY again after the usual time of this many reductions
 _FIRST_RETRY_SECONDS = 2.0  # before the first reduction was timed
-_OTHERS_FACTOR = 4  # ranks that are no members wait so many times longer
+_OTHERS_FACTOR = 4  # ranks that are not members wait this many times longer
 
 
 class Send(NamedTuple):
@@ -44,7 +44,7 @@ class SendState(NamedTuple):
 
 
 class JoinAllReduce(NamedTuple):
-    """Take part in an all-reduce, after those before it."""
+    """Take part in an all-reduce, after the queued ones."""
 
     start: ControlMessage
 
@@ -57,23 +57,23 @@ class Member:
     """One rank of a quorum.
 
     Attributes:
-        rank: this one.
-        size: ranks in all.
-        least: ranks that every step needs.
+        rank: this rank.
+        size: the number of ranks.
+        least: the number of ranks that every step needs.
         coordinator_rank: the rank that decides.
-        partition: of the gradient, in as many parts as every step has members.
+        partition: the partition of the gradient, with as many parts as a step has members at least.
         retry_seconds: the least time that a rank waits before it sends READY again.
-        computing_since: when this rank began to compute its next gradient.
+        computing_since: the time at which this rank started to compute its next gradient.
         idle_at: the step after which this rank's state is consistent and may be sent; -1 while a step is being taken.
-        coordinator: on the rank that decides, what it decides with; None on others.
-        gone: ranks that are lost. They never come back.
-        round: the step that this rank has contributed to and not ended.
-        transfer: of a state to this rank, while it catches up.
-        state_requests: ranks that want a state that this rank does not have yet, and from which step on.
-        barriers: how many barriers each rank has come to.
-        all_reduces: the number of the latest all-reduce that was started here.
-        latest_mean: the number of the latest all-reduce that has ended here, and its mean.
-        reduction_seconds: how long the latest reductions took.
+        coordinator: the coordinator, on the deciding rank; None on others.
+        gone: lost ranks, which never return.
+        round: the step that this rank has contributed to and has not ended.
+        transfer: the transfer of a state to this rank, while it catches up.
+        state_requests: ranks that requested a state that this rank does not have yet, with its first valid step.
+        barriers: the number of barriers that each rank has reached.
+        all_reduces: the number of the latest all-reduce that was started on this rank.
+        latest_mean: the number and the mean of the latest all-reduce that has ended on this rank.
+        reduction_seconds: the durations of the latest reductions.
     """
 
     rank: int
@@ -97,13 +97,13 @@ class Member:
     # -- a step -----------------------------------------------------------------------------------------------------
 
     def contribute(self, step: int, gradient: Tensor, digest: int, began: float, now: float) -> list[Action]:
-        """This rank's gradient of a step is ready.
+        """Contribute this rank's gradient of a step.
 
         Args:
-            step: of training.
-            gradient: a vector on the CPU, which nobody changes until the round is over.
-            digest: of the optimizer's settings.
-            began: when it was computed.
+            step: the training step.
+            gradient: a vector on the CPU, which must not change until the round is over.
+            digest: the digest of the optimizer's settings.
+            began: the time at which its computation started.
             now: the time.
         """
         ready = ControlMessage(Kind.READY, step, 0, digest, int(1e6 * (began - self.computing_since)))
@@ -111,15 +111,15 @@ class Member:
         return self._to_coordinator(ready, now)
 
     def advance(self, current: Round) -> list[tuple[int, GradientChunk]]:
-        """Average the own part where that is possible now; what is to be sent to other members."""
+        """Average the own part if possible; return the chunks for other members."""
         if current.reduction is None or current.outcome is not None:
             return []
         return current.reduction.advance(current.gradient)
 
     def acknowledge(self, reduction: MessageReduction, now: float) -> list[Action]:
-        """All chunks of a reduction so far were sent: tell the coordinator if the mean is here too.
+        """Acknowledge the mean to the coordinator after all chunks were sent, if the mean is complete.
 
-        Not before they were sent: nobody waits for a member that has acknowledged, so all others must have its part.
+        Not earlier: others do not wait for a member that has acknowledged, so they must have its part.
         """
         if not reduction.done or reduction.acknowledged:
             return []
@@ -128,11 +128,11 @@ class Member:
         return self._to_coordinator(message, now)
 
     def is_member(self, outcome: ControlMessage) -> bool:
-        """Whether this rank's gradient has counted."""
+        """Return True if this rank's gradient was used."""
         return outcome.kind is Kind.COMMIT and self.rank in outcome.members
 
     def begin_update(self, current: Round, now: float) -> ControlMessage:
-        """The round is over, and the state about to change; returns how the step was decided."""
+        """End the round before the state changes; return the decision on the step."""
         assert current.outcome is not None, "the round is over"
         self.idle_at = -1
         if self.is_member(current.outcome):
@@ -140,7 +140,7 @@ class Member:
         return current.outcome
 
     def write_mean_(self, current: Round, gradient: Tensor) -> None:
-        """Write the mean of the step over a gradient if it is here: members have it, and all ranks of an all-reduce."""
+        """Overwrite a gradient with the step's mean if this rank has it, as members and all-reduces do."""
         mean = self._mean_of(current)
         if isinstance(mean, Tensor):
             gradient.copy_(mean)
@@ -149,7 +149,7 @@ class Member:
         current.has_mean = mean is not None
 
     def recover(self, now: float) -> list[Action]:
-        """This rank was late for a step: ask a member for the state after it, or after a later one."""
+        """Ask a member for the state after the step that this rank missed, or a later one."""
         assert self.round is not None, "the step has not ended"
         assert self.round.outcome is not None, "the round is over"
         outcome = self.round.outcome
@@ -160,45 +160,45 @@ class Member:
 
     @property
     def has_state(self) -> bool:
-        """Whether a state that was asked for has arrived."""
+        """Return True if a requested state has arrived."""
         return self.transfer is not None and bool(self.transfer.complete)
 
     def take_state(self) -> tuple[int, Tensor]:
-        """The step and the bytes of the state that has arrived; no other is accepted from now on."""
+        """Return step and bytes of the received state; no other state is accepted from now on."""
         assert self.transfer is not None, "it was waited for"
         chunks, self.transfer = self.transfer.complete, None
         return chunks[0].step, torch.cat([chunk.content for chunk in chunks])[: chunks[0].nbytes]
 
     def end_step(self, step: int, now: float) -> list[Action]:
-        """A step has ended; until the next one is decided, this rank's state may be sent to others.
+        """End a step; until the next decision, this rank's state may be sent to others.
 
         Args:
-            step: how many are done.
+            step: the number of steps done.
             now: the time.
         """
         self.idle_at, self.round, self.computing_since = step, None, now
         return self._answer_state_requests()
 
     def begin_after_loading(self, step: int) -> list[Action]:
-        """A checkpoint was loaded, on all ranks: decide this step next."""
+        """Decide this step next, after all ranks have loaded a checkpoint."""
         self.idle_at = step
         if self.coordinator is not None:
             self.coordinator.begin(step)
         return self._answer_state_requests()
 
     def enter_barrier(self, step: int, now: float) -> list[Action]:
-        """This rank has come to a barrier; it waits there while others are `missing_at_barrier`."""
+        """Enter a barrier; the rank waits there while others are `missing_at_barrier`."""
         entered = self.barriers[self.rank] + 1
         message = ControlMessage(Kind.BARRIER, step, entered)
         return self._post([(rank, message) for rank in (self.rank, *self._others())], now)
 
     def missing_at_barrier(self) -> list[int]:
-        """The living ranks that have not come to the barrier that this rank is at."""
+        """Return the live ranks that have not reached this rank's barrier."""
         return [rank for rank in self._others() if self.barriers[rank] < self.barriers[self.rank]]
 
     def lost_at_barrier(self) -> list[int]:
-        """Lost ranks that have not come to the barrier that this rank is at, if it must not go on without them."""
-        # Those that were here have gone on, and may have ended since.
+        """Return the lost ranks that have not reached this rank's barrier, if it needs them."""
+        # Ranks that reached it have continued, and may have ended since.
         absent = {rank for rank in self.gone if self.barriers[rank] < self.barriers[self.rank]}
         if self.coordinator_rank in absent:
             return [self.coordinator_rank]
@@ -207,7 +207,7 @@ class Member:
     # -- losses ------------------------------------------------------------------------------------------------------
 
     def lose(self, ranks: Collection[int], now: float) -> list[Action]:
-        """Continue without these ranks, which are heard no more even if they live."""
+        """Continue without these ranks; their messages are ignored even if they live."""
         new = set(ranks) - self.gone
         if not new:
             return []
@@ -216,18 +216,18 @@ class Member:
         return self._post(outbox, now) + self._renew_donors(now)
 
     def waits_for(self) -> list[int]:
-        """The ranks on which a decision depends; lost ones if there will be none any more."""
-        # The coordinator may be lost because it has noticed too many other losses: these are the cause then.
+        """Return the ranks on which a decision depends; lost ones if no decision is possible."""
+        # The coordinator may have ended because of too many other losses, which are then the cause.
         others = self.gone - {self.coordinator_rank}
         return sorted(others) if self.size - len(others) < self.least else [self.coordinator_rank]
 
     @property
     def stranded(self) -> bool:
-        """Whether this rank needs a state, and no other rank is left to send one."""
+        """Return True if this rank needs a state, and no other rank is left to send one."""
         return self.transfer is not None and not self.transfer.donors
 
     def _renew_donors(self, now: float) -> list[Action]:
-        """Ask another rank for the state, as one that was asked may be lost."""
+        """Ask another rank for the state, in case the previous one is lost."""
         if self.transfer is None:
             return []
         self.transfer.donors = self._donors_among(self.transfer.donors)
@@ -235,12 +235,12 @@ class Member:
         return self._request_state(now)
 
     def _donors_among(self, ranks: Sequence[int]) -> list[int]:
-        """Those of these ranks that live; all others that live if there is none."""
+        """Return the live ranks among these, or all other live ranks if there are none."""
         living = self._others()
         return [rank for rank in ranks if rank in living] or living
 
     def _mean_of(self, current: Round) -> Tensor | MessageReduction | None:
-        """The mean by which the step was decided, if it is here: in one piece, or as a reduction."""
+        """Return the mean of the decided step, if this rank has it: in one piece, or as a reduction."""
         outcome, reduction = current.outcome, current.reduction
         if outcome is None or outcome.kind is not Kind.COMMIT:
             return None
@@ -254,7 +254,7 @@ class Member:
     # -- time --------------------------------------------------------------------------------------------------------
 
     def time_passed(self, now: float) -> list[Action]:
-        """Do what is due: start an attempt, send READY again, or ask another member for its state."""
+        """Perform due actions: start an attempt, send READY again, or request a state from another member."""
         actions = list[Action]()
         if self.coordinator is not None:
             actions += self._post(self.coordinator.start_if_due(now), now)
@@ -263,7 +263,7 @@ class Member:
         return actions + self._request_state(now)
 
     def seconds_to_wait(self, now: float) -> float | None:
-        """Seconds after which to call `time_passed`, as far as this rank itself is concerned; None for never."""
+        """Return the seconds until the next `time_passed` for this rank's own actions; None for never."""
         if self.transfer is not None:
             return max(0.0, self.transfer.next_request - now)
         return max(0.0, self._seconds_to_retry(now)) if self._waits_for_decision else None
@@ -274,7 +274,7 @@ class Member:
         return current is not None and current.outcome is None and not current.has_work
 
     def _seconds_to_retry(self, now: float) -> float:
-        """A member waits for messages that are on their way. Other ranks wait for ranks that still compute."""
+        """Return the wait before READY is repeated; members wait for messages, other ranks for computation."""
         assert self.round is not None, "only while a step is to be decided"
         patience = self._patience() * (self.round.attempt or _OTHERS_FACTOR)
         return max(self.round.notified, self.round.started) + patience - now
@@ -291,25 +291,25 @@ class Member:
             return []
         if not transfer.donors:
             return []
-        # Late ranks begin at different members, and go on to the next one: any of them may have stopped.
+        # Late ranks start with different members and continue with the next one: any member may have stopped.
         donor = transfer.donors[(self.rank + transfer.requests) % len(transfer.donors)]
         transfer.requests += 1
         transfer.next_request = now + transfer.requests * _OTHERS_FACTOR * self._patience()
         return self._post([(donor, ControlMessage(Kind.STATE_REQUEST, transfer.wanted))], now)
 
     def _patience(self) -> float:
-        """Longer than a reduction usually takes, in seconds."""
+        """Return a time in seconds that is longer than a usual reduction."""
         times = self.reduction_seconds
         return max(self.retry_seconds, _USUAL_REDUCTIONS * median(times) if times else _FIRST_RETRY_SECONDS)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def receive(self, src: int, message: ControlMessage, now: float) -> list[Action]:
-        """A control message has arrived."""
+        """Handle a control message."""
         if src in self.gone:
             return []
         if message.kind is Kind.STATE_REQUEST:
-            self.state_requests[src] = message.step  # the last one counts
+            self.state_requests[src] = message.step  # the latest one is valid
             return self._answer_state_requests()
         if message.kind is Kind.BARRIER:
             self.barriers[src] = max(self.barriers[src], message.attempt)
@@ -325,20 +325,20 @@ class Member:
         return []
 
     def receive_gradient(self, src: int, chunk: GradientChunk) -> None:
-        """A part of a gradient has arrived; one of a step that this rank is not at is dropped."""
+        """Handle a part of a gradient; one of another step is dropped."""
         if self.round is not None and chunk.step == self.round.step and src not in self.gone:
             self.round.receive(src, chunk)
 
     def receive_state(self, src: int, chunk: StateChunk) -> None:
-        """A part of a state has arrived; one that was not asked for is dropped."""
+        """Handle a part of a state; one that was not requested is dropped."""
         if self.transfer is not None and src not in self.gone:
             self.transfer.receive(src, chunk)
 
     def _follow(self, current: Round, message: ControlMessage, now: float) -> None:
-        """Do what the coordinator has decided about the step that this rank is at."""
+        """Follow the coordinator's decision on this rank's step."""
         if message.kind is Kind.LATE and message.answers == current.step:
             missed = message.step - current.step
-            # A rank that is late by one step only may know the mean already, as if it had been there at the commit.
+            # A rank that is late by one step may have the mean already, as if it had been in time.
             current.outcome = (
                 message if missed > 1 else message._replace(kind=Kind.COMMIT, step=current.step, answers=0)
             )
@@ -355,14 +355,14 @@ class Member:
             current.refused = message.members
 
     def _answer_state_requests(self) -> list[Action]:
-        """Send this rank's state to those who want it or an earlier one, unless a step is being taken."""
+        """Send this rank's state to ranks that requested it or an earlier one, unless a step is being taken."""
         ranks = [rank for rank, wanted in self.state_requests.items() if self.idle_at >= wanted]
         for rank in ranks:
             del self.state_requests[rank]
         return [SendState(rank) for rank in ranks if rank not in self.gone]
 
     def _post(self, outbox: Outbox, now: float) -> list[Action]:
-        """Messages to other ranks; this rank's own to itself are received at once, each in its place."""
+        """Send messages to other ranks; messages to itself are handled at once, in order."""
         actions = list[Action]()
         for dst, message in outbox:
             if dst == self.rank:
@@ -379,24 +379,24 @@ class Member:
 
     # -- all-reduces -------------------------------------------------------------------------------------------------
 
-    def lend(self, start: ControlMessage) -> Tensor | None:
-        """The gradient, to be read for an all-reduce until `give_back`; None where this rank adds zeros.
+    def read_gradient(self, start: ControlMessage) -> Tensor | None:
+        """Return the gradient for an all-reduce, locked until `release_gradient`; None if this rank adds zeros.
 
-        That is where it is no member, or does not wait for this step any more.
+        It adds zeros if it is not a member, or does not wait for this step any more.
         """
         current = self.round
         if current is None or self.rank not in start.members or current.step != start.step or current.outcome:
             return None
-        current.lent = True
+        current.in_use = True
         return current.gradient
 
-    def give_back(self) -> None:
-        """The gradient was read."""
-        assert self.round is not None, "a round is not over while its gradient is lent"
-        self.round.lent = False
+    def release_gradient(self) -> None:
+        """Release the gradient."""
+        assert self.round is not None, "a round is not over while its gradient is in use"
+        self.round.in_use = False
 
     def all_reduce_ended(self, start: ControlMessage, mean: Tensor, now: float) -> list[Action]:
-        """Keep the mean, and tell the coordinator, which may start another all-reduce once all ranks have."""
+        """Keep the mean and notify the coordinator, which may start another all-reduce when all ranks have."""
         self.latest_mean = start.all_reduce, mean
         if self.round is not None and self.round.step == start.step:
             self.round.all_reduced = self.latest_mean

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ranks send each other: small control messages, and chunks of gradients and of states."""
+"""The messages between ranks: small control messages, and chunks of gradients and states."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ HEADER_BYTES = 8 * _HEADER
 
 
 class Kind(IntEnum):
-    """What a control message is about."""
+    """The purpose of a control message."""
 
-    READY = 0  # to the coordinator: my gradient of this step is ready; sent again while the sender waits
-    ACK = 1  # to the coordinator: I hold the mean of this attempt, or the all-reduce has ended here
+    READY = 0  # to the coordinator: my gradient of this step is ready; repeated while the sender waits
+    ACK = 1  # to the coordinator: I have the mean of this attempt, or the all-reduce has ended on my rank
     START = 2  # to members, or to all ranks for an all-reduce: average the gradients of these members
     COMMIT = 3  # to all ranks that are ready: the step is decided, with these members
-    LATE = 4  # to one rank: its step was committed before; these are the members of the latest step
-    REFUSED = 5  # to all ranks that are ready: the optimizers of these two ranks are set differently
+    LATE = 4  # to one rank: its step is already committed; these are the members of the latest step
+    REFUSED = 5  # to all ranks that are ready: the optimizers of these two ranks have different settings
     STATE_REQUEST = 6  # to a member: send me the state of this step or of a later one
     BARRIER = 7  # to all ranks: I have ended a step, and wait until all ranks have
 
@@ -32,15 +32,15 @@ class ControlMessage(NamedTuple):
     """A control message.
 
     Attributes:
-        kind: what it is about.
+        kind: its purpose.
         step: the training step.
-        attempt: the attempt at that step; of LATE, at the one before; of BARRIER, its number, from 1.
-        digest: of the optimizer's settings.
-        microseconds: how long the gradient took.
-        all_reduce: the number of the all-reduce that averages, from 1; of LATE, the one that averaged the latest step.
-            0 where members average by messages.
-        answers: of LATE, the step that it answers.
-        members: ranks.
+        attempt: the attempt at that step; in LATE, at the previous one; in BARRIER, its number, from 1.
+        digest: the digest of the optimizer's settings.
+        microseconds: the computation time of the gradient.
+        all_reduce: the number of the averaging all-reduce, from 1; in LATE, the one that averaged the latest step. 0 if
+            members average by messages.
+        answers: in LATE, the step that it answers.
+        members: the member ranks.
     """
 
     kind: Kind
@@ -53,7 +53,7 @@ class ControlMessage(NamedTuple):
     members: tuple[int, ...] = ()
 
     def encode(self, size: int) -> Tensor:
-        """As a vector of `control_length(size)` int64 numbers; members are one flag for each rank."""
+        """Encode as `control_length(size)` int64 numbers; members are one flag per rank."""
         flags = [0] * size
         for rank in self.members:
             flags[rank] = 1
@@ -61,14 +61,14 @@ class ControlMessage(NamedTuple):
 
 
 def decode_control(numbers: Sequence[int]) -> ControlMessage:
-    """The control message that was encoded as these numbers."""
+    """Decode a control message."""
     kind, step, attempt, digest, microseconds, all_reduce, answers = numbers[:_FIELDS]
     members = tuple(rank for rank, flag in enumerate(numbers[_FIELDS:]) if flag)
     return ControlMessage(Kind(kind), step, attempt, digest, microseconds, all_reduce, answers, members)
 
 
 def control_length(size: int) -> int:
-    """Numbers in a control message among `size` ranks."""
+    """Return the count of numbers in a control message among `size` ranks."""
     return _FIELDS + size
 
 
@@ -78,9 +78,9 @@ class GradientChunk(NamedTuple):
     Attributes:
         step: the training step.
         attempt: the attempt at that step.
-        part: which part it is.
-        reduced: 1 for the mean of the members, 0 for one rank's own.
-        content: its elements; bytes after `decode_gradient_chunk`.
+        part: the index of the part.
+        reduced: 1 for the mean of the members, 0 for one rank's own part.
+        content: the elements; bytes after `decode_gradient_chunk`.
     """
 
     step: int
@@ -94,10 +94,10 @@ class StateChunk(NamedTuple):
     """One part of a rank's packed state.
 
     Attributes:
-        step: the step whose state it is.
-        chunks: of this state.
-        number: of this chunk, from 0.
-        nbytes: bytes of the whole state.
+        step: the step of the state.
+        chunks: the number of chunks of this state.
+        number: the number of this chunk, from 0.
+        nbytes: the bytes of the whole state.
         content: its bytes.
     """
 
@@ -109,7 +109,7 @@ class StateChunk(NamedTuple):
 
 
 def encode_chunk(chunk: GradientChunk | StateChunk, capacity: int) -> Tensor:
-    """Header and content in `HEADER_BYTES + capacity` bytes on the CPU, the last ones zero where content is shorter."""
+    """Encode header and content in `HEADER_BYTES + capacity` bytes on the CPU, padded with zeros."""
     message = torch.zeros(HEADER_BYTES + capacity, dtype=torch.uint8, device="cpu")
     message[:HEADER_BYTES].view(torch.int64).copy_(torch.tensor(chunk[:_HEADER], dtype=torch.int64, device="cpu"))
     data = chunk.content.detach().contiguous().view(-1).view(torch.uint8)
@@ -118,16 +118,16 @@ def encode_chunk(chunk: GradientChunk | StateChunk, capacity: int) -> Tensor:
 
 
 def decode_gradient_chunk(message: Tensor) -> GradientChunk:
-    """The chunk in a message; its content shares the message's memory."""
+    """Decode a chunk; its content shares the message's memory."""
     return GradientChunk(*_header(message), message[HEADER_BYTES:])
 
 
 def decode_state_chunk(message: Tensor) -> StateChunk:
-    """The chunk in a message; its content shares the message's memory."""
+    """Decode a chunk; its content shares the message's memory."""
     return StateChunk(*_header(message), message[HEADER_BYTES:])
 
 
 def _header(message: Tensor) -> tuple[int, int, int, int]:
-    # A received frame need not be aligned to 8 bytes, which int64 views require: hence the clone.
+    # A received frame may not be aligned to 8 bytes, which int64 views require, so it is cloned.
     first, second, third, fourth = message[:HEADER_BYTES].clone().view(torch.int64).tolist()
     return first, second, third, fourth

@@ -22,12 +22,12 @@ _participants: WeakKeyDictionary[Replica, Participant | CountingParticipant] = W
 
 
 class CountingParticipant:
-    """A rank that is always in time and among as few members as possible, on a comm that counts and sends nothing.
+    """A rank that is always in time, with as few members as possible, on a comm that only counts.
 
     Args:
         r: the replica, on a `CountingComm`.
-        rule: for how many ranks to wait.
-        reduction: by which reduction members average.
+        rule: decides for how many ranks to wait.
+        reduction: the reduction by which members average.
         coordinator: the rank that decides.
     """
 
@@ -39,7 +39,7 @@ class CountingParticipant:
         self.outcome: ControlMessage | None = None
 
     def contribute(self, gradient: Tensor) -> ControlMessage:
-        """Count the messages of a step; the gradient stays as it is."""
+        """Count the messages of a step; the gradient is unchanged."""
         rank, size = self._comm.rank, self._comm.size
         others = [member for member in self._members if member != rank]
         all_others = [other for other in range(size) if other != rank]
@@ -56,7 +56,7 @@ class CountingParticipant:
             self._comm.all_reduce_(whole).wait()
         else:
             chunk = torch.empty(HEADER_BYTES + self._partition.nbytes, dtype=torch.uint8, device="meta")
-            for _ in range(2):  # the members' own parts, then the means of them
+            for _ in range(2):  # the members' own parts, then their means
                 self._comm.send_recv(chunk, others, others).wait()
         self.outcome = ControlMessage(
             Kind.COMMIT, self._comm.step, 1, all_reduce=int(self._use_all_reduce), members=self._members
@@ -65,74 +65,74 @@ class CountingParticipant:
 
     @property
     def has_mean(self) -> bool:
-        """Always."""
+        """Return True."""
         return True
 
     def is_member(self, outcome: ControlMessage) -> bool:
-        """Always."""
+        """Return True."""
         return outcome.kind is Kind.COMMIT
 
     @property
     def lost(self) -> list[int]:
-        """Nobody."""
+        """Return an empty list."""
         return []
 
     def recover(self) -> None:
-        """Never needed."""
+        """Do nothing: this rank is never late."""
 
     def end_step(self) -> None:
-        """Forget the outcome."""
+        """Clear the outcome."""
         self.outcome = None
 
     def barrier(self) -> None:
-        """There is nobody to wait for."""
+        """Do nothing: no other rank exists."""
 
 
 class QuorumSettings(Protocol):
-    """The hyperparameters of a quorum, which a strategy has as fields."""
+    """The hyperparameters of a quorum, as fields of a strategy."""
 
     @property
     def backups(self) -> int:
-        """The most workers that a step goes without."""
+        """Return the largest number of workers that a step can do without."""
         ...
 
     @property
     def choice(self) -> Choice:
-        """How the number of workers to wait for is chosen."""
+        """Return how the number of awaited workers is chosen."""
         ...
 
     @property
     def deviations(self) -> float:
-        """Of the deadline."""
+        """Return the deviations of the deadline."""
         ...
 
     @property
     def reduction(self) -> Reduction:
-        """How members average."""
+        """Return how members average."""
         ...
 
     @property
     def coordinator(self) -> int:
-        """The rank that decides."""
+        """Return the deciding rank."""
         ...
 
     @property
     def retry_seconds(self) -> float:
-        """The least time before a rank that waits sends READY again."""
+        """Return the least time before a waiting rank sends READY again."""
         ...
 
 
 def open_participant(r: Replica, settings: QuorumSettings, *, names: Sequence[str]) -> None:
-    """Open a quorum of all ranks' replicas; `participant_of(r)` is this rank's side from then on.
+    """Open a quorum of all ranks' replicas; `participant_of(r)` then returns this rank's side.
 
     Args:
         r: the replica.
-        settings: of the quorum.
+        settings: the settings of the quorum.
         names: entries of the replica's state that a late rank must receive.
 
     Raises:
-        ConfigError: `r` is a part of a replica; the comm has no connections for all-reduces, which `reduction` asks
-            for; or as `Comm.open_mailbox`.
+        ConfigError: `r` is a part of a replica, the comm has no connections for the all-reduces that `reduction`
+            requires, or `Comm.open_mailbox` fails.
     """
     rule = QuorumRule(r.comm.size, r.comm.size - settings.backups, settings.choice, settings.deviations)
     if isinstance(r.comm, CountingComm):
@@ -149,13 +149,13 @@ def open_participant(r: Replica, settings: QuorumSettings, *, names: Sequence[st
 
 
 def participant_of(r: Replica) -> Participant | CountingParticipant:
-    """The participant that was opened for a replica.
+    """Return the participant that was opened for a replica.
 
     Raises:
-        ConfigError: none was.
+        ConfigError: none was opened.
     """
     if r not in _participants:
         raise ConfigError(
-            "no quorum is open for this replica; attach the model to the strategy itself, not to one around it"
+            "no quorum is open for this replica. Attach the model to the strategy itself, not to a wrapper"
         )
     return _participants[r]

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rank's side of a quorum, in a real process: connections, threads and a clock around the `Member` that decides.
+"""One rank's side of a quorum in a real process: connections, threads and a clock around a `Member`.
 
-Three threads meet here. The training thread calls the public methods and waits in them. Control messages and chunks are
-handled in whatever thread the mailbox delivers them, under the mailbox's lock: a rank that computes, the coordinator
-too, answers others meanwhile. All-reduces run in a thread of their own.
+Three kinds of threads meet here. The training thread calls the public methods and waits in them. Control messages and
+chunks are handled in the thread in which the mailbox delivers them, under the mailbox's lock, so that a computing rank
+(also the coordinator) answers others. All-reduces run in a separate thread.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _CONTROL, _GRADIENT, _STATE = 1, 2, 3  # topics of the mailbox
-_CAPACITY = 64  # messages on one edge: a whole state in chunks beside the control messages of some steps
+_CAPACITY = 64  # messages on one edge: a whole state in chunks and the control messages of some steps
 _MIN_STATE_CHUNK_BYTES = 4096
-_MAX_WAIT_SECONDS = 0.05  # how often a wait asks whether the others are still there
+_MAX_WAIT_SECONDS = 0.05  # how often a wait checks that the other ranks still run
 _MIN_WAIT_SECONDS = 0.001
-_LOOK_SECONDS = 0.01  # no more often, however many messages arrive
+_LOOK_SECONDS = 0.01  # the shortest interval of these checks, however many messages arrive
 
 
 def weak_callback(method: Callable[P, T], otherwise: T) -> Callable[P, T]:
-    """A bound method as a callback that does not keep its object alive; returns `otherwise` once that is gone."""
+    """Make a callback of a bound method that does not keep its object alive."""
     reference = WeakMethod(method)
 
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -70,12 +70,12 @@ class Participant:
 
     Args:
         r: the replica.
-        rule: for how many ranks to wait, and how long.
-        side_comm: connections of their own for all-reduces; None where members average by messages alone.
+        rule: decides for how many ranks to wait, and how long.
+        side_comm: a separate comm for all-reduces; None if members average by messages only.
         coordinator: the rank that decides.
-        retry_seconds: the least time that a rank waits before it sends READY again.
+        retry_seconds: the least time before a waiting rank sends READY again.
         names: entries of the replica's state that a late rank must receive.
-        runtime: the clock and the threads; those of the comm unless given.
+        runtime: the clock and the threads; by default those of the comm.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Participant:
         self._box.tolerant = True
         self._all_reduces = AllReduceThread(self._box.changed)
         self._others = others = [other for other in range(size) if other != self.rank]
-        self._box.lost_among(others)  # connects: only a connection tells later that a rank is lost
+        self._box.lost_among(others)  # connects: only a connection shows the later loss of a rank
         gradient_bytes, state_bytes = HEADER_BYTES + partition.nbytes, HEADER_BYTES + self._state_chunk_bytes
         for topic, handler, length, dtype in (
             (_CONTROL, self._on_control, control_length(size), torch.int64),
@@ -128,39 +128,39 @@ class Participant:
 
     @property
     def outcome(self) -> ControlMessage | None:
-        """How the step that this rank contributed to was decided; None before."""
+        """Return the decision on the step that this rank contributed to; None before it."""
         return None if self._member.round is None else self._member.round.outcome
 
     @property
     def lost(self) -> list[int]:
-        """The ranks that the others go on without, in order."""
+        """Return the lost ranks that the others continue without, in order."""
         with self._box.changed:
             self._look_for_losses(self._others)
         return sorted(self._member.gone)
 
     @property
     def has_mean(self) -> bool:
-        """Whether the contributed gradient was replaced by the mean, so that this rank can take the step itself."""
+        """Return True if the mean replaced the contributed gradient, so that this rank can take the step."""
         return self._member.round is not None and self._member.round.has_mean
 
     def is_member(self, outcome: ControlMessage) -> bool:
-        """Whether this rank's gradient has counted."""
+        """Return True if this rank's gradient was used."""
         return self._member.is_member(outcome)
 
     def contribute(self, gradient: Tensor) -> ControlMessage:
-        """Contribute a gradient to the replica's step, and replace it by the members' mean where that is known here.
+        """Contribute a gradient to the step, and replace it with the members' mean if this rank has it.
 
-        Members know it; so does a late rank that took part in the all-reduce beside its computation.
+        Members have it, and so does a late rank that took part in the all-reduce while it computed.
 
         Returns:
-            How the step was decided: COMMIT with its members, or LATE with those of the latest step.
+            The decision: COMMIT with the members of the step, or LATE with those of the latest step.
 
         Raises:
             CommTimeoutError: too few ranks were ready in time.
             PeerLostError: the coordinator is lost, or too many ranks.
-            MismatchError: the optimizers of two ranks are set differently.
+            MismatchError: the optimizers of two ranks have different settings.
         """
-        # On a GPU this is a thread of autograd's, at the end of the backward pass.
+        # On a GPU this is a thread of autograd, at the end of the backward pass.
         with self._box.in_thread_of_owner():
             return self._contribute(gradient)
 
@@ -168,7 +168,7 @@ class Participant:
         if self._member.idle_at != self._r.step:
             self._begin_after_loading()
         start = self._clock()
-        own = gradient.detach().cpu()  # waits for a GPU: before that the gradient is not ready
+        own = gradient.detach().cpu()  # waits for the GPU, until the gradient is ready
         with self._box.changed:
             self._perform(self._member.contribute(self._r.step, own, digest(self._r), start, self._clock()))
             current = self._member.round
@@ -189,17 +189,17 @@ class Participant:
         return outcome
 
     def recover(self) -> None:
-        """Take the state that members had after the step for which this rank was late, or after a later one.
+        """Copy the members' state after the step that this rank missed, or after a later one.
 
         Raises:
             CommTimeoutError: no member answered.
-            PeerLostError: as `contribute`, or all ranks that could send a state are lost.
+            PeerLostError: as in `contribute`, or all ranks that could send a state are lost.
         """
         start, step, member = self._clock(), self._r.step, self._member
         with self._box.changed:
             self._perform(member.recover(start))
             donors = [] if member.transfer is None else sorted(member.transfer.donors)
-        self._wait(lambda: member.has_state, f"the state of {named(donors)}, one in time for the step")
+        self._wait(lambda: member.has_state, f"the state of {named(donors)}, which were in time for the step")
         with self._box.changed:
             received_step, data = member.take_state()
         unpack_(self._r, data)
@@ -207,16 +207,16 @@ class Participant:
         self._comm.meter.waited("state", start, start, self._clock(), step)
 
     def end_step(self) -> None:
-        """The step has ended: until the next one this rank's state may be sent to others."""
+        """End the step; until the next one this rank's state may be sent to others."""
         with self._box.changed:
             self._packed = None
             self._box.follow_stream()
             self._all_reduces.flush_meter(self._comm.meter)
             self._perform(self._member.end_step(self._r.step, self._clock()))
-        self._box.process_deferred()  # raises what went wrong in other threads
+        self._box.process_deferred()  # raises errors of other threads
 
     def barrier(self) -> None:
-        """Wait until all living ranks are here; late ranks receive this rank's state meanwhile.
+        """Wait until all live ranks arrive; late ranks may receive this rank's state meanwhile.
 
         Raises:
             CommTimeoutError: some rank did not reach the barrier in time.
@@ -225,7 +225,7 @@ class Participant:
         start, member = self._clock(), self._member
 
         def missing() -> list[int]:
-            # Ranks that were here may have gone on, and have ended since.
+            # Ranks that arrived earlier may have continued and ended since.
             self._look_for_losses(member.missing_at_barrier())
             return member.lost_at_barrier() or member.missing_at_barrier()
 
@@ -238,29 +238,29 @@ class Participant:
     # -- helpers of the training thread ------------------------------------------------------------------------------
 
     def _begin_after_loading(self) -> None:
-        """A checkpoint was loaded since the last step: all ranks continue from its step together."""
+        """Continue on all ranks from the step of a loaded checkpoint."""
         with self._box.changed:
             self._packed = None
             self._perform(self._member.begin_after_loading(self._r.step))
         self.barrier()
 
     def _begin_update(self, current: Round) -> ControlMessage | None:
-        """How the step was decided, once it is."""
+        """Return the decision on the step, or None before it."""
         with self._box.changed:
             return self._member.begin_update(current, self._clock()) if current.is_over else None
 
     def _can_continue(self, current: Round) -> bool:
-        """Whether the step is decided, or this rank has something to compute or to send for it."""
+        """Return True if the step is decided, or this rank has work for it."""
         if current.refused:
             first, second = current.refused
             raise MismatchError(
-                f"step {current.step}: the optimizers of ranks {first} and {second} are set differently; a schedule "
-                "that counts each worker's own steps does this: make it a function of worker.step"
+                f"step {current.step}: the optimizers of ranks {first} and {second} have different settings. A "
+                "schedule that counts each worker's own steps causes this: make it a function of worker.step"
             )
         return current.is_over or current.has_work
 
     def _advance(self, current: Round) -> None:
-        """Send chunks, average the own part, and acknowledge when all of the mean is here."""
+        """Send chunks, average the own part, and acknowledge the complete mean."""
         with self._box.changed:
             reduction, outbox = current.reduction, self._member.advance(current)
         for dst, chunk in outbox:
@@ -270,7 +270,7 @@ class Participant:
                 self._perform(self._member.acknowledge(reduction, self._clock()))
 
     def _wait(self, ready: Callable[[], bool], waiting_for: str) -> None:
-        """Wait under the comm's timeout; the loss of more ranks than backups ends the wait, and no other loss."""
+        """Wait under the comm's timeout; only the loss of more ranks than backups ends the wait early."""
         member = self._member
 
         def missing() -> list[int]:
@@ -299,13 +299,13 @@ class Participant:
             ) from None
 
     def _meanwhile(self) -> float:
-        """What is due while this rank waits; returns after how many seconds to look again."""
+        """Perform due actions while this rank waits; return the seconds until the next check."""
         self._perform(self._member.time_passed(self._clock()))
         seconds = self._member.seconds_to_wait(self._clock())
         return _MAX_WAIT_SECONDS if seconds is None else min(_MAX_WAIT_SECONDS, max(seconds, _MIN_WAIT_SECONDS))
 
     def _look_for_losses(self, ranks: Sequence[int]) -> None:
-        """Tell the member which of these ranks are lost."""
+        """Report the lost ranks among these to the member."""
         now, known = self._clock(), self._member.gone
         if now - self._looked_at < _LOOK_SECONDS:
             return
@@ -314,7 +314,7 @@ class Participant:
             self._perform(self._member.lose(gone, now))
 
     def _tell_losses(self) -> None:
-        """Warn of ranks that are lost, once each: their data are used no more, and a user should know."""
+        """Warn once about each lost rank: its data are not used any more."""
         gone = self._member.gone
         if new := sorted(gone - self._told):
             self._told.update(new)
@@ -330,7 +330,7 @@ class Participant:
     # -- what the member has decided: in any thread, under the lock --------------------------------------------------
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        """Send what the member wants sent, and set the coordinator's timer."""
+        """Send the member's messages, and set the coordinator's timer."""
         self._box.dismiss(self._member.gone)
         for action in actions:
             if isinstance(action, Send):
@@ -340,7 +340,7 @@ class Participant:
             else:
                 self._all_reduces.enqueue(action.start)
         seconds = None if self._member.coordinator is None else self._member.coordinator.seconds_to_wait(self._clock())
-        # One timer is enough, unless there is something to do before it.
+        # One timer is enough, unless an earlier action is due.
         if seconds is not None and self._clock() + seconds < self._timer_at - _MIN_WAIT_SECONDS:
             self._timer_at = self._clock() + seconds
             self._runtime.call_later(seconds, weak_callback(self._on_timer, None))
@@ -376,16 +376,16 @@ class Participant:
         return torch.zeros(self._member.partition.numel, dtype=self._member.partition.dtype, device="cpu")
 
     def _all_reduce_input(self, start: ControlMessage) -> Tensor:
-        """What this rank adds: a copy of its gradient if it is a member that still waits, else zeros."""
+        """Return this rank's contribution: a copy of its gradient if it is a waiting member, else zeros."""
         with self._box.changed:
-            gradient = self._member.lend(start)
+            gradient = self._member.read_gradient(start)
         if gradient is None:
             return self._zeros()
         try:
-            return gradient.clone()  # outside the lock: it may take long, and messages go on meanwhile
+            return gradient.clone()  # outside the lock: it may take long, while messages are handled
         finally:
             with self._box.changed:
-                self._member.give_back()
+                self._member.release_gradient()
                 self._box.changed.notify_all()
 
     def _all_reduce_ended(self, start: ControlMessage, mean: Tensor) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mean of members' gradients by messages among them: what to send when, without a connection."""
+"""A state machine that averages members' gradients by messages, without connections."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from thinwire.asynchronous.quorum.messages import GradientChunk
 
 
 class Partition(NamedTuple):
-    """A vector in parts of one length, of which the last ones may be shorter or empty.
+    """The partition of a vector into parts of one length; the last ones may be shorter or empty.
 
     Attributes:
-        numel: elements of the vector.
-        parts: how many parts.
-        dtype: of the elements.
+        numel: the number of elements of the vector.
+        parts: the number of parts.
+        dtype: the dtype of the elements.
     """
 
     numel: int
@@ -29,21 +29,21 @@ class Partition(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Elements of a full part."""
+        """Return the number of elements of a full part."""
         return -(-self.numel // self.parts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a full part."""
+        """Return the bytes of a full part."""
         return self.length * self.dtype.itemsize
 
     def slices(self) -> list[slice]:
-        """Where each part lies in the vector."""
+        """Return the slice of each part."""
         ends = [min(self.numel, part * self.length) for part in range(self.parts + 1)]
         return [slice(start, stop) for start, stop in pairwise(ends)]
 
     def read(self, content: Tensor, part: int) -> Tensor:
-        """A copy of a part's elements, from the bytes of a message."""
+        """Copy a part's elements from the bytes of a message."""
         where = self.slices()[part]
         return content[: (where.stop - where.start) * self.dtype.itemsize].clone().view(self.dtype)
 
@@ -53,18 +53,18 @@ class MessageReduction:
     """One attempt to average a gradient among members: a reduce-scatter and an all-gather by messages.
 
     The i-th member averages the i-th part for all; members beyond the number of parts average none. Gradients are added
-    in the order of ranks, so that the same members have a mean of the same bits in every attempt.
+    in rank order, so that the mean of the same members has the same bits in every attempt.
 
     Attributes:
-        partition: of the gradient.
+        partition: the partition of the gradient.
         rank: this member.
-        members: in the order of ranks, at least as many as parts.
+        members: the members in rank order, at least as many as parts.
         step: the training step.
         attempt: the attempt at that step.
         received: every member's gradient of the own part, by rank.
-        means: the mean of each part that is known here, by part.
+        means: the known means, by part.
         sent: whether the own gradient was sent.
-        acknowledged: whether ACK was sent, because all of the mean is here.
+        acknowledged: whether ACK was sent for the complete mean.
     """
 
     partition: Partition
@@ -79,27 +79,27 @@ class MessageReduction:
 
     @property
     def own(self) -> int:
-        """The part that this member averages; `partition.parts` or more where it averages none."""
+        """Return the part that this member averages; `partition.parts` or more if it averages none."""
         return self.members.index(self.rank)
 
     @property
     def can_average(self) -> bool:
-        """Whether every member's gradient of the own part is here, and not averaged yet."""
+        """Return True if all gradients of the own part have arrived and are not averaged yet."""
         own = self.own
         return own < self.partition.parts and own not in self.means and len(self.received) == len(self.members)
 
     @property
     def done(self) -> bool:
-        """Whether the mean of every part is here."""
+        """Return True if the mean of every part is known."""
         return len(self.means) == self.partition.parts
 
     @property
     def has_work(self) -> bool:
-        """Whether this member has something to compute or to send."""
+        """Return True if this member has something to compute or to send."""
         return not self.sent or self.can_average or (self.done and not self.acknowledged)
 
     def receive(self, src: int, chunk: GradientChunk) -> None:
-        """Take in a part from another member."""
+        """Handle a part from another member."""
         content = self.partition.read(chunk.content, chunk.part)
         if chunk.reduced:
             self.means[chunk.part] = content
@@ -107,21 +107,21 @@ class MessageReduction:
             self.received[src] = content
 
     def advance(self, gradient: Tensor) -> list[tuple[int, GradientChunk]]:
-        """What is to be sent now, each with its destination; averages the own part once it can be."""
+        """Return the chunks to send now, with destinations; average the own part if possible."""
         outbox: list[tuple[int, GradientChunk]] = []
         own, slices, size = self.own, self.partition.slices(), len(self.members)
         if not self.sent:
             self.sent = True
             if own < self.partition.parts:
                 self.received[self.rank] = gradient[slices[own]].cpu()
-            # Each member begins with the one after itself, so that not all of them write to the same one at once.
+            # Each member starts with the one after itself, so that not all send to the same one at once.
             for part in ((own + offset) % size for offset in range(1, size)):
                 if part < self.partition.parts:
                     content = gradient[slices[part]].cpu()
                     outbox.append((self.members[part], GradientChunk(self.step, self.attempt, part, 0, content)))
         if self.can_average:
             parts = [self.received[rank] for rank in self.members]
-            # In fp16 a sum overflows where the mean is finite.
+            # In fp16 a sum can overflow although the mean is finite.
             half = parts[0].dtype == torch.float16
             mean = reduce(torch.add, [part / size for part in parts]) if half else reduce(torch.add, parts) / size
             self.means[own] = mean
@@ -130,6 +130,6 @@ class MessageReduction:
         return outbox
 
     def write_(self, vector: Tensor) -> None:
-        """Write the mean over a vector."""
+        """Overwrite a vector with the mean."""
         for part, where in enumerate(self.partition.slices()):
             vector[where].copy_(self.means[part])

@@ -14,23 +14,23 @@ from thinwire.asynchronous.quorum.reductions import MessageReduction
 
 @dataclass
 class Round:
-    """A step that this rank has contributed to and not ended.
+    """A step that this rank has contributed to and has not ended.
 
     Attributes:
-        step: of training.
-        gradient: this rank's, on the CPU.
-        ready: the message that says so.
-        began: when it was contributed.
-        notified: when READY was last sent.
-        started: when the latest attempt with this rank as a member started here.
-        attempt: the latest attempt that this rank is a member of; 0 before the first.
-        reduction: of that attempt; None where it is an all-reduce.
-        early: chunks of attempts that have not started here, each with its sender.
-        outcome: COMMIT or LATE once the step is decided; None before.
+        step: the training step.
+        gradient: this rank's gradient, on the CPU.
+        ready: the READY message.
+        began: the time of the contribution.
+        notified: the time of the last READY.
+        started: the time at which the latest attempt with this rank as a member started.
+        attempt: the latest attempt with this rank as a member; 0 before the first.
+        reduction: the reduction of that attempt; None for an all-reduce.
+        early: chunks of attempts that have not started on this rank, with their senders.
+        outcome: COMMIT or LATE after the decision; None before it.
         all_reduced: the number of the latest all-reduce of this step, and its mean.
-        lent: whether an all-reduce reads the gradient, which must not change meanwhile.
-        has_mean: whether the gradient was replaced by the mean of the members.
-        refused: two ranks whose optimizers are set differently.
+        in_use: whether an all-reduce reads the gradient, which must not change until then.
+        has_mean: whether the mean of the members replaced the gradient.
+        refused: two ranks whose optimizers have different settings.
     """
 
     step: int
@@ -44,31 +44,31 @@ class Round:
     early: list[tuple[int, GradientChunk]] = field(default_factory=list[tuple[int, GradientChunk]])
     outcome: ControlMessage | None = None
     all_reduced: tuple[int, Tensor] | None = None
-    lent: bool = False
+    in_use: bool = False
     has_mean: bool = False
     refused: tuple[int, ...] = ()
 
     @property
     def is_over(self) -> bool:
-        """Whether the step is decided, and nobody reads the gradient any more."""
-        return self.outcome is not None and not self.lent
+        """Return True if the step is decided and the gradient is not in use."""
+        return self.outcome is not None and not self.in_use
 
     @property
     def has_work(self) -> bool:
-        """Whether this rank has something to compute or to send for the step."""
+        """Return True if this rank has something to compute or to send for the step."""
         return self.outcome is None and self.reduction is not None and self.reduction.has_work
 
     def start(self, attempt: int, reduction: MessageReduction | None, now: float) -> None:
         """Start an attempt."""
         self.attempt, self.reduction, self.started = attempt, reduction, now
-        # Another member may have learned of this attempt first, so that its chunks are here before START.
+        # Another member may have started this attempt earlier, so that its chunks arrive before START.
         for src, chunk in self.early:
             if chunk.attempt == attempt and reduction is not None:
                 reduction.receive(src, chunk)
         self.early = [(src, chunk) for src, chunk in self.early if chunk.attempt > attempt]
 
     def receive(self, src: int, chunk: GradientChunk) -> None:
-        """Take in a chunk of this attempt or a later one."""
+        """Handle a chunk of this attempt or a later one."""
         if chunk.attempt > self.attempt:
             self.early.append((src, chunk))
         elif chunk.attempt == self.attempt and self.reduction is not None:
@@ -77,14 +77,14 @@ class Round:
 
 @dataclass
 class StateTransfer:
-    """A late rank's requests for a state, and the chunks that it has received.
+    """A late rank's requests for a state, and the received chunks.
 
     Attributes:
-        wanted: the step whose state is wanted, or that of a later one.
-        donors: the ranks that have it.
-        next_request: when to ask again.
-        requests: how often it was asked for.
-        chunks: by the rank that sent them and the step whose state it is, then by number.
+        wanted: the first step whose state is acceptable.
+        donors: the ranks that have the state.
+        next_request: the time of the next request.
+        requests: the number of requests.
+        chunks: the chunks by sender and step of the state, then by number.
     """
 
     wanted: int
@@ -96,12 +96,12 @@ class StateTransfer:
     )
 
     def receive(self, src: int, chunk: StateChunk) -> None:
-        """Take in a chunk; one of an earlier state is dropped."""
+        """Handle a chunk; one of an earlier state is dropped."""
         if chunk.step >= self.wanted:
             self.chunks.setdefault((src, chunk.step), {})[chunk.number] = chunk
 
     @property
     def complete(self) -> list[StateChunk]:
-        """The chunks of a state that is all here, in order; empty if there is none."""
+        """Return the chunks of a complete state, in order; empty if none is complete."""
         whole = (each for each in self.chunks.values() if len(each) == next(iter(each.values())).chunks)
         return [chunk for _, chunk in sorted(next(whole, {}).items())]

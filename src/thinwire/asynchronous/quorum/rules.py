@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long the coordinator waits for more ranks, from measured times."""
+"""The coordinator's waiting time for more ranks, from measured times."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Literal
 
 Choice = Literal["fixed", "deadline"]
 Reduction = Literal["messages", "all_reduce"]
-_WINDOW = 64  # latest times kept of each rank
-_MIN_SAMPLES = 4  # times of each of `least` ranks, before times decide anything
+_WINDOW = 64  # the latest times that are kept for each rank
+_MIN_SAMPLES = 4  # times needed from each of `least` ranks before times are used
 
 
 @dataclass
 class QuorumRule:
-    """When a step has enough ranks.
+    """Decides when a step has enough ranks.
 
     Args:
-        size: ranks that train.
-        least: ranks that every step needs.
-        choice: "fixed" takes exactly `least` ranks; "deadline" takes all that are ready within the usual time, and
-            `least` at least.
-        deviations: of the deadline, in median absolute deviations beyond the median.
+        size: the number of training ranks.
+        least: the number of ranks that every step needs.
+        choice: "fixed" takes exactly `least` ranks; "deadline" takes all ranks that are ready within the usual time,
+            but at least `least`.
+        deviations: the deadline, in median absolute deviations beyond the median.
     """
 
     size: int
@@ -35,23 +35,23 @@ class QuorumRule:
     _lost: set[int] = field(default_factory=set[int])
 
     def record(self, rank: int, seconds: float) -> None:
-        """Record how long a rank took for its gradient, whether it was in time or late."""
+        """Record the computation time of a rank's gradient, in time or late."""
         if rank in self._lost:
             return
         self._seconds.setdefault(rank, deque(maxlen=_WINDOW)).append(seconds)
 
     def lose(self, ranks: Iterable[int]) -> None:
-        """Wait for these ranks no more."""
+        """Stop waiting for these ranks."""
         for rank in ranks:
             self._lost.add(rank)
             self._seconds.pop(rank, None)
 
     def seconds_to_wait(self, ready: int, waited_seconds: float) -> float | None:
-        """Seconds to wait for more ranks: 0 to start now, None to wait for the next one without a limit.
+        """Return the seconds to wait for more ranks: 0 to start now, None to wait without a limit.
 
         Args:
-            ready: ranks that are ready.
-            waited_seconds: since the first of them began to compute.
+            ready: the number of ready ranks.
+            waited_seconds: seconds since the first of them started to compute.
         """
         if ready < self.least:
             return None
@@ -64,19 +64,19 @@ class QuorumRule:
 
 
 def deadline(seconds: Sequence[float], deviations: float) -> float:
-    """The median plus `deviations` median absolute deviations, or 1.25 medians if that is more: robust to stragglers.
+    """Return the larger of 1.25 medians and the median plus `deviations` median absolute deviations.
 
     Args:
         seconds: step times, at least one.
-        deviations: how many.
+        deviations: the number of deviations.
     """
     middle = median(seconds)
-    # Where all times are alike, the deviation is zero, and the delay of one message would already be too late.
+    # If all times are alike, the deviation is zero, and the delay of one message would exceed the deadline.
     return middle + max(deviations * median(abs(each - middle) for each in seconds), middle / 4)
 
 
 def best_number(seconds: Sequence[Sequence[float]], least: int = 1) -> int:
-    """How many of n ranks to wait for: the N with the most gradients per second, N / E[T_(N:n)].
+    """Return how many of n ranks to wait for: the N with the most gradients per second, N / E[T_(N:n)].
 
     Args:
         seconds: step times of each rank; shorter lists are repeated to the length of the longest.
@@ -87,7 +87,7 @@ def best_number(seconds: Sequence[Sequence[float]], least: int = 1) -> int:
 
 
 def order_statistics(seconds: Sequence[Sequence[float]]) -> list[float]:
-    """E[T_(N:n)] for N = 1..n: the mean time until N ranks are ready."""
+    """Return E[T_(N:n)] for N = 1..n: the mean time until N ranks are ready."""
     steps = max(len(each) for each in seconds)
     rows = [sorted(each[step % len(each)] for each in seconds) for step in range(steps)]
     return [fmean(column) for column in zip(*rows, strict=True)]

@@ -19,14 +19,14 @@ _MAX_CHUNKS = 24
 
 
 def pack(r: Replica, names: Sequence[str]) -> Tensor:
-    """Return what the next steps depend on as bytes: the parameters, the optimizer's and the strategy's state.
+    """Pack the parameters, the optimizer state and the strategy's state into bytes.
 
     Args:
         r: a replica between two steps.
-        names: the entries of its state that are packed.
+        names: entries of its state to pack.
 
     Raises:
-        ConfigError: the optimizer's state holds something that is neither a tensor nor JSON.
+        ConfigError: the optimizer state contains a value that is neither a tensor nor JSON.
     """
     optimizer, own = r.moments.optimizer, _own_names(r)
     state: dict[str, Any] = {"x": r.x.detach(), "state": {name: r.state[name] for name in names}}
@@ -36,13 +36,14 @@ def pack(r: Replica, names: Sequence[str]) -> Tensor:
         return to_bytes(state)
     except CheckpointError as error:
         raise ConfigError(
-            f"{type(optimizer).__name__}: its state cannot be sent to a late worker ({error}); "
-            "use an optimizer whose state is tensors and numbers, as those of torch.optim, or wait for all workers"
+            f"{type(optimizer).__name__}: its state cannot be sent to a late worker ({error}). "
+            "Use an optimizer whose state consists of tensors and numbers, such as those of torch.optim, or wait for "
+            "all workers"
         ) from None
 
 
 def unpack_(r: Replica, data: Tensor) -> None:
-    """Restore, to the bit, what `pack` returned; what was not packed stays."""
+    """Restore a result of `pack` bitwise; values that were not packed are unchanged."""
     packed, optimizer, own = from_bytes(data), r.moments.optimizer, _own_names(r)
     r.x.copy_(packed["x"])
     r.state.update(packed["state"])
@@ -85,7 +86,7 @@ def split_state(step: int, data: Tensor, nbytes: int) -> list[StateChunk]:
     chunks = data.split(nbytes)
     if len(chunks) > _MAX_CHUNKS:
         raise ConfigError(
-            f"a late worker needs a state {len(chunks)} times the size of the parameters; must be at most "
-            f"{_MAX_CHUNKS} times; use an optimizer with less state"
+            f"a late worker needs a state of {len(chunks)} times the size of the parameters: it must be at most "
+            f"{_MAX_CHUNKS} times. Use an optimizer with less state"
         )
     return [StateChunk(step, len(chunks), number, data.numel(), content) for number, content in enumerate(chunks)]

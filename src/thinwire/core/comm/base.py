@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The communication calls that every backend offers.
+"""The communication calls that every backend provides.
 
-Every call returns a `Work`; its `wait()` returns the result. A tensor that was passed to a call must not be read or
-written before that wait. Bytes are counted here, once, from the tensors themselves, so that all backends (process
-group, threads, counter) give the same figures.
+Every call returns a `Work`; its `wait()` returns the result. Do not read or write a tensor that you passed to a call
+before that wait. Bytes are counted here from the tensors themselves, so that all backends (process group, threads,
+counter) report the same numbers.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _NAME_BYTES = 24
 _WORDS = struct.Struct("!3q")  # the name of a call, as integers
 RULE = "all ranks must make the same calls after the same steps"
 CHECK_BYTES = 8 * 5
-"""What each rank sends to every other one in `Comm.check_in_step`: five integers."""
+"""The integers that each rank sends to every other one in `Comm.check_in_step`."""
 DIRECT_GATHER_BYTES = 4096
-"""A vector of no more bytes is all-gathered by a message to each other rank, and a longer one around a ring."""
+"""Vectors up to this size are all-gathered by direct messages, longer ones around a ring."""
 
 
 class Comm(ABC):
@@ -42,22 +42,22 @@ class Comm(ABC):
     Attributes:
         rank: this worker's rank, from 0.
         size: the number of workers.
-        step: the training step that errors name; set by `Worker`.
+        step: the training step, for error messages; set by `Worker`.
         timeout: how long one wait may last, in seconds.
         meter: bytes sent and seconds waited so far.
         in_step: whether all ranks make the same calls at the same step, so that messages of different steps are errors;
-            False for strategies whose workers go at their own pace.
-        rule: what ranks that are out of step should do, for errors.
-        round: what the next collective call belongs to; it is launched with a check that all ranks are there. Empty
-            for no check.
-        checks_calls: whether every collective call waits for a check that all ranks make the same one, with tensors of
-            one size and dtype; for debugging.
-        calling: the check that is being launched, for errors.
-        silent: ranks that have just joined, and add nothing to means of parameters yet.
-        check_device: where the checks' few bytes lie.
-        runtime: the clock that waits are measured by, the locks and the threads; a simulation brings its own.
-        checks_first_steps: whether workers compare their start and their data in the first steps; False in simulations,
-            where the messages would take virtual time.
+            False for strategies whose workers run at their own pace.
+        rule: the rule that ranks out of step have broken, for error messages.
+        round: the name of the round that the next collective call belongs to; the call is launched with a check that
+            all ranks are present. Empty for no check.
+        checks_calls: whether every collective call first checks that all ranks make the same call with tensors of one
+            size and dtype; for debugging.
+        calling: the check that is being launched, for error messages.
+        silent: ranks that have just joined and do not contribute to means of parameters yet.
+        check_device: the device of the tensors that checks send.
+        runtime: the clock, the locks and the threads; a simulation provides its own.
+        checks_first_steps: whether workers compare their initial parameters and their data in the first steps; False in
+            simulations, where these messages would take virtual time.
 
     Example:
         >>> import torch
@@ -107,7 +107,7 @@ class Comm(ABC):
         return self._track("all_reduce", sent, lambda: self._all_reduce_(x), x)
 
     def broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        """Replace `x` on every rank by that of rank `src`."""
+        """Replace `x` on every rank with that of rank `src`."""
         if self.size == 1:
             return completed(x)
         sent = (self.size - 1) * nbytes_of(x) / self.size
@@ -127,11 +127,12 @@ class Comm(ABC):
             sizes: the number of elements to receive from each rank.
 
         Raises:
-            ConfigError: not one vector and one size per rank.
+            ConfigError: the lists do not have one entry for each rank.
         """
         if len(xs) != self.size or len(sizes) != self.size:
             raise ConfigError(
-                f"all_to_all of {len(xs)} vectors and {len(sizes)} sizes: {self.size} ranks need one each"
+                f"all_to_all got {len(xs)} vectors and {len(sizes)} sizes: it needs one of each for each of "
+                f"{self.size} ranks"
             )
         if self.size == 1:
             return completed([xs[0]])
@@ -142,32 +143,32 @@ class Comm(ABC):
         """Send `x` to each rank in `dst`; receive one vector like `x` from each rank in `src`, in that order.
 
         Args:
-            x: of any shape and dtype, the same on all ranks that it goes to or comes from.
-            dst: ranks.
-            src: ranks.
+            x: of any shape and dtype, the same on all ranks involved.
+            dst: the ranks to send to.
+            src: the ranks to receive from.
 
         Raises:
-            ConfigError: this rank is among them.
+            ConfigError: this rank is in `dst` or `src`.
         """
         if self.rank in dst or self.rank in src:
-            raise ConfigError(f"send_recv of rank {self.rank} with itself: a topology must not contain self-loops")
+            raise ConfigError(f"rank {self.rank} sends to itself in send_recv: a topology must not contain self-loops")
         if not dst and not src:
             return completed([])
         return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
 
     def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[list[int]]:
-        """Check that all ranks make this call, at the same step; they send 40 bytes each.
+        """Check that all ranks make this call at the same step; each sends 40 bytes.
 
-        Calls of different names meet each other, so that a rank which is in another one is found by all ranks at once,
-        and nothing that it sends is taken for something else. The bytes are counted as `meter.check_bytes`.
+        Checks with different names match each other, so that all ranks detect a rank that makes another call, and its
+        messages are not mistaken for something else. The bytes are counted in `meter.check_bytes`.
 
         Args:
             call: a name of up to 24 bytes.
-            fingerprint: a number of 63 bits of what is to be equal on all ranks, such as the parameters.
+            fingerprint: a 63-bit hash of data that should be equal on all ranks, such as the parameters.
 
         Returns:
-            A handle whose `wait` raises MismatchError on all ranks, with the ranks, their calls and steps; or returns
-            the ranks whose fingerprint is not that of most, the same list on all ranks.
+            A handle. Its `wait` raises MismatchError on all ranks, with the ranks, their calls and steps; or it returns
+            the ranks whose fingerprint differs from the majority's, the same list on all ranks.
 
         Example:
             >>> from thinwire import Comm, MismatchError, run_threads
@@ -182,16 +183,16 @@ class Comm(ABC):
         return self.gather_in_step(call, fingerprint).then(_odd_ones)
 
     def gather_in_step(self, call: str, number: int) -> Work[list[int]]:
-        """Check that all ranks make this call at the same step, as `check_in_step`, and gather a number of each rank.
+        """Check that all ranks make this call at the same step, and gather a number from each.
 
         Args:
             call: a name of up to 24 bytes.
-            number: of 63 bits.
+            number: an integer of up to 63 bits.
 
         Returns:
-            A handle of the numbers in the order of ranks; its `wait` may raise MismatchError on all ranks.
+            A handle for the numbers in rank order; its `wait` may raise MismatchError on all ranks.
         """
-        self.round = ""  # also where a hook has failed before its first call
+        self.round = ""  # also after a hook that failed before its first call
         if self.size == 1:
             return completed([number])
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
@@ -206,7 +207,7 @@ class Comm(ABC):
             self.calling = ""
 
     def _compare(self, rows: Sequence[Tensor]) -> list[int]:
-        """The last number of each row, where all others are equal."""
+        """Return the last number of each row; raise if the others differ."""
         together = torch.stack(list(rows))
         if bool((together == together[0]).all()):
             return [int(together[0, -1])] * self.size
@@ -217,25 +218,24 @@ class Comm(ABC):
         return [entry[-1] for entry in entries]
 
     def count_other_calls(self) -> int:
-        """Count the calls so far of `torch.distributed` process groups in which two of these ranks or more meet.
+        """Count the calls of `torch.distributed` process groups with two or more of these ranks.
 
-        This comm's own calls may be among them. 0 where ranks are no processes of `torch.distributed`.
+        The count may include this comm's own calls. It is 0 if ranks are not processes of `torch.distributed`.
         """
         return 0
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
-        """Raise an error that this rank has found by itself; calls of all other ranks raise it too.
+        """Raise an error that only this rank has detected, on all ranks.
 
-        The error's text should name this rank and the step. The other ranks' next wait, or the one that they are in,
-        raises an error of the same class, one of thinwire's, and text. If several ranks call this at the same
-        time, all raise the error of the first. The comm cannot be used afterwards. On NCCL the others' calls end with
-        its own timeout.
+        The error's text should name this rank and the step. On each other rank the current or the next wait raises an
+        error of the same class with the same text. If several ranks call this at the same time, all raise the error of
+        the first. The comm cannot be used afterwards. On NCCL, calls of other ranks end with NCCL's own timeout.
 
         Args:
-            error: such as a NonFiniteError.
+            error: an error of thinwire, such as a NonFiniteError.
 
         Raises:
-            ThinwireError: the error; or what another rank has reported before.
+            ThinwireError: the error, or one that another rank has reported earlier.
 
         Example:
             >>> import torch
@@ -256,22 +256,22 @@ class Comm(ABC):
         raise error
 
     def name(self, rank: int) -> str:
-        """A rank, for an error: also by its number in the whole job, where these ranks are a part of it."""
+        """Return a rank for an error message, with its rank in the job if that differs."""
         return f"rank {rank}"
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Ranks, for an error."""
+        """Return ranks for an error message."""
         each = [self.name(rank) for rank in ranks]
         return named(ranks) if each == [f"rank {rank}" for rank in ranks] else ", ".join(each)
 
     def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
-        """The error of a wait that other ranks have let fail; made by backends and mailboxes.
+        """Make the error for a wait that failed because of other ranks.
 
         Args:
-            call: what was waited for.
-            problem: what is known of it here.
+            call: the call that was waited for.
+            problem: the problem as this rank knows it.
             late: whether the timeout has passed; otherwise a rank is gone.
-            closed: whether that rank has said that it ends, which no failure needs to have caused.
+            closed: whether that rank announced its end, which does not imply a failure.
         """
         if late:
             return CommTimeoutError(f"{self.name(self.rank)} waited {self.timeout:g} s for {call} at step {self.step}")
@@ -279,49 +279,49 @@ class Comm(ABC):
 
     @property
     def ranks_key(self) -> object:
-        """Identifies the ranks: the same object for comms of one rank that have the same ranks."""
+        """Return an object that is the same for all comms of this rank over the same ranks."""
         return self
 
     @property
     def wires_key(self) -> object:
-        """Identifies the connections: calls on comms that share them need one order on all ranks."""
+        """Return an object that is the same for comms that share connections, and so need one order of calls."""
         return self
 
     def has_failed(self) -> bool:
-        """Whether an earlier failure has closed this comm, as far as is known."""
+        """Return True if an earlier failure is known to have closed this comm."""
         return False
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended; False where nothing is known."""
+        """Return True if a rank's process is known to have ended."""
         return False
 
     def disconnect(self) -> None:
         """Close this comm's own connections and mailboxes, and those of its duplicates; later calls raise an error."""
 
     def duplicate(self) -> Comm:
-        """A second comm over the same ranks, with connections of its own, for CPU tensors; all ranks call it together.
+        """Open a second comm for CPU tensors over the same ranks; all ranks call it together.
 
-        A background thread may use it while the training thread uses this one: the calls of either need one order on
-        all ranks, but no order between the two.
+        A background thread may use it while the training thread uses this one. The calls on each comm need one order on
+        all ranks, but the two orders are independent.
 
         Raises:
             ConfigError: this backend cannot open further connections.
         """
         raise ConfigError(
-            f"{type(self).__name__} has no connections to spare for a thread beside the one that trains; Gloo has: "
-            "start the group with init_process_group('gloo') or 'cpu:gloo,cuda:nccl'"
+            f"{type(self).__name__} cannot open connections for a second thread. Gloo can: start the group with "
+            "init_process_group('gloo') or 'cpu:gloo,cuda:nccl'"
         )
 
     def open_mailbox(self, owner: object, like: Tensor, *, capacity: int = 4) -> Mailbox:
-        """Open a mailbox for `owner`, on all ranks together; its messages count as `send_recv`.
+        """Open a mailbox for `owner`, on all ranks together; its messages are counted as `send_recv`.
 
         Args:
             owner: the object that the mailbox belongs to, such as a replica; its previous mailbox is closed.
             like: a vector as long as the longest message, on the device of all messages.
-            capacity: unconsumed messages allowed from one rank to another; a sender of one more waits.
+            capacity: unconsumed messages allowed from one rank to another; further sends wait.
 
         Raises:
-            ConfigError: this backend has no mailboxes, or a library that they need is missing.
+            ConfigError: this backend has no mailboxes, or a required library is missing.
         """
         self.close_mailbox(owner)
         # Ranks open mailboxes in one order, so the count names the same mailbox on all of them.
@@ -330,13 +330,15 @@ class Comm(ABC):
         return box
 
     def mailbox(self, owner: object) -> Mailbox:
-        """The mailbox that was opened for `owner`.
+        """Return the mailbox that was opened for `owner`.
 
         Raises:
-            ConfigError: there is none, or it was closed.
+            ConfigError: no mailbox is open.
         """
         if owner not in self._mailboxes:
-            raise ConfigError(f"rank {self.rank}: no mailbox is open for {owner!r}; open_mailbox(...) on all ranks")
+            raise ConfigError(
+                f"rank {self.rank}: no mailbox is open for {owner!r}. Call open_mailbox(...) on all ranks first"
+            )
         box = self._mailboxes[owner]
         box.follow_stream()
         return box
@@ -347,10 +349,10 @@ class Comm(ABC):
             self._mailboxes.pop(owner).close()
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
-        raise ConfigError(f"{type(self).__name__} has no mailboxes; use a process group, threads or a counter")
+        raise ConfigError(f"{type(self).__name__} has no mailboxes. Use a process group, threads or a counter")
 
     def _check_call(self, operation: str, like: Tensor | None) -> Work[list[int]]:
-        """Check that all ranks make this call, with tensors alike: Gloo would end a process, or give wrong sums."""
+        """Check that all ranks make this call with equal sizes and dtypes: Gloo would abort or give wrong sums."""
         call = operation if like is None else f"{operation} of {describe(like)}"
         number = int.from_bytes(blake2b(call.encode(), digest_size=8).digest(), "big") >> 1
 
@@ -372,7 +374,7 @@ class Comm(ABC):
         return check
 
     def _track(self, operation: str, sent: float, launch: Callable[[], Work[T]], like: Tensor | None = None) -> Work[T]:
-        """Count the call, launch it, and time the wait for it; `like` is what all ranks have of one size and dtype."""
+        """Count a call, launch it, and time its wait; `like` has the same size and dtype on all ranks."""
         self.meter.sent(operation, sent)
         check = None
         if (self.round or self.checks_calls) and operation != "send_recv":
@@ -392,7 +394,8 @@ class Comm(ABC):
 
         return Work(finish)
 
-    # -- for backends: without checks, counting or the case of one rank ------------------------------------------
+    # -- for backends, which need no checks, no counting and no special case for one rank
+    # ------------------------------------------
 
     @abstractmethod
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]: ...
@@ -414,18 +417,18 @@ class Comm(ABC):
 
 
 def _odd_ones(numbers: Sequence[int]) -> list[int]:
-    """The ranks whose number is not that of most."""
+    """Return the ranks whose number differs from the majority's."""
     most = Counter(numbers).most_common(1)[0][0]
     return [rank for rank, number in enumerate(numbers) if number != most]
 
 
 def named(ranks: Sequence[int]) -> str:
-    """Ranks, for an error."""
+    """Return ranks for an error message."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def places(calls: Sequence[str], names: Callable[[Sequence[int]], str] = named) -> str:
-    """What the ranks do, in the order of ranks; those that do the same are named together."""
+    """Describe the call of each rank in rank order; ranks with the same call are grouped."""
     groups: dict[str, list[int]] = {}
     for rank, call in enumerate(calls):
         groups.setdefault(call, []).append(rank)
@@ -433,6 +436,6 @@ def places(calls: Sequence[str], names: Callable[[Sequence[int]], str] = named) 
 
 
 def _place(entry: Sequence[int]) -> str:
-    """The call and the step of a row that ranks have compared."""
+    """Return the call and the step of a compared row as text."""
     call = _WORDS.pack(*entry[1:-1]).decode(errors="replace").rstrip()
     return f"{call} at step {entry[0]}" if entry[0] >= 0 else call

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A comm that sends nothing and counts the bytes that it would send."""
+"""A comm that sends nothing and counts the bytes that a real one would send."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class CountingComm(Comm):
     checks_first_steps = False
 
     def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[list[int]]:
-        """Count the bytes; no rank differs, and there is no list of them, since there may be very many."""
+        """Count the bytes; no rank differs. No list of ranks is built, since there may be very many."""
         self.round = ""
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         return completed(list[int]())
@@ -58,7 +58,7 @@ class CountingComm(Comm):
         return completed([x.clone() for _ in range(self.size)])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        # Other ranks may send other sizes than this one, so there is nothing to copy.
+        # Other ranks may send other sizes than this one, so the results are not copies of its own.
         return completed([torch.zeros(n, dtype=xs[0].dtype, device=xs[0].device) for n in sizes])
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
@@ -71,8 +71,8 @@ class CountingComm(Comm):
 class CountingMailbox(Mailbox):
     """A mailbox that counts messages and drops them.
 
-    Every expected message is ready at once. Each `process_deferred` delivers one message on the lowest topic, from the
-    ranks that may send on it, in turn.
+    Every expected message is ready at once. Each `process_deferred` delivers one message on the lowest topic, taking
+    the ranks that may send on it in turn.
     """
 
     def __init__(self, comm: Comm, like: Tensor, capacity: int) -> None:
@@ -81,7 +81,7 @@ class CountingMailbox(Mailbox):
         self._delivered = 0
 
     def expect(self, src: int, like: Tensor) -> Work[Message]:
-        """A message with the content of `like`, as if the other rank held the same."""
+        """Return a message with the content of `like`, as if the other rank held the same."""
         step = self._comm.step
 
         def receive() -> Message:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Keep a process's connections and signal handlers out of its forks, such as the workers of a DataLoader.
+"""Keep a process's connections and signal handlers out of its forks, such as DataLoader workers.
 
-Threads do not survive a fork. A fork that closes its copy of a connection would wait for the connection's thread,
+Threads do not survive a fork. A fork that closes its copy of a connection could wait for the connection's thread,
 crash, or tell the other ranks that the parent has ended.
 """
 
@@ -17,7 +17,7 @@ class Protected(Protocol):
     """An object that belongs to the process that made it."""
 
     def after_fork(self) -> None:
-        """Called in a fork of that process: become unusable, and close nothing."""
+        """Make the object unusable in a fork of that process, without closing anything."""
         ...
 
 
@@ -34,7 +34,7 @@ def protect(owner: Protected) -> None:
 
 
 def keep_forever(kept: object) -> None:
-    """Never free an object, nor what it refers to, even when the interpreter exits."""
+    """Never free an object or the objects that it refers to, even when the interpreter exits."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 

@@ -45,31 +45,32 @@ Handles = list[dist.Work]
 _TAGS = 1 << 13
 _SIZES = 131_071  # a prime; times `_TAGS` it is less than 2**30
 _LOGGER = logging.getLogger("thinwire")
-_WAITED = 0.05  # of the timeout; a rank that has waited less was late
-_LATE_SECONDS = 1.0  # after a timeout, so that a rank that waits for others says for whom
-_ENDED_SECONDS = 0.05  # within which the kernel says that a process has ended whose connections are closed
+_WAITED = 0.05  # a fraction of the timeout; a rank that has waited for less time was late
+_LATE_SECONDS = 1.0  # after a timeout, so that a rank that waits for others can report which ones
+_ENDED_SECONDS = 0.05  # for the kernel to report the end of a process whose connections are closed
 _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
-# Failures of the network in torch's RuntimeErrors; all others are mistakes in the call.
+# RuntimeErrors of torch that report a network failure; all others are mistakes in the call.
 _NETWORK_ERROR = re.compile("gloo|connection|peer|timeout|timed out", re.IGNORECASE)
 
 
 class GroupComm(Comm):
     """One rank's view of a process group.
 
-    On Gloo it opens connections of its own beside the group's. A failed call closes them at once, so that every other
-    rank fails too instead of waiting for its timeout. Then the surviving ranks set a key each in the rendezvous store,
-    and the error names the ranks that did not. (A rank that is busy elsewhere for several seconds counts as missing.)
+    On Gloo it opens its own connections, separate from the group's. A failed call closes them at once, so that every
+    other rank fails too instead of waiting for its timeout. Then each surviving rank sets a key in the rendezvous
+    store, and the error names the ranks that did not. (A rank that is busy for several seconds counts as missing.)
 
-    Ranks that call different collectives, or with other sizes, may get wrong sums, or end in Gloo's abort. Set
-    TORCH_DISTRIBUTED_DEBUG=DETAIL to let every call check this first, and name the rank.
+    Ranks that make different collective calls, or use different sizes, may get wrong sums or end in Gloo's abort. Set
+    TORCH_DISTRIBUTED_DEBUG=DETAIL to check every call first and to name the rank that differs.
 
     Args:
         group: a process group; None is the default one.
-        timeout: how long one wait may last, in seconds; on NCCL the group's own timeout holds.
+        timeout: how long one wait may last, in seconds; on NCCL the group's own timeout applies.
 
     Raises:
         ConfigError: this rank is not in the group.
-        CommError: not all ranks of the group make their comm within the timeout, or the rendezvous store is silent.
+        CommError: not all ranks of the group create their comm within the timeout, or the rendezvous store does not
+        answer.
 
     Example:
         >>> import torch
@@ -96,14 +97,14 @@ class GroupComm(Comm):
         self._connect(_own_store(members, timeout), members, devices)
 
     def _connect(self, store: Store, members: Sequence[int], gloo_devices: set[str]) -> None:
-        """Open connections of this comm's own, where the group has Gloo."""
+        """Open this comm's own connections if the group has Gloo."""
         self._roll_call = RollCall(store, members, self.rank)
         self._inflight: dict[int, Handles] = {}
         self._fault: ThinwireError | None = None
         self._gloo_devices = gloo_devices
         self._tag = 0
-        self.checks_calls = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"  # as torch's own groups
-        # At most one: connections close with their last reference, so they are held where one call can drop it.
+        self.checks_calls = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"  # like torch's own groups
+        # At most one entry: connections close with their last reference, so one call must be able to drop it.
         self._own: list[_Connections] = []
         self._duplicates: WeakSet[Comm] = WeakSet()
         self._finalizer = weakref.finalize(self, _let_go, self._own, self._inflight)
@@ -112,9 +113,9 @@ class GroupComm(Comm):
             start = time.monotonic()
             try:
                 limit = timedelta(seconds=self.timeout)
-                # Its own limit does not hold where the process that hosts the store has stopped.
+                # Torch's own timeout does not apply if the process that hosts the store has stopped.
                 backend = self._connected(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, limit))
-                # A backend has the calls of a group, but torch's stubs do not say so.
+                # A backend has the methods of a group, but torch's stubs do not list them.
                 self._own.append(_Connections(cast(dist.ProcessGroup, backend), timed=True))
                 problem = None
             except RuntimeError as error:
@@ -127,11 +128,11 @@ class GroupComm(Comm):
             self._roll_call.processes = Processes(self._gather_rows(own_row()), self.rank)
 
     def _connected(self, connect: Callable[[], T]) -> T:
-        """The group, once all its ranks have connected."""
+        """Return the group after all its ranks have connected."""
         return within(self.timeout, connect)
 
     def _gather_rows(self, row: bytes) -> list[bytes]:
-        """All-gather a few bytes, which count as a part of connecting."""
+        """All-gather a few bytes as a part of connecting."""
         own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
         rows = list(own.new_empty((self.size, own.numel())))
         self._start("connecting", own, lambda group: group.all_gather(own, rows), lambda: None).wait()
@@ -162,7 +163,7 @@ class GroupComm(Comm):
         def launch(group: _Connections) -> Handles:
             direct = self.size == 2 or nbytes_of(x) <= DIRECT_GATHER_BYTES
             if group.timed and direct and x.device.type == "cpu":
-                # Gloo's ring has a hop for each rank, and each sends before it receives; see `exchange`.
+                # Gloo's ring needs a hop for each rank, and each rank sends before it receives; see `exchange`.
                 rows[self.rank].copy_(flat)
                 return group.exchange([flat] * self.size, rows, self.rank, tag=self._next_tag())
             return group.all_gather(flat, rows)
@@ -183,18 +184,18 @@ class GroupComm(Comm):
         return self._start("all_to_all", sent, launch, lambda: list(received.split(list(sizes))))
 
     def _next_tag(self) -> int:
-        """Of the messages of one collective call, so that those of several in flight are kept apart."""
-        # Odd, as those of `send_recv` are even.
+        """Return a tag for one collective call, so that messages of concurrent calls are not mixed up."""
+        # Odd, since the tags of `send_recv` are even.
         self._tag = (self._tag + 2) % _TAGS
         return self._tag + 1
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        # Gloo hands the address to the network as it is, and that of a GPU's memory ends the process.
+        # Gloo passes the address to the network unchanged, and an address in GPU memory crashes the process.
         through_host = x.device.type in self._gloo_devices and x.device.type != "cpu"
         sent = x.cpu() if through_host else x
         received = [torch.empty_like(sent) for _ in src]
         peers = ", ".join(str(j) for j in sorted({*dst, *src}))
-        # Messages of different steps never meet, so that a rank which is out of step is waited for and named.
+        # Messages of different steps never match, so that the wait for a rank out of step fails and names it.
         tag = 2 * self.step % _TAGS if self.in_step else 0
         return self._start(
             f"send_recv with ranks {peers}",
@@ -204,7 +205,7 @@ class GroupComm(Comm):
         )
 
     def duplicate(self) -> Comm:
-        """A second comm over the group, with Gloo connections of its own."""
+        """Open a second comm over the group, with its own Gloo connections."""
         if torch.device("cpu").type not in self._gloo_devices:
             return super().duplicate()
         second = GroupComm(self._group, timeout=self.timeout)
@@ -215,7 +216,7 @@ class GroupComm(Comm):
         """Close the connections that this comm has opened, and its mailboxes; later calls raise an error."""
         if self._fault is not None:
             return
-        self._fault = ConfigError(f"{self.name(self.rank)}: this comm was disconnected; attach the model again")
+        self._fault = ConfigError(f"{self.name(self.rank)}: this comm was disconnected. Attach the model again")
         for owner in list(self._mailboxes):
             self.close_mailbox(owner)
         self._close_connections()
@@ -223,7 +224,7 @@ class GroupComm(Comm):
             each.disconnect()
 
     def after_fork(self) -> None:
-        """Become unusable in a fork of the process that made the connections, which stay open there."""
+        """Make this comm unusable in a fork; the parent's connections stay open."""
         self._finalizer.detach()
         # Gloo's threads do not exist here, and its destructors would wait for them.
         keep_forever([*self._own, *(handle for handles in self._inflight.values() for handle in handles)])
@@ -233,7 +234,7 @@ class GroupComm(Comm):
         )
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
-        from thinwire.core.comm.mailbox.zeromq import ZeroMqMailbox  # here, as it needs the optional pyzmq
+        from thinwire.core.comm.mailbox.zeromq import ZeroMqMailbox  # optional dependency
 
         return ZeroMqMailbox(self, epoch, like, capacity)
 
@@ -271,11 +272,11 @@ class GroupComm(Comm):
         return Work(finish)
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
-        """Wait for all handles; returns what went wrong."""
+        """Wait for all handles; return the problem as text, empty if there is none."""
         return try_wait(handles, seconds)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
-        """Raise an error that this rank has found, here and in the calls of all others."""
+        """Raise an error on this rank and in the calls of all others."""
         if self.size == 1 or self._fault is not None:
             raise error
         own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
@@ -285,64 +286,64 @@ class GroupComm(Comm):
         raise self._fault from (None if self._fault is error else error)
 
     def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
-        """Ask the other ranks what went wrong first, and close the connections; later calls repeat the first error."""
+        """Find the first failure of any rank, and close the connections; later calls repeat the error."""
         if self._fault is None and closed and not self._roll_call.has_begun():
             return PeerLostError(f"{self.name(self.rank)}, step {self.step}, {call}: {problem}")
         return self._failed(call, problem, self.timeout if late else 0.0)
 
     def count_other_calls(self) -> int:
-        """Count the calls so far of torch's process groups in which two of these ranks or more meet."""
+        """Count the calls of torch's process groups with two or more of these ranks."""
         mine = set(dist.get_process_group_ranks(self._group))
         groups = [*process_groups(), self._group]
         count = 0
         for group in {id(group): group for group in groups}.values():
-            # Groups that this rank is no member of are in the table as a number.
+            # The table holds a number for groups that this rank is not a member of.
             if isinstance(group, dist.ProcessGroup) and len(mine.intersection(dist.get_process_group_ranks(group))) > 1:
                 with suppress(RuntimeError):  # a backend that does not count
                     count += sequence_number(group)
         return count
 
     def name(self, rank: int) -> str:
-        """A rank of the group, also by its number in the whole job where that is another one."""
+        """Return a rank for an error message, with its rank in the job if that differs."""
         return self._roll_call.name(rank)
 
     @property
     def ranks_key(self) -> object:
-        """The process group."""
+        """Return the process group."""
         return self._group
 
     @property
     def wires_key(self) -> object:
-        """The process group, on NCCL; this comm where it has connections of its own."""
+        """Return the process group on NCCL, and this comm if it has its own connections."""
         return self if self._gloo_devices else self._group
 
     def has_failed(self) -> bool:
-        """Whether the connections are closed."""
+        """Return True if the connections are closed."""
         return self._fault is not None
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank of this machine has ended."""
+        """Return True if a rank on this machine has ended."""
         return self._roll_call.processes.state(rank) is State.ENDED
 
     def _failed(self, operation: str, problem: str, waited: float) -> ThinwireError:
         """Close the connections, find the missing ranks, and make the error; later calls repeat the first error."""
         if self._fault is not None:
             return self._closed(self._fault)
-        # Gloo's text does not always name a timeout, so the time waited counts too.
+        # Gloo's text does not always mention a timeout, so the waiting time is checked too.
         late = waited >= 0.95 * self.timeout or "timed out" in problem.lower()
         processes = self._roll_call.processes
         gone = processes.in_state(State.STOPPED, State.ENDED) if late else processes.ended(within=_ENDED_SECONDS)
         own = Failure("late" if late else "lost", self.rank, self.step, operation, waited, gone)
 
         def report(found: Findings) -> None:
-            # Before the others are asked: a launcher such as torchrun ends this process soon after another one.
+            # Logged before the roll call: a launcher such as torchrun may end this process soon.
             _LOGGER.error("%s", self._fault_of(found, operation, problem))
 
         self._fault = self._fault_of(self._roll_call.run(own, self._close_connections, report), operation, problem)
         return self._fault
 
     def _fault_of(self, found: Findings, operation: str, problem: str) -> ThinwireError:
-        """The error of what the roll call has found."""
+        """Make the error for the findings of the roll call."""
         if found.first.cause == "error":
             return error_named(found.first.error, found.first.text)
         if (mismatch := self._out_of_step(found)) is not None:
@@ -360,11 +361,11 @@ class GroupComm(Comm):
         return PeerLostError(f"{where}: {who} {be} lost{ended}{problem}")
 
     def _out_of_step(self, found: Findings) -> MismatchError | None:
-        """The error of ranks that all have waited for each other, in different calls."""
+        """Make the error for ranks that waited for each other in different calls, if all of them did."""
         answers = [found.answers[rank] for rank in sorted(found.answers)]
         if found.first.cause != "late" or len(answers) < self.size:
             return None
-        # A rank that has hardly waited was late. Messages to neighbours may be some steps apart where one of them is.
+        # A rank that has hardly waited was late. Neighbors of a late rank may be some steps apart.
         waited = all(answer.seconds >= _WAITED * self.timeout for answer in answers)
         kinds = {answer.call.partition(" with ")[0] for answer in answers}
         if not waited or len({(answer.call.partition(" with ")[0], answer.step) for answer in answers}) == 1:
@@ -379,9 +380,9 @@ class GroupComm(Comm):
 
     @staticmethod
     def _closed(fault: ThinwireError) -> ThinwireError:
-        if isinstance(fault, ConfigError):  # no failure: this comm was disconnected, or this process is a fork
+        if isinstance(fault, ConfigError):  # no failure: the comm was disconnected, or this process is a fork
             return fault
-        return type(fault)(f"these ranks' connections are closed since an earlier failure: {fault}")
+        return type(fault)(f"the connections are closed after an earlier failure: {fault}")
 
     def _close_connections(self) -> None:
         """Drop the last references to the group and to its handles, which closes the connections."""
@@ -394,10 +395,10 @@ class GroupComm(Comm):
 
 
 class _Connections:
-    """Torch's calls on one group: the caller's, or a second one that this comm may close.
+    """Torch's calls on one group: the caller's, or this comm's own, which it may close.
 
     Attributes:
-        timed: whether waits take a timeout, as Gloo's do.
+        timed: whether waits accept a timeout, as on Gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup, *, timed: bool) -> None:
@@ -413,7 +414,7 @@ class _Connections:
         return [self._group.allreduce([x], options)]
 
     def chain_broadcast(self, x: Tensor, position: int, rank: int, size: int, *, tag: int) -> Handles:
-        """A broadcast along a chain of ranks, in chunks, so that no rank sends the vector twice.
+        """Broadcast along a chain of ranks, in chunks, so that no rank sends the vector twice.
 
         Gloo's own broadcast is a tree whose root sends the vector log2(size) times. Ranks in the middle of the chain
         forward chunks while they wait for them, so all ranks must wait for their broadcasts in the same order.
@@ -441,12 +442,12 @@ class _Connections:
         return [self._group.allgather([rows], [x])]
 
     def exchange(self, parts: Sequence[Tensor], into: Sequence[Tensor], rank: int, *, tag: int) -> Handles:
-        """An all-to-all on Gloo: a part to each other rank, and one from each.
+        """Run an all-to-all on Gloo: send a part to each other rank, and receive one from each.
 
-        Gloo's own sends before it receives. The word that a rank is ready to receive then waits behind what it sends,
-        and the two directions of a link carry data one after the other.
+        Gloo's own all-to-all sends before it receives. The notice that a rank is ready to receive is then queued behind
+        its data, so that the two directions of a link carry data one after the other.
         """
-        # First from whoever sends to this rank first. Nobody waits for a part of no bytes.
+        # Ordered by when the others send to this rank. Empty parts are not sent.
         others = [(rank + offset) % len(parts) for offset in range(1, len(parts))]
         receives = [self._group.recv([into[j]], j, _of_size(tag, into[j])) for j in reversed(others) if into[j].numel()]
         sends = [self._group.send([parts[j]], j, _of_size(tag, parts[j])) for j in others if parts[j].numel()]
@@ -460,7 +461,7 @@ class _Connections:
     ) -> Handles:
         pairs = list(zip(src, received, strict=True))
         if self.timed:
-            # Receives first: a send that meets no receive waits for it, which doubles the time of mutual exchanges.
+            # Receives first: a send without a matching receive waits, which doubles the time of mutual exchanges.
             tag = _of_size(tag, x)
             receives = [self._group.recv([y], j, tag) for j, y in pairs]
             return [*receives, *(self._group.send([x], j, tag) for j in dst)]
@@ -470,14 +471,14 @@ class _Connections:
 
 
 def _of_size(tag: int, x: Tensor) -> int:
-    """The tag of messages of this size: Gloo ends the process where one is longer than what is received."""
-    # So a rank that is out of step, and makes another call, is waited for and named.
+    """Return a tag for messages of this size: Gloo aborts if a message is longer than the receive buffer."""
+    # With different tags, the wait for a rank that makes another call fails and names it.
     return tag + _TAGS * (nbytes_of(x) % _SIZES)
 
 
 @dataclass
 class _Forward:
-    """A chunk that is forwarded to the next rank when its arrival is waited for."""
+    """A chunk that is forwarded to the next rank after the wait for its arrival."""
 
     received: dist.Work
     chunk: Tensor
@@ -493,7 +494,7 @@ class _Forward:
 
 @dataclass
 class _All:
-    """The forwarded chunks, whose sends must be waited for too."""
+    """The forwarded chunks; their sends must be awaited too."""
 
     sent: Handles
 
@@ -504,7 +505,7 @@ class _All:
 
 def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
-    assert world is not None, "the default group exists: its rank was asked for"
+    assert world is not None, "the default group exists, since its rank is known"
     return world
 
 
@@ -512,10 +513,10 @@ _let_go_of: list[_Connections] = []
 
 
 def _let_go(own: list[_Connections], inflight: dict[int, Handles]) -> None:
-    """Close the connections of a comm that nobody holds any more, unless messages are in flight on them.
+    """Close the connections of an unused comm, unless messages are in flight on them.
 
-    A model that is dropped without `detach()` may leave messages behind that other ranks still wait for: theirs would
-    fail, and closing would wait for them. Such connections stay open until the process ends.
+    Other ranks may still wait for messages of a model that was dropped without `detach()`. Closing would make their
+    waits fail, and would itself wait for them. Such connections stay open until the process ends.
     """
     if inflight:
         _let_go_of.extend(own)
@@ -524,15 +525,15 @@ def _let_go(own: list[_Connections], inflight: dict[int, Handles]) -> None:
 
 def _not_in_group() -> ConfigError:
     return ConfigError(
-        f"group: rank {dist.get_rank()} of the job is not in the group; call attach on the group's ranks only"
+        f"group: rank {dist.get_rank()} of the job is not in the group. Call attach on the group's ranks only"
     )
 
 
-_starts: dict[str, str] = {}  # of this process with others, by the name of the group
+_starts: dict[str, str] = {}  # the name of this start of the ranks, by the name of the group
 
 
 def _own_store(members: Sequence[int], timeout: float) -> Store:
-    """A part of the rendezvous store for one comm, new at every call; all members call equally often."""
+    """Return a new part of the rendezvous store for one comm; all members must call equally often."""
     name = f"thinwire/{hashlib.sha256(repr(list(members)).encode()).hexdigest()[:16]}"
     if store_outlives_workers():
         if name not in _starts:
@@ -546,11 +547,11 @@ def _own_store(members: Sequence[int], timeout: float) -> Store:
 def count_in_store(key: str, timeout: float) -> int:
     """Add one to a number in the default group's rendezvous store, and return it.
 
-    PyTorch's `Store.add` waits for ever where the process that hosts the store has stopped.
+    PyTorch's `Store.add` waits forever if the process that hosts the store has stopped.
 
     Raises:
-        CommTimeoutError: the store did not answer within so many seconds.
-        PeerLostError: the process that hosts it has ended.
+        CommTimeoutError: the store did not answer within `timeout` seconds.
+        PeerLostError: the process that hosts the store has ended.
     """
     return _ask_store(lambda: _store().add(key, 1), timeout)
 
@@ -566,7 +567,9 @@ def _ask_store(ask: Callable[[], T], timeout: float) -> T:
         problem = f"no answer within {timeout:g} s from the rendezvous store; {host}, which hosts it, is not answering"
         raise CommTimeoutError(f"{where}: {problem}") from None
     except RuntimeError as error:
-        raise PeerLostError(f"{where}: the rendezvous store is gone, and {host}, which hosted it ({error})") from error
+        raise PeerLostError(
+            f"{where}: the rendezvous store is gone, and so is {host}, which hosted it ({error})"
+        ) from error
 
 
 def _store() -> Store:
@@ -574,7 +577,7 @@ def _store() -> Store:
 
 
 def try_wait(handles: Handles, seconds: float | None) -> str:
-    """Wait for all handles; returns what went wrong as text, since a traceback would keep handle and group alive."""
+    """Wait for all handles; return the problem as text, since a traceback would keep the group alive."""
     try:
         while handles:
             handle = handles.pop(0)
@@ -588,20 +591,20 @@ def try_wait(handles: Handles, seconds: float | None) -> str:
 
 
 def first_sentence(error: RuntimeError) -> str:
-    """The first sentence of a backend's error, without the line of its source."""
+    """Return the first sentence of a backend's error, without its source location."""
     line = re.sub(r"^\[[^]]*\.cc:\d+\] ", "", str(error).partition("\n")[0])
     return line.partition(". ")[0][:200]
 
 
 def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device | None = None) -> Comm:
-    """The comm of a process group, of a one-dimensional `DeviceMesh`, or of one worker alone.
+    """Make the comm of a process group, of a one-dimensional `DeviceMesh`, or of a single worker.
 
     Args:
-        group: None is the default group. Where there is none yet, but torchrun's variables name several workers (RANK,
-            WORLD_SIZE, MASTER_ADDR, MASTER_PORT), it is made from them, and destroyed when the process ends.
-            Otherwise one worker alone.
-        timeout: how long one wait may last, in seconds; also for the other workers to come.
-        device: of the tensors to send; a group that is made here uses NCCL for CUDA, otherwise Gloo.
+        group: None is the default group. If there is none, and torchrun's variables (RANK, WORLD_SIZE, MASTER_ADDR,
+            MASTER_PORT) name several workers, it is created from them and destroyed when the process ends. Without
+            these variables the comm has a single worker.
+        timeout: how long one wait may last, in seconds; also how long the other workers may take to connect.
+        device: the device of the tensors to send; a group that is created here uses NCCL for CUDA, otherwise Gloo.
 
     Raises:
         ConfigError: several workers were started without torchrun's variables, the mesh has several dimensions, or this
@@ -610,7 +613,10 @@ def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
-            raise ConfigError(f"a mesh of shape {tuple(group.shape)}: name one dimension, as in mesh['replicate']")
+            raise ConfigError(
+                f"the mesh has shape {tuple(group.shape)}: it must have one dimension. Select one, as in "
+                "mesh['replicate']"
+            )
         if group.get_coordinate() is None:
             raise _not_in_group()
         group = group.get_group()
@@ -620,19 +626,19 @@ def comm_for(group: Group = None, *, timeout: float = 60.0, device: torch.device
             return single_worker()
         if not started_by_torchrun():
             raise ConfigError(
-                f"WORLD_SIZE={workers} but no process group: start with torchrun, which sets MASTER_ADDR and RANK too, "
-                "or call torch.distributed.init_process_group() before attach"
+                f"WORLD_SIZE={workers} but no process group exists. Start with torchrun, which sets MASTER_ADDR and "
+                "RANK too, or call torch.distributed.init_process_group() before attach"
             )
         init_process_group(device or torch.device("cpu"), timeout)
         atexit.register(_destroy, _world(), os.getpid())
     comm = GroupComm(group, timeout=timeout)
     if device is not None and device.type == comm.check_device.type:
-        comm.check_device = device  # the current GPU may be another one, which NCCL would take for this rank's
+        comm.check_device = device  # NCCL would otherwise use the current GPU, which may be another one
     return comm
 
 
 def _destroy(made: dist.ProcessGroup, process: int) -> None:
-    """Destroy the default group, where it is still the one that this process has made."""
+    """Destroy the default group if it is still the one that this process has created."""
     if dist.group.WORLD is made and os.getpid() == process:
         dist.destroy_process_group()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Some of the ranks as a comm of their own; all ranks make the same calls, each among its own."""
+"""A comm over a subset of the ranks; all ranks make the same calls, each within its subset."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from thinwire.errors import ConfigError
 
 
 class Members(Comm):
-    """The ranks of one of several disjoint sets of equally many, which together are all ranks.
+    """The ranks of one of several disjoint sets of equal size that together cover all ranks.
 
-    Every call is one or two all-to-alls of all ranks, in which a rank sends nothing to those of other sets.
+    Every call is one or two all-to-alls of all ranks, in which a rank sends nothing to ranks of other sets.
 
     Args:
-        whole: all ranks.
-        ranks: the set's, ascending; this rank among them.
+        whole: the comm of all ranks.
+        ranks: the ranks of the set, ascending, including this rank.
 
     Example:
         >>> import torch
@@ -39,7 +39,7 @@ class Members(Comm):
         self.whole, self.ranks, self.step, self.runtime = whole, tuple(ranks), whole.step, whole.runtime
 
     def name(self, rank: int) -> str:
-        """A rank of the set, as all ranks know it."""
+        """Return the name of a rank of the set in the whole comm."""
         return self.whole.name(self.ranks[rank])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
@@ -76,22 +76,22 @@ class Members(Comm):
 
 
 def check_nodes(node_size: int, size: int) -> None:
-    """Refuse a number of workers that does not fill whole nodes.
+    """Check that the number of workers fills whole nodes.
 
     Raises:
-        ConfigError: with the rule and the fix.
+        ConfigError: it does not.
     """
     if size % node_size:
         raise ConfigError(
-            f"node_size={node_size} with {size} workers: ranks do not fill whole nodes; use a divisor of {size}"
+            f"node_size={node_size} with {size} workers: ranks do not fill whole nodes. Use a divisor of {size}"
         )
 
 
 def node_and_peers(comm: Comm, node_size: int) -> tuple[Members, Members]:
-    """The ranks of this rank's node, of consecutive ranks, and those with the same place in all nodes.
+    """Return comms of the ranks on this rank's node, and of the ranks with the same position on all nodes.
 
     Raises:
-        ConfigError: ranks do not fill whole nodes.
+        ConfigError: the ranks do not fill whole nodes.
     """
     check_nodes(node_size, comm.size)
     first, place = comm.rank - comm.rank % node_size, comm.rank % node_size

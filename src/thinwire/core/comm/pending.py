@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The means of one training step that are in flight and finish together."""
+"""The in-flight means of one training step, which finish together."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from thinwire.core.comm.work import Work
 from thinwire.errors import CommError
 
 Stages = Generator[bool | None, bool, Tensor]
-"""A mean, as a function that pauses four times; `PendingMeans` says when it goes on."""
+"""A mean as a generator that pauses four times; `PendingMeans` resumes it."""
 
 
 class PendingMeans:
-    """The means of one training step, which finish together when the first of them is waited for.
+    """The means of one training step, which finish together at the first wait for any of them.
 
     A step is skipped as a whole or not at all: residuals are updated only if every rank's vector in every one of these
-    means is finite. A mean with a second stage starts it when the next mean is launched, so that of many parts of a
-    gradient only the last has its second stage after the backward pass. Ranks launch and wait in the same order, so
-    these moments are the same on all of them. Whoever owns the step keeps one of these for all its means.
+    means is finite. A mean with a second stage starts it when the next mean is launched. Of many parts of a gradient,
+    only the last then runs its second stage after the backward pass. Ranks launch and wait in the same order, so these
+    moments are the same on all of them. The owner of the step keeps one of these objects for all its means.
 
-    A mean is a generator. It starts when it is launched, and goes on from its
+    A mean is a generator. It starts when it is launched, and resumes from its
 
-    1. `yield`, when the next mean has been launched, when its work is told to `advance`, or with the next line;
-    2. `yield`, when the first of all means is waited for;
-    3. `yield finite`, which says whether all ranks' vectors are finite, when that is known of all means; it evaluates
-       to whether all of them are;
-    4. `yield`, when this mean itself is waited for; it returns the mean.
+    1. `yield`, when the next mean has been launched, when its work's `advance` is called, or with the next line;
+    2. `yield`, at the first wait for any of the means;
+    3. `yield finite` (whether all ranks' vectors of this mean are finite), when this is known for all means; the
+       expression evaluates to whether all of them are;
+    4. `yield`, at the wait for this mean; it returns the mean.
 
     Example:
         >>> import torch
@@ -53,11 +53,11 @@ class PendingMeans:
 
     def __init__(self) -> None:
         self._means: list[Stages] = []
-        # Whether the last of them is still in its first stage.
+        # True while the last of them is in its first stage.
         self._in_first_stage = False
 
     def launch(self, mean: Stages) -> Work[Tensor]:
-        """Start a mean; the work's `wait` finishes all that are in flight."""
+        """Start a mean; the `wait` of its work finishes all means in flight."""
         next(mean)
         self._advance()
         self._means.append(mean)
@@ -68,7 +68,7 @@ class PendingMeans:
                 self._advance()
 
         def finish() -> Tensor:
-            # Whichever mean is waited for first finishes them all; the others then only fetch their result.
+            # The first wait finishes all means; later waits only fetch their result.
             if mean in self._means:
                 self._finish()
             return _result(mean)
@@ -82,7 +82,7 @@ class PendingMeans:
             self._together(lambda: next(self._means[-1]))
 
     def drop(self) -> None:
-        """Forget all means in flight, whose connections are closed."""
+        """Discard all means in flight after their connections were closed."""
         for mean in self._means:
             mean.close()
         self._means, self._in_first_stage = [], False
@@ -98,7 +98,7 @@ class PendingMeans:
             mean.send(all(finite))
 
     def _together(self, go_on: Callable[[], object]) -> None:
-        """Go on; where that fails, none of the means is complete."""
+        """Resume the means; if that fails, none of them is complete."""
         try:
             go_on()
         except BaseException:
@@ -109,10 +109,10 @@ class PendingMeans:
 
 
 def _result(mean: Stages) -> Tensor:
-    """What a mean returns when it goes on from its last `yield`."""
+    """Return the result of a mean after its last `yield`."""
     try:
         next(mean)
     except StopIteration as end:
         if end.value is not None:
             return end.value
-    raise CommError("this mean failed at an earlier wait, alone or with the others of its step; see the first error")
+    raise CommError("this mean failed at an earlier wait, alone or with others of its step. See the first error")

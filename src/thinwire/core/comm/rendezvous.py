@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the default process group from the variables that torchrun sets."""
+"""Create the default process group from the variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ from thinwire.core.comm.roll_call import within
 from thinwire.errors import CommTimeoutError, ConfigError
 
 _NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-# PyTorch's own limit comes first, since its error names the address; a store whose host has stopped has no limit.
+# PyTorch's own timeout comes first, since its error names the address. It does not apply if the host has stopped.
 _LINGER_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 
 
 def started_by_torchrun() -> bool:
-    """Whether torchrun, or something that sets the same variables, started this process."""
+    """Return True if torchrun, or a launcher that sets the same variables, started this process."""
     return set(_NAMES) <= os.environ.keys()
 
 
 def init_process_group(device: torch.device, timeout: float) -> None:
-    """Make the default process group from the environment; without torchrun's variables, one of this process alone.
+    """Create the default process group from the environment; of one process without torchrun's variables.
 
     Args:
-        device: the CPU for Gloo; a GPU for NCCL, with Gloo for tensors on the CPU. It becomes the current one; without
-            an index it is the one of the process's number on this machine.
+        device: the CPU for Gloo; a GPU for NCCL, with Gloo for tensors on the CPU. The GPU becomes the current one;
+            without an index, the process's local rank is the index.
         timeout: how long the ranks wait for each other, now and in each wait, in seconds.
 
     Raises:
         CommTimeoutError: not all ranks connected in time.
     """
-    # What is not trained stays on the CPU, so CUDA runs need Gloo too.
+    # Data that is not trained stays on the CPU, so CUDA runs need Gloo too.
     backend, limit = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout)
     if not started_by_torchrun():
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit)
         return
     if device.type == "cuda":
-        # Where each process sees one GPU only, all of them have the first, whatever their number.
+        # If each process sees only one GPU, all of them use the first, whatever their local rank.
         own = cast("int | None", device.index)  # torch's stubs do not know None
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) if own is None else own)
     try:
@@ -59,8 +59,8 @@ def init_process_group(device: torch.device, timeout: float) -> None:
         hint = ". If nodes have joined (--nnodes MIN:MAX), start torchrun with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
         hint = hint if store_outlives_workers() else ""
         raise CommTimeoutError(
-            f"rank {rank}: not all {size} workers connected to {host}:{port} in {timeout:g} s ({first}); see what "
-            f"the other ranks print, and whether this one can reach that address{hint}"
+            f"rank {rank}: not all {size} workers connected to {host}:{port} in {timeout:g} s ({first}). See the "
+            f"output of the other ranks, and check that this rank can reach that address{hint}"
         ) from error
 
 
@@ -78,18 +78,18 @@ def _connect(backend: str, timeout: timedelta) -> None:
 
 
 def store_outlives_workers() -> bool:
-    """Whether torchrun's agent hosts the rendezvous store, which then holds the keys of workers that were restarted."""
+    """Return True if torchrun's agent hosts the store, which then keeps the keys of restarted workers."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def start_of_ranks(store: Store, rank: int, size: int, timeout: float) -> str:
-    """Agree on a random name for this start of all ranks, so that keys of an earlier start are never read.
+    """Agree on a random name for this start of all ranks, so that no rank reads keys of an earlier start.
 
-    torchrun's count of restarts is no such name: each node counts its own, and none counts the nodes that join.
+    torchrun's restart count does not suffice: each node counts its own, and joining nodes are not counted.
 
     Args:
-        store: may hold keys of earlier starts.
-        rank: of this process.
+        store: the rendezvous store; may hold keys of earlier starts.
+        rank: the rank of this process.
         size: the number of ranks.
         timeout: how long to wait for the others, in seconds.
 
@@ -97,7 +97,7 @@ def start_of_ranks(store: Store, rank: int, size: int, timeout: float) -> str:
         The name, equal on all ranks of this start.
 
     Raises:
-        TimeoutError: not all ranks came in time; says which did not, as far as this rank knows.
+        TimeoutError: not all ranks arrived in time; the error names the missing ones that this rank knows of.
     """
     end, own, proposed, name = time.monotonic() + timeout, secrets.token_hex(8), [""], ""
     if size == 1:
@@ -106,8 +106,8 @@ def start_of_ranks(store: Store, rank: int, size: int, timeout: float) -> str:
     others = [f"present/{each}" for each in range(1, size)]
     while True:
         if rank == 0:
-            # A rank that was restarted replaces what its predecessor has left. Who was proposed must confirm, so that
-            # a start with a predecessor in it is never agreed on.
+            # A restarted rank replaces the value of its predecessor. Every rank whose value was proposed must confirm,
+            # so that ranks never agree on a start with a predecessor in it.
             if store.check(others) and (present := [own, *(store.get(each).decode() for each in others)]) != proposed:
                 proposed, name = present, secrets.token_hex(8)
                 store.set("proposal", json.dumps([name, *present]))
@@ -125,20 +125,20 @@ def start_of_ranks(store: Store, rank: int, size: int, timeout: float) -> str:
         if time.monotonic() > end:
             missing = [each for each in others if not store.check([f"{name}/{each}" if name else each])]
             ranks = ", ".join(each.rpartition("/")[2] for each in missing) if rank == 0 else "0, or one that it awaits,"
-            raise TimeoutError(f"rank {ranks} has not come")
+            raise TimeoutError(f"rank {ranks} did not arrive")
         time.sleep(_POLL_SECONDS)
 
 
 def open_store(timeout: timedelta) -> Store:
-    """The rendezvous store that torchrun's variables name; rank 0 hosts it, unless torchrun's agent does.
+    """Open the rendezvous store of torchrun's variables; rank 0 hosts it, unless torchrun's agent does.
 
-    Where all ranks are on this machine it listens on the loopback alone.
+    If all ranks are on this machine, it listens on the loopback interface only.
 
     Args:
-        timeout: how long to try to reach it.
+        timeout: how long to try to reach the store.
 
     Raises:
-        RuntimeError: it cannot be reached.
+        RuntimeError: the store cannot be reached.
         OSError: its port is taken.
     """
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -150,7 +150,7 @@ def open_store(timeout: timedelta) -> Store:
 
 
 def _is_local(address: str) -> bool:
-    """Whether rank 0 hosts the store for this machine only."""
+    """Return True if rank 0 hosts the store for this machine only."""
     if store_outlives_workers():
         return False
     try:
@@ -160,7 +160,7 @@ def _is_local(address: str) -> bool:
 
 
 def _loopback_store(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store:
-    """A store that listens on the loopback; torch's own listens on every interface, and serves anyone."""
+    """Open a store that listens on the loopback; torch's own would listen on every interface."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family, backlog=128) if rank == 0 else None
     return TCPStore(
@@ -175,17 +175,17 @@ def _loopback_store(address: str, port: int, rank: int, size: int, timeout: time
 
 
 def view_store(prefix: str, store: Store | None, *, several: bool, timeout: float) -> Store:
-    """A part of the store in which elastic workers agree on who they are; it outlives every worker.
+    """Open the part of a store in which elastic workers agree on their views; it outlives every worker.
 
     Args:
-        prefix: of the keys.
-        store: given by the user; None is that of `THINWIRE_STORE=host:port`, or of torchrun's agent.
-        several: whether the run begins with more than this process.
+        prefix: the prefix of the keys.
+        store: the user's store; None uses that of `THINWIRE_STORE=host:port`, or of torchrun's agent.
+        several: whether the run starts with more than this process.
         timeout: how long to try to reach it, in seconds.
 
     Raises:
-        ConfigError: no store is named that outlives the workers.
-        CommTimeoutError: it cannot be reached.
+        ConfigError: no store outlives the workers.
+        CommTimeoutError: the store cannot be reached.
     """
     if store is not None:
         return PrefixStore(prefix, store)
@@ -196,8 +196,8 @@ def view_store(prefix: str, store: Store | None, *, several: bool, timeout: floa
         if not several:
             return PrefixStore(prefix, memory_store())
         raise ConfigError(
-            "elastic=True without a store that outlives the workers: rank 0 would host it, and its loss would end the "
-            "run; start `thinwire store` and set THINWIRE_STORE to the address that it prints, or use torchrun"
+            "elastic=True needs a store that outlives the workers: rank 0 would host this one, and its loss would end "
+            "the run. Start `thinwire store` and set THINWIRE_STORE to the address that it prints, or use torchrun"
         )
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal():
@@ -217,16 +217,16 @@ def view_store(prefix: str, store: Store | None, *, several: bool, timeout: floa
 
 
 def memory_store() -> Store:
-    """A store that the threads of this process share."""
+    """Make a store that the threads of this process share."""
     return HashStore()
 
 
 def host_store(host: str, port: int) -> TCPStore:
-    """A store in this process, for elastic workers; it lives as long as the object.
+    """Host a store for elastic workers in this process; it lives as long as the object.
 
     Args:
-        host: the address that it listens on.
-        port: 0 takes any free one.
+        host: the address to listen on.
+        port: the port; 0 takes any free one.
 
     Raises:
         OSError: the address cannot be used.

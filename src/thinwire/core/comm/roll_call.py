@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds out after a failure what went wrong first and which ranks are missing, over the rendezvous store."""
+"""After a failure, find the first failure and the missing ranks through the rendezvous store."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ _STORE_SECONDS = 2.0
 _ROLL_CALL_SECONDS = 2.5  # longer than `_STORE_SECONDS`, which another rank may spend before it sets its key
 _LINGER_SECONDS = 1.0
 _MOST_CALL, _MOST_TEXT = 200, 10_000  # characters
-_NAMED_SECONDS = 10.0  # for ranks that are known to be alive, but may compute for a while before they call
+_NAMED_SECONDS = 10.0  # for live ranks, which may compute for a while before they make a call
 
 
 class Store(Protocol):
-    """The calls of a rendezvous store that are used: a table of keys and values, shared by all ranks of the job."""
+    """The methods of a rendezvous store that are used: a table of keys and values, shared by all ranks."""
 
     def set(self, key: str, value: str, /) -> None:
         """Store a value."""
         ...
 
     def get(self, key: str, /) -> bytes:
-        """The value of a key that has one."""
+        """Return the value of a key that exists."""
         ...
 
     def check(self, keys: list[str], /) -> bool:
-        """Whether all keys have a value."""
+        """Return True if all keys have a value."""
         ...
 
     def compare_set(self, key: str, expected_value: str, desired_value: str, /) -> bytes:
-        """Store a value if the key has the expected one ("" for none), and return the value that it has then."""
+        """Store a value if the key has the expected one ("" for none); return the resulting value."""
         ...
 
 
@@ -48,15 +48,15 @@ class Failure:
     """How one rank's training ended.
 
     Attributes:
-        cause: "lost", a closed connection; "late", no answer within the timeout; or "error", which this rank has found
-            by itself and tells the others.
-        rank: in the group.
+        cause: "lost", a closed connection; "late", no answer within the timeout; or "error", which only this rank has
+            detected and reports to the others.
+        rank: the rank in the group.
         step: the training step.
-        call: what the rank was doing, such as "all_reduce".
-        seconds: how long it had waited in that call.
-        gone: the ranks that it knew to be gone; only the first of all failures says more than that they end too.
-        error: the class of an error that the rank tells the others.
-        text: of that error.
+        call: the call that failed, such as "all_reduce".
+        seconds: how long the rank had waited in that call.
+        gone: the ranks known to be gone; only the first of all failures lists more than its consequences.
+        error: the class of an error that the rank reports to the others.
+        text: the text of that error.
     """
 
     cause: Literal["lost", "late", "error"]
@@ -70,21 +70,21 @@ class Failure:
 
     @classmethod
     def read(cls, stored: bytes) -> Failure:
-        """What another rank has stored.
+        """Parse the failure that another rank has stored.
 
         Raises:
-            ValueError: it is not of this form.
+            ValueError: the bytes are not a failure.
         """
         try:
             found = cls(**json.loads(stored))
         except (TypeError, RecursionError) as error:
-            raise ValueError(f"{stored[:100]!r}: not a rank's failure ({error})") from error
+            raise ValueError(f"{stored[:100]!r}: is not a rank's failure ({error})") from error
         fields: list[Any] = [found.rank, found.step, found.seconds, *found.gone]
         texts: list[Any] = [found.call, found.error, found.text]
         known = found.cause in ("lost", "late", "error") and all(isinstance(each, str) for each in texts)
         if not known or not all(isinstance(each, int | float) for each in fields):
-            raise ValueError(f"{stored[:100]!r}: not a rank's failure")
-        # What another process has written may come to a terminal.
+            raise ValueError(f"{stored[:100]!r}: is not a rank's failure")
+        # Text of another process may be printed on a terminal.
         return replace(
             found,
             call=printable(found.call, _MOST_CALL),
@@ -95,13 +95,13 @@ class Failure:
 
 @dataclass(frozen=True)
 class Findings:
-    """What a roll call has found.
+    """The findings of a roll call.
 
     Attributes:
         first: the first failure of any rank, the cause of all others.
-        missing: the ranks that did not answer; without those that are only busy, where others are known to be gone.
-        answers: how the ranks that did answer have ended, by rank.
-        ended: other ranks that had ended when this one failed, where no store can tell whether they were lost first.
+        missing: the ranks that did not answer; if some are known to be gone, without those that are only busy.
+        answers: the failures of the ranks that did answer, by rank.
+        ended: other ranks that had ended when this one failed, if no store can tell the order.
     """
 
     first: Failure
@@ -115,11 +115,11 @@ class RollCall:
 
     Args:
         store: this group's part of the rendezvous store.
-        members: the group's ranks, each as its rank in the whole job.
+        members: the group's ranks, as ranks of the whole job.
         rank: this rank in the group.
 
     Attributes:
-        processes: of the group's ranks, once they are known.
+        processes: the processes of the group's ranks, once they are known.
     """
 
     def __init__(self, store: Store, members: Sequence[int], rank: int) -> None:
@@ -129,7 +129,7 @@ class RollCall:
         self._rank = rank
 
     def names(self, ranks: Sequence[int]) -> str:
-        """Ranks by their number in the group, and in the whole job where that is another one."""
+        """Return ranks for an error message, with their ranks in the job if these differ."""
         return ", ".join(self.name(rank) for rank in ranks)
 
     def run(
@@ -138,14 +138,14 @@ class RollCall:
         """Agree on the first failure, close the connections, and find the missing ranks.
 
         Args:
-            own: how this rank has failed.
-            close_connections: called once the first failure is in the store. The others' calls then fail at once, and
-                they must read it and not take the closed connection for the cause.
-            report: called before that with what is known already.
+            own: this rank's failure.
+            close_connections: called when the first failure is in the store. Calls of the other ranks then fail at
+                once, and they must read this failure instead of blaming the closed connection.
+            report: called before that with what is known so far.
         """
         first, answers, reported = own, {self._rank: own}, False
         try:
-            # The first rank to fail sets the cause for all.
+            # The first rank that fails sets the cause for all.
             mine = json.dumps(asdict(own))
             stored = within(_STORE_SECONDS, lambda: self._store.compare_set("first", "", mine))
             with suppress(ValueError):
@@ -160,31 +160,31 @@ class RollCall:
             missing = within(limit, lambda: self._missing(own, first, answers))
             return Findings(first, missing, answers)
         except TimeoutError:
-            late = True  # the process that hosts the store is alive, and does not answer
+            late = True  # the process that hosts the store is alive but does not answer
         except (RuntimeError, OSError):
             late = False  # the process that hosts the store has ended
         if late and first.cause == "lost":
             first = replace(first, cause="late")
-        # Other processes may have ended because of the same failure, without a store that would say so.
+        # Other processes may have ended because of the same failure; without a store the order is unknown.
         host = [] if first.cause == "error" else self._host()
         found = Findings(first, host, answers, [rank for rank in own.gone if host and rank not in host])
         if not reported:
             report(found)
             close_connections()
         if host and not late:
-            # Others that notice now see which ranks had ended before, and this one is not among them.
+            # Ranks that notice now see which ranks had ended before, without this one.
             time.sleep(_LINGER_SECONDS)
         return found
 
     def has_begun(self) -> bool:
-        """Whether a rank has failed already, as far as the store can be asked."""
+        """Return True if the store shows that a rank has failed."""
         try:
             return within(_STORE_SECONDS, lambda: self._store.check(["first"]))
         except (RuntimeError, OSError):  # TimeoutError too
             return False
 
     def _host(self) -> list[int]:
-        """The rank that hosts the store, if it is another one of this group."""
+        """Return the rank that hosts the store, if it is another one of this group."""
         # Under torchrun the launcher's agent hosts the store, else rank 0 of the job.
         hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         return [0] if hosted and self._members[0] == 0 and self._rank != 0 else []
@@ -194,7 +194,7 @@ class RollCall:
         return [rank for rank in range(len(self._members)) if rank != self._rank]
 
     def _let_all_read(self) -> None:
-        """All ranks are alive: the process that hosts the store waits until they have read the first failure."""
+        """Keep the store alive, where all ranks are alive, until they have read the first failure."""
         with suppress(RuntimeError, OSError):
             self._store.set(f"done/{self._rank}", "1")
             if self._members[self._rank] == 0:
@@ -203,7 +203,7 @@ class RollCall:
     def _missing(self, own: Failure, first: Failure, answers: dict[int, Failure]) -> list[int]:
         self._store.set(f"here/{self._rank}", json.dumps(asdict(own)))
         missing = self._unset("here", self._others, _ROLL_CALL_SECONDS)
-        # A rank that computes for longer than the roll call lasts is not to blame for one that is gone.
+        # A rank that computes for longer than the roll call is not to blame for one that is gone.
         ended = [rank for rank in missing if rank in first.gone or self.processes.state(rank) is State.ENDED]
         stopped = [rank for rank in missing if self.processes.state(rank) is State.STOPPED]
         with suppress(RuntimeError, OSError):
@@ -217,23 +217,23 @@ class RollCall:
         return ended or stopped or missing
 
     def _let_others_read(self, missing: Sequence[int]) -> None:
-        """This process hosts the store, and would be taken for the cause if it ended before the others have read it."""
+        """Keep the store alive until the others have read it; they would blame this rank if it ended earlier."""
         answered = [rank for rank in self._others if rank not in missing]
-        # Those that compute, or wait for a processor, come later.
+        # Ranks that compute, or wait for a processor, arrive later.
         busy = [rank for rank in missing if self.processes.state(rank) is State.RUNNING]
         if left := self._unset("done", answered, _LINGER_SECONDS):
             busy += [rank for rank in left if self.processes.state(rank) is State.RUNNING]
         self._unset("done", busy, _NAMED_SECONDS)
 
     def _unset(self, prefix: str, ranks: list[int], seconds: float) -> list[int]:
-        """Wait for the ranks' keys; the ranks that have not set theirs in time, or before the store was gone."""
+        """Wait for the ranks' keys; return the ranks that did not set theirs in time."""
         end = time.monotonic() + seconds
         try:
             while ranks := [rank for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]:
-                # What a process has not set before it ended it will never set.
+                # A process that has ended will not set its key any more.
                 ended = [rank for rank in ranks if self.processes.state(rank) is State.ENDED]
                 if len(ended) == len(ranks) or time.monotonic() >= end:
-                    # It may have set its key and ended just now.
+                    # It may have set its key just before it ended.
                     return [rank for rank in ranks if not self._store.check([f"{prefix}/{rank}"])]
                 time.sleep(0.02)
         except (RuntimeError, OSError):
@@ -241,16 +241,16 @@ class RollCall:
         return ranks
 
     def name(self, rank: int) -> str:
-        """A rank by its number in the group, and in the whole job where that is another one."""
+        """Return a rank for an error message, with its rank in the job if that differs."""
         member = self._members[rank]
         return f"rank {rank}" if member == rank else f"rank {rank} (rank {member} of the whole job)"
 
 
 def within(seconds: float, call: Callable[[], T]) -> T:
-    """The result of a call that may never return.
+    """Return the result of a call that may never return.
 
     Raises:
-        TimeoutError: it did not return in time; its thread is left behind.
+        TimeoutError: the call did not return in time; its thread is left behind.
     """
     # A daemon thread, so that a call that never returns does not keep the process alive.
     results: list[T] = []

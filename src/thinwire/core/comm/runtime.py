@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The clock, the locks, the timers and the threads of a comm, in one place, so that a simulation can bring its own."""
+"""The clock, locks, timers and threads of a comm, which a simulation can replace."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 
 
 class Condition(Protocol):
-    """What is used of `threading.Condition`: a lock that its holder may take again, and waits for changes."""
+    """The used part of `threading.Condition`: a reentrant lock with waits for changes."""
 
     def __enter__(self) -> bool:
         """Take the lock."""
@@ -25,11 +25,11 @@ class Condition(Protocol):
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Release the lock until a change; False after so many seconds without one."""
+        """Release the lock until a change; return False after `timeout` seconds without one."""
         ...
 
     def notify_all(self) -> None:
-        """Tell all that wait of a change."""
+        """Wake all waiting threads."""
         ...
 
 
@@ -45,13 +45,13 @@ def _start_thread(run: Callable[[], None]) -> None:
 
 @dataclass(frozen=True)
 class Runtime:
-    """What a comm, and who waits beside it, uses of the machine that it runs on.
+    """The functions of the machine that a comm and its mailboxes use.
 
     Attributes:
-        clock: the time in seconds, from any beginning; that of the meter's intervals.
+        clock: the time in seconds, from an arbitrary start; also used for the meter's intervals.
         condition: makes a lock with waits for changes.
-        call_later: calls a function after so many seconds, in another thread.
-        start_thread: runs a function in a thread of its own.
+        call_later: calls a function in another thread after a number of seconds.
+        start_thread: runs a function in a new thread.
     """
 
     clock: Callable[[], float] = time.perf_counter
@@ -61,4 +61,4 @@ class Runtime:
 
 
 REAL = Runtime()
-"""What training uses."""
+"""The runtime of real training."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several ranks as threads of one process: for tests, and to run strategies without processes or sockets.
 
-Sums are added in the order of ranks, so a run's values depend on nothing but its inputs.
+Sums are added in rank order, so a run's values depend only on its inputs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Delay = Callable[[int, int, int], int]
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank waits for, or has waited for in vain.
+    """A wait of a rank, which may have timed out.
 
     Attributes:
         missing: the ranks that it still waits for.
-        waiting_for: the same in words.
+        waiting_for: a description of the wait.
         step: its training step.
     """
 
@@ -47,12 +47,12 @@ class Wait:
 
 @dataclass
 class Collective:
-    """One collective call: the inputs of the ranks that have joined it, and the result.
+    """One collective call: the inputs of the ranks that have joined, and the result.
 
     Attributes:
         label: the operation, for errors.
         first_rank: the rank that joined first.
-        inputs: by rank.
+        inputs: the inputs, by rank.
         result: computed by the rank that joins last.
     """
 
@@ -71,9 +71,9 @@ class Hub:
 
     Attributes:
         lost: the first rank that has failed, and why.
-        shared: an error that a rank has found, and that all are to raise.
+        shared: an error that one rank has detected and all must raise.
         duplicates: hubs of further comms for the same threads.
-        waiting: by rank, of those that wait or have waited in vain.
+        waiting: the current or timed-out waits, by rank.
     """
 
     def __init__(self, size: int, *, delay: Delay | None = None) -> None:
@@ -99,7 +99,7 @@ class Hub:
             hub.report_failure(rank, reason)
 
     def share(self, rank: int, error: ThinwireError) -> ThinwireError:
-        """Let all waits raise an error that `rank` has found; returns the first such error of any rank."""
+        """Make all waits raise an error of `rank`; return the first such error of any rank."""
         with self.changed:
             first = self.shared = self.shared or error
             duplicates = list(self.duplicates)
@@ -112,7 +112,7 @@ class Hub:
         """Raise if a rank has failed.
 
         Raises:
-            PeerLostError: naming the first that did.
+            PeerLostError: with the first rank that failed.
             ThinwireError: the error that a rank shares with all.
         """
         if self.shared is not None:
@@ -122,12 +122,12 @@ class Hub:
             raise PeerLostError(f"rank {rank} was lost at step {step} ({type(reason).__name__}: {reason})")
 
     def wait_until(self, missing: Callable[[], Sequence[int]], comm: ThreadComm, waiting_for: str) -> None:
-        """Wait until no rank is `missing()`; the caller holds `changed`."""
+        """Wait until `missing()` is empty; the caller holds `changed`."""
         end = time.monotonic() + comm.timeout
         self.waiting[comm.rank] = Wait(missing, waiting_for, comm.step)
         while missing():
             self.check_lost(comm.step)
-            # Asked again after a timeout, since it may have become true just then.
+            # Checked again after a timeout, since it may just have become empty.
             if not self.changed.wait(end - time.monotonic()) and missing():
                 if error := self.out_of_step(comm.rank, f"no answer within {comm.timeout:g} s"):
                     comm.raise_on_all(error)
@@ -136,11 +136,11 @@ class Hub:
         self.waiting.pop(comm.rank, None)
 
     def not_answering(self, rank: int, waiting_for: str) -> str:
-        """Whom a rank waits for in the end, for an error: those it waits for may be waiting for others themselves.
+        """Describe the ranks at the end of a chain of waits, for an error message.
 
         Args:
-            rank: waits in vain; stays among those that wait, so that no other blames it.
-            waiting_for: what it waits for. Nothing is added to words that name the right ranks already.
+            rank: the rank whose wait timed out; its wait stays registered, so that no other rank blames it.
+            waiting_for: the wait's description. Nothing is added if it names the right ranks already.
         """
         names = [f"rank {peer}" for peer in sorted(self._waited_for(rank)[1])]
         if not names or all(re.search(rf"{name}\b", waiting_for) for name in names):
@@ -148,12 +148,12 @@ class Hub:
         return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} not answering"
 
     def out_of_step(self, rank: int, problem: str) -> MismatchError | None:
-        """The error of ranks that wait for each other, so that none of them can go on; None where that is not so."""
+        """Make the error for ranks that wait for each other; None if no such cycle exists."""
         waiting, running = self._waited_for(rank)
         if running or len(waiting) < 2:
             return None
         groups: dict[str, list[int]] = {}
-        # Those that wait for these do not go on either.
+        # Ranks that wait for these are stuck too.
         for each, wait in sorted(self.waiting.items()):
             if wait.missing():
                 groups.setdefault(f"for {wait.waiting_for} at step {wait.step}", []).append(each)
@@ -163,12 +163,12 @@ class Hub:
         )
 
     def _waited_for(self, rank: int) -> tuple[set[int], set[int]]:
-        """Whom a rank waits for in the end: those that wait themselves, with itself, and those that do not."""
+        """Return the waiting ranks that a rank depends on, including itself, and the ranks they all wait for."""
         waiting, frontier, running = {rank}, [rank], set[int]()
         while frontier:
             for peer in set(self.waiting[frontier.pop()].missing()) - waiting:
                 wait = self.waiting.get(peer)
-                # A rank that has what it waited for is about to go on.
+                # A rank whose wait is satisfied is about to continue.
                 if wait is None or not wait.missing():
                     running.add(peer)
                 else:
@@ -178,11 +178,11 @@ class Hub:
 
 
 class ThreadComm(Comm):
-    """One thread's comm; `run_threads` makes them.
+    """The comm of one thread; `run_threads` creates it.
 
     Args:
         hub: shared by the threads.
-        rank: this thread's.
+        rank: the rank of this thread.
         timeout: how long one wait may last, in seconds.
 
     Example:
@@ -225,7 +225,7 @@ class ThreadComm(Comm):
             column = [row[self.rank] for row in rows]
             for peer, (x, size) in enumerate(zip(column, sizes, strict=True)):
                 if x.numel() != size:
-                    raise MismatchError(f"rank {peer} scatters {describe(x)} to rank {self.rank}, which expects {size}")
+                    raise MismatchError(f"rank {peer} sends {describe(x)} to rank {self.rank}, which expects {size}")
             return column
 
         rows = self._join("all_to_all", list(xs), lambda rows: [[x.clone() for x in row] for row in rows])
@@ -237,7 +237,7 @@ class ThreadComm(Comm):
                 self._hub.messages[self.rank, peer, self._sent[peer]] = self.step, x.clone()
                 self._sent[peer] += 1
             self._hub.changed.notify_all()
-        # Numbered at the call, so that messages match whatever the order of the waits.
+        # Numbered at the call, so that messages match in any order of the waits.
         numbers = [(peer, self._expected[peer]) for peer in src]
         self._expected.update(src)
         step = self.step
@@ -252,8 +252,8 @@ class ThreadComm(Comm):
         if self.in_step and sent_at != step:
             self.raise_on_all(
                 MismatchError(
-                    f"ranks are out of step: rank {peer} has sent a message of step {sent_at} where rank {self.rank} "
-                    f"expects that of step {step}; all ranks must make the same calls after the same steps"
+                    f"ranks are out of step: rank {peer} sent a message of step {sent_at}, and rank {self.rank} "
+                    f"expects one of step {step}; all ranks must make the same calls after the same steps"
                 )
             )
         if message.shape != like.shape or message.dtype != like.dtype:
@@ -261,22 +261,22 @@ class ThreadComm(Comm):
         return message
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
-        """Raise an error that this rank has found, here and in the waits of all others."""
+        """Raise an error on this rank and in the waits of all others."""
         first = self._hub.share(self.rank, error)
         if first is error:
             raise error
         raise error_named(type(first).__name__, str(first)) from error
 
     def close(self, reason: BaseException) -> None:
-        """Let the waits of all other threads fail."""
+        """Make the waits of all other threads fail."""
         self._hub.report_failure(self.rank, reason)
 
     def has_failed(self) -> bool:
-        """Whether a rank has failed."""
+        """Return True if a rank has failed."""
         return self._hub.lost is not None
 
     def duplicate(self) -> Comm:
-        """A comm over another hub for the same threads."""
+        """Open a comm over another hub for the same threads."""
 
         def make(_: list[None]) -> Hub:
             hub = Hub(self.size)
@@ -326,8 +326,8 @@ class ThreadComm(Comm):
 class ThreadMailbox(Mailbox):
     """A mailbox between threads: the sender's thread delivers each message, and runs its handler.
 
-    If the hub has a `delay`, a message that is expected at step s is `ready` from step s + delay on, whichever thread
-    is faster. `wait` returns it earlier.
+    If the hub has a `delay`, a message that is expected at step s is `ready` from step s + delay on, independent of the
+    speed of the threads. `wait` returns it earlier.
     """
 
     def __init__(self, comm: Comm, hub: Hub, epoch: int, like: Tensor, capacity: int) -> None:
@@ -350,7 +350,7 @@ class ThreadMailbox(Mailbox):
         *,
         meanwhile: Callable[[], float | None] | None = None,
     ) -> None:
-        """Wait until no rank is missing; the caller holds `changed`."""
+        """Wait until `missing()` is empty; the caller holds `changed`."""
         hub, rank = self._hub, self._rank
 
         def noted() -> Sequence[int]:
@@ -378,7 +378,7 @@ class ThreadMailbox(Mailbox):
         return self._comm.step >= step + self._hub.delay(src, self._rank, step)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank has closed its mailbox: all threads are of one process."""
+        """Return True if a rank has closed its mailbox: all threads belong to one process."""
         return self._hub.mailboxes[self._epoch, rank]._closed
 
     def _check_usable(self) -> None:
@@ -387,17 +387,17 @@ class ThreadMailbox(Mailbox):
 
     def _loss_of(self, rank: int) -> Loss | None:
         if self._hub.mailboxes[self._epoch, rank]._closed:
-            return Loss(f"rank {rank} has closed its mailbox; end training together", closed=True)
+            return Loss(f"rank {rank} has closed its mailbox. End training on all ranks together", closed=True)
         return None
 
 
 def single_worker() -> Comm:
-    """The comm of one worker alone."""
+    """Make the comm of a single worker."""
     return ThreadComm(Hub(1), 0)
 
 
 def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, delay: Delay | None = None) -> list[T]:
-    """Run `work(comm)` on `size` threads and return the results in the order of ranks.
+    """Run `work(comm)` on `size` threads and return the results in rank order.
 
     Args:
         size: the number of threads.
@@ -417,20 +417,20 @@ def run_threads(size: int, work: Callable[[Comm], T], *, timeout: float = 60.0, 
     """
     hub = Hub(size, delay=delay)
 
-    # Torch has one thread for all backward passes on a GPU. At the end of one it would wait there for the other ranks,
-    # whose passes would then not run: so each runs in its rank's thread.
+    # Torch has one thread for all backward passes on a GPU. At the end of a pass it would wait for the other ranks,
+    # whose passes could then not run. Therefore each pass runs in its rank's thread.
     def body(rank: int) -> T:
         try:
             with torch.autograd.set_multithreading_enabled(False):
                 return work(ThreadComm(hub, rank, timeout=timeout))
         except BaseException as error:
-            # Any exception must end the others' waits, or they would only end with the timeout.
+            # Any exception must end the waits of the others, which would otherwise last until the timeout.
             hub.report_failure(rank, error)
             raise
 
     with ThreadPoolExecutor(size, thread_name_prefix="thinwire-rank") as pool:
         futures = [pool.submit(body, rank) for rank in range(size)]
-    # An error that one rank has shared may have been handled by all of them.
+    # All ranks may have handled an error that one of them shared.
     if hub.lost is not None and any(future.exception() for future in futures):
         raise hub.lost[1]
     return [future.result() for future in futures]

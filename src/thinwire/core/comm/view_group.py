@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The comm of one view of an elastic run: Gloo connections among the workers of the view, without a default group."""
+"""The comm of one view of an elastic run: Gloo connections of its workers, without a default group."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ _STORE_SECONDS = 2.0
 _POLL_SECONDS = 0.01
 _LOOK_SECONDS = 0.25
 _CLOSE_SECONDS = 0.5
-_TELL_SECONDS = 2.0  # by which one that did not connect has said so
-_PAUSE_SECONDS = 1.0  # after a refused connection, so that views do not follow each other at once
+_TELL_SECONDS = 2.0  # the time in which a worker that did not connect reports it
+_PAUSE_SECONDS = 1.0  # after a refused connection, so that views do not follow each other too fast
 _CLOSED = re.compile("closed by peer|reset by peer|broken pipe", re.IGNORECASE)
-_GONE = "a worker of this view is gone, or has given it up"
-_COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch has no names for them in Python
+_GONE = "a worker of this view is gone, or has abandoned the view"
+_COLLECTIVES = (0, 1)  # broadcast and all-reduce, whose waits may be repeated; torch does not name them in Python
 
 
 class ViewComm(GroupComm):
-    """One worker's view of the group of a view.
+    """One worker's comm in a view.
 
-    A failed call closes all connections and returns at once: who is gone, the workers find out in the store of views.
+    A failed call closes all connections and returns at once; the workers find the lost ones through the store of views.
 
     Args:
-        store: for this view alone.
-        rank: of this worker.
-        size: of the view.
-        timeout: for all to connect, and of later waits, in seconds.
-        lost: whether a member is known to be gone or to have given up, so that nobody waits for it.
+        store: a store for this view only.
+        rank: the rank of this worker.
+        size: the number of workers in the view.
+        timeout: the limit for connecting and for later waits, in seconds.
+        lost: returns whether a member is known to be gone or to have abandoned the view.
 
     Raises:
         CommError: not all workers of the view connected.
@@ -82,8 +82,8 @@ class ViewComm(GroupComm):
         return done[0]
 
     def _gather_rows(self, row: bytes) -> list[bytes]:
-        # Who comes here reaches all others, and may wait for two that do not reach each other. They began to wait
-        # before, so that they have given the view up, or are about to.
+        # A worker that gets here reaches all others, and may be waiting for two that do not reach each other. They
+        # started to wait earlier, so they have abandoned the view or soon will.
         try:
             return super()._gather_rows(row)
         except CommTimeoutError as error:
@@ -95,15 +95,15 @@ class ViewComm(GroupComm):
         raise self._fault
 
     def _told_within(self, seconds: float) -> bool:
-        """Whether another worker gives this view up within so many seconds."""
+        """Return True if another worker abandons this view within `seconds`."""
         end = time.monotonic() + seconds
         while not (told := self._lost()) and time.monotonic() < end:
             time.sleep(_POLL_SECONDS)
         return told
 
-    # What is received goes into memory of its own, and from there into the caller's once the wait has succeeded: a
-    # call that was given up goes on, and may end when a worker wakes up that was frozen. It would write into parameters
-    # or gradients that have been put back, and trained on. It also sends from that memory, and not what has changed.
+    # Messages are received into separate memory, and copied to the caller's after a successful wait. An abandoned call
+    # continues, and may end when a frozen worker wakes up. It would overwrite parameters or gradients that have been
+    # restored and trained on. It also sends from that memory, whose content does not change.
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
         return super()._all_reduce_(_own(x)).then(x.copy_)
@@ -115,10 +115,10 @@ class ViewComm(GroupComm):
         return super()._broadcast_(_own(x), src).then(x.copy_)
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
-        """Wait, and look now and then whether there is still somebody to wait for.
+        """Wait, and check regularly that the awaited workers still run.
 
-        The kernel of a lost worker closes its connections, but says so once for those with unread data: on a busy link
-        that word may be lost, and who only receives never learns of it.
+        The kernel of a lost worker closes its connections, but reports this only once for connections with unread data.
+        On a busy link that report may be lost, and a worker that only receives never learns of it.
         """
         end = time.monotonic() + self.timeout
         while handles and not _is_message(handles[0]):
@@ -138,15 +138,15 @@ class ViewComm(GroupComm):
                     raise
                 problem = first_sentence(error)
             now = time.monotonic()
-            # A wait that was too short for a collective may be repeated.
+            # A wait for a collective that timed out early may be repeated.
             if "timed out" not in problem.lower() or now >= end or now - begin < 0.9 * _LOOK_SECONDS:
                 return problem
             if self._lost():
                 return _GONE
 
     def _wait_for_messages(self, handles: Handles, end: float) -> str:
-        # Gloo gives up a connection on which a wait for a message was too short. So a thread waits for as long as it
-        # takes, and is left behind where there is nobody to wait for.
+        # After a timeout in a wait for a message, Gloo closes the connection. So a thread waits without a timeout, and
+        # is left behind if the other worker is gone.
         waiting, done, ended = list(handles), threading.Event(), list[str | RuntimeError]()
         handles.clear()
 
@@ -176,14 +176,14 @@ class ViewComm(GroupComm):
         elif problem == _GONE:
             self._fault = PeerLostError(f"{where}: {problem}")
         elif operation == "connecting" and not self._own:
-            # A connection that another worker has closed says that it gives this view up; one that is refused says that
-            # this worker does not reach another, whose process runs.
+            # A connection closed by another worker means that it abandons this view. A refused one means that this
+            # worker does not reach another, whose process runs.
             told = self._told_within(_TELL_SECONDS if _CLOSED.search(problem) else _PAUSE_SECONDS)
             kind = PeerLostError if told else CommTimeoutError
             self._fault = kind(f"{where}: this worker did not reach all others ({problem})")
         else:
             self._fault = PeerLostError(f"{where}: a connection was closed ({problem})")
-        # An error that another rank tells all is in the store before its connections are closed.
+        # An error that another rank reports is in the store before its connections are closed.
         with suppress(RuntimeError, OSError, ValueError):  # TimeoutError too
             if within(_STORE_SECONDS, lambda: self._first.check(["first"])):
                 told = Failure.read(within(_STORE_SECONDS, lambda: self._first.get("first")))
@@ -194,7 +194,7 @@ class ViewComm(GroupComm):
     def _close_connections(self) -> None:
         """Drop the last references to the group, which waits for collectives that have not ended.
 
-        One that waits for a lost worker, whose end nothing has told, ends at the timeout; nobody waits so long.
+        A collective that waits for a silently lost worker ends at the timeout; no caller waits that long.
         """
         held: list[Any] = [*self._own, *(handle for handles in self._inflight.values() for handle in handles)]
         super()._close_connections()
@@ -209,7 +209,7 @@ class ViewComm(GroupComm):
             closed.wait(_CLOSE_SECONDS)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
-        """Raise an error that this rank has found, here and in the calls of all others."""
+        """Raise an error on this rank and in the calls of all others."""
         if self.size == 1 or self._fault is not None:
             raise error
         own = Failure("error", self.rank, self.step, error=type(error).__name__, text=str(error))
@@ -222,21 +222,21 @@ class ViewComm(GroupComm):
         raise error
 
     def duplicate(self) -> Comm:
-        """Refused: a second comm would not follow the views."""
+        """Refuse: a second comm would not follow the views."""
         return Comm.duplicate(self)
 
     def disconnect(self) -> None:
-        """Close all connections, so that the waits of all others fail."""
+        """Close all connections, so that the waits of all other workers fail."""
         self._fault = self._fault or PeerLostError("this view has ended")
         self._close_connections()
 
 
 class GlooConnector:
-    """Connects the workers of a view by Gloo, over a part of their store.
+    """Connects the workers of a view with Gloo, through a part of their store.
 
     Args:
-        store: of the views.
-        named: makes the name of a group one that strangers cannot tell, as they could write to its keys.
+        store: the store of the views.
+        named: turns the name of a group into one that strangers cannot guess, as they could write to its keys.
     """
 
     def __init__(self, store: Store, named: Callable[[str], str] = str) -> None:
@@ -244,15 +244,15 @@ class GlooConnector:
         self._named = named
 
     def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """The comm of this worker in one view, or with some of its members."""
+        """Connect this worker to the members of a view, or to some of them."""
         return ViewComm(PrefixStore(self._named(f"group/{name}"), self._store), rank, size, timeout=timeout, lost=lost)
 
     def pair(self, name: str, rank: int, timeout: float, lost: Callable[[], bool]) -> Comm:
-        """A comm of two workers, beside those of views."""
+        """Connect two workers, in addition to the comms of views."""
         return ViewComm(PrefixStore(self._named(f"pair/{name}"), self._store), rank, 2, timeout=timeout, lost=lost)
 
     def disconnect(self, comm: Comm) -> None:
-        """Close a comm's connections."""
+        """Close the connections of a comm."""
         assert isinstance(comm, ViewComm)
         comm.disconnect()
 
@@ -262,17 +262,17 @@ def _own(x: Tensor) -> Tensor:
 
 
 def _is_message(handle: Any) -> bool:
-    # What forwards the chunks of a broadcast is none of torch's, and waits for messages.
+    # The forwarding of a broadcast's chunks is not torch's, and waits for messages.
     return not isinstance(handle, dist.Work) or operation_of(handle) not in _COLLECTIVES
 
 
 def _with_own_connection(store: Store) -> Store:
-    """The same store, where calls do not wait for those of the given one.
+    """Return the same store over a new connection, whose calls do not wait for those of the given one.
 
-    Who connects waits for the keys of all workers. If one of them never comes, that wait cannot be ended, and all calls
-    over the same connection wait with it, although this worker has given up long before.
+    A worker that connects waits for the keys of all others. If one of them never arrives, that wait cannot be ended.
+    All calls over the same connection wait with it, although this worker has abandoned the view long before.
     """
-    # A store of the user's own may have no `clone`; one that cannot be reached is found out by whoever calls it next.
+    # A user's store may have no `clone`; the next call of an unreachable one reports it.
     with suppress(RuntimeError, OSError, AttributeError):  # TimeoutError too
         return within(_STORE_SECONDS, cast(Any, store).clone)
     return store

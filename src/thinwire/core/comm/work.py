@@ -15,12 +15,12 @@ U = TypeVar("U")
 
 
 class Work(Generic[T]):
-    """The handle of an asynchronous operation; `wait()` returns its result, the first time and every later time.
+    """The handle of an asynchronous operation; every call of `wait()` returns its result.
 
     Args:
         finish: blocks until the operation is complete, and returns its result.
-        is_ready: whether it is complete, where that can be asked without blocking.
-        advance: starts the next stage of an operation that has several, once the stage before is complete.
+        is_ready: returns whether it is complete, without blocking.
+        advance: starts the next stage of a multi-stage operation, after the previous stage is complete.
 
     Example:
         >>> from thinwire.core.comm.work import Work
@@ -44,10 +44,10 @@ class Work(Generic[T]):
 
     @property
     def ready(self) -> bool:
-        """Whether `wait()` would return at once; before the first wait only known of messages.
+        """True if `wait()` would return at once; before the first wait it is known for messages only.
 
         Raises:
-            CommError: the operation has failed; the error that `wait` would raise.
+            CommError: the operation has failed, with the error that `wait` would raise.
         """
         return self._finish is None or (self._is_ready is not None and self._is_ready())
 
@@ -65,20 +65,20 @@ class Work(Generic[T]):
         return self._result
 
     def advance(self) -> None:
-        """Start the second stage now, and not in `wait`; blocks until the first is complete.
+        """Start the second stage now instead of in `wait`; blocks until the first is complete.
 
-        Nothing for an operation of one stage. All ranks call it at the same place, as a stage is a collective call.
+        Does nothing if there is one stage. All ranks must call it at the same place: a stage is a collective call.
         """
         if self._finish is not None and self._advance is not None:
             self._advance()
 
     def then(self, use: Callable[[T], U]) -> Work[U]:
-        """The same operation, with `use` applied to its result inside `wait()`."""
+        """Return the same operation with `use` applied to its result inside `wait()`."""
         return Work(lambda: use(self.wait()), lambda: self.ready, self.advance)
 
 
 def completed(result: T) -> Work[T]:
-    """The handle of an operation that is already complete."""
+    """Make the handle of an operation that is already complete."""
     work = Work(lambda: result)
     work.wait()
     return work
@@ -97,14 +97,14 @@ class Interval:
 
 @dataclass
 class Meter:
-    """What one rank has sent and how long it has waited.
+    """The bytes that one rank has sent and the time that it has waited.
 
     Attributes:
         payload_bytes: bytes this rank sent, headers of the transport excluded. A collective counts what a
             bandwidth-optimal algorithm sends per rank: 2 (n-1)/n of the vector for an all-reduce, (n-1)/n for a
             broadcast.
-        check_bytes: bytes of the checks that all ranks are at the same place, which `payload_bytes` does not contain.
-        messages: calls that sent anything.
+        check_bytes: bytes of the checks that all ranks make the same calls; `payload_bytes` does not contain them.
+        messages: the number of calls that sent anything.
         exposed_seconds: time spent blocked in `Work.wait`, in seconds.
         by_operation: payload bytes by the name of the call.
         tracing: whether to record `intervals`.
@@ -142,16 +142,16 @@ class Meter:
 
 
 def nbytes_of(x: Tensor) -> int:
-    """Bytes of data in `x`, also on the meta device."""
+    """Return the number of bytes of `x`, also on the meta device."""
     return x.numel() * x.element_size()
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given, before a clock is read: handles of its work do not block."""
+    """Wait until a GPU has finished its work, before a clock is read: its handles do not block."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def describe(x: Tensor) -> str:
-    """The size and dtype of a vector, for error messages."""
+    """Describe the size and dtype of a vector, for error messages."""
     return f"{x.numel()} x {str(x.dtype).removeprefix('torch.')}"

@@ -5,8 +5,8 @@
 It runs as C on the CPU, as Triton on a GPU, and where neither is available as torch, in
 `thinwire.core.kernels.reference`.
 
-Meta tensors have sizes and no data. As with torch's own operators, results have the right sizes here, and nothing is
-computed; `reading` is all that turns data into Python's values. So a dry run takes the lines of a real one.
+Meta tensors have sizes but no data. As with torch's own operators, results have the right sizes, and nothing is
+computed. Only `reading` turns data into Python values, so a dry run executes the lines of a real one.
 """
 
 from thinwire.core.kernels.chunks import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_

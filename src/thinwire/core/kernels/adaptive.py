@@ -30,7 +30,7 @@ def lamb_direction_(
     eps: float,
     decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Turn momenta into 1-bit LAMB's directions, and compute what the trust ratio of each tensor needs.
+    r"""Turn momenta into 1-bit LAMB's directions, and compute the inputs of each tensor's trust ratio.
 
     With $m$ the momentum, $m'$ the one before, $v$ the frozen and $\tilde v$ the fresh variance of one tensor $x$,
 
@@ -133,7 +133,7 @@ def frozen_adam_step_(
 def _library(*lists: list[Tensor]) -> CDLL | None:
     """Return the compiled kernels if all these tensors are contiguous fp32 in CPU memory."""
     tensors = [x for each in lists for x in each]
-    # A subclass of Tensor may hold its numbers elsewhere than its data pointer says.
+    # A subclass of Tensor may keep its numbers elsewhere than at its data pointer.
     fits = all(
         type(x) in _PLAIN and x.dtype == torch.float32 and x.device.type == "cpu" and x.is_contiguous() for x in tensors
     )
@@ -146,4 +146,6 @@ def _check(*lists: list[Tensor]) -> None:
         check_length("a list", len(others), len(first))
         for x, other in zip(first, others, strict=True):
             if x.shape != other.shape:
-                raise ConfigError(f"{list(other.shape)} beside {list(x.shape)}: a tensor's state must have its shape")
+                raise ConfigError(
+                    f"state of shape {list(other.shape)} for a tensor of shape {list(x.shape)}: both must be equal"
+                )

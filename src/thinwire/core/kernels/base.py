@@ -24,7 +24,7 @@ from thinwire.errors import ConfigError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-# To give torch's bits: no sum is reassociated, and no product fused with a sum.
+# For torch's bits: never reassociate sums, and never fuse a product with a sum.
 FLAGS = ["-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-Wno-psabi"]
 if platform.machine() == "x86_64":
     # By default compilers avoid 512-bit vectors; loops with much arithmetic per element are faster with them.
@@ -33,13 +33,13 @@ _SOURCES = (
     *("base.c", "signs.c", "quantized.c", "rounded.c", "largest.c", "chunks.c", "sketched.c", "rows.c"),
     *("normalised.c", "linear.c", "adaptive.c"),
 )
-# Multiplications that take longer than starting another thread.
+# Fewer multiplications than this take less time than starting another thread.
 WORK_PER_THREAD = 1 << 22
-# Results larger than this would evict each other from the caches: they are written past them (non-temporal stores).
+# Larger results would evict each other from the caches, so they bypass them (non-temporal stores).
 STREAM_BYTES = 8 << 20
 _long, _int, _float, _key, _at = ctypes.c_int64, ctypes.c_int, ctypes.c_float, ctypes.c_uint64, ctypes.c_void_p
 
-# Of each function of the C files, without `thinwire_`.
+# The argument types of each function of the C files, by its name without `thinwire_`.
 _ARGUMENTS = {
     "uniform": [_at, _long, _key, _key],
     "encode_signs": [_at, _at, _at, _long, _long, _int, _int],
@@ -77,7 +77,7 @@ def compiled(x: Tensor) -> ctypes.CDLL | None:
 
 
 def usable(x: Tensor) -> bool:
-    """Whether compiled C may work on a tensor: it is on the CPU, and THINWIRE_NATIVE is not 0."""
+    """Return True if compiled C may use a tensor: it is on the CPU, and THINWIRE_NATIVE is not 0."""
     return x.device.type == "cpu" and sys.byteorder == "little" and os.environ.get("THINWIRE_NATIVE") != "0"
 
 
@@ -92,9 +92,9 @@ def load(flags: list[str]) -> ctypes.CDLL | None:
 
 
 def parallel_for(n: int, parts: int, work: Callable[[int, int], object]) -> None:
-    """Call `work(begin, end)` for the parts of 0 to n, on as many threads as there are parts.
+    """Call `work(begin, end)` for parts of the range 0 to n, with one thread for each part.
 
-    torch's own threads are used if they are GNU OpenMP's: those spin for a while after their last work, and other
+    torch's own threads are used if they belong to GNU OpenMP: those spin for a while after their last work, so other
     threads would compete with them for the cores.
     """
     if parts < 2:
@@ -104,9 +104,9 @@ def parallel_for(n: int, parts: int, work: Callable[[int, int], object]) -> None
     lock = Lock()
 
     def run(_: object = None) -> None:
-        # OpenMP may give fewer threads than were asked for, so each takes parts until none is left.
+        # OpenMP may start fewer threads than requested, so each takes parts until none is left.
         while True:
-            # An exception, also an interrupt, would be lost in the C code that calls this.
+            # An exception, even an interrupt, would be lost in the calling C code.
             try:
                 with lock:
                     span = next(spans, None)
@@ -139,12 +139,12 @@ def gnu_openmp() -> Callable[..., None] | None:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether the tensor is on a GPU and Triton is installed."""
+    """Return True if the tensor is on a GPU and Triton is installed."""
     return x.is_cuda and _has_triton()
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:
-    """Launch on the GPU of the first argument: Triton takes the current one, which is a thread's own, and the first."""
+    """Launch on the GPU of the first argument; Triton would use the thread's current one, initially the first."""
 
     @wraps(launch)
     def launched(x: Tensor, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -159,7 +159,7 @@ def _has_triton() -> bool:
     if find_spec("triton") is not None:
         return True
     native.warn_of_slow_path(
-        "thinwire's kernels for GPUs need Triton, which is not installed: PyTorch computes the same, slower"
+        "thinwire's GPU kernels need Triton, which is not installed. PyTorch computes the same, more slowly"
     )
     return False
 
@@ -170,14 +170,14 @@ def as_fp32(x: Tensor) -> Tensor:
 
 
 def blocks_as_rows(x: Tensor, block: int) -> list[Tensor]:
-    """The whole blocks of a vector as a matrix with a row each, and the shorter last block as another; views."""
+    """View the whole blocks of a vector as the rows of a matrix, and the shorter last block as another matrix."""
     whole = x.numel() // block * block
     return [rows for rows in (x[:whole].view(-1, block), x[whole:].view(1, -1)) if rows.numel()]
 
 
 @contextmanager
 def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = False) -> Generator[Tensor, None, None]:
-    """Yield a contiguous tensor of `dtype` that is copied into `out` at the end; `out` itself if it is one.
+    """Yield a contiguous tensor of `dtype` that is copied into `out` at the end; `out` itself if possible.
 
     With `read` it first holds the values of `out`.
     """
@@ -192,22 +192,22 @@ def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = Fa
 
 
 def code_nbytes(n: int, bits: int, block: int, scale_bytes: int) -> int:
-    """Return the bytes of a scale for each block of n elements, and of `bits` for each element."""
+    """Return the bytes of n elements with `bits` each, and a scale for each block."""
     return -(-n // block) * scale_bytes + bits * -(-n // 8)
 
 
 def check_code(
     x: Tensor, payload: Tensor, residual: Tensor | None = None, *, bits: int = 1, block: int, scale_bytes: int
 ) -> None:
-    """Refuse impossible blocks and scales, payloads that do not fit the vector, and tensors on several devices.
+    """Check blocks, scales, the size of the payload, and that all tensors are on one device.
 
     Raises:
-        ConfigError: with the value and the rule.
+        ConfigError: a value is invalid.
     """
     if block < 1:
-        raise ConfigError(f"block={block}: must be at least 1; 2048 is usual")
+        raise ConfigError(f"block={block}: must be at least 1. 2048 is usual")
     if scale_bytes not in (2, 4):
-        raise ConfigError(f"scale_bytes={scale_bytes}: a scale is bf16 in 2 bytes or fp32 in 4")
+        raise ConfigError(f"scale_bytes={scale_bytes}: must be 2 (bf16) or 4 (fp32)")
     check_payload(payload, code_nbytes(x.numel(), bits, block, scale_bytes))
     check_same_device(x, payload, residual)
     if residual is not None:
@@ -215,42 +215,42 @@ def check_code(
 
 
 def check_norm(norm: str, known: tuple[str, str]) -> None:
-    """Refuse unknown norms.
+    """Check that a norm is known.
 
     Raises:
-        ConfigError: with the known ones.
+        ConfigError: the norm is unknown; the error lists the known ones.
     """
     if norm not in known:
         raise ConfigError(f"norm={norm!r}: must be one of {', '.join(known)}")
 
 
 def check_payload(payload: Tensor, nbytes: int) -> None:
-    """Refuse payloads of another size: kernels would read or write beyond their end.
+    """Check the size of a payload: kernels would read or write beyond the end of a shorter one.
 
     Raises:
-        ConfigError: with both sizes.
+        ConfigError: the size differs; the error has both sizes.
     """
     if payload.dtype != torch.uint8 or payload.shape[-1] != nbytes:
         found = f"{payload.shape[-1]} elements of {payload.dtype}"
-        raise ConfigError(f"payload of {found}: must be {nbytes} bytes, as uint8; sender and receiver differ")
+        raise ConfigError(f"payload of {found}: must be {nbytes} bytes, as uint8. Sender and receiver differ")
 
 
 def check_length(name: str, found: int, wanted: int) -> None:
-    """Refuse vectors of another length.
+    """Check the length of a vector.
 
     Raises:
-        ConfigError: with both lengths.
+        ConfigError: the length differs; the error has both lengths.
     """
     if found != wanted:
         raise ConfigError(f"{name} of {found} elements: must be {wanted}, as the vector has")
 
 
 def check_same_device(x: Tensor, *others: Tensor | None) -> None:
-    """Refuse tensors on several devices.
+    """Check that all tensors are on one device.
 
     Raises:
-        ConfigError: with the devices.
+        ConfigError: they are not; the error has both devices.
     """
     for other in others:
         if other is not None and other.device != x.device:
-            raise ConfigError(f"{other.device} beside {x.device}: all tensors must be on one device; move them first")
+            raise ConfigError(f"tensors on {x.device} and {other.device}: all must be on one device. Move them first")

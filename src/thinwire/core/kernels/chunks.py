@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest elements of each chunk of a vector, with packed places and values of a few bits."""
+"""The largest elements of each chunk of a vector, with packed positions and values of a few bits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.core.kernels.reference import chunks
 from thinwire.errors import ConfigError, NonFiniteError
 
 MOST_CHUNK = 16384
-"""As in chunks.c, whose buffers have this size."""
+"""The largest chunk; the buffers of chunks.c have this size."""
 
 
 class _Chunking(ctypes.Structure):
@@ -25,12 +25,12 @@ class _Chunking(ctypes.Structure):
 
 
 def chunk_kept(n: int, chunk: int, kept: int) -> int:
-    """How many elements are kept of a chunk of n elements: as many as of a whole one, in proportion, rounded up."""
+    """Return the number of kept elements of a chunk of n: in proportion to a whole one, rounded up."""
     return -(-kept * n // chunk)
 
 
 def chunked_nbytes(n: int, chunk: int, kept: int, bits: int) -> int:
-    """The bytes of the payload of n elements."""
+    """Return the bytes of the payload of n elements."""
 
     def record(length: int) -> int:
         k = chunk_kept(length, chunk, kept)
@@ -40,23 +40,23 @@ def chunked_nbytes(n: int, chunk: int, kept: int, bits: int) -> int:
 
 
 def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> None:
-    """Encode the largest elements of each chunk of `x + residual`, and leave what is not sent in the residual.
+    """Encode the largest elements of each chunk of `x + residual`, and keep the rest in the residual.
 
-    A record for each chunk, of whole bytes: the scale in fp32; the places in the chunk, ascending, in as few bits as
-    any of them takes; the codes of the values, which are rounded as by `encode_rounded_`, the chunk's as one block. Of
-    equal elements the first are sent.
+    Each chunk has a record of whole bytes: the scale in fp32; the positions in the chunk, ascending, in as few bits as
+    the largest takes; the codes of the values, which are rounded by `encode_rounded_` as one block per chunk. The first
+    of equal elements are sent.
 
     Args:
         x: fp32, [n]; other floats are converted.
         residual: like x; None for none.
         out: uint8, `chunked_nbytes(n, chunk, kept, bits)`.
-        chunk: elements of a chunk, up to 16,384; the last one may be shorter.
-        kept: elements that are sent of a whole chunk.
-        bits: of a value, 1 to 8.
+        chunk: elements of a chunk, up to 16,384; the last chunk may be shorter.
+        kept: elements sent of a whole chunk.
+        bits: bits of a value, 1 to 8.
 
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
-        NonFiniteError: there is a NaN, which is neither larger nor smaller than others.
+        NonFiniteError: the vector contains NaN, which cannot be ordered.
     """
     _check(x, out, chunk, kept, bits)
     check_same_device(x, out, residual)
@@ -75,14 +75,14 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
             at = None if given is None else given.data_ptr()
             finite = library.thinwire_encode_chunks(x.data_ptr(), at, target.data_ptr(), ctypes.byref(how)) == 0
     if not finite:
-        raise NonFiniteError(f"of {x.numel()} elements some are NaN: none of them is the largest")
+        raise NonFiniteError(f"some of {x.numel()} elements are NaN: their order is undefined")
 
 
 def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> None:
-    """Add the elements that a payload holds to `out`, fp32 [n].
+    """Add the elements of a payload to `out`, fp32 [n].
 
     Raises:
-        ConfigError: sizes do not fit, an argument is out of range, or a place lies beyond its chunk.
+        ConfigError: sizes do not fit, an argument is out of range, or a position is outside its chunk.
     """
     _check(out, payload, chunk, kept, bits)
     check_same_device(out, payload)
@@ -96,14 +96,14 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
             how = _Chunking(out.numel(), chunk, kept, bits, (chunk - 1).bit_length())
             valid = library.thinwire_decode_chunks(payload.data_ptr(), target.data_ptr(), ctypes.byref(how)) == 0
     if not valid:
-        raise ConfigError(f"payload of {payload.numel()} bytes: a place lies beyond its chunk; it is damaged")
+        raise ConfigError(f"payload of {payload.numel()} bytes is damaged: a position is outside its chunk")
 
 
 def _check(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> None:
     if not 2 <= chunk <= MOST_CHUNK:
-        raise ConfigError(f"chunk={chunk}: must lie in 2..{MOST_CHUNK}; 4096 is usual")
+        raise ConfigError(f"chunk={chunk}: must lie in 2..{MOST_CHUNK}. 4096 is usual")
     if not 1 <= kept <= chunk:
-        raise ConfigError(f"kept={kept}: must lie in 1..{chunk}, the elements of a chunk; 64 is usual")
+        raise ConfigError(f"kept={kept}: must lie in 1..{chunk}, the elements of a chunk. 64 is usual")
     if not 1 <= bits <= 8:
         raise ConfigError(f"bits={bits}: must lie in 1..8")
     check_payload(payload, chunked_nbytes(x.numel(), chunk, kept, bits))

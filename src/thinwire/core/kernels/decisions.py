@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program decides by a tensor's data, of which a meta tensor has none.
+"""Decisions that depend on a tensor's data, which a meta tensor does not have.
 
-A dry run takes the decisions that send most; within `assume_least()`, those that send least. The lines that decide are
+A dry run takes the decisions that send most; inside `assume_least()`, those that send least. The deciding lines are
 those of a real run.
 """
 
@@ -21,7 +21,7 @@ _ASSUMES_LEAST = ContextVar("assumes_least", default=False)
 
 @contextmanager
 def assume_least() -> Generator[None]:
-    """Within it, `decide` takes the decision that sends least where there are no data."""
+    """Make `decide` take the decision that sends least for meta tensors."""
     token = _ASSUMES_LEAST.set(True)
     try:
         yield
@@ -30,13 +30,13 @@ def assume_least() -> Generator[None]:
 
 
 def decide(x: Tensor, by: Callable[[], T], *, most: T, least: T) -> T:
-    """A decision that depends on the data in `x`.
+    """Decide by the data in `x`; a meta tensor gets a fixed decision.
 
     Args:
         x: the data.
-        by: decides; not called for a meta tensor.
-        most: the decision that sends most, taken for a meta tensor.
-        least: the one that sends least, taken for a meta tensor within `assume_least()`.
+        by: makes the decision; not called for a meta tensor.
+        most: the decision that sends most, used for a meta tensor.
+        least: the decision that sends least, used for a meta tensor inside `assume_least()`.
 
     Example:
         >>> x = torch.ones(3)
@@ -52,15 +52,15 @@ def decide(x: Tensor, by: Callable[[], T], *, most: T, least: T) -> T:
 
 
 def on_host(x: Tensor) -> Tensor:
-    """A tensor on the CPU, whose data can be read; zeros of its shape for a meta tensor."""
+    """Return a tensor on the CPU, for reading; zeros for a meta tensor."""
     return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.cpu()
 
 
 def holds(condition: Tensor) -> bool:
-    """Whether a condition, a tensor of one element, is true; it is for a meta tensor, in which nothing goes wrong."""
+    """Return the value of a condition, a tensor of one element; True for a meta tensor."""
     return condition.is_meta or bool(condition)
 
 
 def device_for(x: Tensor, device: str | None) -> torch.device:
-    """Where to keep a copy of a tensor: on the device of that name, or its own; that of a meta tensor stays there."""
+    """Return the device for a copy of a tensor: the given one or its own; always meta for a meta tensor."""
     return x.device if device is None or x.is_meta else torch.device(device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the floating-point format as codes: powers of two (sign and exponent), and eight bits with scales.
 
-Torch computes both, on any device. The bytes are in the order in which the functions below join them.
+Torch computes both, on any device. The functions below define the order of the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _MANTISSA_BITS, _LARGEST = 23, 254
 
 
 def encode_powers(x: Tensor, *, key: int) -> Tensor:
-    """Round each element to a power of two next to it, at random and without bias: n exponents, then n bits of sign."""
+    """Round each element to an adjacent power of two, without bias: n exponents, then n sign bits."""
     x, n = as_fp32(x), x.numel()
     if x.is_meta:
         return torch.empty(n + -(-n // 8), dtype=torch.uint8, device=x.device)
@@ -45,7 +45,7 @@ def encode_fp8(x: Tensor, kind: torch.dtype, *, block: int) -> Tensor:
     scales, codes = [x.new_empty(0, dtype=torch.uint8)], list[Tensor]()
     largest = torch.finfo(kind).max
     for rows in blocks_as_rows(as_fp32(x), block):
-        # By a tensor: on a GPU torch divides by a number as it multiplies by the inverse, which rounds otherwise.
+        # Divide by a tensor: on a GPU torch replaces a division by a number with a product, which rounds differently.
         scale = rows.abs().amax(1, keepdim=True) / rows.new_full((), largest)
         scales.append(scale.view(-1).view(torch.uint8))
         # A scale that is zero or subnormal is rounded coarsely, so that quotients may exceed fp8's largest number.

@@ -10,7 +10,7 @@ from thinwire.core.kernels.base import as_fp32, check_payload, compiled
 from thinwire.core.kernels.reference import largest
 from thinwire.errors import ConfigError, NonFiniteError
 
-# Candidates that are collected, besides 2 k, before the smaller ones are dropped.
+# Candidates to collect, in addition to 2 k, before the smaller ones are dropped.
 _SPARE = 65536
 # As in largest.c.
 _BINS = 65536
@@ -20,10 +20,10 @@ _LANES = 16
 def top_k(x: Tensor, k: int) -> Tensor:
     """Return the indices of the k largest absolute values (of all, if there are fewer), int64, ascending.
 
-    Of equal values the first ones are taken.
+    The first of equal values are chosen.
 
     Raises:
-        NonFiniteError: there is a NaN, which is neither larger nor smaller than others.
+        NonFiniteError: the vector contains NaN, which cannot be ordered.
     """
     x = as_fp32(x)
     k, library = min(k, x.numel()), compiled(x)
@@ -41,19 +41,19 @@ def top_k(x: Tensor, k: int) -> Tensor:
 
 
 def refuse_nan(x: Tensor) -> None:
-    """Refuse vectors with NaN.
+    """Check that a vector contains no NaN.
 
     Raises:
-        NonFiniteError: there is a NaN.
+        NonFiniteError: it contains NaN.
     """
     wrong = int(x.isnan().sum())
     if wrong:
-        raise NonFiniteError(f"{wrong} of {x.numel()} elements are NaN: none of them is the largest")
+        raise NonFiniteError(f"{wrong} of {x.numel()} elements are NaN: their order is undefined")
 
 
 def candidate_buffers(n: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Allocate the candidates' absolute values (as bits) and indices, and the histogram by which they are selected."""
-    # With room for as many again as are kept, few elements are copied when the smaller ones are dropped.
+    """Allocate the candidates' absolute values (as bits) and indices, and the histogram that selects them."""
+    # With twice the space of the kept candidates, few elements are copied when the smaller ones are dropped.
     capacity = min(n, 2 * k + _SPARE) + 2 * _LANES
     sizes = torch.empty(capacity, dtype=torch.int32, device="cpu")
     counts = torch.empty(_BINS, dtype=torch.int32, device="cpu")
@@ -66,7 +66,7 @@ def _index_bits(n: int) -> int:
 
 
 def packed_nbytes(k: int, n: int) -> int:
-    """Return the bytes that k indices below `n` take."""
+    """Return the bytes of k packed indices below `n`."""
     return -(-k * _index_bits(n) // 8)
 
 
@@ -90,7 +90,7 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     """Reverse `pack_indices`; int64 [k].
 
     Raises:
-        ConfigError: there are not as many bytes, or an index is not below n.
+        ConfigError: the number of bytes is wrong, or an index is not below n.
     """
     check_payload(packed, packed_nbytes(k, n))
     width, library = _index_bits(n), compiled(packed)
@@ -102,5 +102,7 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
         packed, out = packed.contiguous(), torch.empty(k, dtype=torch.int64, device="cpu")
         library.thinwire_unpack_indices(packed.data_ptr(), k, width, out.data_ptr())
     if k and int(out.max()) >= n:
-        raise ConfigError(f"index {int(out.max())}: must be below {n}; the payload is damaged or another vector's")
+        raise ConfigError(
+            f"index {int(out.max())}: must be below {n}. The payload is damaged or belongs to another vector"
+        )
     return out

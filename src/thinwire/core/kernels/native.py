@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Compile C once for this processor, keep the library in the user's cache, and load it by ctypes.
 
-All of it is optional: without a compiler, or with THINWIRE_NATIVE=0, torch computes the same, more slowly. A library is
-run only if it is this user's, nobody else can write to it, and its bytes are those that the compiler wrote: the hash of
-them is part of its name. One that fails is compiled again; without a compiler a good one is still used.
+Compiled code is optional: without a compiler, or with THINWIRE_NATIVE=0, torch computes the same, more slowly. A
+library is loaded only if it belongs to this user, nobody else can write to it, and its bytes match the hash in its
+name. A library that fails this check is compiled again; without a compiler a valid one is still used.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def load(
     arguments: Mapping[str, Sequence[Any]],
     return_int64: Container[str],
 ) -> ctypes.CDLL | None:
-    """Compile files of `c/` as one library and declare its functions' types; None if that is not possible.
+    """Compile files of `c/` as one library and declare its functions' types; None if this fails.
 
     Args:
-        name: of the library in the cache.
-        sources: names of the files; each may use what the files before it define.
-        flags: for the compiler.
+        name: the name of the library in the cache.
+        sources: names of the files; each may use the definitions of earlier files.
+        flags: flags for the compiler.
         arguments: the types of each function's arguments, by its name without `thinwire_`.
         return_int64: names of the functions that return a 64-bit integer; the others return nothing.
     """
@@ -60,13 +60,13 @@ def load(
 
 
 def library(name: str, source: bytes, flags: Sequence[str], *, symbols: Sequence[str] = ()) -> ctypes.CDLL | None:
-    """Load a C source's library from the cache, or compile it; where neither is possible None, after one warning.
+    """Load a C source's library from the cache, or compile it; if both fail, warn once and return None.
 
     Args:
-        name: of the file in the cache, before the hashes of everything that it depends on.
-        source: which includes only the system's headers.
-        flags: for the compiler, besides those that make a library.
-        symbols: names of functions that it must have.
+        name: the first part of the file name in the cache, followed by hashes of all dependencies.
+        source: the C code, which includes only system headers.
+        flags: flags for the compiler, in addition to those that make a library.
+        symbols: names of functions that the library must define.
     """
     try:
         if sys.platform == "win32":
@@ -75,27 +75,27 @@ def library(name: str, source: bytes, flags: Sequence[str], *, symbols: Sequence
     except (OSError, subprocess.SubprocessError) as error:
         problems[name] = _one_line(error)
         warn_of_slow_path(
-            f"thinwire's compiled kernels are not used ({problems[name]}): PyTorch computes the same, up to 300 times "
-            "more slowly; `thinwire tools` lists what is used, THINWIRE_NATIVE=0 chooses PyTorch without this warning"
+            f"thinwire's compiled kernels are not used ({problems[name]}). PyTorch computes the same, up to 300 times "
+            "more slowly. `thinwire tools` lists the kernels; THINWIRE_NATIVE=0 selects PyTorch without this warning"
         )
         return None
 
 
 problems: dict[str, str] = {}
-"""Why libraries could not be loaded, by their names."""
+"""The reasons why libraries could not be loaded, by their names."""
 
 
 @cache
 def warn_of_slow_path(text: str) -> None:
-    """Warn, the first time in this process."""
+    """Warn once per process."""
     warnings.warn(text, RuntimeWarning, stacklevel=2)
 
 
 def _found(name: str, source: bytes, flags: Sequence[str], symbols: Sequence[str]) -> ctypes.CDLL:
-    """The library, from the cache if there is a good one for this source, flags, processor and compiler.
+    """Return the library, from the cache if a valid one exists for this source, processor and compiler.
 
     Raises:
-        OSError: the cache cannot be used, or there is no library and no compiler.
+        OSError: the cache cannot be used, or neither a library nor a compiler exists.
         subprocess.SubprocessError: the compiler failed or took too long.
     """
     folder = _private(cache_folder() / "native")
@@ -109,9 +109,9 @@ def _found(name: str, source: bytes, flags: Sequence[str], symbols: Sequence[str
         if found := _opened(path, symbols):
             return found
     if compiler is None:
-        raise FileNotFoundError("there is no C compiler; install gcc or clang")
-    # Several ranks may compile at once: each in a folder of its own, and renaming is atomic. What a process has loaded
-    # under that name stays its own.
+        raise FileNotFoundError("no C compiler was found. Install gcc or clang")
+    # Several ranks may compile at once: each uses its own folder, and renaming is atomic. A process keeps the library
+    # that it has loaded under that name.
     with tempfile.TemporaryDirectory(dir=folder) as own:
         made = Path(own) / "library.so"
         _run([compiler, *flags, "-x", "c", "-", "-o", str(made), "-lm"], source)
@@ -121,12 +121,12 @@ def _found(name: str, source: bytes, flags: Sequence[str], symbols: Sequence[str
 
 
 def _opened(path: Path, symbols: Sequence[str]) -> ctypes.CDLL | None:
-    """A library of the cache, if it is this user's, whole and has all functions; else None."""
-    # Another rank may be writing it anew, or the file system may not allow programs.
+    """Open a library of the cache if it belongs to this user, is complete and defines all functions."""
+    # Another rank may be replacing it, or the file system may not allow programs.
     with suppress(OSError):
         about = path.lstat()
         mine = _is_mine(about)
-        # A library that is loaded when it is not whole kills the process.
+        # Loading an incomplete library kills the process.
         if stat.S_ISREG(about.st_mode) and mine and path.stem.endswith(_hash(path)):
             found = ctypes.CDLL(str(path))
             return found if all(hasattr(found, each) for each in symbols) else None
@@ -134,7 +134,7 @@ def _opened(path: Path, symbols: Sequence[str]) -> ctypes.CDLL | None:
 
 
 def _is_mine(about: os.stat_result) -> bool:
-    """Whether a file is this user's and nobody else may write to it; not known, so False, without users' numbers."""
+    """Return True if only this user owns and may write to a file; False if the system has no user ids."""
     user = getattr(os, "getuid", lambda: None)()
     return about.st_uid == user and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -149,29 +149,29 @@ def _run(command: Sequence[str], standard_input: bytes = b"") -> bytes:
 
 
 def _one_line(error: Exception) -> str:
-    """The error as part of a sentence; of a compiler's, the first line that names one."""
+    """Return an error as part of a sentence; for a compiler, the first line with an error."""
     if not isinstance(error, subprocess.CalledProcessError):
         return str(error)
     lines = error.stderr.decode(errors="replace").splitlines()
-    first = next((line for line in lines if "error" in line), "it says nothing")
+    first = next((line for line in lines if "error" in line), "it printed nothing")
     return f"the compiler {error.cmd[0]} failed: {first[:200]}"
 
 
 def _private(folder: Path) -> Path:
-    """Make the folder if needed, and refuse one into which someone else could put a library that we would run.
+    """Create the folder if needed, and check that no other user can put a library into it.
 
     Raises:
-        OSError: it cannot be made, belongs to someone else, or others may write to it.
+        OSError: it cannot be created, belongs to another user, or others may write to it.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if not _is_mine(found):
-        raise PermissionError(f"{folder}: it is another user's, or others may write to it")
+        raise PermissionError(f"{folder}: belongs to another user, or others may write to it")
     return folder
 
 
 def cache_folder() -> Path:
-    """Return the folder for caches: THINWIRE_CACHE, or `thinwire` where the system keeps caches."""
+    """Return the folder for caches: THINWIRE_CACHE, or `thinwire` in the system's cache folder."""
     if named := os.environ.get("THINWIRE_CACHE"):
         return Path(named)
     if sys.platform == "darwin":

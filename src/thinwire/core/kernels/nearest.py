@@ -14,7 +14,7 @@ from torch import Tensor
 from thinwire.core.kernels import native
 from thinwire.core.kernels.base import usable
 
-# Distances are finite, so these flags are safe here; other kernels must give torch's bits for NaN and infinity too.
+# Distances are finite, so these flags are safe; other kernels must match torch's bits for NaN and infinity too.
 _FLAGS = [
     *("-O3", "-march=native", "-fopenmp-simd", "-pthread"),
     *("-fno-math-errno", "-fno-trapping-math", "-ffinite-math-only", "-fno-signed-zeros"),
@@ -52,7 +52,7 @@ _ARGUMENTS = {
 
 
 def compiled(rows: Tensor) -> ctypes.CDLL | None:
-    """Return the compiled functions; None if they cannot work on these points, are disabled or cannot be compiled."""
+    """Return the compiled functions; None if they do not support these points, are disabled or do not compile."""
     return _compiled() if usable(rows) else None
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation of many models in one call, each model with its own gain and shift."""
+"""Normalization of many models in one call, each model with its own gain and shift."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, *, eps: float) -> tuple[T
             axes.
         gain: $\gamma$, fp32 [models, n], contiguous.
         shift: $\beta$, as gain.
-        eps: $\epsilon$; a larger one bounds the scale of rows that hardly vary.
+        eps: $\epsilon$; a larger value bounds the scale of rows that hardly vary.
 
     Returns:
         y as x, and each row's $\mu$ and $1/\sqrt{\sigma^2 + \epsilon}$, fp32 [models, rows].
@@ -188,7 +188,7 @@ def _blocks(x: Tensor, gain: Tensor, mean: Tensor, variance: Tensor, axis: int, 
 
 
 def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
-    """Refuse tensors that cannot be normalised by channels.
+    """Check that tensors can be normalized by channels.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
@@ -205,13 +205,13 @@ def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
 
 def _check_filled(x: Tensor) -> None:
     if not x.numel():
-        raise ConfigError(f"an input of shape {list(x.shape)}: it has no numbers to normalise")
+        raise ConfigError(f"an input of shape {list(x.shape)}: it has no numbers to normalize")
 
 
 def _check_gradient(gradient: Tensor, x: Tensor) -> None:
     if gradient.shape != x.shape or gradient.dtype != x.dtype:
         found = f"{list(gradient.shape)} and {gradient.dtype}"
-        raise ConfigError(f"a gradient of {found}: must be {list(x.shape)} and {x.dtype}, as the input")
+        raise ConfigError(f"a gradient of {found}: must be {list(x.shape)} and {x.dtype}, like the input")
     check_same_device(x, gradient)
 
 
@@ -219,9 +219,7 @@ def _check_moments(mean: Tensor, spread: Tensor, x: Tensor, shape: Sequence[int]
     check_same_device(x, mean, spread)
     _check_dense(mean, spread)
     if mean.shape != tuple(shape) or spread.shape != mean.shape:
-        raise ConfigError(
-            f"moments of {_shapes(mean, spread)}: must be {list(shape)}, as the forward pass returned them"
-        )
+        raise ConfigError(f"moments of {_shapes(mean, spread)}: must be {list(shape)}, as returned by the forward pass")
 
 
 def _check_dense(*tensors: Tensor) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation to a few bits per number, with unbiased stochastic rounding.
+"""Quantization to a few bits per number, with unbiased stochastic rounding.
 
-A payload is all scales, then one bit plane after the other, the lowest first; a plane is ceil(n/8) bytes, and bit j of
+A payload has all scales, then the bit planes, the lowest first. A plane has ceil(n/8) bytes, and bit j of
 its byte k belongs to element 8k + j.
 """
 
@@ -29,7 +29,7 @@ from thinwire.errors import ConfigError
 
 
 class _Coding(ctypes.Structure):
-    """`coding` of quantized.c: the parameters of the code."""
+    """`coding` of quantized.c: the parameters of the quantization."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("n", "block")),
@@ -55,7 +55,7 @@ def quantize_(
     norm: Literal["max", "l2"] = "max",
     scale_bytes: int = 4,
 ) -> None:
-    r"""Quantise `x` into `out`.
+    r"""Quantize `x` into `out`.
 
     With $N$ a block's scale and $s = 2^{b-1}-1$, an element's code is $\lfloor x s/N + s + u \rfloor$ in $[0, 2s]$; of
     one bit, $\lfloor (x/N + 1)/2 + u \rfloor$. Here $u$ is `uniform(n, key)` plus the shift, modulo 1.
@@ -63,11 +63,11 @@ def quantize_(
     Args:
         x: fp32, [n]; other floats are converted.
         out: uint8, `quantized_nbytes(n, bits, block, scale_bytes)`.
-        bits: of a code, 1 to 8.
+        bits: bits of a code, 1 to 8.
         block: elements that share a scale.
-        key: of the random numbers.
+        key: the key of the random numbers.
         shift: added to the random numbers, modulo 1; in [0, 1).
-        norm: of a block, which is its scale: the largest absolute value, or the Euclidean norm.
+        norm: the norm of a block that is its scale: the largest absolute value, or the Euclidean norm.
         scale_bytes: 4 for fp32, 2 for bf16, rounded up.
 
     Raises:
@@ -84,7 +84,7 @@ def quantize_(
             coding = _Coding(x.numel(), block, mix64(key), bits, scale_bytes, squared=norm == "l2", shift=shift)
             library.thinwire_quantize(x.data_ptr(), target.data_ptr(), ctypes.byref(coding))
             return
-        # Triton is optional, so its kernels are imported only where they are used.
+        # Triton is optional, so its kernels are imported at use.
         quantize_by = quantized.quantize_
         if on_gpu(x):
             from thinwire.core.kernels.triton_quantized import quantize_ as quantize_by
@@ -104,7 +104,7 @@ def dequantize_(
 ) -> None:
     r"""Decode a payload into `out`, fp32 [n].
 
-    A code $q$ stands for $(q - s) N/s$. With `dither` the random numbers of the rounding are drawn again and
+    A code $q$ stands for $(q - s) N/s$. With `dither`, the random numbers of the rounding are recomputed and
     subtracted, $(q - u + 1/2 - s) N/s$: the error is then uniform within half a level, whatever $x$ was (Roberts,
     Picture Coding Using Pseudo-Random Noise, IRE Transactions, 1962).
 
@@ -133,22 +133,22 @@ def _check(bits: int, shift: float) -> None:
     if not 1 <= bits <= 8:
         raise ConfigError(f"bits={bits}: must lie in 1..8")
     if not 0 <= shift < 1:
-        raise ConfigError(f"shift={shift}: must lie in [0, 1), as it is added modulo 1")
+        raise ConfigError(f"shift={shift}: must lie in [0, 1), because it is added modulo 1")
 
 
 def clip_outliers(x: Tensor, *, block: int, deviations: float) -> Tensor:
-    """Clip the elements of each block at so many of its standard deviations; fp32 [n]."""
+    """Clip the elements of each block at a number of its standard deviations; fp32 [n]."""
     clipped = torch.empty_like(x, dtype=torch.float32)
     if x.is_meta:
         return clipped
     for rows, out in zip(blocks_as_rows(as_fp32(x), block), blocks_as_rows(clipped, block), strict=True):
-        # The first element is subtracted before the mean is, so that equal elements deviate by exactly zero.
+        # Subtract the first element before the mean, so that equal elements deviate by exactly zero.
         torch.sub(rows, rows[:, :1], out=out)
         out.sub_(out.mean(1, keepdim=True))
         bound = deviations * (torch.linalg.vector_norm(out, dim=1, keepdim=True) / rows.shape[1] ** 0.5)
-        # Equal elements have no outliers; a block that is not finite stays as it is.
+        # Equal elements have no outliers; a non-finite block is unchanged.
         bound.masked_fill_((bound > 0).logical_not_(), torch.inf)
-        # `clamp_` with two tensors is not vectorised in torch.
+        # `clamp_` with two tensors is not vectorized in torch.
         torch.minimum(rows, bound, out=out)
         torch.maximum(out, -bound, out=out)
     return clipped

@@ -13,9 +13,9 @@ mix64 = reference.mix64
 
 
 def uniform(n: int, key: int, offset: int = 0, *, device: torch.device | None = None) -> Tensor:
-    r"""Multiples of $2^{-24}$ in [0, 1), fp32 [n]; element i depends on the key and on `offset + i` alone.
+    r"""Return multiples of $2^{-24}$ in [0, 1), fp32 [n]; element i depends only on the key and `offset + i`.
 
-    Two rounds of the 32-bit finisher of MurmurHash3 (Appleby 2011) over the index, each keyed by a half of
+    They are two rounds of the 32-bit finisher of MurmurHash3 (Appleby 2011) over the index, each keyed by a half of
     `mix64(key)`. Only the lower 32 bits of an index count.
     """
     out = torch.empty(n, dtype=torch.float32, device=device)

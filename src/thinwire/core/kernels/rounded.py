@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounding to the nearest of a few levels on either side of zero.
 
-A payload is all scales in fp32, then one bit plane after the other, as in `quantized`.
+A payload has all scales in fp32, then the bit planes, as in `quantized`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class _Rounding(ctypes.Structure):
 
 
 def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: int, block: int) -> None:
-    r"""Encode `x + residual` into `out`, and overwrite the residual with what the codes leave out.
+    r"""Encode `x + residual` into `out`, and overwrite the residual with the rounding error.
 
-    With $h$ half the distance of levels, an element $t$ has the level $l = \pm(2m + 1)$ of its sign, with
-    $m = \lfloor |t|/2h \rfloor$, at most $2^{b-1} - 1$; its code is $(l + 2^b - 1)/2$. At first $h$ is that which is
-    best for normal numbers of the block's mean absolute value, from five bits on one whose levels reach its largest.
-    The scale that is sent fits the block best with these levels, $\sum t l / \sum l^2$: so that what is left out is
-    never larger than the block.
+    With $h$ half the distance of levels, an element $t$ gets the level $l = \pm(2m + 1)$ of its sign, with
+    $m = \lfloor |t|/2h \rfloor$, at most $2^{b-1} - 1$; its code is $(l + 2^b - 1)/2$. At first $h$ is the best value
+    for normal numbers with the block's mean absolute value; from five bits on, the levels reach the block's largest
+    element. The sent scale is the least-squares fit to the block with these levels, $\sum t l / \sum l^2$, so that the
+    rounding error is never larger than the block.
 
     Args:
         x: fp32, [n]; other floats are converted.
         residual: like x; None for none.
         out: uint8, `quantized_nbytes(n, bits, block)`.
-        bits: of a code, 1 to 8.
+        bits: bits of a code, 1 to 8.
         block: elements that share a scale.
 
     Raises:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizer steps of many models at once: rows of a tensor [models, ...], each with its own hyperparameters.
 
-Rows are independent of each other. Several threads may share the columns, which changes no bit.
+Rows are independent. Several threads may share the columns without changing any bit.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def _check(tensors: list[Tensor], numbers: Tensor, columns: int, active: Tensor)
     for tensor in tensors:
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             found = f"{list(tensor.shape)} of {tensor.dtype}" + ("" if tensor.is_contiguous() else ", not contiguous")
-            raise ConfigError(f"a tensor is {found}: must be as the parameters, {list(shape)} of {dtype}")
+            raise ConfigError(f"a tensor is {found}: must be {list(shape)} of {dtype}, like the parameters")
     if dtype not in _REALS:
-        raise ConfigError(f"parameters of {dtype}: rows are fp32 or fp64; convert them")
+        raise ConfigError(f"parameters have dtype {dtype}: rows must be fp32 or fp64. Convert them")
     check_length("active", active.numel(), shape[0])
     check_length("numbers", numbers.numel(), shape[0] * columns)
     for name, tensor, wanted in (("numbers", numbers, torch.float64), ("active", active, torch.bool)):

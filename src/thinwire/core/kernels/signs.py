@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bit per number: its sign, with a scale for every block.
 
-A payload is all scales, then all sign bits, as floats have them: -0.0 counts as negative.
+A payload has all scales, then all sign bits of the floats: -0.0 counts as negative.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def sign_nbytes(n: int, block: int, scale_bytes: int = 4) -> int:
 
 
 def pack_signs(x: Tensor) -> Tensor:
-    """The signs alone, uint8 [ceil(n/8)]: element 8k + j is bit j of byte k."""
+    """Pack the signs only, uint8 [ceil(n/8)]: element 8k + j is bit j of byte k."""
     n = x.numel()
-    # With a scale in front, as `encode_signs_` writes it.
+    # `encode_signs_` writes a scale first, which is cut off.
     scaled = torch.empty(sign_nbytes(n, max(n, 1)), dtype=torch.uint8, device=x.device)
     encode_signs_(x, None, scaled, block=max(n, 1))
     return scaled[scaled.numel() - -(-n // 8) :].clone()
@@ -47,17 +47,17 @@ def encode_signs_(
     norm: Literal["l1", "l2"] = "l1",
     scale_bytes: int = 4,
 ) -> None:
-    r"""Write the signs and scales of `x + residual` into `out`, and what they lose into `residual` (error feedback).
+    r"""Write the signs and scales of `x + residual` into `out`, and their error into `residual` (error feedback).
 
-    The scale of a block is its mean absolute value ("l1") or its root mean square ("l2"). The new residual is measured
-    from the scale as it is sent, after rounding. The residual is read once and written once.
+    The scale of a block is its mean absolute value ("l1") or its root mean square ("l2"). The new residual uses the
+    rounded scale that is sent. The residual is read once and written once.
 
     Args:
         x: fp32, [n]; other floats are converted.
-        residual: fp32, [n]; None is zero, and nothing is kept.
+        residual: fp32, [n]; None for no error feedback.
         out: uint8, `sign_nbytes(n, block, scale_bytes)`.
         block: elements that share a scale.
-        norm: of the scales.
+        norm: the norm of the scales.
         scale_bytes: 4 for fp32, 2 for bf16.
 
     Raises:
@@ -89,7 +89,8 @@ def _encode_signs(x: Tensor, residual: Tensor | None, out: Tensor, block: int, n
 
 
 def decode_signs_(payload: Tensor, out: Tensor, *, block: int, scale_bytes: int = 4) -> None:
-    """Decode into `out`, fp32 [n]: each element is its block's scale with its own sign; zero if the scale is zero.
+    """Decode into `out`, fp32 [n]: each element is its block's scale with the element's sign; zero if the scale is
+    zero.
 
     Raises:
         ConfigError: sizes do not fit.

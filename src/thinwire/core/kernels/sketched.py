@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Count sketches whose hash rotates every block of the vector, so memory is read in runs and no hash table is stored.
+r"""Count sketches whose hash rotates blocks of the vector, so memory is read in runs and no hash is stored.
 
 With $c$ columns, element $i$ goes to column $(i + o_q(\lfloor i/c \rfloor)) \bmod c$ of row $q$, with an offset $o_q$
 drawn for each block of $c$ elements. Two elements of different blocks collide with probability $1/c$, two of one block
@@ -38,7 +38,7 @@ class _Sketch(ctypes.Structure):
 def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float = 1.0) -> None:
     r"""Add `scale * x`, fp32 [n], into a table, fp32 [rows, columns]: $S_{q, h_q(i)} \mathrel{+}= \sigma_q(i)\, x_i$.
 
-    Elements of a cell are added in their order. Charikar, Chen and Farach-Colton, ICALP 2002.
+    Elements of a cell are added in order. Charikar, Chen and Farach-Colton, ICALP 2002.
 
     Args:
         x: fp32, [n]; other floats are converted.
@@ -113,10 +113,10 @@ def _unsketch_at(table: Tensor, indices: Tensor, n: int, key: int) -> Tensor:
 
 
 def cells_at(table: Tensor, indices: Tensor, *, key: int) -> tuple[Tensor, Tensor]:
-    """Return the columns that elements are added to in every row of a table, int64 [rows, k], and their signs there.
+    """Return the columns of elements in every row of a table, int64 [rows, k], and their signs.
 
     Args:
-        table: [rows, columns]; only its shape counts.
+        table: [rows, columns]; only its shape is used.
         indices: of the elements, int64 [k].
         key: of columns and signs.
 
@@ -156,13 +156,13 @@ def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:
 
 
 def _median_kernels(table: Tensor) -> ctypes.CDLL | None:
-    """Return the compiled kernels if they can take the table's medians: their sorting networks would lose a NaN."""
+    """Return the compiled kernels if they can compute the medians: their sorting networks would lose a NaN."""
     library = compiled(table)
     return None if library is None or len(table) > _MAX_ROWS or bool(table.isnan().any()) else library
 
 
 def _wrapped(table: Tensor) -> Tensor:
-    """Append the first columns, as many as are read at once, so that no read has to wrap around."""
+    """Append the first columns, as many as one read covers, so that no read wraps around."""
     columns = table.shape[1]
     if columns >= _SPAN:
         return torch.cat([table, table[:, :_SPAN]], 1)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation to a few bits per number on a GPU; the same bits as on the CPU if the scale is the largest value."""
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Quantization to a few bits per number on a GPU, with the CPU's bits if the scale is the largest value."""
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
+# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -30,12 +31,12 @@ def _quantize(
     value = tl.load(x + start + at, mask=real, other=0.0)
     if SQUARED:
         scale = tl.sqrt_rn(tl.sum(value * value, axis=0))
-        # What overflows is taken again of numbers 2**96 times smaller.
+        # After an overflow the sum is computed again from numbers 2**96 times smaller.
         small = value * 1.262177448353619e-29
         again = tl.sqrt_rn(tl.sum(small * small, axis=0)) * 7.922816251426434e28
         scale = tl.where(scale == float("inf"), again, scale)
     else:
-        # Absolute values are ordered as their bits are, and NaN is above all: the largest bits keep a NaN.
+        # Absolute values have the order of their bits, with NaN above all: the largest bits keep a NaN.
         scale = tl.max(tl.abs(value).to(tl.int32, bitcast=True), axis=0).to(tl.float32, bitcast=True)
     if UP:
         bits = scale.to(tl.int32, bitcast=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the GPU kernels share: random numbers and packed bits. Pyright cannot check what Triton compiles."""
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+"""Random numbers and packed bits for the GPU kernels. Pyright cannot check Triton code."""
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
+# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def mixed(word):
-    """The 32-bit finisher of MurmurHash3."""
+    """Apply the 32-bit finisher of MurmurHash3."""
     word = (word ^ (word >> 16)) * tl.full((), 0x85EBCA6B, tl.uint32)
     word = (word ^ (word >> 13)) * tl.full((), 0xC2B2AE35, tl.uint32)
     return word ^ (word >> 16)
@@ -45,5 +46,5 @@ MAX_BLOCK = 16384
 
 
 def fits(block: int) -> bool:
-    """Whether one program can hold a block, and blocks end at whole bytes."""
+    """Return True if one program can hold a block, and blocks end at whole bytes."""
     return block % 8 == 0 and block <= MAX_BLOCK

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One bit per number, its sign, on a GPU: each block is read once, and its scale stays in registers until it is used.
 
-A scale is summed in an order that suits the device, so its last bits may differ from the CPU's. The signs are the same,
-the residual fits the scale that is sent, and payloads are decoded to the same bits everywhere.
+A scale is summed in an order that suits the device, so its last bits may differ from the CPU's. The signs are equal,
+the residual matches the sent scale, and payloads decode to the same bits everywhere.
 """
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
+# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ def _encode(
         total += tl.load(residual + start + at, mask=real, other=0.0)
     scale = tl.sum(total * total if SQUARED else tl.abs(total), axis=0)
     scale = tl.div_rn(scale, tl.cast(count, tl.float32))
-    # What overflows is taken again of numbers 2**96 times smaller.
+    # After an overflow the sum is computed again from numbers 2**96 times smaller.
     small = total * 1.262177448353619e-29
     again = tl.sum(small * small if SQUARED else tl.abs(small), axis=0)
     again = tl.div_rn(again, tl.cast(count, tl.float32))

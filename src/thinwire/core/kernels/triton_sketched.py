@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count sketches on a GPU with the same bits as on the CPU: each program owns its cells and adds block after block."""
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
+# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -15,13 +16,13 @@ from thinwire.core.kernels.reference.rng import mix64
 from thinwire.core.kernels.triton_rng import halves, word_at
 
 _SPAN = 1024
-# Rows for which the median is a short network of minima and maxima.
+# Numbers of rows for which the median is a short network of minima and maxima.
 _MEDIAN_ROWS = (1, 3, 5)
 
 
 @triton.jit
 def _negative(place, low, high):
-    """Whether an element's sign is minus."""
+    """Return True if an element's sign is minus."""
     return ((word_at(place >> 5, low, high) >> (place & 31).to(tl.uint32)) & 1) != 0
 
 
@@ -39,7 +40,7 @@ def _sketch(x, table, seeds, n, columns, blocks, scale, SPAN: tl.constexpr):
         inner = column - offset
         place = tl.cast(block, tl.int64) * columns + tl.where(inner < 0, inner + columns, inner)
         value = tl.load(x + place, mask=mine & (place < n), other=0.0) * scale
-        # Elements beyond the end add nothing: adding a zero could change the sign of a zero.
+        # Elements beyond the end are not added: even adding a zero could change the sign of a zero.
         total = tl.where(place < n, total + tl.where(_negative(place, sign_low, sign_high), -value, value), total)
     tl.store(cells, total, mask=mine)
 
@@ -92,7 +93,7 @@ def sketch_(x: Tensor, table: Tensor, *, key: int, scale: float) -> None:
 
 @on_its_device
 def unsketch(table: Tensor, n: int, *, key: int) -> Tensor:
-    """Run `thinwire.core.kernels.unsketch` for all elements; torch computes tables that have not 1, 3 or 5 rows."""
+    """Run `thinwire.core.kernels.unsketch` for all elements; torch computes tables without 1, 3 or 5 rows."""
     rows, columns = table.shape
     if rows not in _MEDIAN_ROWS:
         return sketched.unsketch(table, None, n, key=key)

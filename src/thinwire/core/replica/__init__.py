@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy works on: one worker's parameters as a flat vector, its state and its operations in flight."""
+"""One worker's parameters as a flat vector, with the strategy's state and operations in flight."""

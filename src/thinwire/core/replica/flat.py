@@ -12,7 +12,7 @@ from thinwire.core.torch_internals import foreach
 
 @dataclass(frozen=True)
 class Segment:
-    """Where one named tensor lies in a flat vector."""
+    """The position of one named tensor in a flat vector."""
 
     name: str
     start: int
@@ -21,27 +21,27 @@ class Segment:
 
     @property
     def size(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return torch.Size(self.shape).numel()
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """Return the index after the last element."""
         return self.start + self.size
 
     def of(self, vector: Tensor) -> Tensor:
-        """The tensor as a view of `vector`, with its original strides."""
+        """Return the tensor as a view of `vector`, with its original strides."""
         return torch.as_strided(vector, self.shape, self.stride, vector.storage_offset() + self.start)
 
 
 def dense_strides(x: Tensor) -> tuple[int, ...]:
-    """The strides of `x` without gaps: its own if it is dense (channels-last stays so), else row-major ones."""
+    """Return strides without gaps: those of `x` if it is dense (also channels-last), else row-major ones."""
     # On the meta device torch chooses the strides without allocating.
     return torch.empty_like(x, device="meta", memory_format=torch.preserve_format).stride()
 
 
 def lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
-    """One segment for each named tensor, end to end in the given order."""
+    """Make one segment for each named tensor, end to end in the given order."""
     segments: list[Segment] = []
     start = 0
     for name, x in named:
@@ -51,7 +51,7 @@ def lay_out(named: Sequence[tuple[str, Tensor]]) -> tuple[Segment, ...]:
 
 
 def cut_out(segments: Sequence[Segment], where: slice) -> tuple[Segment, ...]:
-    """The segments of a slice of the vector; a tensor that lies in it in part is there as a vector of that part."""
+    """Return the segments of a slice of the vector; a partly covered tensor becomes a vector of that part."""
     found: list[Segment] = []
     for segment in segments:
         start, stop = max(segment.start, where.start), min(segment.stop, where.stop)
@@ -63,12 +63,12 @@ def cut_out(segments: Sequence[Segment], where: slice) -> tuple[Segment, ...]:
 
 
 def views(vector: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """All segments of `vector`, as tensors that share its memory."""
+    """Return all segments of `vector` as tensors that share its memory."""
     return [segment.of(vector) for segment in segments]
 
 
 def flatten(tensors: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
-    """A new vector that holds copies of `tensors`, one for each segment."""
+    """Copy `tensors`, one for each segment, into a new vector."""
     vector = torch.empty(segments[-1].stop, dtype=tensors[0].dtype, device=tensors[0].device)
     copy_each_(views(vector, segments), [x.detach() for x in tensors])
     return vector

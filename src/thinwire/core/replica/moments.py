@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An optimizer's state for its parameters: momentum, Adam's moments."""
+"""The optimizer state of parameters: momentum, Adam's moments."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.errors import ConfigError
 
 
 class Combined(Optimizer):
-    """One that is made of others, each with parameters of its own; `thinwire.CombinedOptimizer` is it."""
+    """The interface of `thinwire.CombinedOptimizer`, which consists of optimizers with separate parameters."""
 
     optimizers: tuple[Optimizer, ...]
 
@@ -30,9 +30,9 @@ class Moments:
     A moment is a floating-point tensor with the shape of its parameter; step counters and the like are not moments.
 
     Attributes:
-        optimizer: the worker's; None if there is none, and then all calls do nothing.
-        parameters: of the replica.
-        segments: where each parameter lies in the replica's vector.
+        optimizer: the worker's optimizer; None if there is none, and then no call has an effect.
+        parameters: the replica's parameters.
+        segments: the position of each parameter in the replica's vector.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Moments:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The names of the moments that the optimizer has or will have for each parameter; the same on every rank."""
+        """Return the names of the moments of each parameter; the same on every rank."""
         return tuple(sorted({name for name, _ in self._dtypes}))
 
     @cached_property
@@ -55,7 +55,7 @@ class Moments:
         return {} if self.optimizer is None else moment_dtypes(self.optimizer)
 
     def forget(self) -> None:
-        """Reset the optimizer's state to that of a new one: no momentum, no moments, and a step count of zero."""
+        """Reset the optimizer state to that of a new optimizer: no moments and a step count of zero."""
         if self.optimizer is None:
             return
         for parameter in self.parameters:
@@ -63,21 +63,21 @@ class Moments:
         own = set(self.parameters)
         for each in parts_of(self.optimizer):
             for group in each.param_groups:
-                # LAMB counts the steps of a group. While another replica's parameter in it has moments, their
-                # correction needs the count; the last replica to forget resets it.
+                # LAMB counts the steps of a group. While parameters of another replica in it have moments, their
+                # correction needs the count; the last replica resets it.
                 members = group["params"]
                 if "step" in group and not own.isdisjoint(members) and not any(map(each.state.get, members)):
                     group["step"] = 0 * group["step"]  # a tensor stays one
             for parameter, state in fresh_optimizer(each).state.items():
-                if parameter in own and state:  # Adagrad fills its state when it is made
+                if parameter in own and state:  # Adagrad fills its state in its constructor
                     each.state[parameter] = state
 
     def average_(self, comm: Comm) -> None:
-        """Replace every moment by its mean over ranks: one all-reduce, of the parameters' size for each name.
+        """Replace every moment with its mean over ranks: one all-reduce of the size of the parameters per name.
 
-        Moments travel in the dtype that the optimizer keeps them in, with an all-reduce for each dtype: small variances
-        in fp32 would vanish in a parameter's fp16. A rank that does not have a moment yet contributes zero, and still
-        has none afterwards.
+        Moments are sent in the dtype that the optimizer keeps them in, with one all-reduce per dtype: small variances
+        in fp32 would vanish in a parameter's fp16. A rank without a moment contributes zero, and still has none
+        afterwards.
         """
         if not self.names:
             return
@@ -89,7 +89,7 @@ class Moments:
             self._average_(comm, names, dtype)
 
     def _average_(self, comm: Comm, names: Sequence[str], dtype: torch.dtype) -> None:
-        assert self.optimizer is not None, "no moments without one"
+        assert self.optimizer is not None, "no optimizer has no moments"
         # One vector for all moments, with zeros for missing ones: every rank must send the same size.
         length = self.segments[-1].stop
         vector = torch.zeros(len(names) * length, dtype=dtype, device=self.parameters[0].device)
@@ -109,37 +109,37 @@ class Moments:
 
 
 def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:
-    """The optimizers that one is made of, as a `CombinedOptimizer` is; itself for any other."""
+    """Return the parts of a `CombinedOptimizer`; any other optimizer is its only part."""
     return optimizer.optimizers if isinstance(optimizer, Combined) else (optimizer,)
 
 
 def fresh_optimizer(optimizer: Optimizer, groups: list[dict[str, Any]] | None = None) -> Optimizer:
-    """A new optimizer of the same class and hyperparameters.
+    """Make a new optimizer of the same class with the same hyperparameters.
 
     Args:
-        optimizer: is not changed.
-        groups: parameter groups with their hyperparameters; the optimizer's own unless given.
+        optimizer: the original, which is not changed.
+        groups: parameter groups with their hyperparameters; by default the optimizer's own.
 
     Raises:
         ConfigError: the class needs other arguments than parameter groups.
     """
     kind: Any = type(optimizer)
-    # Groups hold all hyperparameters; Adagrad's initial value it reads from its arguments only.
+    # Groups hold all hyperparameters, except Adagrad's initial value, which is an argument only.
     arguments = {name: optimizer.defaults[name] for name in signature(kind).parameters if name in optimizer.defaults}
     try:
         made: Optimizer = kind([dict(group) for group in groups or optimizer.param_groups], **arguments)
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{kind.__name__}: cannot be made anew from its parameter groups ({error}), so its moments are not "
-            "known; use buffers='maintain'"
+            f"{kind.__name__}: cannot be created from its parameter groups ({error}), so its moments are "
+            "unknown. Use buffers='maintain'"
         ) from error
     return made
 
 
 def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
-    """The names of an optimizer's moments, from one step of a new optimizer of its class on small parameters.
+    """Find the names of an optimizer's moments with one step of a new optimizer on small parameters.
 
-    An optimizer that has made no step yet holds none, and ranks that have made some must agree with those that have
+    An optimizer without a step holds no moments yet, and ranks that have made steps must agree with ranks that have
     not.
 
     Raises:
@@ -149,9 +149,9 @@ def moment_names(optimizer: Optimizer) -> tuple[str, ...]:
 
 
 def moment_dtypes(optimizer: Optimizer) -> dict[tuple[str, torch.dtype], torch.dtype]:
-    """The dtype of an optimizer's moments, by their name and their parameter's dtype, found like their names.
+    """Find the dtype of an optimizer's moments, by their name and the dtype of their parameter.
 
-    It is at least as wide as the parameter's, and the widest where moments of one name differ.
+    It is at least as wide as the parameter's; if moments of one name differ, it is the widest.
 
     Raises:
         ConfigError: a step of a new optimizer fails.
@@ -167,23 +167,23 @@ def moment_dtypes(optimizer: Optimizer) -> dict[tuple[str, torch.dtype], torch.d
 
 
 def _after_a_step(optimizer: Optimizer) -> Optimizer:
-    """A new optimizer of the same class, after one step on small parameters."""
+    """Make a new optimizer of the same class and take one step on small parameters."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         samples: list[nn.Parameter] = []
-        # One for each shape and dtype: Adafactor, for one, keeps other state for matrices than for vectors.
+        # One for each shape and dtype: Adafactor, for example, keeps different state for matrices and vectors.
         for dimensions, dtype, device in sorted({(p.dim(), p.dtype, p.device) for p in group["params"]}, key=str):
             sample = nn.Parameter(torch.zeros((2,) * dimensions, dtype=dtype, device=device))
             sample.grad = torch.zeros_like(sample)
             samples.append(sample)
-        # A variance that is frozen admits no new parameter.
+        # A frozen variance admits no new parameter.
         groups.append({**group, "params": samples, **({"frozen": False} if "frozen" in group else {})})
     tried = fresh_optimizer(optimizer, groups)
     try:
-        # Torch makes counters on the default device; those of a trial are the host's.
+        # Torch creates counters on the default device; a trial's counters belong on the host.
         with torch.device("cpu"):
             tried.step()
     except (TypeError, RuntimeError) as error:
         name = type(optimizer).__name__
-        raise ConfigError(f"{name}: what it remembers cannot be told ({error}); use buffers='maintain'") from error
+        raise ConfigError(f"{name}: its state is unknown ({error}). Use buffers='maintain'") from error
     return tried

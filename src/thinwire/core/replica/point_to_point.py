@@ -35,7 +35,7 @@ def on_message(
 ) -> None:
     """Register the handler of a topic at a replica's mailbox, as `Mailbox.on_message` does.
 
-    The handler is called with the replica and the mailbox too, and keeps neither of them alive.
+    The handler is also called with the replica and the mailbox, and keeps neither of them alive.
     """
     box = r.comm.mailbox(r)
     replica, mailbox = proxy(r), proxy(box)
@@ -43,10 +43,10 @@ def on_message(
 
 
 def number(value: int) -> Tensor:
-    """A message of one integer, of 8 bytes."""
+    """Make a message of one integer, of 8 bytes."""
     return torch.tensor([value], dtype=torch.int64, device="cpu")
 
 
 def others(r: Replica) -> list[int]:
-    """All ranks but this one, beginning with the next."""
+    """Return all other ranks, starting with the next one."""
     return [(r.comm.rank + offset) % r.comm.size for offset in range(1, r.comm.size)]

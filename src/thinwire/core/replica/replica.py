@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One worker's copy of the model, as a strategy sees it."""
+"""One worker's copy of the model, as strategies use it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SAMPLE_SIZE = 65_536
 
 
 class PrefixView(MutableMapping[str, T]):
-    """A view of the entries of a mapping whose names have a prefix, by their names without it."""
+    """A view of a mapping's entries with a prefix, by their names without it."""
 
     def __init__(self, whole: MutableMapping[str, T], prefix: str) -> None:
         self._whole = whole
@@ -46,7 +46,7 @@ class PrefixView(MutableMapping[str, T]):
 
 @dataclass
 class Progress:
-    """What a replica and its parts have in common."""
+    """The values that a replica and its parts share."""
 
     active: int
     step: int = 0
@@ -64,24 +64,24 @@ class Replica:
 
     Attributes:
         x: the parameters, one vector; the model's parameters are views of it.
-        g: the gradient, like `x`, if the strategy sends or reads it; else empty.
+        g: the gradient, like `x`, if the strategy sends or reads it; otherwise empty.
         comm: the ranks that train together.
-        state: the strategy's tensors by name; saved in checkpoints and restored bit by bit.
-        inflight: operations that were launched and not yet collected, by name.
+        state: the strategy's tensors by name; saved in checkpoints and restored bitwise.
+        inflight: launched operations that are not yet collected, by name.
         step: optimizer steps done.
         active: ranks that still have data; the divisor of a mean of gradients.
         seed: the seed of all random draws, equal on all ranks.
         samples: this rank's weight in weighted averages of this step: the `num_samples` of `Worker.record_batch`, 1 if
             it was not called, 0 if the step had no gradient.
         equal_start: whether all ranks start from equal parameters; False only after `attach(init="own")`.
-        postponed: whether means of parameters that would start at this step are left out, and their rounds go on; only
-            strategies that say `postpones` look at it.
+        postponed: whether means of parameters that would start at this step are skipped, and their rounds continue;
+            only strategies with the trait `postpones` use it.
         loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
-        segments: where each parameter tensor lies in `x`, in order and without gaps; one for all of `x` unless given.
-        moments: the optimizer's state for these parameters; none for a part of the vector.
+        segments: the position of each parameter tensor in `x`, in order and without gaps; by default one for all of
+        `x`. moments: the optimizer's state for these parameters; none for a part of the vector.
         metrics: numbers about this step by name, for logs; not saved.
         parts: the replicas that `part` has made, by name.
-        progress: the step and what was recorded for it; shared by all parts.
+        progress: the step and the values recorded for it; shared by all parts.
         pending_means: the compressed means of this step that are in flight; shared by all replicas of a worker.
 
     Example:
@@ -123,16 +123,16 @@ class Replica:
 
     @property
     def lr(self) -> float | Tensor:
-        """The optimizer's current learning rate; a vector like `x` if parameter groups have different ones."""
+        """Return the current learning rate; a vector like `x` if parameter groups have different ones."""
         return self._lr()
 
     def override_lr(self, lr: float | Tensor) -> None:
-        """Let this part's learning rate be this one from now on, and not the optimizer's."""
+        """Use this learning rate for this part from now on, instead of the optimizer's."""
         self._lr = lambda: lr
 
     @property
     def step(self) -> int:
-        """Optimizer steps done; of a part, with the steps that it is ahead."""
+        """Return the optimizer steps done; a part adds the steps that it is ahead."""
         return self.progress.step + self._ahead
 
     @step.setter
@@ -190,14 +190,14 @@ class Replica:
         return self.progress.metrics
 
     def part(self, name: str, where: slice | None = None, *, ahead: int = 0) -> Replica:
-        """A replica with names of its own over the vectors or a part of them; the same object at every call.
+        """Return a replica with its own names over the vectors or a slice; the same object at every call.
 
-        It shares the vectors' memory, the step and what was recorded for it. Its state and its operations in flight are
+        It shares the vectors' memory, the step and the values recorded for it. Its state and operations in flight are
         part of this replica's, so that a checkpoint of this one holds them.
 
         Args:
             name: the prefix of its names in `state` and `inflight`.
-            where: the part of the vectors; all of them, and the optimizer's state with them, unless given.
+            where: the slice of the vectors; by default all of them, with the optimizer state.
             ahead: added to the part's `step`.
         """
         if name in self.parts:
@@ -221,46 +221,46 @@ class Replica:
         return part
 
     def tree(self) -> Iterator[Replica]:
-        """This replica and all its parts."""
+        """Iterate over this replica and all its parts."""
         yield self
         for part in self.parts.values():
             yield from part.tree()
 
     def launch(self, name: str, work: Work[list[Tensor]]) -> None:
-        """Keep an operation in flight under a name, to be collected at a later step."""
+        """Keep an operation in flight under a name, for `collect` at a later step."""
         self.inflight[name] = work
 
     def advance(self, name: str) -> None:
-        """Start the second stage of the operation of that name, if it is in flight and has one; see `Work.advance`."""
+        """Start the second stage of a named operation, if it is in flight and has one; see `Work.advance`."""
         if (work := self.inflight.get(name)) is not None:
             work.advance()
 
     def collect(self, name: str) -> list[Tensor] | None:
-        """Wait for the operation of that name and return its result; None if there is none."""
+        """Wait for a named operation and return its result; None if there is none."""
         work = self.inflight.pop(name, None)
         return None if work is None else work.wait()
 
     def record_distance(self, own: Tensor, others: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> None:
-        """Estimate the consensus distance from vectors that were received anyway, so nothing is sent for it.
+        """Estimate the consensus distance from received vectors, without additional messages.
 
         `metrics["consensus_distance"]` is the Euclidean distance of one worker's parameters from the mean of all. Two
-        random workers are further apart than that by a factor of the square root of two. At most 65,536 elements are
+        random workers are further apart by a factor of the square root of two. At most 65,536 elements are
         used, spread evenly over the vector.
 
         Args:
-            own: this worker's vector, as it was when the others were sent; if those are older, their age adds distance.
+            own: this worker's vector at the time when the others were sent; older ones add distance.
             others: other workers' vectors, like it.
             weights: the push-sum weights of this worker and of the others, by which vectors are divided first.
         """
         if own.is_meta or not own.numel():
-            # In a dry run there is nothing to estimate from, and a rank's part of sharded parameters may be empty.
+            # A dry run has no data, and a rank's part of sharded parameters may be empty.
             return
         stride = -(-own.numel() // _SAMPLE_SIZE)
         samples = [y[::stride] for y in (own, *others)]
         if weights:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]
-        # In fp64, as squares of many small differences are added.
+        # In fp64, because squares of many small differences are added.
         squares = [(y - sample).square_().sum(dtype=torch.float64) for y in samples[1:]]
         if squares:
             scale = own.numel() / sample.numel()
@@ -268,31 +268,31 @@ class Replica:
             self.metrics["consensus_distance"] = mean.mul_(scale / 2).sqrt_()
 
     def wait_pending(self) -> None:
-        """Wait for all operations in flight, so that `x` and the state may be read; `collect` still returns results."""
+        """Wait for all operations in flight, so that `x` can be read; `collect` still returns results."""
         for work in self.inflight.values():
             work.wait()
 
     def zeros_state(self, name: str) -> Tensor:
-        """The state vector of that name, like `x` and zero at first."""
+        """Return a named state vector like `x`, which starts as zeros."""
         if name not in self.state:
             self.state[name] = torch.zeros_like(self.x)
         return self.state[name]
 
 
 def as_number(value: Tensor | float, x: Tensor, name: str) -> Tensor:
-    """A scalar tensor in fp32 on the device of `x`, without autograd history.
+    """Make a scalar fp32 tensor on the device of `x`, without autograd history.
 
     Args:
         value: a number or a tensor of one element.
         x: the parameters.
-        name: of the value, for the error.
+        name: the name of the value, for the error.
 
     Raises:
         ConfigError: the tensor has several elements.
     """
     if isinstance(value, Tensor):
         if value.numel() != 1:
-            raise ConfigError(f"{name}: a tensor of shape {tuple(value.shape)}, not one number; take its mean")
-        # A copy, as the training loop may change its tensor in place.
+            raise ConfigError(f"{name}: has shape {tuple(value.shape)}, but must be one number. Take its mean")
+        # A copy, because the training loop may change its tensor in place.
         return value.detach().reshape(()).to(x.device, torch.float32, copy=True)
     return torch.tensor(float(value), dtype=torch.float32, device=x.device)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Barriers and rounds of workers that send messages, each at its own pace.
+"""Barriers and rounds for workers that send messages at their own pace.
 
-No rank makes a collective call here: a worker tells others how far it is, and they answer messages while they wait.
+No rank makes a collective call here: a worker reports its progress, and answers messages while it waits.
 All counters are tensors in a replica's state, so that a checkpoint holds them.
 """
 
@@ -21,15 +21,15 @@ from thinwire.core.replica.replica import Replica
 
 @dataclass(frozen=True)
 class Barrier:
-    """How far each rank is, by its last message; ranks wait until others are as far.
+    """The progress of each rank by its last message; ranks wait until others have caught up.
 
-    What is counted is the strategy's: steps, or how often ranks have met. Between the barrier and its own next step a
-    rank must not change what it may be evaluating or saving, so it defers messages of ranks that have `reached` it.
+    The strategy chooses what is counted: steps, or meetings of the ranks. Between the barrier and its next step a rank
+    must not change parameters that it may be evaluating or saving, so it defers messages of ranks that `reached` it.
 
     Attributes:
-        name: of the counters in the replica's state, one for each rank; its own is the strategy's to use.
-        topic: of the messages.
-        until: what ranks are waited for to do, for the error.
+        name: the name of the counters in the replica's state, one for each rank; the strategy may use its own counter.
+        topic: the topic of the messages.
+        until: what the others must do, for the error.
 
     Example:
         >>> import torch
@@ -52,7 +52,7 @@ class Barrier:
     until: str
 
     def open(self, r: Replica, src: Sequence[int]) -> None:
-        """Start to count from 0, in a mailbox that is open; these ranks will send messages."""
+        """Start to count from 0, in an open mailbox; the ranks in `src` will send messages."""
         r.state[self.name] = torch.zeros(r.comm.size, dtype=torch.int64, device="cpu")
 
         def record(r: Replica, _: Mailbox, message: Message) -> bool:
@@ -62,19 +62,19 @@ class Barrier:
         on_message(r, self.topic, record, like=number(0), src=src)
 
     def reach(self, r: Replica, count: int, *, dst: Sequence[int]) -> None:
-        """This rank has come so far: tell others."""
+        """Record this rank's progress and report it to others."""
         for rank in dst:
             r.comm.mailbox(r).send(rank, number(count), topic=self.topic)
 
     def reached(self, r: Replica, rank: int, count: int) -> bool:
-        """Whether a rank has come so far."""
+        """Return True if a rank has reached the count."""
         return bool(r.state[self.name][rank] >= count)
 
     def wait(self, r: Replica, count: int, *, src: Sequence[int]) -> None:
-        """Wait until these ranks have come so far.
+        """Wait until the ranks in `src` have reached the count.
 
         Raises:
-            CommTimeoutError: some have not within the timeout; the error names them.
+            CommTimeoutError: some ranks did not reach it within the timeout; the error names them.
             PeerLostError: one of them is gone.
         """
         box = r.comm.mailbox(r)
@@ -85,30 +85,30 @@ class Barrier:
 
 
 class GoOn(IntEnum):
-    """Why a rank at a barrier goes on."""
+    """The reason why a rank at a barrier continues."""
 
-    ROUND_OVER = 1  # others train, and have spent the round's budget
-    ALL_HERE = 2  # no rank trains any more
+    ROUND_OVER = 1  # others train and have used up the round's budget
+    ALL_HERE = 2  # all ranks are at the barrier
 
 
 Answers = list[tuple[int, GoOn]]
-"""Ranks that go on, each with the reason."""
-_TRAINING, _PAUSED = -1, -2  # in place of the round in which a rank waits
+"""Ranks that continue, each with the reason."""
+_TRAINING, _PAUSED = -1, -2  # instead of the round in which a rank waits
 
 
 @dataclass(frozen=True)
 class RoundBudget:
-    """Rounds of a number of steps of all ranks together, however unevenly they take them; a state machine.
+    """A state machine for rounds with a total number of steps, however uneven the ranks.
 
-    Rank 0 counts. A rank may wait at a barrier while others train; it goes on when the round is over, since what ends a
-    round needs all ranks, or when all ranks are at the barrier. After that rank 0 is paused until its own next step: it
-    may be about to load a checkpoint, so nothing is counted, and messages of others must be deferred.
+    Rank 0 counts. A rank may wait at a barrier while others train. It continues when the round is over, since the end
+    of a round needs all ranks, or when all ranks are at the barrier. In the latter case rank 0 is paused until its own
+    next step: it may be about to load a checkpoint, so nothing is counted, and messages of others must be deferred.
 
     Attributes:
-        budget: steps of a round.
-        spent: steps so far, of shape (2,), by the parity of the round: a fast rank may end a step of the next round
+        budget: the steps of a round.
+        spent: the steps so far, shape (2,), by the parity of the round: a fast rank may end a step of the next round
             before rank 0 is in it.
-        waiting: of each rank, the round in which it waits at the barrier; negative while it trains.
+        waiting: for each rank, the round in which it waits at the barrier; negative while it trains.
 
     Example:
         >>> rounds = RoundBudget.of(2, ranks=2)
@@ -125,22 +125,22 @@ class RoundBudget:
 
     @classmethod
     def of(cls, budget: int, ranks: int) -> RoundBudget:
-        """Before the first step of rank 0."""
+        """Make the state before the first step of rank 0."""
         waiting = torch.full((ranks,), _TRAINING, dtype=torch.int64, device="cpu")
         waiting[0] = _PAUSED
         return cls(budget, torch.zeros(2, dtype=torch.int64, device="cpu"), waiting)
 
     @property
     def paused(self) -> bool:
-        """Whether rank 0 has been at the barrier with all others, and taken no step since."""
+        """True if rank 0 has met all others at the barrier, and has taken no step since."""
         return bool(self.waiting[0] == _PAUSED)
 
     def resume(self) -> None:
-        """Rank 0 has taken a step."""
+        """Record a step of rank 0."""
         self.waiting[0] = _TRAINING
 
     def steps(self, round_: int) -> int:
-        """The steps of a round so far."""
+        """Return the steps of a round so far."""
         return int(self.spent[round_ % 2])
 
     def add_step(self, round_: int) -> Answers:
@@ -149,22 +149,22 @@ class RoundBudget:
         return self._answers(round_)
 
     def begin_next(self, round_: int) -> None:
-        """A round is over: count the next one from 0. No rank may be in that before all have ended this one."""
+        """Count the next round from 0. No rank may be in it before all have ended this one."""
         self.spent[(round_ + 1) % 2] = 0
 
     def arrive(self, rank: int, round_: int) -> Answers:
-        """A rank has come to the barrier in a round."""
+        """Record a rank's arrival at the barrier in a round."""
         self.waiting[rank] = round_
         return self._answers(round_)
 
     def missing(self) -> list[int]:
-        """The ranks for which rank 0 waits at the barrier; none once it goes on."""
+        """Return the ranks for which rank 0 waits at the barrier; none after it continues."""
         if self.waiting[0] < 0:
             return []
         return [rank for rank, round_ in enumerate(self.waiting.tolist()) if round_ < 0]
 
     def _answers(self, round_: int) -> Answers:
-        """Those at the barrier go on if the round is over, or if no rank trains any more."""
+        """Release the ranks at the barrier if the round is over, or if no rank trains any more."""
         at_barrier = [rank for rank, waiting in enumerate(self.waiting.tolist()) if waiting >= 0]
         if self.steps(round_) >= self.budget:
             reason = GoOn.ROUND_OVER

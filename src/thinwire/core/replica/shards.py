@@ -23,7 +23,7 @@ class _Mesh(Protocol):
 
 
 class _DTensor(Protocol):
-    """The attributes of a DTensor that are used; importing its module only for its type would cost half a second."""
+    """The used attributes of a DTensor; importing its module only for the type costs half a second."""
 
     shape: torch.Size
     device_mesh: _Mesh
@@ -34,19 +34,19 @@ class _DTensor(Protocol):
 
 
 def is_sharded(x: object) -> bool:
-    """Whether `x` is a DTensor."""
+    """Return True if `x` is a DTensor."""
     return hasattr(x, "device_mesh")
 
 
 def plain(x: Tensor) -> Tensor:
-    """This rank's part as a tensor of torch's own class, whose functions send nothing."""
+    """Return this rank's part as a plain tensor, whose functions do not communicate."""
     x = local(x)
-    # Of a gradient of a block of a mesh, torch's norms are those of the whole mesh.
+    # For the gradient of a block of a mesh, torch's norms are those of the whole mesh.
     return x if type(x) is Tensor else x.as_subclass(Tensor)
 
 
 def local(x: Tensor) -> Tensor:
-    """This rank's shard of `x`, in the same memory; `x` itself if it is not sharded."""
+    """Return this rank's shard of `x`, in the same memory; `x` itself if it is not sharded."""
     if not is_sharded(x):
         return x
     with torch.no_grad():  # `to_local` is differentiable
@@ -54,12 +54,12 @@ def local(x: Tensor) -> Tensor:
 
 
 def whole_like(part: Tensor, like: Tensor) -> Tensor:
-    """The DTensor like `like` with `part` as this rank's shard; `part` itself if `like` is not sharded."""
+    """Make a DTensor like `like` with `part` as this rank's shard; `part` itself if `like` is not sharded."""
     if not is_sharded(like):
         return part
     from torch.distributed.tensor import DTensor
 
-    # Shape and stride are given, since shards of uneven size do not determine them.
+    # Shape and stride are passed, since shards of uneven size do not determine them.
     shape = cast(Any, like)
     return DTensor.from_local(
         part, shape.device_mesh, shape.placements, run_check=False, shape=shape.shape, stride=shape.stride()
@@ -67,7 +67,7 @@ def whole_like(part: Tensor, like: Tensor) -> Tensor:
 
 
 def describe_shard(x: Tensor) -> str:
-    """Which shard of `x` this rank holds, such as "part 0 of 2 along dimension 0"; empty if it is not sharded."""
+    """Describe this rank's shard of `x`, as in "part 0 of 2 along dimension 0"; empty if not sharded."""
     if not is_sharded(x):
         return ""
     mesh, placements = cast(_DTensor, x).device_mesh, cast(_DTensor, x).placements
@@ -76,17 +76,17 @@ def describe_shard(x: Tensor) -> str:
 
 
 def shard_folder(parameters: Iterable[Tensor]) -> str:
-    """The folder of this rank's shards, equal on all ranks that hold the same ones; empty if nothing is sharded."""
+    """Return the folder name of this rank's shards, equal on ranks with equal shards; empty if unsharded."""
     place = next((place for place in map(describe_shard, parameters) if place), "")
     parts = [cut.split(" along ")[0].replace("part ", "").replace(" ", "-") for cut in place.split(", ") if cut]
     return "-".join(["shard", *parts]) if parts else ""
 
 
 class Shards:
-    """The sharded parameters of a model and their copies in the replicas' vectors; mostly there are none.
+    """The sharded parameters of a model and their copies in the replicas' vectors; usually empty.
 
     Args:
-        model: may use FSDP2.
+        model: the model, which may use FSDP2.
         pairs: each sharded parameter with its view of a replica's `x`.
 
     Attributes:
@@ -116,7 +116,7 @@ class Shards:
 
 
 def unwrap_dtensors(tree: Any) -> Any:
-    """Nested dicts and lists with DTensors replaced by this rank's shards."""
+    """Replace the DTensors in nested dicts and lists with this rank's shards."""
     if isinstance(tree, Tensor):
         return local(tree)
     if isinstance(tree, Mapping):
@@ -127,7 +127,7 @@ def unwrap_dtensors(tree: Any) -> Any:
 
 
 def rewrap_(optimizer: Optimizer) -> None:
-    """Turn an optimizer's loaded state, which holds this rank's shards, into DTensors again."""
+    """Turn the shards in an optimizer's loaded state back into DTensors."""
     for parameter, state in optimizer.state.items():
         if is_sharded(parameter):
             for name, value in state.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Atomic writing of files: a file is complete or not there at all."""
+"""Atomic writing of files: a file is complete or does not exist."""
 
 import errno
 import os
@@ -10,19 +10,19 @@ from stat import S_IMODE
 
 from thinwire.errors import ConfigError
 
-# O_EXCL: a temporary name is never one that exists, nor a link that someone else has put there.
+# O_EXCL: never open an existing file, nor a link that another user has planted.
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0)
 
 
-# Also "s3:/", to which a `Path` shortens a URL; but no drive of Windows, such as "C:/".
+# Matches "s3:/" too, since `Path` shortens URLs, but no Windows drive such as "C:/".
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
 
 def local_path(path: str | Path) -> Path:
-    """A path that a user gave, with `~` expanded.
+    """Return a user's path with `~` expanded.
 
     Raises:
-        ConfigError: it is a URL.
+        ConfigError: the path is a URL.
     """
     if _URL.match(str(path)):
         raise ConfigError(
@@ -36,16 +36,16 @@ def write_atomically(path: Path, content: bytes) -> None:
     """Write a file under a temporary name, flush it to disk, then rename it.
 
     Raises:
-        OSError: the disk refused; the file that was at `path` before is unchanged.
+        OSError: writing failed; an existing file at `path` is unchanged.
     """
     rename_into_place(write_temporary(path, content), path)
 
 
 def check_writable(path: Path) -> None:
-    """Make the folder that a file is to be written to, and see that it can be; for work that is worth a lot.
+    """Create the folder of a file and check that the file can be written, before expensive work starts.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     make_folder_of(path)
     if path.is_dir():
@@ -54,31 +54,31 @@ def check_writable(path: Path) -> None:
 
 
 def make_folder_of(path: Path) -> None:
-    """Make the folder of a file, if it is not there.
+    """Create the folder of a file if it is missing.
 
     Raises:
-        OSError: it cannot be made; NotADirectoryError where it is a file.
+        OSError: the folder cannot be created; NotADirectoryError if it is a file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
-        # That a file exists is no reason to give to whoever wants to write one.
+        # "File exists" would not explain the problem to a caller that wants to write a file.
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path.parent)) from None
 
 
 def write_temporary(path: Path, content: bytes) -> Path:
-    """Write a hidden file beside `path` and flush it to disk; returns its path.
+    """Write a hidden file next to `path`, flush it to disk and return its path.
 
-    Its permissions are those of the file at `path`, or the process's default if there is none.
+    It gets the permissions of an existing file at `path`, otherwise the process's default.
 
     Raises:
-        OSError: the disk refused; nothing is left behind.
+        OSError: writing failed; no file is left behind.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     try:
         mode = S_IMODE(path.stat().st_mode)
     except FileNotFoundError:
-        mode = 0o666  # less the umask, as with `open`; `tempfile` would hide the file from other users
+        mode = 0o666  # minus the umask, like `open`; `tempfile` would hide the file from other users
     handle = os.open(temporary, _CREATE, mode)
     try:
         with os.fdopen(handle, "wb") as file:
@@ -92,10 +92,10 @@ def write_temporary(path: Path, content: bytes) -> Path:
 
 
 def rename_into_place(temporary: Path, path: Path) -> None:
-    """Rename a temporary file to `path`, replacing the file there, and flush the folder to disk.
+    """Rename a temporary file to `path`, replace an existing file, and flush the folder to disk.
 
     Raises:
-        OSError: the disk refused; `path` is the old file or the new one, complete.
+        OSError: renaming failed; `path` is the complete old file or the complete new one.
     """
     try:
         temporary.replace(path)

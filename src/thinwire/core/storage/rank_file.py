@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's part of a checkpoint: tensors as safetensors, everything else as JSON, both with checksums.
 
-`rank-NNNN.json` names the file of its tensors, which is named after its own content. So writing a part again never
-changes the files of the part that is there; it is replaced when the JSON file is renamed.
+`rank-NNNN.json` names the file of its tensors, whose name contains a hash of its content. A new write therefore never
+changes the files of an existing part; renaming the JSON file replaces it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from thinwire.errors import CheckpointError
 
 T = TypeVar("T")
 _FORMAT = 2
-"""Of the files that this version writes. Files without a number have format 1."""
+"""The format of the files that this version writes. Files without a number have format 1."""
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
 
@@ -33,7 +33,7 @@ class RankFile:
     """The files of one rank's part of a checkpoint.
 
     Attributes:
-        home: the checkpoint's folder.
+        home: the folder of the checkpoint.
         rank: the rank.
     """
 
@@ -42,22 +42,22 @@ class RankFile:
 
     @property
     def name(self) -> str:
-        """The prefix of the names of all its files."""
+        """Return the prefix of the names of all files of the part."""
         return f"rank-{self.rank:04d}"
 
     @property
     def path(self) -> Path:
-        """The JSON file; the part is complete if it exists."""
+        """Return the path of the JSON file; the part is complete if it exists."""
         return self.home / f"{self.name}.json"
 
     def stage(self, value: Any) -> Path:
-        """Write everything to disk under temporary names, for `commit`; the part that is there is unchanged.
+        """Write the part under temporary names, for `commit`; an existing part is unchanged.
 
         Raises:
-            OSError: the disk refused.
+            OSError: writing failed.
             CheckpointError: a value is neither a tensor nor JSON.
         """
-        from safetensors.torch import save as to_bytes  # here, so that thinwire needs it only for checkpoints
+        from safetensors.torch import save as to_bytes  # optional dependency, needed for checkpoints only
 
         tree, tensors = pack(value)
         content = to_bytes(tensors)
@@ -76,10 +76,10 @@ class RankFile:
         return write_temporary(self.path, json.dumps({**body, "seal": _seal(body)}).encode())
 
     def commit(self, aside: Path) -> None:
-        """Replace the part by the one that `stage` wrote.
+        """Replace the part with the one that `stage` wrote.
 
         Raises:
-            OSError: the disk refused; the part is the old one or the new one, complete.
+            OSError: renaming failed; the part is the complete old one or the complete new one.
         """
         rename_into_place(aside, self.path)
 
@@ -93,8 +93,8 @@ class RankFile:
                 file.unlink(missing_ok=True)
 
     def remove(self) -> None:
-        """Remove this part, and the folder if it is then empty."""
-        # The JSON first: without it the part does not exist, so it is never half there.
+        """Remove this part, and the folder if it is empty afterwards."""
+        # The JSON goes first: without it the part does not exist, so it is never incomplete.
         self.path.unlink(missing_ok=True)
         for file in self._files():
             file.unlink(missing_ok=True)
@@ -105,18 +105,18 @@ class RankFile:
         return list(self.home.glob(f"*{self.name}[.-]*"))
 
     def outline(self) -> Any:
-        """What was written, as JSON in which tensors are only named; without reading them.
+        """Return the content as JSON with the names of tensors, without reading the tensors.
 
         Raises:
-            CheckpointError: naming the file and what is wrong with it.
+            CheckpointError: with the file and the problem.
         """
         return self._checked(lambda: self._body()["tree"])
 
     def read(self) -> Any:
-        """What was written, bit for bit.
+        """Return the content, bit for bit.
 
         Raises:
-            CheckpointError: naming the file and what is wrong with it.
+            CheckpointError: with the file and the problem.
         """
         return self._checked(self._content)
 
@@ -126,26 +126,26 @@ class RankFile:
         except CheckpointError:
             raise
         except Exception as error:
-            # Whatever a parser of damaged or forged bytes raises, down to its recursion limit.
+            # A parser of damaged or forged bytes may raise anything, even a RecursionError.
             reason = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"{self.path}: cannot be read ({reason[:200]}); {self._fix}") from error
+            raise CheckpointError(f"{self.path}: cannot be read ({reason[:200]}). {self._fix}") from error
 
     @property
     def _fix(self) -> str:
-        return f"remove {self.home} to go on from the checkpoint before it"
+        return f"Remove {self.home} to continue from an earlier checkpoint"
 
     def _body(self) -> dict[str, Any]:
         body = json.loads(_bytes_of(self.path))
-        # Before the seal, which a later format may compute in another way.
+        # Checked before the seal, which a later format may compute differently.
         if body.get("format", 1) > _FORMAT:
             raise CheckpointError(
                 f"{self.path}: has checkpoint format {body['format']!r}, written by thinwire {body.get('thinwire')!r}. "
                 f"This version of thinwire ({__version__}) reads formats up to {_FORMAT}. Update thinwire"
             )
         if body.pop("seal") != _seal(body):
-            raise CheckpointError(f"{self.path}: is damaged, its checksum is not the one written; {self._fix}")
+            raise CheckpointError(f"{self.path}: is damaged, its checksum does not match. {self._fix}")
         if body["rank"] != self.rank:
-            raise CheckpointError(f"{self.path}: is the part of rank {body['rank']}; {self._fix}")
+            raise CheckpointError(f"{self.path}: is the part of rank {body['rank']}. {self._fix}")
         return body
 
     def _content(self) -> Any:
@@ -155,7 +155,7 @@ class RankFile:
         # A path in the JSON must not lead out of the folder.
         file = self.home / self._tensors_name(body["checksum"])
         if body["tensors"] != file.name:
-            raise CheckpointError(f"{self.path}: names tensors {body['tensors']!r} that are not its own; {self._fix}")
+            raise CheckpointError(f"{self.path}: names tensors {body['tensors']!r} of another part. {self._fix}")
         content = _bytes_of(file)
         if hashlib.sha256(content).hexdigest() != body["checksum"]:
             raise CheckpointError(f"{file}: is damaged, its checksum is not the one written; {self._fix}")

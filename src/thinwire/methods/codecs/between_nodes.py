@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A codec for what travels between nodes, beside plain means within them."""
+"""A codec for traffic between nodes, with plain means within them."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from thinwire.registry import registered
 
 @registered
 class BetweenNodes(CodecWrapper):
-    r"""Average within each node as it is, and between nodes by a codec.
+    r"""Average uncompressed within each node, and with a codec between nodes.
 
-    With nodes of $m$ consecutive ranks, each rank of a node adds up one $m$-th of the vector for its node; ranks with
-    the same place in their nodes then average their parts by the codec; and each node puts its parts together. Of
-    `PowerSGD`, parts are whole tensors, as even as these allow. So the codec's error is that of $n/m$ means, and what
-    crosses the slow links is a payload of an $m$-th of the vector for each rank.
+    With nodes of $m$ consecutive ranks, each rank adds one $m$-th of the vector for its node. Ranks with the same
+    position in their nodes then average their parts with the codec, and each node gathers its parts. For `PowerSGD`,
+    parts are whole tensors, as even as these allow. The codec's error is thus that of $n/m$ means, and each rank sends
+    a payload of an $m$-th of the vector over the slow links.
     Traffic per rank: $2 \frac{m-1}{m}$ of the vector within its node and 4 bytes to each rank of it, and between nodes
     the codec's for an $m$-th of the vector among $n/m$ workers. State: the codec's; each rank's residual is that of
-    its part, and zero elsewhere. Where checkpoints go on with another number of workers, an $m$-th of the residuals is
-    kept.
+    its part, and zero elsewhere. If a checkpoint is loaded with another number of workers, an $m$-th of the residuals
+    is kept.
 
     Args:
-        codec: between nodes, with the error feedback that it needs: `BetweenNodes(ErrorFeedback(OneBit()))`.
+        codec: the codec between nodes, with error feedback if needed: `BetweenNodes(ErrorFeedback(OneBit()))`.
         node_size: $m$, ranks per node; must divide the number of workers.
 
     Example:
@@ -51,10 +51,10 @@ class BetweenNodes(CodecWrapper):
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
         if isinstance(self.codec, BetweenNodes):
-            raise ConfigError(f"codec={self.codec}: nodes within nodes are not known; use its codec")
+            raise ConfigError(f"codec={self.codec}: nested nodes are not supported. Use its codec")
 
     def check(self, size: int) -> None:
-        """Refuse a number of workers that does not fill whole nodes; a worker alone has no other nodes."""
+        """Check that the number of workers fills whole nodes; a single worker is fine."""
         if size > 1:
             check_nodes(self.node_size, size)
 
@@ -64,5 +64,5 @@ class BetweenNodes(CodecWrapper):
         return True
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
-        """As the codec."""
+        """Decode and add with the codec inside."""
         return self.codec.decode_sum(payloads, like, keys)

@@ -19,7 +19,7 @@ _SCALE_BYTES = 4
 
 
 class _Cast(Codec):
-    """Each element in another dtype, in which an all-reduce can add."""
+    """Send each element in another dtype, which an all-reduce can add."""
 
     @property
     def linear(self) -> bool:
@@ -32,15 +32,15 @@ class _Cast(Codec):
         """The dtype of the payload."""
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The vector in `dtype`, contiguous; always a copy, since an all-reduce will overwrite it."""
+        """Cast the vector to `dtype`; always a contiguous copy, since an all-reduce will overwrite it."""
         return x.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The payload in the dtype of `like`."""
+        """Cast the payload to the dtype of `like`."""
         return payload.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """The bytes of n elements of `dtype`."""
+        """Return the bytes of n elements of `dtype`."""
         return n * self.dtype.itemsize
 
 
@@ -96,8 +96,8 @@ class Bf16(_Cast):
 class Fp16(_Cast):
     """Send fp16: five bits of exponent, ten of mantissa.
 
-    It is eight times finer than bf16, but infinite above 65,504. A sum can overflow where no summand does; a loss scale
-    is the usual remedy. Payload: 2 bytes an element.
+    It is eight times finer than bf16, but infinite above 65,504. A sum can overflow although no summand does; a loss
+    scale is the usual remedy. Payload: 2 bytes an element.
 
     Example:
         >>> import torch
@@ -132,7 +132,7 @@ class Fp8(Codec):
 
     Args:
         kind: bits of exponent and mantissa: "e4m3" is finer, "e5m2" represents smaller elements.
-        block: elements that share a scale; fewer cost more bytes and lose fewer small elements beside large ones.
+        block: elements that share a scale; fewer cost more bytes and lose fewer small elements next to large ones.
 
     Example:
         >>> import torch
@@ -148,7 +148,7 @@ class Fp8(Codec):
     def __post_init__(self) -> None:
         """Check the types and the block."""
         if self.block < 1:
-            raise ConfigError(f"block={self.block}: must be at least 1 element; 2048 is usual")
+            raise ConfigError(f"block={self.block}: must be at least 1 element. 2048 is usual")
 
     @property
     def alignment(self) -> int:
@@ -156,11 +156,11 @@ class Fp8(Codec):
         return self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The scales, then a byte for each element."""
+        """Write the scales, then a byte for each element."""
         return encode_fp8(x, _EIGHT_BITS[self.kind], block=self.block)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Each byte times its block's scale."""
+        """Multiply each byte by its block's scale."""
         x = decode_fp8(payload, like.numel(), _EIGHT_BITS[self.kind], block=self.block)
         return x.to(like.dtype)
 

@@ -18,22 +18,22 @@ _MOST_CHUNK = 16384
 
 @registered
 class ChunkedTopK(Codec):
-    r"""Send the $k$ largest elements of every chunk by absolute value: packed places, and values in $b$ bits.
+    r"""Send the $k$ largest elements of every chunk by absolute value: packed positions, and values in $b$ bits.
 
-    Of a chunk of $c$ elements places take $\lceil \log_2 c \rceil$ bits each, fewer than in the whole vector, and each
-    part of the vector sends its share. Values are rounded to levels of the chunk as with `Nearest`. So
-    $|x - C(x)|^2 \le |x|^2$; small elements might never be sent, so this needs error feedback. Of equal elements the
-    first are sent. Of a shorter last chunk as many are sent in proportion, rounded up.
-    Payload of a chunk: 4 bytes, $\lceil k \lceil\log_2 c\rceil / 8 \rceil$ for places and $\lceil k b / 8 \rceil$ for
-    values: with the defaults 116 bytes for 4096 elements, a 141st of fp32.
+    In a chunk of $c$ elements a position takes $\lceil \log_2 c \rceil$ bits, fewer than in the whole vector, and every
+    part of the vector sends its share. Values are rounded to levels of the chunk as in `Nearest`. So
+    $|x - C(x)|^2 \le |x|^2$. Small elements might never be sent, so the codec needs error feedback. The first of equal
+    elements are sent. A shorter last chunk sends a proportional number, rounded up.
+    Payload of a chunk: 4 bytes, $\lceil k \lceil\log_2 c\rceil / 8 \rceil$ for positions and $\lceil k b / 8 \rceil$
+    for values: with the defaults 116 bytes for 4096 elements, 1/141 of fp32.
 
     SparseLoCo, 2025, arXiv:2508.15706: with `ErrorFeedback(decay=0.95)`, under `DiLoCo` with an outer step without
     momentum.
 
     Args:
-        kept: $k$, elements of each chunk that are sent; fewer send fewer bytes, with a larger error.
-        chunk: $c$, elements of a chunk; larger ones choose more freely, and take more bits for a place.
-        bits: $b$, of a value, 1 to 8.
+        kept: $k$, sent elements of each chunk; fewer send fewer bytes, with a larger error.
+        chunk: $c$, elements of a chunk; larger chunks select more freely, and need more bits for a position.
+        bits: $b$, bits of a value, 1 to 8.
 
     Example:
         >>> import torch
@@ -52,11 +52,11 @@ class ChunkedTopK(Codec):
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not 2 <= self.chunk <= _MOST_CHUNK:
-            raise ConfigError(f"chunk={self.chunk}: must lie in 2..{_MOST_CHUNK}; 4096 is usual")
+            raise ConfigError(f"chunk={self.chunk}: must lie in 2..{_MOST_CHUNK}. 4096 is usual")
         if not 1 <= self.kept <= self.chunk:
-            raise ConfigError(f"kept={self.kept}: must lie in 1..{self.chunk}, the elements of a chunk; 64 is usual")
+            raise ConfigError(f"kept={self.kept}: must lie in 1..{self.chunk}, the elements of a chunk. 64 is usual")
         if not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 1..8; use TopK() for values in fp32")
+            raise ConfigError(f"bits={self.bits}: must lie in 1..8. Use TopK() for values in fp32")
 
     @property
     def needs_feedback(self) -> bool:
@@ -69,34 +69,34 @@ class ChunkedTopK(Codec):
         return self.chunk
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """A record for each chunk: scale, places, values."""
+        """Write a record for each chunk: scale, positions, values."""
         payload = payload_like(x, self.nbytes(x.numel()))
         encode_chunks_(as_single(x), None, payload, chunk=self.chunk, kept=self.kept, bits=self.bits)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The values at their places, zero elsewhere."""
+        """Write the values to their positions, zero elsewhere."""
         return self.decode_sum([payload], like, [key])
 
     def nbytes(self, n: int) -> int:
-        """4 bytes a chunk, and its places and values in whole bytes each."""
+        """Return 4 bytes per chunk, plus its positions and its values in whole bytes."""
         return chunked_nbytes(n, self.chunk, self.kept, self.bits)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """As the base class, chunk by chunk in one pass over memory."""
+        """Encode in one pass over memory, chunk by chunk."""
         payload = payload_like(x, self.nbytes(x.numel()))
-        # The kernel writes the new residual into its second argument; swapping the two leaves their sum the same.
+        # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
         encode_chunks_(residual, x, payload, chunk=self.chunk, kept=self.kept, bits=self.bits)
         return payload
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
-        """As the base class; only what was sent is read and written."""
+        """Decode and add the sent elements only."""
         total = torch.zeros_like(like, dtype=torch.float32)
         for payload in payloads:
             add_chunks_(payload, total, chunk=self.chunk, kept=self.kept, bits=self.bits)
         return total.to(like.dtype)
 
     def count(self, n: int) -> int:
-        """How many of n elements are sent."""
+        """Return how many of n elements are sent."""
         whole, rest = divmod(n, self.chunk)
         return whole * self.kept + chunk_kept(rest, self.chunk, self.kept)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Payloads that go to all workers as they are, in one round."""
+"""Payloads that go unchanged to all workers, in one round."""
 
 from __future__ import annotations
 
@@ -15,20 +15,19 @@ from thinwire.registry import registered
 
 @registered
 class Gathered(CodecWrapper):
-    r"""Send every worker's payload to all others, in one round; each takes the mean of what it decodes.
+    r"""Send every worker's payload to all others in one round; each averages the decoded vectors.
 
     $$\bar y = \tfrac1n \sum_i C(x_i)$$
 
-    Nothing is encoded a second time, so that the mean has the error of the workers' codes alone, and there is one
-    latency instead of two. Each worker sends $n - 1$ payloads of the whole vector, where two stages send two
-    $n$-ths of that: as many bytes for two workers, $n/2$ times as many for more. Worth it for two workers
-    (`Gathered(Quantize(8))` is an all-reduce in 8 bits and one round), where latency is longer than the transfer, and
-    for sparse codecs, whose servers would choose again among what workers have chosen, as in SparseLoCo, 2025,
-    arXiv:2508.15706.
-    With error feedback it stands inside: `ErrorFeedback(Gathered(ChunkedTopK()))`.
+    No payload is encoded a second time, so the mean has only the error of the workers' encodings, and one latency
+    instead of two. Each worker sends $n - 1$ payloads of the whole vector, where two stages send two $n$-ths of that:
+    as many bytes for two workers, $n/2$ times as many for more. Use it for two workers (`Gathered(Quantize(8))` is an
+    all-reduce in 8 bits and one round), if latency is longer than the transfer, and for sparse codecs, whose servers
+    would select again among the workers' elements, as in SparseLoCo, 2025, arXiv:2508.15706.
+    Put it inside error feedback: `ErrorFeedback(Gathered(ChunkedTopK()))`.
 
     Args:
-        codec: $C$, which makes the payloads; not one whose payloads an all-reduce adds.
+        codec: $C$, which encodes the payloads; not one whose payloads an all-reduce can add.
 
     Example:
         >>> import torch, thinwire
@@ -43,12 +42,15 @@ class Gathered(CodecWrapper):
     codec: Codec = OneBit()
 
     def __post_init__(self) -> None:
-        """Refuse codecs of which an all-reduce adds the payloads, and those that keep a residual."""
+        """Check that the codec needs a gather, and keeps no residual."""
         if self.codec.linear:
-            raise ConfigError(f"codec={self.codec}: an all-reduce adds its payloads, in fewer bytes; use it as it is")
+            raise ConfigError(
+                f"codec={self.codec}: an all-reduce can add its payloads, in fewer bytes. Use it without Gathered"
+            )
         if self.codec.keeps_residual or self.codec.one_round:
             raise ConfigError(
-                f"codec={self.codec}: must be a codec alone; use ErrorFeedback(Gathered(OneBit())) for feedback"
+                f"codec={self.codec}: must be a codec without feedback. Use ErrorFeedback(Gathered(OneBit())) for "
+                "feedback"
             )
 
     @property
@@ -58,13 +60,13 @@ class Gathered(CodecWrapper):
 
     @property
     def sign_only(self) -> bool:
-        """False: the mean has other sizes than the payloads have."""
+        """False: elements of the mean differ in size."""
         return False
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """As the codec."""
+        """Encode with the codec inside."""
         return self.codec.encode_with_residual_(x, residual, key)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
-        """As the codec."""
+        """Decode and add with the codec inside."""
         return self.codec.decode_sum(payloads, like, keys)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The header of 16 bytes in front of a payload: its codec, step and stage, whether it is valid, and a checksum.
+"""The 16-byte header of a payload: its codec, step and stage, validity flags, and a checksum.
 
-The checksum is a CRC-32 of the header and the payload; on a GPU of the header alone, as the payload would have to be
-copied to the host. It finds every error of one bit, and all but one in 2^32 of the others.
+The checksum is a CRC-32 of the header and the payload. On a GPU it covers the header only, since the payload would have
+to be copied to the host. It detects every single-bit error, and all but one in 2^32 of the others.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ class Header(NamedTuple):
     """The fields of a header.
 
     Attributes:
-        codec: a number for the codec and the size of the vector, from `codec_number`.
+        codec: the number of the codec and the vector's size, from `codec_number`.
         step: the training step.
-        second_stage: whether the payload is of the second stage, in which sums are sent back.
-        non_finite: the sender's vector, or in the second stage one that it received, is not finite; the payload means
-            nothing.
-        rejected: the sender could not decode a payload that it received.
+        second_stage: whether the payload belongs to the second stage, in which sums are sent back.
+        non_finite: whether the sender's vector, or in the second stage one that it received, is not finite; the payload
+            is then meaningless.
+        rejected: whether the sender could not decode a received payload.
         squared_norm: the sum of squares of the sender's vector; in the second stage, of all ranks' vectors.
     """
 
@@ -47,12 +47,12 @@ class Header(NamedTuple):
 
 
 def codec_number(recipe: str, n: int) -> int:
-    """A hash of 16 bits of a codec and a size, by which payloads of another codec are found."""
+    """Hash a codec and a size to 16 bits, to detect payloads of another codec."""
     return zlib.crc32(f"{recipe} of {n}".encode()) & 0xFFFF
 
 
 def seal(payload: Tensor, header: Header) -> Tensor:
-    """Prepend the header to a payload; uint8 on the payload's device."""
+    """Prepend the header to a payload; the result is uint8 on the payload's device."""
     payload = payload.contiguous().view(torch.uint8)
     front = torch.frombuffer(bytearray(_packed(header, payload)), dtype=torch.uint8).to(payload.device)
     return join([front, payload])
@@ -67,11 +67,11 @@ def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
     """Split a message into its header and payload, and check them.
 
     Args:
-        message: from `seal`.
-        expected: its codec, step and stage must be the message's.
+        message: the result of `seal`.
+        expected: the header with the expected codec, step and stage.
 
     Returns:
-        The header, the payload, and what is wrong with them as text, which is empty if nothing is.
+        The header, the payload, and the problem as text, empty if there is none.
     """
     (opened,) = _opened([message], expected)
     return opened
@@ -80,21 +80,21 @@ def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
 def unseal_all(
     messages: Sequence[Tensor], expected: Header, dtype: torch.dtype, name: Callable[[int], str]
 ) -> tuple[list[Header], list[Tensor], str]:
-    """The headers of all ranks' messages, their payloads in this dtype, and the first of their problems.
+    """Return the headers of all ranks' messages, their payloads, and the first problem.
 
     Args:
-        messages: from `seal`, in the order of ranks.
-        expected: the codec, step and stage of all of them.
-        dtype: of the payloads.
-        name: of a rank, for the problem.
+        messages: results of `seal`, in rank order.
+        expected: the header with the expected codec, step and stage.
+        dtype: the dtype of the payloads.
+        name: returns the name of a rank, for the problem.
     """
     opened = _opened(messages, expected)
-    problems = (f"what {name(rank)} sent {problem}" for rank, (_, _, problem) in enumerate(opened) if problem)
+    problems = (f"the message of {name(rank)} {problem}" for rank, (_, _, problem) in enumerate(opened) if problem)
     return [header for header, _, _ in opened], [payload.view(dtype) for _, payload, _ in opened], next(problems, "")
 
 
 def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, Tensor, str]]:
-    """`unseal` of each message. All headers are read at once, as on a GPU each reading waits for the device."""
+    """Unseal each message; all headers are read at once, since on a GPU each read waits for the device."""
     if_meta = _packed(expected, torch.empty(0, dtype=torch.float32, device="meta")) * len(messages)
     fronts = bytes_of(join([message[:HEADER_BYTES] for message in messages]), if_meta=if_meta)
     opened: list[tuple[Header, Tensor, str]] = []
@@ -102,15 +102,15 @@ def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, 
         front = fronts[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
         fields, (checksum,) = front[: _FIELDS.size], _CHECK.unpack(front[_FIELDS.size :])
         magic, flags, codec, step, squared_norm = _FIELDS.unpack(fields)
-        payload = message[HEADER_BYTES:].clone()  # in memory of its own, so that fp32 scales are aligned to four bytes
+        payload = message[HEADER_BYTES:].clone()  # a copy, so that fp32 scales are aligned to four bytes
         header = Header(
             codec, step, bool(flags & _SECOND_STAGE), bool(flags & _NON_FINITE), bool(flags & _REJECTED), squared_norm
         )
         problem = ""
         if magic != _MAGIC:
-            problem = "is no payload of a codec"
+            problem = "is not a payload of a codec"
         elif checksum != _checksum(fields, payload if flags & _PAYLOAD_IS_CHECKED else None):
-            problem = "is damaged: its checksum does not fit"
+            problem = "is damaged: its checksum does not match"
         elif header.second_stage != expected.second_stage:
             problem = f"is of stage {1 + header.second_stage}, not of stage {1 + expected.second_stage}"
         elif step != expected.step & 0xFFFFFFFF:
@@ -122,7 +122,7 @@ def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, 
 
 
 def _packed(header: Header, payload: Tensor) -> bytes:
-    """The header's bytes, for this payload."""
+    """Pack the header for this payload."""
     flags = _NON_FINITE * header.non_finite | _REJECTED * header.rejected | _SECOND_STAGE * header.second_stage
     on_host = payload.device.type == "cpu"
     # A NaN does not equal itself.
@@ -134,6 +134,6 @@ def _packed(header: Header, payload: Tensor) -> bytes:
 
 
 def _checksum(fields: bytes, payload: Tensor | None) -> int:
-    """CRC-32 of a header's fields and of the payload's bytes, where it is on the host."""
+    """Compute the CRC-32 of a header's fields, and of the payload if it is on the host."""
     start = zlib.crc32(fields)
     return start if payload is None or payload.device.type != "cpu" else zlib.crc32(payload.numpy().data, start)

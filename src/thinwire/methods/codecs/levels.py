@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The settings of a codec that a budget chooses among, from the fewest bytes to the most."""
+"""The settings of a codec that a budget can choose, from the fewest bytes to the most."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, CodecWrapper
 
-# By the field of a codec that says how much is sent; of several the first. Steps of a fifth or less where there are
-# many values, so that little is left over.
+# By the field that controls how much a codec sends; the first match is used. Fields with many values have steps of at
+# most 20 %, so that little of a budget is left over.
 _VALUES: dict[str, tuple[float, ...]] = {
     "rank": (*range(1, 8), *(2**i * j for i in range(1, 5) for j in (4, 5, 6, 7)), 128),
     "kept": (*range(1, 8), *(2**i * j for i in range(1, 12) for j in (4, 5, 6, 7)), 16384),
@@ -21,12 +21,12 @@ _VALUES: dict[str, tuple[float, ...]] = {
 
 
 class Levels(NamedTuple):
-    """What may be chosen.
+    """The settings to choose from.
 
     Attributes:
-        name: of the field.
-        values: of the field, ascending.
-        codecs: with these values.
+        name: the name of the field.
+        values: the values of the field, ascending.
+        codecs: the codecs with these values.
     """
 
     name: str
@@ -36,13 +36,13 @@ class Levels(NamedTuple):
 
 @lru_cache(maxsize=64)
 def levels_of(codec: Codec) -> Levels | None:
-    """The codec with other values of the field that says how much it sends; None where it has none.
+    """Return the codec with other values of its size field; None if it has no such field.
 
-    These fields are `rank`, `kept`, `fraction` and `bits`, of the codec or of one inside it. Values that the codec
+    Size fields are `rank`, `kept`, `fraction` and `bits`, of the codec or of one inside it. Values that the codec
     refuses are left out.
 
     Args:
-        codec: with any value of that field.
+        codec: the codec, with any value of that field.
 
     Example:
         >>> from thinwire import ErrorFeedback, Nearest, OneBit
@@ -61,7 +61,7 @@ def levels_of(codec: Codec) -> Levels | None:
 
 
 def _with(codec: Codec, name: str, value: float | None) -> Codec | None:
-    """The codec, or the one inside it, with that value, or as it is; None where there is no such field or value."""
+    """Replace the field's value in the codec or the one inside it; None if the field or value is invalid."""
     made: Any = codec
     try:
         if isinstance(codec, CodecWrapper):

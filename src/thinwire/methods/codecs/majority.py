@@ -19,10 +19,10 @@ class MajorityVote(Codec):
     $$C(x)_i = \pm 1 \quad\text{with the sign of } x_i, \qquad
       \text{in two stages: } \operatorname{sgn} \sum_w \operatorname{sgn} x_{w,i} .$$
 
-    Zero has the sign bit that it is stored with, mostly plus; a tie is plus. All elements move by the learning rate,
-    whatever the size of their gradient: use a tenth to a hundredth of the usual learning rate, little momentum, and
-    gradients whose noise is symmetric about their mean. Elements whose gradient is always zero move too. It is refused
-    where anything but the gradient of one step is coded, and in `ErrorFeedback`: there every element would move by one.
+    Zero has the sign bit that it is stored with, usually plus; a tie is plus. All elements move by the learning rate,
+    whatever the size of their gradient: use 1 % to 10 % of the usual learning rate, little momentum, and gradients
+    whose noise is symmetric about their mean. Elements whose gradient is always zero move too. The codec is only
+    accepted for the gradient of one step, and not in `ErrorFeedback`: otherwise every element would move by one.
     Payload: 1 bit an element, in either stage.
 
     Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019,
@@ -43,7 +43,7 @@ class MajorityVote(Codec):
 
     @property
     def keeps_size(self) -> bool:
-        """False: the learning rate alone decides how far elements move."""
+        """False: only the learning rate decides how far elements move."""
         return False
 
     @property
@@ -57,11 +57,11 @@ class MajorityVote(Codec):
         return 8
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The signs: element 8k+j is bit j of byte k."""
+        """Write the signs: element 8k+j is bit j of byte k."""
         return pack_signs(x)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Plus or minus one for each element."""
+        """Decode each element to plus or minus one."""
         return unpack_signs(payload, like.numel()).to(like.dtype)
 
     def nbytes(self, n: int) -> int:

@@ -12,12 +12,12 @@ from thinwire.registry import registered
 
 @registered
 class Natural(Codec):
-    r"""Round each element to one of the two powers of two around it, at random and without bias.
+    r"""Round each element at random to one of the two adjacent powers of two, without bias.
 
     $$C(x) = \operatorname{sgn}(x)\, 2^{\lfloor \log_2 |x| \rfloor} (1 + \zeta), \qquad
       P(\zeta = 1) = |x|\, 2^{-\lfloor \log_2 |x| \rfloor} - 1,$$
 
-    so only the sign and the exponent of fp32 are sent, and no mantissa. $E|C(x) - x|^2 \le |x|^2/8$ for elements of any
+    so only the sign and the exponent of fp32 are sent. $E|C(x) - x|^2 \le |x|^2/8$ for elements of any
     magnitude, so no scales are needed. Subnormal elements become zero or the smallest normal number.
     Payload: 9 bits an element.
 
@@ -38,15 +38,15 @@ class Natural(Codec):
 
     @property
     def alignment(self) -> int:
-        """8, as one byte holds the signs of 8 elements."""
+        """8, since one byte has the signs of 8 elements."""
         return 8
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The payload: one byte of exponent for each element, then one bit of sign for each."""
+        """Write one exponent byte per element, then one sign bit per element."""
         return encode_powers(x, key=int(key))
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Powers of two with their signs; exponent 0 decodes to zero."""
+        """Decode to powers of two with their signs; exponent 0 decodes to zero."""
         return decode_powers(payload, like.numel()).to(like.dtype)
 
     def nbytes(self, n: int) -> int:

@@ -21,17 +21,17 @@ class Nearest(Codec):
     $$C(x)_i = a\, l_i, \qquad l_i \in \{\pm 1, \pm 3, \dots, \pm (2^b - 1)\}, \qquad
       a = \frac{\sum_i x_i l_i}{\sum_i l_i^2} .$$
 
-    Levels are assigned with the distance that is best for normally distributed numbers of the block's mean absolute
-    value, so that a few large elements do not make all others coarse; from five bits on they reach the largest element.
-    The scale then fits them best, so that $|x - C(x)|^2 < |x|^2$ unless $x$ is zero: it is biased, and with error
-    feedback it never diverges. With one bit it is `OneBit`.
+    Levels are assigned with the best distance for normally distributed numbers of the block's mean absolute value, so
+    that a few large elements do not make all others coarse; from five bits on they reach the largest element. Then the
+    least-squares scale is computed, so that $|x - C(x)|^2 < |x|^2$ unless $x$ is zero: the codec is biased, and with
+    error feedback it never diverges. With one bit it is `OneBit`.
     Payload: $b$ bits an element, and 4 bytes a block.
 
     Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory, 1960; with error feedback on
     differences of parameters: MuLoCo, 2025, arXiv:2505.23725.
 
     Args:
-        bits: $b$, an element, 1 to 8; fewer are less exact.
+        bits: $b$, bits per element, 1 to 8; fewer are less exact.
         block: elements that share a scale; fewer cost more bytes and are more exact.
 
     Example:
@@ -48,9 +48,11 @@ class Nearest(Codec):
     def __post_init__(self) -> None:
         """Check the ranges."""
         if not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 1..8; use Bf16() for more")
+            raise ConfigError(f"bits={self.bits}: must lie in 1..8. Use Bf16() for more")
         if self.block < 8 or self.block % 8:
-            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
+            raise ConfigError(
+                f"block={self.block}: must be a multiple of 8, since blocks fill whole bytes. Use 2048, for example"
+            )
 
     @property
     def needs_feedback(self) -> bool:
@@ -59,7 +61,7 @@ class Nearest(Codec):
 
     @property
     def sign_only(self) -> bool:
-        """With one bit."""
+        """True with one bit."""
         return self.bits == 1
 
     @property
@@ -68,13 +70,13 @@ class Nearest(Codec):
         return self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The scales, then the codes: the lowest bit of all elements, then the next bit."""
+        """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
         payload = payload_like(x, self.nbytes(x.numel()))
         encode_rounded_(as_single(x), None, payload, bits=self.bits, block=self.block)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Each element's level times its block's scale."""
+        """Multiply each element's level by its block's scale."""
         x = torch.empty_like(like, dtype=torch.float32)
         decode_rounded_(payload, x, bits=self.bits, block=self.block)
         return x.to(like.dtype)
@@ -84,8 +86,8 @@ class Nearest(Codec):
         return quantized_nbytes(n, self.bits, self.block)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """As the base class, block by block in one pass over memory."""
+        """Encode in one pass over memory, block by block."""
         payload = payload_like(x, self.nbytes(x.numel()))
-        # The kernel writes the new residual into its second argument; swapping the two leaves their sum the same.
+        # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
         encode_rounded_(residual, x, payload, bits=self.bits, block=self.block)
         return payload

@@ -26,16 +26,16 @@ class OneBit(Codec):
 
     with the sign of $x_i$; a block of zeros stays zero. With "l1" the error is never larger than the vector,
     $|x - C(x)|^2 = |x|^2 - |b|\sigma_b^2$ in each block; with "l2" it can reach $2|x|^2$, but the larger scale reduces
-    the residual faster. Small elements of a block are overstated, so this needs error feedback.
-    Payload: an eighth of a byte an element, and 4 bytes a block.
+    the residual faster. Small elements of a block are overestimated, so this needs error feedback.
+    Payload: 1/8 byte an element, and 4 bytes a block.
 
     Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
     SignSGD, ICML 2019, arXiv:1901.09847; whole vectors: Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888.
 
     Args:
-        block: elements that share a scale, a multiple of 8; fewer are more exact, in more bytes.
-        norm: the scale is the mean absolute value, "l1", or the root of the mean square, "l2".
-        whole: one scale for the whole vector instead, as in the papers; it does not fit parts whose elements are much
+        block: elements that share a scale, a multiple of 8; fewer are more exact and cost more bytes.
+        norm: the scale is the mean absolute value ("l1") or the root mean square ("l2").
+        whole: use one scale for the whole vector, as in the papers; it does not fit parts whose elements are much
             smaller than the rest.
 
     Example:
@@ -53,7 +53,9 @@ class OneBit(Codec):
     def __post_init__(self) -> None:
         """Check the types and the block."""
         if self.block < 8 or self.block % 8:
-            raise ConfigError(f"block={self.block}: signs fill whole bytes; use a multiple of 8, such as 2048")
+            raise ConfigError(
+                f"block={self.block}: must be a multiple of 8, since signs fill whole bytes. Use 2048, for example"
+            )
 
     @property
     def needs_feedback(self) -> bool:
@@ -67,17 +69,17 @@ class OneBit(Codec):
 
     @property
     def alignment(self) -> int:
-        """The elements of a block; of a byte of signs where the vector has one scale."""
+        """The elements of a block; 8, a byte of signs, if the vector has one scale."""
         return 8 if self.whole else self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The scales, then the signs: element 8k+j is bit j of byte k."""
+        """Write the scales, then the signs: element 8k+j is bit j of byte k."""
         payload = payload_like(x, self.nbytes(x.numel()))
         encode_signs_(as_single(x), None, payload, **self._options(x.numel()))
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Each element's sign times its block's scale."""
+        """Multiply each element's sign by its block's scale."""
         x = torch.empty_like(like, dtype=torch.float32)
         decode_signs_(payload, x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
         return x.to(like.dtype)
@@ -87,21 +89,21 @@ class OneBit(Codec):
         return sign_nbytes(n, self._span(n), _SCALE_BYTES)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """As the base class, in one pass over memory."""
+        """Encode in one pass over memory."""
         payload = payload_like(x, self.nbytes(x.numel()))
-        # The kernel writes the new residual into its second argument; swapping the two leaves their sum the same.
+        # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
         encode_signs_(residual, x, payload, **self._options(x.numel()))
         return payload
 
     def encode_pieces_with_residual_(
         self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
     ) -> list[Tensor]:
-        """As the base class, in one pass over all pieces; a whole vector's scale is part of each payload."""
+        """Encode in one pass over all pieces; the scale of a whole vector is part of each payload."""
         payload, span = self.encode_with_residual_(x, residual), self._span(x.numel())
         scales, signs = payload.split([payload.numel() - -(-x.numel() // 8), -(-x.numel() // 8)])
         pieces: list[Tensor] = []
         for cut in cuts:
-            if cut.start == cut.stop:  # vectors shorter than the number of ranks leave some without a piece
+            if cut.start == cut.stop:  # vectors shorter than the number of ranks have empty pieces
                 pieces.append(signs[:0])
                 continue
             own_scales = scales[cut.start // span * _SCALE_BYTES : -(-cut.stop // span) * _SCALE_BYTES]
@@ -109,7 +111,7 @@ class OneBit(Codec):
         return pieces
 
     def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
-        """As the base class; in one pass over all pieces where blocks have the scales."""
+        """Decode in one pass over all pieces if blocks have the scales."""
         if self.whole:
             for payload, cut in zip(payloads, cuts, strict=True):
                 n = cut.stop - cut.start
@@ -124,7 +126,7 @@ class OneBit(Codec):
         decode_signs_(join([*scales, *signs]), x, block=self.block, scale_bytes=_SCALE_BYTES)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
-        """As the base class, in one pass over memory."""
+        """Decode and add in one pass over memory."""
         x = torch.empty_like(like, dtype=torch.float32)
         sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
         return x.to(like.dtype)

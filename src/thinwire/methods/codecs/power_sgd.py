@@ -15,12 +15,12 @@ from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Matrix, MatrixCodec, Rounds, State, draw_key
 from thinwire.registry import registered
 
-_ONE_AT_A_TIME = Lock()  # torch loads its solvers for GPUs at the first call, and cannot do so in two threads
+_ONE_AT_A_TIME = Lock()  # torch loads its GPU solvers at the first call, which is not thread-safe
 
 
 @registered
 class PowerSGD(MatrixCodec):
-    r"""Average the two thin factors of each matrix: one step of a power iteration, from the last message's factor.
+    r"""Average two thin factors of each matrix: one step of a power iteration from the last message's factor.
 
     With $M_i$ worker $i$'s matrix of $m$ rows and $n$ columns, its residual $e_i$, and $Q$ of $n$ rows and $r$ columns,
 
@@ -29,12 +29,12 @@ class PowerSGD(MatrixCodec):
       Q \leftarrow \tfrac1W \sum_i \Delta_i^\top \hat P, \quad
       \bar M = \hat P Q^\top, \quad e_i \leftarrow \Delta_i - \bar M .$$
 
-    $\bar M = \hat P \hat P^\top \tfrac1W \sum_i \Delta_i$: the mean, projected onto $r$ columns that follow its largest
+    $\bar M = \hat P \hat P^\top \tfrac1W \sum_i \Delta_i$is the mean projected onto $r$ columns that follow its largest
     singular vectors from message to message. A tensor's rows are its first dimension, its columns all others. Tensors
-    with one dimension, and those of which it would send more than a `min_ratio`-th, are averaged as they are.
-    Error feedback is part of it: use it without `ErrorFeedback`. Both sums are all-reduces, so that the cost does not
-    grow with the number of workers. It needs tensors with shapes: under `AllReduce` those of each bucket, under
-    methods that average parameters those of the model.
+    with one dimension, and those that would not shrink by `min_ratio`, are averaged uncompressed.
+    Error feedback is built in: use it without `ErrorFeedback`. Both sums are all-reduces, so the cost does not grow
+    with the number of workers. It needs tensors with shapes: under `AllReduce` those of each bucket, under methods that
+    average parameters those of the model.
     Payload: $4r(m + n)$ bytes for each matrix, in two all-reduces; 4 bytes for each other element. State: the residual
     `error`, like the vector in fp32, and `factor/START` ($Q$) for each matrix, equal on all ranks.
 
@@ -42,8 +42,8 @@ class PowerSGD(MatrixCodec):
     NeurIPS 2019, arXiv:1905.13727, Algorithms 1 and 2.
 
     Args:
-        rank: $r$, columns of the factors; more send more bytes, and lose less.
-        min_ratio: by how much a matrix must shrink to be compressed; 0 compresses every matrix.
+        rank: $r$, columns of the factors; more columns send more bytes with a smaller error.
+        min_ratio: the factor by which a matrix must shrink to be compressed; 0 compresses every matrix.
 
     Example:
         A matrix of rank one is averaged exactly.
@@ -69,18 +69,18 @@ class PowerSGD(MatrixCodec):
     def __post_init__(self) -> None:
         """Check the ranges."""
         if self.rank < 1:
-            raise ConfigError(f"rank={self.rank}: must be at least 1 column; 1 to 4 are usual")
+            raise ConfigError(f"rank={self.rank}: must be at least 1 column. 1 to 4 are usual")
         if self.min_ratio < 0:
-            raise ConfigError(f"min_ratio={self.min_ratio}: must not be negative; 2 is usual")
+            raise ConfigError(f"min_ratio={self.min_ratio}: must not be negative. 2 is usual")
 
     def compresses(self, matrix: Matrix) -> bool:
-        """Whether a matrix is sent as two factors, and not as it is."""
+        """Return True if a matrix is sent as two factors."""
         rows, columns = matrix.rows, matrix.columns
         small = self.min_ratio * self._kept(matrix) * (rows + columns) < rows * columns
         return small and min(rows, columns) > 1
 
     def count(self, matrices: Sequence[Matrix]) -> int:
-        """How many numbers of 4 bytes are all-reduced for these matrices."""
+        """Return how many fp32 numbers are all-reduced for these matrices."""
         return sum(
             self._kept(each) * (each.rows + each.columns) if self.compresses(each) else each.size for each in matrices
         )
@@ -88,8 +88,8 @@ class PowerSGD(MatrixCodec):
     def mean(
         self, x: Tensor, residual: Tensor, matrices: Sequence[Matrix], state: State, *, key: int, share: float
     ) -> Rounds:
-        """As `MatrixCodec.mean`; the first message is all $P$ and what is sent as it is, the second one all $Q$."""
-        # Matrices with factors of one shape are neighbours in the message, and are made orthogonal by one call.
+        """Run `MatrixCodec.mean`; the first message has all $P$ and uncompressed tensors, the second all $Q$."""
+        # Matrices with factors of one shape are adjacent in the message and are orthogonalized in one call.
         low = sorted(filter(self.compresses, matrices), key=lambda each: (each.rows, self._kept(each), each.start))
         dense = [each for each in matrices if not self.compresses(each)]
         factors = [self._factor(state, each, x, key) for each in low]
@@ -111,7 +111,7 @@ class PowerSGD(MatrixCodec):
 
         residual.copy_(x)
         for each, p, q, last in zip(low, bases, parts, factors, strict=True):
-            # A message of zeros shows no direction: the next one would only see the first few rows.
+            # A message of zeros has no direction: the next one would only use the first few rows.
             state[_name(each)] = torch.where(q.any(), q, last)
             mean = torch.mm(p, q.T, out=each.of(x))
             each.of(residual).sub_(mean, alpha=share)
@@ -123,7 +123,7 @@ class PowerSGD(MatrixCodec):
         return min(self.rank, matrix.rows, matrix.columns)
 
     def _factor(self, state: State, matrix: Matrix, x: Tensor, key: int) -> Tensor:
-        """The last message's $Q$ of a matrix; at first random, the same on all ranks."""
+        """Return the last message's $Q$ of a matrix; random at first, the same on all ranks."""
         shape = (matrix.columns, self._kept(matrix))
         last = state.get(_name(matrix))
         if last is not None and (last.shape, last.dtype) == (shape, torch.float32):
@@ -132,27 +132,27 @@ class PowerSGD(MatrixCodec):
 
 
 def _name(matrix: Matrix) -> str:
-    # By place and not by bucket, so that checkpoints do not depend on where buckets are cut.
+    # By position instead of bucket, so that checkpoints do not depend on the buckets.
     return f"factor/{matrix.place}"
 
 
 def _empty(x: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, list[Tensor]]:
-    """A new vector, and the matrices of these shapes in it."""
+    """Make a new vector, and views of it as matrices of these shapes."""
     vector = x.new_empty(sum(rows * columns for rows, columns in shapes))
     return vector, _cut(vector, shapes)
 
 
 def _cut(vector: Tensor, shapes: Sequence[tuple[int, int]]) -> list[Tensor]:
-    """The matrices of these shapes in a vector, end to end."""
+    """View a vector as matrices of these shapes, end to end."""
     pieces = vector.split([rows * columns for rows, columns in shapes]) if shapes else ()
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _orthogonal(matrices: Sequence[Tensor]) -> list[Tensor]:
-    """Each matrix with columns that are orthogonal, of length 1, and span its own; neighbours of one shape at once."""
+    """Orthonormalize the columns of each matrix; adjacent matrices of one shape in one call."""
     found: list[Tensor] = []
     for _, group in groupby(matrices, key=lambda each: each.shape):
-        # Householder's reflections, which also complete columns of zeros to a basis: no step divides by their norm.
+        # Householder reflections also complete columns of zeros to a basis: no step divides by their norm.
         with _ONE_AT_A_TIME:
             basis, _ = torch.linalg.qr(torch.stack(list(group)))
         found += basis.unbind()

@@ -16,7 +16,7 @@ _SCALE_BYTES = 4
 
 @registered
 class QSGD(Codec):
-    r"""Round each element to a level of its bucket's Euclidean norm, at random and without bias.
+    r"""Round each element at random to a level of its bucket's Euclidean norm, without bias.
 
     With $s = 2^{b-1} - 1$ levels on either side of zero,
 
@@ -24,15 +24,15 @@ class QSGD(Codec):
       \zeta_i = \tfrac{l+1}{s} \text{ with probability } \tfrac{|x_i|}{|x|_2} s - l, \text{ else } \tfrac{l}{s},$$
 
     so that $E\,C(x) = x$ and $E|C(x) - x|^2 \le \min(d/s^2, \sqrt d/s)\,|x|^2$ in a bucket of $d$ elements. Few
-    elements are near the norm, so at equal bits `Quantize`, whose scale is the largest element, is more exact; this one
-    is the paper's.
-    Payload: $b$ bits an element (of fixed length, where the paper codes by Elias), and 4 bytes a bucket.
+    elements are near the norm, so with equal bits `Quantize`, whose scale is the largest element, is more exact. This
+    codec follows the paper.
+    Payload: $b$ bits an element (of fixed length, where the paper uses Elias codes), and 4 bytes a bucket.
 
     Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017,
     arXiv:1610.02132, equation 3.
 
     Args:
-        bits: $b$, an element, sign included, 2 to 8; fewer are less exact.
+        bits: $b$, bits per element including the sign, 2 to 8; fewer are less exact.
         bucket: $d$, elements that share a norm; fewer cost more bytes and are more exact.
 
     Example:
@@ -49,13 +49,15 @@ class QSGD(Codec):
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
         if not 2 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 2..8, the sign among them; use OneBit() for one")
+            raise ConfigError(f"bits={self.bits}: must lie in 2..8, including the sign. Use OneBit() for one")
         if self.bucket < 8 or self.bucket % 8:
-            raise ConfigError(f"bucket={self.bucket}: codes fill whole bytes; use a multiple of 8, such as 512")
+            raise ConfigError(
+                f"bucket={self.bucket}: must be a multiple of 8, since buckets fill whole bytes. Use 512, for example"
+            )
 
     @property
     def error_bound(self) -> float:
-        """Lemma 3.1 of the paper."""
+        """The bound of Lemma 3.1 of the paper."""
         levels = 2 ** (self.bits - 1) - 1
         return min(self.bucket / levels**2, self.bucket**0.5 / levels)
 
@@ -65,14 +67,14 @@ class QSGD(Codec):
         return self.bucket
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The norms, then the levels: the lowest bit of all elements, then the next bit."""
+        """Write the norms, then the levels: the lowest bit of all elements, then the next bit."""
         payload = payload_like(x, self.nbytes(x.numel()))
         single, bits = as_single(x), self.bits
         quantize_(single, payload, bits=bits, block=self.bucket, key=int(key), norm="l2", scale_bytes=_SCALE_BYTES)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Each element's level."""
+        """Decode each element to its level."""
         x = torch.empty_like(like, dtype=torch.float32)
         dequantize_(payload, x, bits=self.bits, block=self.bucket, key=int(key), scale_bytes=_SCALE_BYTES)
         return x.to(like.dtype)

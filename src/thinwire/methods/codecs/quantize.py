@@ -16,7 +16,7 @@ _SCALE_BYTES = 4
 
 @registered
 class Quantize(Codec):
-    r"""Round each element to a level of its block's range, at random and without bias.
+    r"""Round each element at random to a level of its block's range, without bias.
 
     With $N_b$ the largest absolute value of a block, $s = 2^{b-1} - 1$ levels on either side of zero,
     $\Delta = N_b / s$ and $u_i$ uniform in $[0, 1)$,
@@ -24,18 +24,18 @@ class Quantize(Codec):
     $$C(x)_i = \Delta \Bigl( \bigl\lfloor x_i / \Delta + s + u_i \bigr\rfloor - s \Bigr), \qquad E\,C(x) = x, \qquad
       E\,(C(x)_i - x_i)^2 \le \Delta^2 / 4 .$$
 
-    With one bit there are two levels, $\pm N_b$. `dither` draws $u$ again where the payload is decoded and subtracts
-    it: the error is then uniform, of variance $\Delta^2/12$, whatever $x$ is. `correlated` shares one $u$ among
-    workers, each shifted by an equal part of the circle, so that their errors cancel where their vectors agree.
-    As it is unbiased, it needs no error feedback.
+    With one bit there are two levels, $\pm N_b$. `dither` draws $u$ again at decoding and subtracts it: the error is
+    then uniform, of variance $\Delta^2/12$, whatever $x$ is. `correlated` shares one $u$ among workers, each shifted by
+    an equal part of the circle, so that their errors cancel if their vectors are similar. The codec is unbiased, so it
+    needs no error feedback.
     Payload: $b$ bits an element, and 4 bytes a block.
 
-    Alistarh et al., QSGD, NeurIPS 2017, arXiv:1610.02132, with the largest value for a scale; dither: Roberts, Picture
+    Alistarh et al., QSGD, NeurIPS 2017, arXiv:1610.02132, with the largest value as the scale; dither: Roberts, Picture
     Coding Using Pseudo-Random Noise, IRE Transactions, 1962; correlated: Suresh et al., Correlated Quantization for
     Distributed Mean Estimation, ICML 2022, arXiv:2203.04925.
 
     Args:
-        bits: $b$, an element, 1 to 8; fewer are less exact.
+        bits: $b$, bits per element, 1 to 8; fewer are less exact.
         block: elements that share a scale; fewer cost more bytes and are more exact.
         dither: subtract the draws after decoding.
         correlated: shift one draw for each worker, so that errors cancel.
@@ -56,19 +56,21 @@ class Quantize(Codec):
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
         if not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 1..8; use Bf16() for more")
+            raise ConfigError(f"bits={self.bits}: must lie in 1..8. Use Bf16() for more")
         if self.block < 8 or self.block % 8:
-            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
+            raise ConfigError(
+                f"block={self.block}: must be a multiple of 8, since blocks fill whole bytes. Use 2048, for example"
+            )
 
     @property
     def sign_only(self) -> bool:
-        """With one bit."""
+        """True with one bit."""
         return self.bits == 1
 
     @property
     def error_bound(self) -> float:
-        """Reached by small elements beside a large one."""
-        # With one bit every element becomes plus or minus the largest of its block, however small it is.
+        """The bound is reached by small elements next to a large one."""
+        # With one bit every element becomes plus or minus the largest of its block.
         if self.bits == 1:
             return float(self.block)
         levels = 2 ** (self.bits - 1) - 1
@@ -80,7 +82,7 @@ class Quantize(Codec):
         return self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The scales, then the levels: the lowest bit of all elements, then the next bit."""
+        """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
         payload, (draw, shift) = payload_like(x, self.nbytes(x.numel())), self._draw(key)
         quantize_(
             as_single(x),
@@ -95,7 +97,7 @@ class Quantize(Codec):
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Each element's level."""
+        """Decode each element to its level."""
         x, (draw, shift) = torch.empty_like(like, dtype=torch.float32), self._draw(key)
         dequantize_(
             payload,

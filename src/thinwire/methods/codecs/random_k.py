@@ -19,7 +19,7 @@ class RandomK(Codec):
     r"""Send a random subset of the elements, drawn for each message and the same on all ranks, so without indices.
 
     Of $n$ elements $k = \lceil \phi n \rceil$ are sent. `unbiased` multiplies them by $n/k$, so that $E\,C(x) = x$
-    and $E|C(x) - x|^2 = (n/k - 1)\,|x|^2$. Otherwise they stay as they are, $E|C(x) - x|^2 = (1 - k/n)\,|x|^2$, and the
+    and $E|C(x) - x|^2 = (n/k - 1)\,|x|^2$. Otherwise they are unchanged, $E|C(x) - x|^2 = (1 - k/n)\,|x|^2$, and the
     codec needs error feedback. All ranks send the same elements, so an all-reduce adds the payloads.
     Payload: $k$ values of 4 bytes.
 
@@ -27,8 +27,8 @@ class RandomK(Codec):
     Gradient Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 2018, arXiv:1710.09854.
 
     Args:
-        fraction: $\phi$, of elements that are sent, in (0, 1]; less sends fewer bytes, with a larger error.
-        unbiased: scale up what is sent; for use without error feedback.
+        fraction: $\phi$, the fraction of sent elements, in (0, 1]; a smaller one sends fewer bytes, with a larger
+        error. unbiased: scale up the sent elements; for use without error feedback.
 
     Example:
         >>> import torch
@@ -44,7 +44,7 @@ class RandomK(Codec):
     def __post_init__(self) -> None:
         """Check the types and the range."""
         if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
+            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]. 0.01 is usual")
 
     @property
     def linear(self) -> bool:
@@ -67,13 +67,13 @@ class RandomK(Codec):
         return 1 / self.fraction - 1 if self.unbiased else 0.0
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The values, in fp32."""
+        """Return the values, in fp32."""
         x, k = as_single(x), self.count(x.numel())
         values = take(x, _indices(x, k, key))
         return values.mul_(x.numel() / k) if self.unbiased and k else values
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The values at their indices, zero elsewhere."""
+        """Write the values to their indices, zero elsewhere."""
         x = torch.zeros_like(like)
         x[_indices(x, payload.numel(), key)] = payload.to(x.dtype)
         return x
@@ -83,11 +83,11 @@ class RandomK(Codec):
         return 4 * self.count(n)
 
     def count(self, n: int) -> int:
-        """How many of n elements are sent."""
+        """Return how many of n elements are sent."""
         return min(n, ceil(self.fraction * n))
 
 
 def _indices(x: Tensor, k: int, key: int) -> Tensor:
-    """The indices of the k largest of n random numbers: a random subset that any device draws alike."""
-    # Not `torch.randperm`, which draws other numbers on a GPU than on a CPU.
+    """Return the indices of the k largest of n random numbers: the same random subset on any device."""
+    # Not `torch.randperm`, which draws different numbers on a GPU and on a CPU.
     return top_k(uniform(x.numel(), int(key), device=x.device), k)

@@ -11,7 +11,7 @@ from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, State, as_single
 from thinwire.registry import registered
 
-# With fewer, large elements share cells so often that the median of few rows does not recover them.
+# With fewer columns, large elements share cells so often that the median of few rows does not recover them.
 _MIN_COLUMNS_PER_ELEMENT = 32
 
 
@@ -25,19 +25,19 @@ class Sketch(Codec):
 
     with columns $h$ and signs $\sigma$ drawn for each message, the same on all ranks. An all-reduce adds the tables, so
     the estimates are of the largest elements of the *mean*, and the cost does not depend on the number of workers. The
-    error of an estimate is about $|x|/\sqrt c$. The residual is known once the sum is decoded: each worker's is its own
-    vector less the decoded mean. It needs error feedback.
-    Vectors with no more elements than the table are sent as they are.
+    error of an estimate is about $|x|/\sqrt c$. The residual is known after the sum is decoded: each worker's residual
+    is its vector minus the decoded mean. The codec needs error feedback.
+    Vectors with no more elements than the table are sent uncompressed.
     Payload: $4rc$ bytes, for vectors of any length.
 
     Charikar, Chen and Farach-Colton, Finding Frequent Items in Data Streams, ICALP 2002; Ivkin et al.,
     Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488.
 
     Args:
-        rows: $r$, odd; more make a bad estimate less likely, in more bytes.
-        columns: $c$ of each row; more make estimates more exact.
-        kept: $k$, elements that are estimated, at most a thirty-second of the columns; more send more of the vector,
-            less exactly.
+        rows: $r$, odd; more rows make a bad estimate less likely and cost more bytes.
+        columns: $c$, columns of each row; more columns make estimates more exact.
+        kept: $k$, elements that are estimated, at most 1/32 of the columns; more elements send more of the vector, less
+            exactly.
 
     Example:
         >>> import torch
@@ -56,10 +56,10 @@ class Sketch(Codec):
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
         if self.rows < 1 or self.rows % 2 == 0:
-            raise ConfigError(f"rows={self.rows}: a median needs an odd number; use 3 or 5")
+            raise ConfigError(f"rows={self.rows}: must be odd for a median. Use 3 or 5")
         if self.kept < 1 or self.columns < _MIN_COLUMNS_PER_ELEMENT * self.kept:
             raise ConfigError(
-                f"columns={self.columns}, kept={self.kept}: large elements would collide; use at least "
+                f"columns={self.columns}, kept={self.kept}: large elements would collide. Use at least "
                 f"{_MIN_COLUMNS_PER_ELEMENT * max(self.kept, 1)} columns"
             )
 
@@ -70,7 +70,7 @@ class Sketch(Codec):
 
     @property
     def residual_after_sum(self) -> bool:
-        """True: which elements are decoded depends on the sum."""
+        """True: the decoded elements depend on the sum."""
         return True
 
     @property
@@ -84,7 +84,7 @@ class Sketch(Codec):
         return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The table in fp32, row by row; short vectors as they are."""
+        """Return the table in fp32, row by row; short vectors unchanged."""
         x = as_single(x)
         if self._fits_table(x.numel()):
             return x.clone()
@@ -93,7 +93,7 @@ class Sketch(Codec):
         return table.view(-1)
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The largest estimates at their indices, zero elsewhere."""
+        """Write the largest estimates to their indices, zero elsewhere."""
         if self._fits_table(like.numel()):
             return payload.to(like.dtype)
         x = torch.zeros_like(like)

@@ -22,7 +22,7 @@ class TernGrad(Codec):
       C(x)_i = s_b \operatorname{sgn}(\hat x_i) \text{ with probability } |\hat x_i| / s_b, \text{ else } 0,$$
 
     with $\sigma_b$ the standard deviation of the block (the paper's blocks are layers). Only the clipping is biased, so
-    the codec needs no error feedback. `ErrorFeedback` refuses it, as its error can be larger than the vector.
+    the codec needs no error feedback. `ErrorFeedback` refuses it, since its error can be larger than the vector.
     Payload: 2 bits an element, and 4 bytes a block.
 
     Wen et al., TernGrad: Ternary Gradients to Reduce Communication in Distributed Deep Learning, NeurIPS 2017,
@@ -30,7 +30,7 @@ class TernGrad(Codec):
 
     Args:
         block: elements that share a scale; fewer cost more bytes and are more exact.
-        clip: $c$, in standard deviations; less has more bias and less variance. None does not clip.
+        clip: $c$, in standard deviations; a smaller one has more bias and less variance. None does not clip.
 
     Example:
         >>> import torch
@@ -46,9 +46,11 @@ class TernGrad(Codec):
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
         if self.block < 8 or self.block % 8:
-            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
+            raise ConfigError(
+                f"block={self.block}: must be a multiple of 8, since blocks fill whole bytes. Use 2048, for example"
+            )
         if self.clip is not None and not self.clip > 0:
-            raise ConfigError(f"clip={self.clip}: must be positive; 2.5 standard deviations is usual")
+            raise ConfigError(f"clip={self.clip}: must be positive. 2.5 standard deviations is usual")
 
     @property
     def error_bound(self) -> float:
@@ -61,14 +63,14 @@ class TernGrad(Codec):
         return self.block
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The payload: a scale per block, then two bits per element: first the low bits of all, then the high bits."""
+        """Write a scale per block, then two bits per element: first all low bits, then all high bits."""
         payload = payload_like(x, self.nbytes(x.numel()))
         clipped = x if self.clip is None else clip_outliers(x, block=self.block, deviations=self.clip)
         quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key), norm="max", scale_bytes=_SCALE_BYTES)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """Zero, or plus or minus the scale of the block, for each element."""
+        """Decode each element to zero, or to plus or minus the scale of its block."""
         x = torch.empty_like(like, dtype=torch.float32)
         dequantize_(payload, x, bits=_BITS, block=self.block, key=int(key), scale_bytes=_SCALE_BYTES)
         return x.to(like.dtype)

@@ -21,14 +21,15 @@ class TopK(Codec):
     r"""Send the elements of largest absolute value and their indices.
 
     Of $n$ elements $k = \lceil \phi n \rceil$ are sent, and $|x - C(x)|^2 \le (1 - k/n)\,|x|^2$. Small elements might
-    never be sent, so this needs error feedback. Of equal elements the first is sent.
+    never be sent, so this needs error feedback. The first of equal elements is sent.
     Payload: $k$ values of 4 bytes, and $k$ indices of $\lceil \log_2 n \rceil$ bits.
 
     Aji and Heafield, Sparse Communication for Distributed Gradient Descent, EMNLP 2017, arXiv:1704.05021; with
     feedback: Stich et al., Sparsified SGD with Memory, NeurIPS 2018, arXiv:1809.07599.
 
     Args:
-        fraction: $\phi$, of elements that are sent, in (0, 1]; less sends fewer bytes, with a larger error.
+        fraction: $\phi$, the fraction of sent elements, in (0, 1]; a smaller one sends fewer bytes, with a larger
+        error.
 
     Example:
         >>> import torch
@@ -43,7 +44,7 @@ class TopK(Codec):
     def __post_init__(self) -> None:
         """Check the type and the range."""
         if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.01 is usual")
+            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]. 0.01 is usual")
 
     @property
     def needs_feedback(self) -> bool:
@@ -51,15 +52,15 @@ class TopK(Codec):
         return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The values, then their indices in ascending order."""
+        """Write the values, then their indices in ascending order."""
         x = as_single(x)
         return _payload(x, top_k(x, self.count(x.numel())))
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The values at their indices, zero elsewhere."""
+        """Write the values to their indices, zero elsewhere."""
         n, k = like.numel(), self.count(like.numel())
         values, indices = payload.split([_VALUE_BYTES * k, packed_nbytes(k, n)])
-        # Slices of a payload need not be aligned to four bytes; clones are.
+        # Slices of a payload may not be aligned to four bytes, but clones are.
         x = torch.zeros_like(like, dtype=torch.float32)
         x[unpack_indices(indices.clone(), n, k)] = values.clone().view(torch.float32)
         return x.to(like.dtype)
@@ -69,14 +70,14 @@ class TopK(Codec):
         return _VALUE_BYTES * self.count(n) + packed_nbytes(self.count(n), n)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
-        """As the base class; the elements that are sent leave no residual, so nothing is decoded."""
+        """Encode without decoding: the sent elements leave no residual."""
         indices = top_k(x.add_(residual), self.count(x.numel()))
         payload = _payload(x, indices)
         x[indices] = 0.0
         return payload
 
     def count(self, n: int) -> int:
-        """How many of n elements are sent."""
+        """Return how many of n elements are sent."""
         return min(n, ceil(self.fraction * n))
 
 

@@ -31,15 +31,15 @@ class AcSA(ClosureOptimizer):
 
     $$F(\bar x) - F^* \le \frac{2\,|x_1 - x^*|^2}{\gamma R (R+1)},$$
 
-    where gradient descent has $R$ instead of $R^2$. Growing steps accumulate noise: where it dominates, $\gamma$ should
+    where gradient descent has $R$ instead of $R^2$. Growing steps accumulate noise: if it dominates, $\gamma$ should
     fall with the number of steps as $R^{-3/2}$.
 
     With `strong_convexity` $\mu$ the method restarts from $\bar x$ every $\lceil\sqrt{8/(\gamma\mu)}\rceil$ steps.
     Without noise each stage at least halves $F - F^*$. `restart_every` sets the length of a stage directly.
 
-    Accelerated minibatch SGD is this method on gradients averaged over workers and over the round: `AllReduce()`, and
-    all but the last backward pass of a round under `no_sync()`. Each step computes the parameters from the optimizer's
-    own state, so `attach` refuses strategies that move parameters.
+    Accelerated minibatch SGD is this method with gradients averaged over workers and over the round: `AllReduce()`, and
+    all but the last backward pass of a round under `no_sync()`. Each step computes the parameters from the optimizer
+    state, so `attach` refuses strategies that move parameters.
 
     State: `iterate` ($x$), `aggregate` ($\bar x$), each like the parameters, and `step` ($t$, within the stage).
 
@@ -60,14 +60,14 @@ class AcSA(ClosureOptimizer):
 
     Args:
         params: the parameters.
-        lr: $\gamma$, at most $1/(2L)$; it may be scheduled. More is faster until it diverges.
-        strong_convexity: $\mu$; 0 for functions that are just convex. With too large a value stages are too short, and
+        lr: $\gamma$, at most $1/(2L)$; you may schedule it. A larger value is faster until it diverges.
+        strong_convexity: $\mu$; 0 for merely convex functions. If it is too large, stages are too short, and
             convergence is that of gradient descent.
         restart_every: steps of a stage, instead of those that follow from `strong_convexity`.
         weight_decay: adds this times $\hat x$ to the gradient.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
     def __init__(
@@ -80,24 +80,24 @@ class AcSA(ClosureOptimizer):
         weight_decay: float = 0.0,
     ) -> None:
         if not 0 < lr < inf:
-            raise ConfigError(f"lr={lr}: must be positive and finite; up to 1/(2L) convergence is guaranteed")
+            raise ConfigError(f"lr={lr}: must be positive and finite. Up to 1/(2L) convergence is guaranteed")
         if not 0 <= strong_convexity < inf or not 0 <= weight_decay < inf:
             raise ConfigError(
                 f"strong_convexity={strong_convexity}, weight_decay={weight_decay}: must be finite and not negative"
             )
         if restart_every is not None and restart_every < 1:
-            raise ConfigError(f"restart_every={restart_every}: a stage has at least 1 step; None never restarts")
+            raise ConfigError(f"restart_every={restart_every}: must be at least 1 step. None never restarts")
         if restart_every is not None and strong_convexity:
             raise ConfigError(
-                f"restart_every={restart_every}, strong_convexity={strong_convexity}: each sets the length of a stage; "
-                "give only one of them"
+                f"restart_every={restart_every}, strong_convexity={strong_convexity}: both set the length of a stage. "
+                "Give only one of them"
             )
         settings = {"strong_convexity": strong_convexity, "restart_every": restart_every, "weight_decay": weight_decay}
         super().__init__(params, {"lr": lr, **settings})
 
     def update(self) -> None:
-        """Move every group in which some parameter has a gradient; the others of that group count as zero."""
-        # All parameters of a group share one t, so none of them may miss a step.
+        """Move every group in which some parameter has a gradient; missing gradients count as zero."""
+        # All parameters of a group share one t, so none of them may skip a step.
         for group in self.param_groups:
             trained = [p for p in group["params"] if p.requires_grad]
             if any(p.grad is not None for p in trained):
@@ -122,7 +122,7 @@ class AcSA(ClosureOptimizer):
         if t >= _stage_steps(group, lr):
             copy_each_(iterates, aggregates)
             t = 0
-        # The next gradient is evaluated at a point between the two, so the model moves there now.
+        # The next gradient is evaluated at a point between the two, so the model moves there.
         copy_each_(list(trained), aggregates)
         foreach.lerp_(list(trained), iterates, 2 / (t + 2))
         for parameter in trained:
@@ -130,7 +130,7 @@ class AcSA(ClosureOptimizer):
 
     @contextmanager
     def evaluating(self) -> Generator[None]:
-        """Replace the parameters by the result inside, for evaluation and export, and restore them afterwards."""
+        """Swap in the resulting parameters for evaluation and export, and restore the iterate afterwards."""
         held = [p for group in self.param_groups for p in group["params"] if "aggregate" in self.state.get(p, {})]
         if not held:
             yield
@@ -146,7 +146,7 @@ class AcSA(ClosureOptimizer):
 
 
 def _stage_steps(group: dict[str, Any], lr: float) -> float:
-    """Steps until the method restarts; infinite where it never does."""
+    """Return the steps until the method restarts; infinite if it never does."""
     if group["restart_every"] is not None:
         return int(group["restart_every"])
     strength = lr * group["strong_convexity"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which optimizers divide each element of a gradient by its size, and which codes they cannot be given."""
+"""Find optimizers that divide gradients by their size, which cannot use sign codecs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from thinwire.core.replica.moments import fresh_optimizer, parts_of
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 
-# RAdam's first five steps do not look at sizes.
+# RAdam's first five steps ignore sizes.
 _STEPS, _SMALL, _LR = 8, 1e-3, 1e-3
 
 
 def divides_by_size(optimizer: Optimizer) -> bool:
-    """Whether an optimizer divides each element of a gradient by its size so far, as Adam, Adagrad and RMSprop do.
+    """Return True if an optimizer divides gradient elements by their size, like Adam and RMSprop.
 
-    Found by a few steps of a new one of its class, on two elements of which one has a thousandth of the other's
-    gradient: where sizes are divided away, both move about equally far. An optimizer whose `eps` exceeds the gradients
-    is no such one, whatever its name. False where the steps fail, as of optimizers that need a closure.
+    The check takes a few steps of a new optimizer of the class with two elements, where one has 1/1000 of the other's
+    gradient: if sizes are divided away, both move about equally far. An optimizer whose `eps` exceeds the gradients
+    does not count, whatever its name. The result is False if the steps fail, for example without a closure.
 
     Example:
         >>> import torch
@@ -36,43 +36,43 @@ def divides_by_size(optimizer: Optimizer) -> bool:
 
 def _moves_alike(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     x = nn.Parameter(torch.zeros(2, dtype=torch.float32, device="cpu"))
-    # On the CPU and in fp32, whatever the group's own parameters need.
+    # On the CPU and in fp32, whatever the device and dtype of the group's parameters.
     usable = {"lr": _LR, "fused": None, "foreach": None, "capturable": False, "differentiable": False}
     chosen = {name: value for name, value in usable.items() if name in group}
     try:
-        with torch.device("cpu"):  # where torch makes counters, unless the default device is another
+        with torch.device("cpu"):  # torch creates counters on the default device
             tried = fresh_optimizer(optimizer, [{**group, **chosen, "params": [x]}])
             before = x.detach().clone()
             for _ in range(_STEPS):
                 before.copy_(x.detach())
                 x.grad = torch.tensor([1.0, _SMALL], dtype=torch.float32, device="cpu")
                 tried.step()
-    except Exception:  # what another package's optimizer needs is not known
+    except Exception:  # the requirements of another package's optimizer are unknown
         return False
     large, small = (x.detach() - before).abs().tolist()
     return small > 10 * _SMALL * large
 
 
 def check_signs(strategy: object, codec: Codec | None, optimizer: Optimizer) -> None:
-    """Refuse to send signs of gradients to an optimizer that divides each element by its size.
+    """Check that an optimizer which divides by sizes does not get only signs.
 
-    With one absolute value for a whole block, no element's own size reaches the optimizer, and error feedback does not
-    bring it back: the square of a sum of codes is not the sum of squares (Tang et al., 1-bit Adam, ICML 2021,
-    arXiv:2102.02888).
+    If a whole block has one absolute value, the sizes of its elements do not reach the optimizer, and error feedback
+    does not restore them: the square of a sum of decoded vectors is not the sum of squares (Tang et al., 1-bit Adam,
+    ICML 2021, arXiv:2102.02888).
 
     Args:
-        strategy: whose gradients are coded, for the error.
-        codec: of the gradients; None sends them as they are.
-        optimizer: the worker's.
+        strategy: the strategy, for the error.
+        codec: the codec of the gradients; None for no compression.
+        optimizer: the worker's optimizer.
 
     Raises:
-        ConfigError: with what to use instead.
+        ConfigError: the pair does not work; the error suggests alternatives.
     """
     if codec is None or not codec.sign_only or not divides_by_size(optimizer):
         return
     name = type(optimizer).__name__
     raise ConfigError(
         f"{name} under {strategy}: {name} divides each element of the gradient by its size, and the codec sends signs "
-        "without these sizes, so it would hardly learn; use OneBitAdam or OneBitLamb under CompressedMomentum(), which "
+        "without these sizes, so it would hardly learn. Use OneBitAdam or OneBitLamb under CompressedMomentum(), which "
         "sends signs of the momentum, or a codec with sizes, such as Quantize(4), or SGD"
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by the optimizers: closures, batches of parameters that fit the cache, and state that keeps its dtype."""
+"""Helpers of optimizers: closures, cache-sized batches of parameters, and state that keeps its dtype."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def evaluate(closure: Callable[[], T]) -> T: ...
 
 
 def evaluate(closure: Callable[[], T] | None) -> T | None:
-    """Call a closure with gradients enabled, as `step` runs without them, and return its loss."""
+    """Call a closure with gradients enabled, since `step` disables them, and return its loss."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -42,7 +42,7 @@ class ClosureOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One step along the current gradients.
+        """Take one step along the current gradients.
 
         Args:
             closure: recomputes the loss and its gradients, as in torch.
@@ -62,7 +62,7 @@ class ClosureOptimizer(Optimizer):
 def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Parameters in their order, in batches so small that every pass but the first finds them in the cache.
 
-    On accelerators, where launches are what costs, all parameters are one batch.
+    On accelerators, where launches are expensive, all parameters are one batch.
     """
     batch: list[Tensor] = []
     size = 0
@@ -77,8 +77,8 @@ def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
-    """Undo the cast that torch does on loading: of all state of a parameter to the parameter's own dtype."""
-    # State is saved under each parameter's number; parameters keep their order within the groups.
+    """Undo torch's cast on loading, which casts a parameter's state to the parameter's dtype."""
+    # State is saved under the number of each parameter; parameters keep their order within the groups.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
@@ -88,7 +88,7 @@ def restore_dtypes(optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
 
 
 def zero_moments(parameter: Tensor) -> dict[str, Tensor]:
-    """Momentum and variance before the first step, in fp32 at least, and for 16 bits a `master` copy in fp32."""
+    """Make momentum and variance in fp32 at least, and for 16-bit parameters an fp32 `master` copy."""
     dtype = torch.promote_types(parameter.dtype, torch.float32)
     state = {name: torch.zeros_like(parameter, dtype=dtype) for name in ("momentum", "variance")}
     if parameter.dtype != dtype:
@@ -97,10 +97,10 @@ def zero_moments(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def exact_parameters(parameters: Sequence[Tensor], states: Sequence[Mapping[str, Tensor]]) -> list[Tensor]:
-    """What a step updates: of parameters in 16 bits the `master` copies, else the parameters themselves.
+    """Return the tensors that a step updates: `master` copies of 16-bit parameters, others themselves.
 
-    Entries that were set since the last step, as strategies set them to an average, are taken over into the copy; else
-    the step would undo that. All others keep the digits that the parameter has no room for.
+    Entries that changed since the last step, for example when a strategy averaged them, are copied into the master
+    copy; otherwise the step would undo the change. All others keep the digits that the parameter cannot represent.
     """
     exact: list[Tensor] = []
     for parameter, state in zip(parameters, states, strict=True):

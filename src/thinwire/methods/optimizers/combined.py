@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several optimizers as one: each moves parameters of its own."""
+"""Several optimizers as one; each moves its own parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 
 
 class _States(MutableMapping[Any, Any]):
-    """The state of several optimizers, by parameter; each keeps its own."""
+    """The state of several optimizers, by parameter."""
 
     def __init__(self, optimizers: tuple[Optimizer, ...]) -> None:
         self._optimizers = optimizers
@@ -44,14 +44,14 @@ class _States(MutableMapping[Any, Any]):
 class CombinedOptimizer(Combined):
     """Several optimizers with one `step`, one `zero_grad` and one `state_dict`, for one `attach` and one checkpoint.
 
-    Muon moves matrices, and AdamW beside it all other parameters; strategies see one vector all the same. Parameter
-    groups are the optimizers' own, one after another, so that a scheduler of this one moves all their learning rates.
+    For example, Muon moves matrices, and AdamW moves all other parameters; strategies still see one vector. Parameter
+    groups are those of the optimizers, in order, so that a scheduler of this optimizer changes all learning rates.
 
     Args:
-        optimizers: two or more; no parameter is in two of them.
+        optimizers: two or more optimizers without common parameters.
 
     Raises:
-        ConfigError: fewer than two, a parameter in two of them, or one that needs the loop for itself.
+        ConfigError: there are fewer than two, a parameter is in two of them, or one cannot be combined.
 
     Example:
         >>> import torch, thinwire
@@ -68,31 +68,36 @@ class CombinedOptimizer(Combined):
 
     def __init__(self, *optimizers: Optimizer) -> None:
         if len(optimizers) < 2:
-            raise ConfigError(f"{len(optimizers)} optimizers: there must be two or more; use a single one as it is")
+            raise ConfigError(
+                f"{len(optimizers)} optimizers: must be two or more. Attach a single optimizer without "
+                "CombinedOptimizer"
+            )
         for each in optimizers:
             alone = isinstance(each, LBFGS | CombinedOptimizer) or hasattr(each, "evaluating")
             if alone or getattr(each, "evaluates_several_gradients", False):
-                raise ConfigError(f"{type(each).__name__}: its steps cannot be taken beside others; attach it alone")
+                raise ConfigError(
+                    f"{type(each).__name__}: it cannot be combined with other optimizers. Attach it alone"
+                )
         self.optimizers = optimizers
         held = [p for each in optimizers for group in each.param_groups for p in group["params"]]
         if len(set(held)) < len(held):
             twice = len(held) - len(set(held))
-            raise ConfigError(f"{twice} parameters are in two optimizers; give each parameter to one of them")
+            raise ConfigError(f"{twice} parameters are in two optimizers: each must be in one. Remove the duplicates")
         self._states = _States(optimizers)
         super().__init__([group for each in optimizers for group in each.param_groups], {})
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The optimizers' own, by parameter."""
+        """The state of the optimizers, by parameter."""
         return self._states
 
     @state.setter
     def state(self, _: object) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        # Torch's constructor begins with an empty state; these optimizers may have taken steps before.
+        # Torch's constructor sets an empty state; these optimizers may have taken steps already.
         pass
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of each optimizer, in their order; a closure is called once, before them."""
+        """Take one step of each optimizer, in order; a closure is called once, before them."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -102,15 +107,15 @@ class CombinedOptimizer(Combined):
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Give each optimizer its part of what `state_dict` returned."""
+        """Load each optimizer's part of a result of `state_dict`."""
         groups, first = list(state_dict["param_groups"]), 0
         if len(groups) != len(self.param_groups):
-            raise ValueError(f"a state of {len(groups)} parameter groups, but there are {len(self.param_groups)}")
+            raise ValueError(f"the state has {len(groups)} parameter groups: expected {len(self.param_groups)}")
         for each in self.optimizers:
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             numbers = {number for group in own for number in group["params"]}
             held = {number: state for number, state in state_dict["state"].items() if number in numbers}
             each.load_state_dict({"state": held, "param_groups": own})
-            # Loading makes new groups.
+            # Loading creates new groups.
             self.param_groups[first : first + len(own)] = each.param_groups
             first += len(own)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of 1-bit Adam, 1-bit LAMB and 0/1 Adam: the variance freezes, and workers then average momenta."""
+"""The base of 1-bit Adam, 1-bit LAMB and 0/1 Adam: after the variance freezes, momenta are averaged."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ from thinwire.methods.optimizers.lamb import check_adaptive, update_moments_
 class FreezingOptimizer(ClosureOptimizer):
     """An adaptive optimizer in two stages: a warm-up until `freeze()`, then steps with a constant variance.
 
-    Once the variance is frozen, a strategy can average momenta instead of gradients: `next_momenta_` gives the momentum
-    that this worker's gradient leads to, and `set_next_momenta` takes the mean over workers, which the next step uses
+    After the variance is frozen, a strategy can average momenta instead of gradients: `next_momenta_` computes this
+    worker's momentum from its gradient, and `set_next_momenta` receives the mean over workers, which the next step uses
     instead of the gradient. Without such a strategy, the parameters' gradients update the momentum.
 
-    Parameters in 16 bits have a copy in fp32 (`master`), which the steps update; the state is in fp32 at least.
-    State: `momentum`, `variance`, and what the subclass adds, each like its parameter.
+    16-bit parameters have an fp32 copy (`master`), which the steps update; the state is in fp32 at least.
+    State: `momentum`, `variance`, and the subclass's state, each like its parameter.
     """
 
     def __init__(self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], settings: dict[str, Any]) -> None:
@@ -43,14 +43,14 @@ class FreezingOptimizer(ClosureOptimizer):
 
     @property
     def frozen(self) -> bool:
-        """Whether the warm-up is over."""
+        """True after the warm-up."""
         return bool(self.param_groups[0]["frozen"])
 
     @torch.no_grad()
     def freeze(self) -> None:
         """End the warm-up: the variance stays constant from now on.
 
-        Entries that never had a gradient would be divided by epsilon alone. They get the mean variance of their
+        Entries that never had a gradient would be divided by only epsilon. They get the mean variance of their
         tensor's other entries; tensors without any get that of all tensors.
         """
         if self.frozen:
@@ -59,7 +59,7 @@ class FreezingOptimizer(ClosureOptimizer):
             for parameter in group["params"]:
                 if parameter.requires_grad:
                     self.init_state(parameter)
-        # Only the warm-up needs it, and it is as large as the parameters.
+        # Only the warm-up needs this tensor, which is as large as the parameters.
         for state in self.state.values():
             state.pop("previous_variance", None)
         variances = [state["variance"] for state in self.state.values()]
@@ -76,18 +76,18 @@ class FreezingOptimizer(ClosureOptimizer):
         self.on_freeze([(g, [self.state[p] for p in g["params"] if p in self.state]) for g in self.param_groups])
 
     def init_state(self, parameter: Tensor) -> None:
-        """Create the state of a parameter that has none.
+        """Create the state of a parameter without state.
 
         Raises:
-            ConfigError: the variance is frozen already, so that this parameter would never get one.
+            ConfigError: the variance is already frozen, so the parameter would never get one.
         """
         state = self.state[parameter]
         if state:
             return
         if self.frozen:
             raise ConfigError(
-                f"a parameter of {parameter.numel()} elements was added after the variance was frozen; "
-                "give every parameter to the optimizer at the start"
+                f"a parameter of {parameter.numel()} elements was added after the variance was frozen. "
+                "Give every parameter to the optimizer at the start"
             )
         state.update(zero_moments(parameter))
         self.on_init_state(parameter, state)
@@ -113,7 +113,7 @@ class FreezingOptimizer(ClosureOptimizer):
         return ratio.nan_to_num(float("inf"))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` of an equal optimizer returned; every tensor keeps its dtype."""
+        """Load the `state_dict()` of an equal optimizer; every tensor keeps its dtype."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 
@@ -129,14 +129,14 @@ class FreezingOptimizer(ClosureOptimizer):
         share: float,
         rescale: bool,
     ) -> None:
-        """Write the message of this worker: its momentum after these gradients. The state does not change.
+        """Compute this worker's message, its momentum after these gradients, without changing the state.
 
         Args:
-            momenta: like the parameters and of their state's dtype; overwritten.
+            momenta: like the parameters, in the dtype of their state; overwritten.
             gradients: like the parameters; they may be the momenta themselves.
-            parameters: that these belong to.
-            share: gradients are multiplied by this first.
-            rescale: the result is multiplied by each tensor's `coefficient`.
+            parameters: the parameters of the gradients.
+            share: a factor for the gradients.
+            rescale: whether to multiply the result by each tensor's `coefficient`.
         """
         place = {parameter: i for i, parameter in enumerate(parameters)}
         for group in self.param_groups:
@@ -152,20 +152,20 @@ class FreezingOptimizer(ClosureOptimizer):
 
     @torch.no_grad()
     def set_next_momenta(self, momenta: Sequence[Tensor], parameters: Sequence[Tensor], *, rescale: bool) -> None:
-        """Make the next step use these momenta, which are equal on all workers, instead of gradients.
+        """Use these momenta, equal on all workers, instead of gradients in the next step.
 
         Args:
             momenta: like the parameters; the next step overwrites them.
-            parameters: that these belong to.
-            rescale: momenta are divided by each tensor's `coefficient`, in place.
+            parameters: the parameters of the momenta.
+            rescale: whether to divide momenta by each tensor's `coefficient`, in place.
         """
         if rescale:
             foreach.div_(list(momenta), [self.state[p]["coefficient"] for p in parameters])
-        # Collected, because parameters of several dtypes arrive in several calls.
+        # Accumulated, because parameters of different dtypes arrive in separate calls.
         self._next_momenta.update(zip(parameters, momenta, strict=True))
 
     def skip_next_step(self) -> None:
-        """Make the next step change nothing, as the mean momentum is not finite."""
+        """Make the next step have no effect, because the mean momentum is not finite."""
         self._skipping = True
 
     # -- the step ------------------------------------------------------------------------------------------------
@@ -173,7 +173,7 @@ class FreezingOptimizer(ClosureOptimizer):
     def update(self) -> None:
         """Move every parameter that has a gradient or a mean momentum."""
         means, self._next_momenta = self._next_momenta, {}
-        # Both are for this step alone, even if it fails.
+        # Both are for this step only, even if it fails.
         skipping, self._skipping = self._skipping, False
         if skipping:
             return
@@ -211,13 +211,13 @@ class FreezingOptimizer(ClosureOptimizer):
 
     @abstractmethod
     def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """Create the state of the second stage; called once the variance is frozen, with each group's states."""
+        """Create the state of the second stage; called after the variance freezes, with each group's states."""
 
     def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-        """Turn next momenta of some of a group's tensors into the message, in place; as they are by default."""
+        """Turn the next momenta of a group's tensors into the message, in place; unchanged by default."""
 
     def on_moved(self, group: dict[str, Any]) -> None:
-        """Called after a group has taken its step."""
+        """Update the group's state after its step."""
 
     @abstractmethod
     def warm_step(
@@ -227,7 +227,7 @@ class FreezingOptimizer(ClosureOptimizer):
         gradients: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """One step of the warm-up: move the parameters and update their state."""
+        """Take a step of the warm-up: move the parameters and update their state."""
 
     @abstractmethod
     def frozen_step(
@@ -237,11 +237,11 @@ class FreezingOptimizer(ClosureOptimizer):
         momenta: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """One step of the second stage; states hold the old momenta, and the new ones may be overwritten."""
+        """Take a step of the second stage; states have the old momenta, the new ones may be overwritten."""
 
 
 def _lerp_into_(targets: list[Tensor], starts: Sequence[Tensor], ends: list[Tensor], weight: float) -> None:
-    """Write the interpolation from every start to its end; a target may be the start itself."""
+    """Write the interpolation from every start to its end; a target may be its start."""
     if ends[0].device.type == "cpu":
         # One pass over memory; a copy followed by an interpolation would be two.
         for target, start, end in zip(targets, starts, ends, strict=True):
@@ -259,20 +259,20 @@ def _gradient(parameter: Tensor, like: Tensor) -> Tensor:
 
 
 class FreezingAdam(FreezingOptimizer):
-    """Adam without bias correction in two stages, of which a subclass defines the second.
+    """Adam without bias correction in two stages; a subclass defines the second.
 
     Args:
         params: the parameters.
         lr: the learning rate.
-        betas: of the moments, each in [0, 1); more averages over more steps.
+        betas: decays of the moments, each in [0, 1); a larger value averages over more steps.
         eps: shortens the steps of entries with small gradients.
-        weight_decay: a pull towards zero.
+        weight_decay: a pull toward zero.
 
     Attributes:
         group_defaults: initial values of the subclass's own keys of each parameter group.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
     group_defaults: ClassVar[Mapping[str, Any]] = {}
@@ -291,10 +291,10 @@ class FreezingAdam(FreezingOptimizer):
         super().__init__(params, {**settings, **self.group_defaults})
 
     def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Nothing besides the moments."""
+        """Add nothing to the moments."""
 
     def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
-        """All coefficients are 1: momenta are sent as they are."""
+        """Set all coefficients to 1: momenta are sent unchanged."""
         for _, states in groups:
             for state in states:
                 state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
@@ -306,7 +306,7 @@ class FreezingAdam(FreezingOptimizer):
         gradients: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """Adam without bias correction."""
+        """Take a step of Adam without bias correction."""
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         update_moments_(group, momenta, variances, gradients)
         adam_step_(group, parameters, momenta, variances)
@@ -319,6 +319,6 @@ def adam_step_(
     variances: list[Tensor],
     before: list[Tensor] | None = None,
 ) -> None:
-    """A step along Adam's direction; the new momenta are copied into `before`, the state's own, where it is given."""
+    """Step along Adam's direction; copy the new momenta into `before`, the state's momenta, if given."""
     settings = {"eps": group["eps"], "decay": group["weight_decay"], "rate": float(group["lr"])}
     frozen_adam_step_(parameters, before or momenta, momenta, variances, **settings)

@@ -53,18 +53,18 @@ class Lamb(ClosureOptimizer):
     Args:
         params: the parameters.
         lr: $\gamma$; a step of 1 would move a tensor by its own norm.
-        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
-        eps: $\epsilon$; more shortens the steps of entries with small gradients.
-        weight_decay: $\lambda$, a pull towards zero that is part of the direction $u$.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); a larger value averages over more steps.
+        eps: $\epsilon$; a larger value shortens the steps of entries with small gradients.
+        weight_decay: $\lambda$, a pull toward zero that is part of the direction $u$.
         least_trust: $c_{min}$.
-        most_trust: $c_{max}$; less limits tensors with large norms and small updates.
+        most_trust: $c_{max}$; a smaller value limits tensors with large norms and small updates.
         bias_correction: whether moments are corrected for their start at zero.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
-    # The trust ratio of a tensor needs the norm of all of it.
+    # The trust ratio of a tensor needs the norm of the whole tensor.
     needs_whole_tensors = True
 
     def __init__(
@@ -90,7 +90,7 @@ class Lamb(ClosureOptimizer):
         """Move every parameter that has a gradient."""
         for group in self.param_groups:
             moved = [p for p in group["params"] if p.grad is not None and p.numel()]
-            # A step whose gradient was dropped leaves the moments as they are, and so their correction.
+            # A step with a dropped gradient leaves the moments and their correction unchanged.
             if moved:
                 group["step"] += 1
             for parameter in moved:
@@ -100,7 +100,7 @@ class Lamb(ClosureOptimizer):
                 self._move(group, batch)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict()` of an equal optimizer returned; every tensor keeps its dtype."""
+        """Load the `state_dict()` of an equal optimizer; every tensor keeps its dtype."""
         super().load_state_dict(state_dict)
         restore_dtypes(self, state_dict)
 
@@ -134,7 +134,7 @@ def update_moments_(
 
 
 def denominators_of(group: dict[str, Any], variances: list[Tensor]) -> list[Tensor]:
-    """The denominators of Adam's direction: the root of the variance, plus epsilon."""
+    """Return the denominators of Adam's direction: the root of the variance, plus epsilon."""
     roots = foreach.sqrt(variances)
     foreach.add_(roots, group["eps"])
     return list(roots)
@@ -143,7 +143,7 @@ def denominators_of(group: dict[str, Any], variances: list[Tensor]) -> list[Tens
 def directions_of(
     group: dict[str, Any], momenta: list[Tensor], variances: list[Tensor], *, corrected: bool = False
 ) -> list[Tensor]:
-    """Adam's direction of every tensor, without weight decay."""
+    """Return Adam's direction of every tensor, without weight decay."""
     if not corrected:
         return list(foreach.div(momenta, denominators_of(group, variances)))
     # The division by 1 - beta^t corrects for the start of both moments at zero.
@@ -160,16 +160,16 @@ def add_decay_(group: dict[str, Any], directions: list[Tensor], parameters: list
 
 
 def norms_of(tensors: list[Tensor]) -> Tensor:
-    """The Euclidean norm of each tensor, as one vector."""
+    """Return the Euclidean norm of each tensor, as one vector."""
     return torch.stack(foreach.norm(tensors))
 
 
 def trust_ratios(group: dict[str, Any], parameters: list[Tensor], directions: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The trust ratio of each tensor, and whether both of its norms are positive; two vectors."""
+    """Return the trust ratio of each tensor, and whether both of its norms are positive; two vectors."""
     sizes, lengths = norms_of(parameters), norms_of(directions)
     known = (sizes > 0) & (lengths > 0)
     bounded = (sizes / lengths).clamp(group["least_trust"], group["most_trust"])
-    # A norm of zero gives zero, infinity or NaN here: such tensors take Adam's step instead.
+    # A norm of zero gives zero, infinity or NaN: such tensors take Adam's step instead.
     return torch.where(known, bounded, torch.ones_like(bounded)), known
 
 
@@ -182,29 +182,29 @@ def descend_(group: dict[str, Any], parameters: list[Tensor], directions: list[T
 
 
 def check_adaptive(lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> None:
-    """Refuse invalid hyperparameters of Adam-like methods.
+    """Check the hyperparameters of Adam-like methods.
 
     Raises:
-        ConfigError: with the value, the rule and the fix.
+        ConfigError: a value is invalid.
     """
     if not 0 <= lr < inf:
-        raise ConfigError(f"lr={lr}: must be finite and not negative; 0.001 is usual")
+        raise ConfigError(f"lr={lr}: must be finite and not negative. 0.001 is usual")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ConfigError(f"betas={betas}: must be two numbers in [0, 1); (0.9, 0.999) is usual")
+        raise ConfigError(f"betas={betas}: must be two numbers in [0, 1). (0.9, 0.999) is usual")
     if not 0 < eps < inf:
-        raise ConfigError(f"eps={eps}: must be positive and finite; 1e-8 is usual")
+        raise ConfigError(f"eps={eps}: must be positive and finite. 1e-8 is usual")
     if not 0 <= weight_decay < inf:
-        raise ConfigError(f"weight_decay={weight_decay}: must be finite and not negative; 0.01 is usual")
+        raise ConfigError(f"weight_decay={weight_decay}: must be finite and not negative. 0.01 is usual")
 
 
 def check_trust(least_trust: float, most_trust: float) -> None:
-    """Refuse invalid bounds of the trust ratio.
+    """Check the bounds of the trust ratio.
 
     Raises:
-        ConfigError: with the values, the rule and the fix.
+        ConfigError: a bound is invalid.
     """
     if not 0 < least_trust <= most_trust < inf:
         raise ConfigError(
-            f"least_trust={least_trust}, most_trust={most_trust}: must be positive, finite and in this order; "
+            f"least_trust={least_trust}, most_trust={most_trust}: must be positive, finite and in this order. "
             "0.01 and 10 are usual"
         )

@@ -12,16 +12,16 @@ from thinwire.methods.optimizers.freezing import FreezingAdam, adam_step_
 
 
 class OneBitAdam(FreezingAdam):
-    r"""Adam until `freeze()`; from then on momentum SGD, divided by the root of the frozen variance.
+    r"""Run Adam until `freeze()`, then momentum SGD divided by the root of the frozen variance.
 
     $$m \leftarrow \beta_1 m + (1-\beta_1) g, \qquad v \leftarrow \beta_2 v + (1-\beta_2) g^2
       \;\text{until frozen}, \qquad x \leftarrow x - \gamma \Big(\frac{m}{\sqrt v + \epsilon} + \lambda x\Big).$$
 
-    Moments have no bias correction. Once $v$ is frozen, $m$ is the mean over workers under `CompressedMomentum()`;
+    Moments have no bias correction. After $v$ is frozen, $m$ is the mean over workers under `CompressedMomentum()`;
     otherwise this worker's gradient updates it.
 
-    State: `momentum`, `variance`, each like the parameters, in fp32 at least; `coefficient` per tensor, once frozen;
-    for parameters in 16 bits `master`.
+    State: `momentum`, `variance`, each like the parameters, in fp32 at least; `coefficient` per tensor, after the
+    freeze; for parameters in 16 bits `master`.
 
     Tang et al., 1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed, ICML 2021,
     arXiv:2102.02888, Algorithm 1.
@@ -42,12 +42,12 @@ class OneBitAdam(FreezingAdam):
         params: the parameters.
         lr: $\gamma$; warm it up, since without bias correction the first steps are longer: 3.2 times `lr` with the
             default betas and a constant gradient.
-        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
-        eps: $\epsilon$; more shortens the steps of entries with small gradients.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); a larger value averages over more steps.
+        eps: $\epsilon$; a larger value shortens the steps of entries with small gradients.
         weight_decay: $\lambda$.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
     def frozen_step(

@@ -25,7 +25,7 @@ from thinwire.methods.optimizers.lamb import (
 
 
 class OneBitLamb(FreezingOptimizer):
-    r"""1-bit LAMB: LAMB until `freeze()`, then a constant variance and trust ratios computed from the momentum alone.
+    r"""Run LAMB until `freeze()`, then use a constant variance and trust ratios from the momentum.
 
     Until `freeze()` this is `Lamb(bias_correction=False)`, bit for bit, which also keeps an exponential moving average
     of each tensor's trust ratio $c$, $\bar c \leftarrow \beta_3 \bar c + (1-\beta_3) c$. After `freeze()` the variance
@@ -66,21 +66,21 @@ class OneBitLamb(FreezingOptimizer):
     Args:
         params: the parameters.
         lr: $\gamma$.
-        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); a larger value averages over more steps.
         eps: $\epsilon$.
         weight_decay: $\lambda$.
         least_trust: $c_{min}$, the lower bound of $c$ before `freeze()`.
         most_trust: $c_{max}$, the upper bound of $c$ before `freeze()`.
-        trust_beta: $\beta_3$; more makes $\bar c$ a mean over more steps.
+        trust_beta: $\beta_3$; a larger value makes $\bar c$ a mean over more steps.
         least_factor: $r_{min}$, the lower bound of $r$.
-        most_factor: $r_{max}$, the upper bound of $r$; more lets steps grow further where gradients have shrunk.
+        most_factor: $r_{max}$, the upper bound of $r$; a larger value allows longer steps where gradients have shrunk.
         factor_change: $\tau$, the largest relative change of $r$ in one step.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
-    # The trust ratio of a tensor needs the norm of all of it.
+    # The trust ratio of a tensor needs the norm of the whole tensor.
     needs_whole_tensors = True
 
     def __init__(
@@ -101,14 +101,14 @@ class OneBitLamb(FreezingOptimizer):
         check_adaptive(lr, betas, eps, weight_decay)
         check_trust(least_trust, most_trust)
         if not 0 <= trust_beta < 1:
-            raise ConfigError(f"trust_beta={trust_beta}: must lie in [0, 1); 0.9 is usual")
+            raise ConfigError(f"trust_beta={trust_beta}: must lie in [0, 1). 0.9 is usual")
         if not 0 < least_factor <= 1 <= most_factor:
             raise ConfigError(
                 f"least_factor={least_factor}, most_factor={most_factor}: must be positive, the first at most 1 "
-                "and the second at least 1; 0.5 and 4 are usual"
+                "and the second at least 1. 0.5 and 4 are usual"
             )
         if not 0 < factor_change < 1:
-            raise ConfigError(f"factor_change={factor_change}: must lie between 0 and 1; 0.1 is usual")
+            raise ConfigError(f"factor_change={factor_change}: must lie between 0 and 1. 0.1 is usual")
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "least_trust": least_trust}
         more = {"most_trust": most_trust, "trust_beta": trust_beta, "least_factor": least_factor}
         super().__init__(params, {**settings, **more, "most_factor": most_factor, "factor_change": factor_change})
@@ -172,7 +172,7 @@ class OneBitLamb(FreezingOptimizer):
         if decay:
             share = (undecayed / decayed).nan_to_num(1.0).clamp(max=1.0)
             grown = share * grown + (1 - share)
-        # Bounded in value, then in change: this order lets the second win where the two conflict.
+        # Bounded in value, then in change: with this order the second bound wins if the two conflict.
         last, change = torch.stack([state["factor"] for state in states]), group["factor_change"]
         bounded = grown.clamp(group["least_factor"], group["most_factor"])
         factors = torch.minimum(torch.maximum(bounded, (1 - change) * last), (1 + change) * last)

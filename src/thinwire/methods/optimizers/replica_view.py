@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A freezing optimizer, addressed by slices of a replica's flat vectors: the strategies of the 1-bit family use it."""
+"""A freezing optimizer, addressed by slices of a replica's flat vectors, for strategies of the 1-bit family."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from thinwire.methods.optimizers.freezing import FreezingOptimizer
 
 @dataclass(frozen=True)
 class ReplicaView:
-    """The worker's optimizer, and those of its parameters that belong to one replica.
+    """The worker's optimizer, with its parameters that belong to one replica.
 
     Attributes:
-        optimizer: the worker's own, which may have parameters in other replicas too.
-        parameters: of the replica.
-        segments: the position of each in the replica's vectors.
+        optimizer: the worker's optimizer, which may have parameters in other replicas too.
+        parameters: the replica's parameters.
+        segments: the position of each parameter in the replica's vectors.
     """
 
     optimizer: FreezingOptimizer
@@ -30,9 +30,9 @@ class ReplicaView:
 
     @property
     def has_first_parameter(self) -> bool:
-        """Whether the optimizer's first parameter is here; the one replica that has it decides for all."""
+        """True if the replica has the optimizer's first parameter; that replica decides for all."""
         everything = (p for group in self.optimizer.param_groups for p in group["params"])
-        # One without elements is in no replica.
+        # A parameter without elements is in no replica.
         first = next(p for p in everything if p.requires_grad and p.numel())
         return any(parameter is first for parameter in self.parameters)
 
@@ -42,7 +42,7 @@ class ReplicaView:
         return max(1, round(1 / (1 - max(group["betas"][1] for group in self.optimizer.param_groups))))
 
     def within(self, part: slice, vector: Tensor) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters in a part of the replica's vectors, and their segments of one such vector."""
+        """Return the parameters in a part of the replica's vectors, and their segments of `vector`."""
         chosen = [
             (parameter, segment.of(vector))
             for parameter, segment in zip(self.parameters, self.segments, strict=True)
@@ -53,22 +53,22 @@ class ReplicaView:
     def next_momenta_(
         self, part: slice, target: Tensor, gradient: Tensor, *, share: float, rescale: bool = False
     ) -> None:
-        """Write this worker's momentum after a gradient into a part of `target`, which may be the gradient itself."""
+        """Write this worker's momentum after a gradient into a part of `target`, which may be the gradient."""
         parameters, momenta = self.within(part, target)
         gradients = momenta if target is gradient else self.within(part, gradient)[1]
         self.optimizer.next_momenta_(momenta, gradients, parameters, share=share, rescale=rescale)
 
 
 def replica_view(r: Replica) -> ReplicaView:
-    """The view of a replica's freezing optimizer.
+    """Make the view of a replica's freezing optimizer.
 
     Raises:
-        ConfigError: it has another optimizer, or none.
+        ConfigError: the replica has another optimizer, or none.
     """
     optimizer = r.moments.optimizer
     if not isinstance(optimizer, FreezingOptimizer):
         raise ConfigError(
-            f"{type(optimizer).__name__}: its variance cannot be frozen; give the replica the moments of OneBitAdam, "
+            f"{type(optimizer).__name__}: its variance cannot be frozen. Give the replica the moments of OneBitAdam, "
             "OneBitLamb or ZeroOneAdam, as attach does"
         )
     return ReplicaView(optimizer, r.moments.parameters, r.segments)

@@ -15,21 +15,21 @@ from thinwire.methods.optimizers.base import evaluate
 
 
 class Saga(Optimizer):
-    r"""SAGA: SGD whose variance is reduced by a table with the last gradient of each sample.
+    r"""Run SGD with a table of each sample's last gradient, which reduces the variance.
 
-    To minimise $F(w)=\frac1n\sum_i f_i(w)+\frac\lambda2|w|^2$, with $f_i$ the loss of sample $i$, $\alpha_i$ its entry
+    To minimize $F(w)=\frac1n\sum_i f_i(w)+\frac\lambda2|w|^2$, with $f_i$ the loss of sample $i$, $\alpha_i$ its entry
     in the table, and $B$ a mini-batch of $b$ samples,
 
     $$w \leftarrow w - \gamma(\tfrac1b\sum_{i\in B}(\nabla f_i(w)-\alpha_i) + \tfrac1n\sum_j\alpha_j
       + \lambda w), \qquad \alpha_i \leftarrow \nabla f_i(w)\ \text{for } i\in B .$$
 
     The gradient of a linear layer is $r_i\otimes[x_i;1]$, with $x_i$ the layer's input and $r_i$ the gradient with
-    respect to its output. As $x_i$ must be the same in every epoch, the table stores only $r_i$: one number per sample
-    and output. All entries start at zero. The learning rate need not decrease: with a constant $\gamma\le 1/(3L)$,
-    where $L$ is the Lipschitz constant of each $\nabla f_i$, convergence is linear if $F$ is strongly convex.
+    respect to its output. Since $x_i$ must be the same in every epoch, the table stores only $r_i$: one number per
+    sample and output. All entries start at zero. The learning rate need not decrease: with a constant $\gamma\le
+    1/(3L)$, where $L$ is the Lipschitz constant of each $\nabla f_i$, convergence is linear if $F$ is strongly convex.
 
-    The loss must be the mean over the batch. To weigh samples, multiply their losses by the weights; if the weights
-    have mean 1, as those of coresets do, $F$ has the weighted mean of the `n` losses. The samples of a batch must be
+    The loss must be the mean over the batch. To weight samples, multiply their losses by the weights; if the weights
+    have mean 1, like those of coresets, $F$ has the weighted mean of the `n` losses. The samples of a batch must be
     drawn uniformly, without repetition.
 
     State: `table` [n, outputs], and for each parameter `mean`, the mean of the gradients in the table.
@@ -50,20 +50,20 @@ class Saga(Optimizer):
         1.8
 
     Args:
-        layer: the model, or the only layer of it that is trained.
+        layer: the model, or its only trained layer.
         n: the number of samples of the data set; each has an entry in the table.
         lr: $\gamma$; convergence is guaranteed up to $1/(3L)$.
         weight_decay: $\lambda$; its gradient $\lambda w$ is computed at every step and is not stored in the table.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
     def __init__(self, layer: nn.Linear, n: int, *, lr: float, weight_decay: float = 0.0) -> None:
         if n < 1:
-            raise ConfigError(f"n={n}: the table needs at least 1 sample")
+            raise ConfigError(f"n={n}: must be at least 1 sample")
         if not lr > 0:
-            raise ConfigError(f"lr={lr}: must be positive; 1/(3L) is usual")
+            raise ConfigError(f"lr={lr}: must be positive. 1/(3L) is usual")
         if weight_decay < 0:
             raise ConfigError(f"weight_decay={weight_decay}: must be 0 or a positive number")
         super().__init__(layer.parameters(), {"lr": lr, "weight_decay": weight_decay})
@@ -91,8 +91,8 @@ class Saga(Optimizer):
             indices: int64, [batch]; the samples of the batch, as numbers from 0 to n - 1.
 
         Raises:
-            ConfigError: indices are missing, repeated, out of range or not one for each sample; or there was no
-                backward pass through the layer since the last step.
+            ConfigError: indices are missing, repeated, out of range or not one for each sample; or no
+                    backward pass ran through the layer since the last step.
         """
         loss = evaluate(closure)
         inputs, residuals, rows = self._batch(indices)
@@ -115,7 +115,7 @@ class Saga(Optimizer):
         return list(self._layer.parameters())
 
     def _outer(self, parameter: Tensor, numbers: Tensor, inputs: Tensor) -> Tensor:
-        """The sum of the gradients that these numbers stand for in the table, like the parameter."""
+        """Return the sum of the table's gradients with these numbers, like the parameter."""
         return numbers.T @ inputs if parameter is self._layer.weight else numbers.sum(0)
 
     def _record_inputs(self, _: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
@@ -129,12 +129,12 @@ class Saga(Optimizer):
 
     def _batch(self, indices: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         if indices is None:
-            raise ConfigError("step(indices=None): SAGA needs the numbers of the batch's samples; give indices=")
+            raise ConfigError("step(indices=None): SAGA needs the numbers of the batch's samples. Pass indices=")
         if self._inputs is None or self._residuals is None:
-            raise ConfigError("step(): no backward() through the layer since the last step; call it first")
+            raise ConfigError("step(): no backward() ran through the layer since the last step. Call it first")
         if self._residuals.ndim != 2 or indices.shape != (len(self._residuals),):
             raise ConfigError(
-                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: give one index per sample"
+                f"indices {list(indices.shape)} for outputs {list(self._residuals.shape)}: each sample needs one index"
             )
         rows = indices.to(self._residuals.device)
         if int(rows.min()) < 0 or int(rows.max()) >= self.n or len(rows.unique()) < len(rows):
@@ -142,13 +142,13 @@ class Saga(Optimizer):
         return self._inputs, self._residuals, rows
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned.
+        """Load a result of `state_dict`.
 
         Raises:
-            ConfigError: its table has another number of samples.
+            ConfigError: the table has another number of samples.
         """
         tables = [entry["table"] for entry in state_dict["state"].values() if "table" in entry]
         if not tables or len(tables[0]) != self.n:
             found = len(tables[0]) if tables else "no"
-            raise ConfigError(f"the state holds {found} samples; this optimizer was made for {self.n}")
+            raise ConfigError(f"the state has {found} samples: this optimizer needs {self.n}")
         super().load_state_dict(state_dict)

@@ -15,13 +15,13 @@ from thinwire.methods.optimizers.base import evaluate
 
 
 class Svrg(Optimizer):
-    r"""Step along the mini-batch gradient, minus that at a snapshot, plus the full gradient there.
+    r"""Step along the mini-batch gradient, corrected by the gradients at a snapshot.
 
     With $\tilde w$ the parameters at the last snapshot and $\mu=\frac1n\sum_i\nabla f_i(\tilde w)$,
 
     $$w \leftarrow w - \gamma(\nabla f_B(w) - \nabla f_B(\tilde w) + \mu + \lambda w).$$
 
-    With a constant $\gamma$ convergence is linear where the sum is strongly convex. A snapshot after every one or two
+    With a constant $\gamma$ convergence is linear if the sum is strongly convex. A snapshot after every one or two
     passes is usual::
 
         optimizer = Svrg(model.parameters(), lr=0.1)
@@ -31,7 +31,7 @@ class Svrg(Optimizer):
                 optimizer.step(lambda: backward_of(model, x, y))
 
     A step calls its closure twice, at $\tilde w$ and at $w$; both calls must compute the same loss function, without
-    dropout and running statistics. Weights of samples belong in both losses.
+    dropout or running statistics. Put weights of samples into both losses.
 
     Cost: a step is two backward passes, a snapshot one over all samples. State: `anchor` ($\tilde w$) and `mean`
     ($\mu$), each like the parameters.
@@ -60,10 +60,10 @@ class Svrg(Optimizer):
         weight_decay: $\lambda$; its gradient is exact at every step, and not part of the closures.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
-    # Strategies that work on one gradient a step refuse it.
+    # Strategies that use one gradient per step refuse it.
     evaluates_several_gradients = True
 
     def __init__(
@@ -92,7 +92,7 @@ class Svrg(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step.
+        """Take one step.
 
         Args:
             closure: runs backward of the mini-batch's mean loss and returns the loss; it need not call zero_grad.
@@ -101,7 +101,7 @@ class Svrg(Optimizer):
             The mini-batch's loss before the step.
 
         Raises:
-            ConfigError: no closure, or no snapshot yet.
+            ConfigError: no closure was passed, or no snapshot was taken.
         """
         if closure is None:
             raise ConfigError(
@@ -109,9 +109,7 @@ class Svrg(Optimizer):
             )
         trained = self._trained()
         if any("anchor" not in self.state[parameter] for parameter, _ in trained):
-            raise ConfigError(
-                "step(): there is no snapshot yet; call snapshot() with the gradient of all samples first"
-            )
+            raise ConfigError("step(): no snapshot was taken. Call snapshot() with the gradient of all samples first")
         # The anchor first, so that the gradients of the current point remain in `grad`.
         before = self._at_anchor(trained, closure)
         self.zero_grad()
@@ -122,7 +120,7 @@ class Svrg(Optimizer):
         return loss
 
     def _at_anchor(self, trained: list[tuple[Tensor, dict[str, Any]]], closure: Callable[[], float]) -> list[Tensor]:
-        """The mini-batch's gradients at the snapshot; the parameters are restored even if the closure fails."""
+        """Compute the mini-batch's gradients at the snapshot; restore the parameters even if the closure fails."""
         here = [parameter.detach().clone() for parameter, _ in trained]
         for parameter, _ in trained:
             parameter.copy_(self.state[parameter]["anchor"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0/1 Adam: Adam whose variance and momentum are synchronised less and less often."""
+"""0/1 Adam: Adam whose variance and momentum are synchronized less and less often."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from thinwire.methods.optimizers.lamb import denominators_of
 
 
 class ZeroOneAdam(FreezingAdam):
-    r"""Adam in three kinds of steps, of which `ZeroOne()` chooses one each time.
+    r"""Run Adam with three kinds of steps; `ZeroOne()` chooses one each time.
 
-    With $x'$ and $t'$ the parameters and the step of the last synchronisation, on worker $i$,
+    With $x'$ and $t'$ the parameters and the step of the last synchronization, on worker $i$,
 
     $$m_i \leftarrow \beta_1 m_i + (1-\beta_1) g_i, \qquad u_i \leftarrow u_i + \gamma_t m_i, \qquad
       x_i \leftarrow x_i - \gamma_t \frac{m_i}{\sqrt v + \epsilon} \quad \text{(local)},$$
 
     $$m \leftarrow \frac{\bar u}{\sum_{k=t'}^t \gamma_k}, \qquad x \leftarrow x' - \frac{\bar u}{\sqrt v + \epsilon},
-      \qquad u \leftarrow 0 \quad \text{(synchronised)},$$
+      \qquad u \leftarrow 0 \quad \text{(synchronized)},$$
 
     where $\bar u$ is the compressed mean of all $u_i$, this step's included; and, with $g$ the mean gradient of all
     workers,
@@ -32,7 +32,7 @@ class ZeroOneAdam(FreezingAdam):
     $$m \leftarrow \beta_1 m + (1-\beta_1) g, \quad v \leftarrow \beta_2 v + (1-\beta_2) g^2, \quad
       x \leftarrow x - \gamma \frac{m}{\sqrt v + \epsilon} \quad \text{(full)} .$$
 
-    Moments have no bias correction. Weight decay acts on $x$ and $x'$ alike and is no part of $u$, so that momenta do
+    Moments have no bias correction. Weight decay acts on $x$ and $x'$ alike and is not part of $u$, so momenta do
     not contain it. Without a strategy every step is a full one, until `freeze()`.
 
     State: `momentum`, `variance`, each like the parameters, in fp32 at least; from the first local step on, `anchor`
@@ -56,40 +56,40 @@ class ZeroOneAdam(FreezingAdam):
     Args:
         params: the parameters.
         lr: $\gamma$.
-        betas: $\beta_1$ and $\beta_2$, each in [0, 1); more averages over more steps.
-        eps: $\epsilon$; more shortens the steps of entries with small gradients.
+        betas: $\beta_1$ and $\beta_2$, each in [0, 1); a larger value averages over more steps.
+        eps: $\epsilon$; a larger value shortens the steps of entries with small gradients.
         weight_decay: $\lambda$.
 
     Raises:
-        ConfigError: a value out of its range.
+        ConfigError: a value is out of its range.
     """
 
-    # `alone` marks local steps; `reach` is the sum of their learning rates since the last synchronisation.
+    # `alone` marks local steps; `reach` is the sum of their learning rates since the last synchronization.
     group_defaults: ClassVar[Mapping[str, Any]] = {"lr_sum": 0.0, "local": False}
 
     def unfreeze(self) -> None:
-        """Let the next gradient, which must be equal on all workers, update the variance."""
+        """Let the next gradient update the variance; it must be equal on all workers."""
         for group in self.param_groups:
             group["frozen"] = False
 
     def set_local(self, *, local: bool) -> None:
-        """Choose whether the next steps are local, until the next synchronisation."""
+        """Choose whether the next steps are local, until the next synchronization."""
         for group in self.param_groups:
             group["local"] = local
 
     def forget_local_steps(self) -> None:
-        """Begin local steps at the present parameters, which were set from outside, as after a synchronisation."""
+        """Restart local steps at the current parameters, as after a synchronization."""
         for group in self.param_groups:
             group["lr_sum"] = 0.0
 
     def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
-        """Send the mean momentum since the last synchronisation, each step weighted by its learning rate.
+        """Send the mean momentum since the last synchronization, each step weighted by its learning rate.
 
-        A mean has the size of one momentum however many steps it covers, so that residuals keep their scale when the
-        gaps between synchronisations grow.
+        The mean has the size of one momentum however many steps it covers, so residuals keep their scale when the gaps
+        between synchronizations grow.
         """
         if group["lr_sum"] == 0.0:
-            # No local step since the last synchronisation: the momentum itself is the mean.
+            # No local step since the last synchronization: the momentum is the mean.
             return
         lr = float(group["lr"])
         foreach.mul_(momenta, lr)
@@ -103,7 +103,7 @@ class ZeroOneAdam(FreezingAdam):
         momenta: list[Tensor],
         states: Sequence[dict[str, Tensor]],
     ) -> None:
-        """Move along this worker's momentum, or from the last synchronised parameters along the mean momentum."""
+        """Move along this worker's momentum, or from the last synchronized parameters along the mean momentum."""
         copy_each_([state["momentum"] for state in states], momenta)
         lr, variances = float(group["lr"]), [state["variance"] for state in states]
         if group["local"]:
@@ -114,15 +114,15 @@ class ZeroOneAdam(FreezingAdam):
                         torch.zeros_like(state["momentum"]),
                     )
             anchors, sums = ([state[name] for state in states] for name in ("anchor", "update_sum"))
-            # The first local step after a synchronisation: later ones return to here.
+            # The first local step after a synchronization: later ones return to this point.
             if group["lr_sum"] == 0.0:
                 copy_each_(anchors, parameters)
                 foreach.zero_(sums)
             foreach.add_(sums, momenta, alpha=lr)
-            # The synchronisation replaces the parameters by the anchor, so that weight decay must act on both.
+            # The synchronization replaces the parameters with the anchor, so weight decay must act on both.
             foreach.mul_(anchors, 1 - lr * group["weight_decay"])
         elif group["lr_sum"]:
-            # The local steps are replaced by one along the mean momentum, whose length is the sum of their lengths.
+            # One step along the mean momentum, of the sum of their lengths, replaces the local steps.
             denominators = denominators_of(group, variances)
             copy_each_(parameters, [state["anchor"] for state in states])
             foreach.mul_(parameters, 1 - lr * group["weight_decay"])
@@ -131,5 +131,5 @@ class ZeroOneAdam(FreezingAdam):
         adam_step_(group, parameters, momenta, variances)
 
     def on_moved(self, group: dict[str, Any]) -> None:
-        """Add up the learning rates since the last synchronisation."""
+        """Add up the learning rates since the last synchronization."""
         group["lr_sum"] = group["lr_sum"] + float(group["lr"]) if group["local"] else 0.0

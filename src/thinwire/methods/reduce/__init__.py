@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means over all ranks and over neighbours, of plain and of compressed vectors."""
+"""Means over all ranks and over neighbors, of plain and of compressed vectors."""

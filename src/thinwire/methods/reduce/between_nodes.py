@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A mean that is plain within nodes and coded between them."""
+"""A mean that is plain within nodes and compressed between them."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def mean_between_nodes(
     x: Tensor,
     node_size: int,
     cuts: Sequence[slice],
-    coded_mean: Callable[[Comm, Tensor, slice], Stages],
+    compressed_mean: Callable[[Comm, Tensor, slice], Stages],
     *,
     count: int,
 ) -> Stages:
-    """A mean in stages, as `PendingMeans` takes them.
+    """Compute a mean in stages, for `PendingMeans`.
 
     Args:
-        comm: all ranks.
+        comm: the comm of all ranks.
         x: a vector.
         node_size: ranks per node.
         cuts: the part of the vector for each rank of a node, end to end.
-        coded_mean: the mean over the ranks of a comm of the part of the vector that lies in a slice of it.
-        count: what the sum over all ranks is divided by.
+        compressed_mean: averages a part of the vector, given by a slice, over the ranks of a comm.
+        count: the divisor of the sum over all ranks.
     """
     node, peers = node_and_peers(comm, node_size)
     single = as_single(x)
@@ -46,12 +46,12 @@ def mean_between_nodes(
 
     # Between nodes: the mean over nodes of this part, by the codec.
     total = reduce(torch.add, scattered.wait()).mul_(peers.size / count)
-    mean = coded_mean(peers, total, own)
+    mean = compressed_mean(peers, total, own)
     next(mean)
     next(mean)
     yield
 
-    # What is not finite in any part is a verdict of all.
+    # All ranks must agree whether every part is finite.
     finite = yield _all_agree(node, single, next(mean))
     mean.send(finite)
     try:
@@ -59,7 +59,7 @@ def mean_between_nodes(
     except StopIteration as end:
         total = end.value
 
-    # Within the node: the parts together.
+    # Within the node: gather the parts.
     gathered = node.all_to_all([total] * node.size, [cut.stop - cut.start for cut in cuts]).wait()
     for part, found in zip(parts, gathered, strict=True):
         part.copy_(found)
@@ -70,6 +70,6 @@ def mean_between_nodes(
 
 
 def _all_agree(node: Members, like: Tensor, finite: bool | None) -> bool:
-    """Whether it is so on all ranks of the node."""
+    """Return True if the flag is True on all ranks of the node."""
     flag = torch.full((1,), float(bool(finite)), dtype=torch.float32, device=like.device)
     return decisions.holds(torch.stack(node.all_gather(flag).wait()).amin() > 0)

@@ -39,23 +39,23 @@ Observer = Callable[[Tensor, list[Tensor]], None]
 
 
 def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
-    """Replace `x` on every rank by its mean over ranks: one all-reduce, 2 (n-1)/n of the vector sent per rank.
+    """Replace `x` with its mean over ranks: one all-reduce, 2 (n-1)/n of the vector sent per rank.
 
     Args:
         comm: the ranks.
-        x: a vector; must not be used before the wait.
-        count: divide the sum by this instead of the number of ranks, where some ranks contribute zeros.
+        x: a vector; do not use it before the wait.
+        count: divide the sum by this instead of the number of ranks, if some ranks contribute zeros.
     """
-    divisor = count or _count_speaking(comm, x)
+    divisor = count or _num_contributors(comm, x)
     if x.dtype == torch.float16 and divisor != 1:
-        # In fp16 a sum overflows where the mean is finite.
+        # In fp16 a sum can overflow although the mean is finite.
         return comm.all_reduce_(x.div_(divisor))
     work = comm.all_reduce_(x)
     return work if divisor == 1 else work.then(lambda total: total.div_(divisor))
 
 
-def _count_speaking(comm: Comm, x: Tensor) -> int:
-    """How many ranks a mean is over; the vector of one that has just joined, and has nothing to add, becomes zero."""
+def _num_contributors(comm: Comm, x: Tensor) -> int:
+    """Return the number of ranks that contribute to a mean; zero the vector of a rank that just joined."""
     if comm.rank in comm.silent:
         x.zero_()
     return comm.size - len(comm.silent)
@@ -74,24 +74,24 @@ def compressed_mean_(
     segments: Sequence[Segment] = (),
     pending: PendingMeans | None = None,
 ) -> Work[Tensor]:
-    """`mean_` of compressed vectors: one all-reduce if the codec is linear, two for matrices, else two stages.
+    """Average compressed vectors: one all-reduce for a linear codec, two for matrices, else two stages.
 
     Args:
         comm: the ranks.
-        x: a vector; must not be used before the wait.
+        x: a vector; do not use it before the wait.
         codec: compresses the vectors; `ErrorFeedback` keeps its residual in `state`.
-        state: of the codec.
-        key: of the random draws, equal on all ranks.
+        state: the state of the codec.
+        key: the key of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
-        offset: where `x` begins in the vector that residuals are kept for.
-        length: elements of that vector; those of `x` unless given.
-        segments: the tensors of that vector; without them a codec of matrices sends vectors as they are.
-        pending: the means that this one finishes together with; it is alone unless given.
+        offset: the offset of `x` in the vector of the residuals.
+        length: the number of elements of that vector; by default those of `x`.
+        segments: the tensors of that vector; without them a matrix codec sends vectors uncompressed.
+        pending: the means that finish together with this one; by default none.
     """
-    count = count or _count_speaking(comm, x)
+    count = count or _num_contributors(comm, x)
     if codec.linear and not codec.keeps_residual:
         return _linear_mean(comm, x, codec, state, key=key, count=count)
-    where = Place(offset, length if length is not None else x.numel(), segments)
+    where = ResidualSlice(offset, length if length is not None else x.numel(), segments)
     mean = _stages(comm, x, codec, state, where, key=key, count=count)
     return (pending or PendingMeans()).launch(mean)
 
@@ -99,38 +99,38 @@ def compressed_mean_(
 def mean_from_residual(
     comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int = 0, count: int | None = None
 ) -> Work[Tensor]:
-    """`compressed_mean_` for less memory: a new vector, with only payloads in flight, where `at_once(codec)`.
+    """Average like `compressed_mean_` with less memory: a new vector, and only payloads in flight.
 
-    The residual is what the message leaves out from the launch on, and not from the wait. So it cannot stay as it was
-    if another rank's vector is not finite: this is for means after which such a run ends.
+    It requires `at_once(codec)`. The residual is updated at the launch, not at the wait. It cannot be restored if
+    another rank's vector is not finite, so use this only for means after which such a run ends.
 
     Args:
         comm: the ranks.
-        x: a vector; it is read now, and not changed.
+        x: a vector; read at the launch, and not changed.
         codec: with error feedback, in two stages.
-        state: of the codec, with its residual `error`.
-        key: of the random draws, equal on all ranks.
+        state: the state of the codec, with its residual `error`.
+        key: the key of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
     """
     if comm.rank in comm.silent:
-        # One that has just joined has nothing to add: with its residual this is zero.
+        # A rank that just joined contributes nothing: with its residual this is zero.
         x = residual_of(state, x).neg()
-    count, where = count or comm.size - len(comm.silent), Place(0, x.numel())
+    count, where = count or comm.size - len(comm.silent), ResidualSlice(0, x.numel())
     return PendingMeans().launch(_two_stages_of(comm, x, codec, state, where, codec, key=key, count=count, undo=False))
 
 
 def at_once(codec: Codec) -> bool:
-    """Whether what a message leaves out is known when it is sent: with error feedback in two stages."""
+    """Return True if a message's error is known at its launch: with error feedback in two stages."""
     return isinstance(codec, ErrorFeedback) and not codec.linear and not codec.own_mean and not codec.forgets
 
 
-class Place(NamedTuple):
-    """Where a vector lies in the one that residuals are kept for.
+class ResidualSlice(NamedTuple):
+    """The position of a vector in the vector of the residuals.
 
     Attributes:
-        offset: its first element.
-        length: elements of that vector.
-        segments: the tensors of that vector.
+        offset: the index of its first element.
+        length: the number of elements of the vector of the residuals.
+        segments: the tensors of the vector of the residuals.
     """
 
     offset: int
@@ -138,15 +138,15 @@ class Place(NamedTuple):
     segments: Sequence[Segment] = ()
 
 
-def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, *, key: int, count: int) -> Stages:
-    """The mean by a codec, in stages."""
+def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: ResidualSlice, *, key: int, count: int) -> Stages:
+    """Average with a codec, in stages."""
     if isinstance(codec, BetweenNodes) and comm.size == 1:
         codec = codec.codec
     if isinstance(codec, BetweenNodes):
         inner = codec.codec
 
         def part_mean(peers: Comm, part: Tensor, own: slice) -> Stages:
-            place = Place(where.offset + own.start, where.length, where.segments)
+            place = ResidualSlice(where.offset + own.start, where.length, where.segments)
             return _stages(peers, part, inner, state, place, key=key, count=peers.size)
 
         if isinstance(inner, MatrixCodec):
@@ -169,9 +169,9 @@ def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: Place, *, 
 
 
 def _linear_mean(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int, count: int) -> Work[Tensor]:
-    """A mean of payloads that an all-reduce adds, without residuals."""
+    """Average payloads that an all-reduce can add, without residuals."""
     payload = codec.encode(x, state, key)
-    # A codec that leaves elements out would leave out one that is not finite too.
+    # A codec that drops elements could drop a non-finite one too.
     if not codec.elementwise and not all_finite(x):
         payload.fill_(torch.nan)
     work = mean_(comm, payload, count=count)
@@ -191,7 +191,7 @@ def two_stage_mean_(
     pending: PendingMeans | None = None,
     server: Codec | None = None,
 ) -> Work[Tensor]:
-    r"""`mean_` in two compressed stages: each rank (the server of a piece) adds one piece, and encodes the mean again.
+    r"""Average in two compressed stages: each rank is the server of a piece, adds it and encodes its mean.
 
     With $C$ the codec, $e_i$ and $\bar e$ the residuals of workers and servers (zero if the codec needs no feedback),
 
@@ -199,29 +199,29 @@ def two_stage_mean_(
       \bar y = C(\tfrac1n \sum_i y_i + \bar e), \quad \bar e \leftarrow \tfrac1n \sum_i y_i + \bar e - \bar y .$$
 
     Every rank decodes the same bytes. If any rank's vector is not finite, here or in a mean that finishes together with
-    this one, all ranks get vectors of NaN for all of them, and residuals stay as they are. Sent per rank: a header of
-    16 bytes and the payload of a piece to each other rank, twice.
+    this one, all ranks get vectors of NaN for all of them, and residuals are unchanged. Each rank sends a header of 16
+    bytes and the payload of a piece to each other rank, twice.
 
     Tang et al., DoubleSqueeze, ICML 2019, arXiv:1905.05957, Algorithm 1.
 
     Args:
         comm: the ranks.
-        x: a vector; must not be used before the wait.
-        codec: any; one that needs feedback has it, also without `ErrorFeedback`.
-        state: of the codec: `error`, and `server_error/START-STOP` for this rank's piece.
-        key: of the random draws, equal on all ranks.
+        x: a vector; do not use it before the wait.
+        codec: any codec; if it needs error feedback, it gets it even without `ErrorFeedback`.
+        state: the state of the codec: `error`, and `server_error/START-STOP` for this rank's piece.
+        key: the key of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
-        offset: where `x` begins in the vector that residuals are kept for.
-        length: elements of that vector; those of `x` unless given.
-        pending: the means that this one finishes together with; it is alone unless given.
-        server: the codec of the second stage; the first one's unless given.
+        offset: the offset of `x` in the vector of the residuals.
+        length: the number of elements of that vector; by default those of `x`.
+        pending: the means that finish together with this one; by default none.
+        server: the codec of the second stage; by default that of the first.
 
     Raises:
-        CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or of another codec, step or
-            stage.
+        CommError: in `wait`, on all ranks, if any rank received a payload that is damaged or belongs to another codec,
+            step or stage.
     """
     check_payloads(codec)
-    where = Place(offset, length if length is not None else x.numel())
+    where = ResidualSlice(offset, length if length is not None else x.numel())
     mean = _two_stages_of(comm, x, codec, state, where, server, key=key, count=count or comm.size)
     return (pending or PendingMeans()).launch(mean)
 
@@ -231,17 +231,17 @@ def _two_stages_of(
     x: Tensor,
     codec: Codec,
     state: State,
-    where: Place,
+    where: ResidualSlice,
     server: Codec | None,
     *,
     key: int,
     count: int,
     undo: bool = True,
 ) -> Stages:
-    """`two_stage_mean_` in stages."""
+    """Run `two_stage_mean_` in stages."""
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
     answer = inner if server is None or server is codec else server
-    # Cut where blocks of both codecs begin, so that no block is split between servers.
+    # Cut at block boundaries of both codecs, so that no block is split between servers.
     cuts = pieces(x.numel(), comm.size, lcm(inner.alignment, answer.alignment))
     residuals = None
     if inner is not codec or codec.needs_feedback:
@@ -263,17 +263,17 @@ def _two_stage_mean(
     decay: float,
     undo: bool,
 ) -> Stages:
-    """`two_stage_mean_` from its first line to its last; `PendingMeans` says when each `yield` returns.
+    """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`.
 
-    Without `undo` the mean is a new vector, and residuals are written at once, as `mean_from_residual` says.
+    Without `undo` the mean is a new vector, and residuals are written at once; see `mean_from_residual`.
     """
     lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
     recipe = repr(codec) if server is codec else f"{codec!r} and {server!r}"
-    # The step of the launch: the waits may belong to a later step.
+    # The step of the launch, since the waits may belong to a later step.
     header = Header(codec_number(recipe, x.numel()), comm.step)
     keys, updated = StageKeys.of(key, comm.rank, comm.size), as_single(x)
 
-    # Encode each piece. What is not finite is not encoded; `updated` becomes the new residual.
+    # Encode each piece, unless it is not finite; `updated` becomes the new residual.
     finite, square = norm_if_finite(x)
     if finite:
         payloads = _encoded(codec, updated, residuals and residuals[0], cuts, keys.own, undo=undo)
@@ -281,18 +281,18 @@ def _two_stage_mean(
         payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
     messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
     if not undo:
-        x = updated = torch.empty(0, dtype=torch.float32, device=x.device)  # no reference to what is needed no more
+        x = updated = torch.empty(0, dtype=torch.float32, device=x.device)  # drop the references
 
     # All-to-all: each piece to the rank that is its server.
     scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
     del payloads, messages
     yield
 
-    # Decode all ranks' codes of this rank's piece, take their mean, and encode it.
+    # Decode all ranks' payloads of this rank's piece, and encode their mean.
     headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype, comm.name)
     del scattered
     finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
-    # An all-gather needs payloads of one size, that of the first piece, which is the longest.
+    # An all-gather needs payloads of one size: that of the first piece, the longest one.
     payload = payload_like(x, server.nbytes(lengths[0])).zero_()
     mean = updated[own] if undo else torch.empty(lengths[comm.rank], dtype=torch.float32, device=x.device)
     if finite and not problem:
@@ -300,20 +300,20 @@ def _two_stage_mean(
         code, mean, finite = _encoded_mean(server, mean, residuals and residuals[1], keys.means[comm.rank], undo=undo)
         payload[: code.nbytes].copy_(code.view(torch.uint8))
 
-    # All-gather: the mean of this rank's piece to all; or that a payload was no good, so that all raise together.
+    # All-gather the mean of this rank's piece, or a flag for an invalid payload, so that all ranks raise.
     header = header._replace(second_stage=True)
     flags = header._replace(non_finite=not finite, rejected=bool(problem), squared_norm=square)
     gathered = comm.all_gather(seal(payload, flags))
     del payloads, payload
     yield
 
-    # The verdict, before anyone changes its residuals or its vector: all ranks read the same flags of all servers.
+    # All ranks check the same flags of all servers before any of them changes its residuals or its vector.
     headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype, comm.name)
     del gathered
     reports = (f"{comm.name(rank)} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
     if problem := problem or damage or next(reports, ""):
         where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
-        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+        raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
     all_finite = yield not any(each.non_finite for each in headers)
     if all_finite and residuals and undo:
         keep_(residuals[0], updated, decay)
@@ -332,10 +332,10 @@ def _two_stage_mean(
 def _encoded(
     codec: Codec, x: Tensor, residual: Tensor | None, cuts: Sequence[slice], keys: Sequence[int], *, undo: bool
 ) -> list[Tensor]:
-    """The payloads of pieces of `x` plus the residual; `x`, or without `undo` that, becomes what they leave out."""
+    """Encode pieces of `x` plus the residual; `x`, or without `undo` the residual, becomes the error."""
     if residual is None:
         return [codec.encode(x[cut], {}, key) for cut, key in zip(cuts, keys, strict=True)]
-    # Only their sum counts, and the first of the two becomes what is left out.
+    # Only their sum is used; the first of the two becomes the error.
     first, other = (x, residual) if undo else (residual, x)
     return codec.encode_pieces_with_residual_(first, other, cuts, keys)
 
@@ -343,8 +343,8 @@ def _encoded(
 def _encoded_mean(
     server: Codec, mean: Tensor, residual: Tensor | None, key: int, *, undo: bool
 ) -> tuple[Tensor, Tensor, bool]:
-    """The payload of a piece's mean, what it leaves out (the server's new residual), and whether that is finite."""
-    # Codes of finite vectors, and their sum, may overflow; then the step is skipped, and residuals stay finite.
+    """Encode a piece's mean; return payload, error (the server's new residual) and whether it is finite."""
+    # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
     finite = norm_if_finite(mean)[0]
     cuts = [slice(0, mean.numel())]
     (payload,) = _encoded(server, mean, residual, cuts, [key], undo=undo)
@@ -353,19 +353,19 @@ def _encoded_mean(
 
 
 def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:
-    """A mean of payloads that an all-reduce adds, with each worker's residual; `yield` as in `_two_stage_mean`."""
+    """Average payloads that an all-reduce can add, with residuals; `yield` as in `_two_stage_mean`."""
     updated, codec = as_single(x), feedback.codec  # the vector becomes the new residual
 
     # Encode.
     if not norm_if_finite(x)[0]:
-        # NaN in the payload makes the sum NaN on all ranks, so no flag has to be sent.
+        # NaN in the payload makes the sum NaN on all ranks, so no flag is needed.
         payload = codec.encode(torch.zeros_like(updated), {}, key).fill_(torch.nan)
     elif codec.residual_after_sum:
         payload = codec.encode(updated.add_(residual), {}, key)
     else:
         payload = codec.encode_with_residual_(updated, residual, key)
 
-    # All-reduce. It has no second stage, and is not waited for before it must be.
+    # All-reduce. It has no second stage, so it is awaited as late as possible.
     reduced = mean_(comm, payload, count=count)
     yield
     yield
@@ -378,9 +378,9 @@ def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Ten
     else:
         mean = codec.decode(payload, updated, key)
         if codec.residual_after_sum:
-            # `size` workers subtract this part of the mean each, which is `count` means in all: the sum.
+            # Each of `size` workers subtracts this part of the mean; together they subtract `count` means: the sum.
             updated.sub_(mean, alpha=count / comm.size)
-        # The residual first: `updated` shares memory with `x` where `x` is in fp32.
+        # The residual first: `updated` shares memory with `x` if `x` is in fp32.
         keep_(residual, updated, feedback.decay)
         x.copy_(mean)
     yield
@@ -388,7 +388,7 @@ def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Ten
 
 
 def _linear_stages(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int, count: int) -> Stages:
-    """`_linear_mean`, where a mean in stages is wanted."""
+    """Run `_linear_mean` as a mean in stages."""
     work = _linear_mean(comm, x, codec, state, key=key, count=count)
     yield
     yield
@@ -399,7 +399,7 @@ def _linear_stages(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: in
 
 
 def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None, *, key: int, count: int) -> Stages:
-    """A mean of all workers' payloads, which are gathered; `yield` as in `_two_stage_mean`."""
+    """Average all workers' payloads after an all-gather; `yield` as in `_two_stage_mean`."""
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
     header = Header(codec_number(repr(inner), x.numel()), comm.step)
     keys = [worker_key(key, rank, comm.size) for rank in range(comm.size)]
@@ -419,7 +419,7 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     del gathered
     if problem:
         where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
-        raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+        raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
     mean = None
     if not any(each.non_finite for each in headers):
         mean = inner.decode_sum(payloads, updated, keys).div_(count)
@@ -446,7 +446,7 @@ def _matrix_mean(
     key: int,
     count: int,
 ) -> Stages:
-    """A mean that a codec computes itself, by two all-reduces; `yield` as in `_two_stage_mean`."""
+    """Average with a matrix codec, by two all-reduces; `yield` as in `_two_stage_mean`."""
     updated, finite = as_single(x), norm_if_finite(x)[0]
     if finite:
         updated.add_(residual)
@@ -454,16 +454,16 @@ def _matrix_mean(
         updated.zero_()
     rounds = codec.mean(updated, residual, matrices, state, key=key, share=count / comm.size)
 
-    # The first all-reduce. NaN makes the sum NaN on all ranks, so no flag has to be sent.
+    # The first all-reduce. NaN makes the sum NaN on all ranks, so no flag is needed.
     message = next(rounds)
     reduced = mean_(comm, message if finite else message.fill_(torch.nan), count=count)
     yield
 
-    # The second, which goes on from the first one's sum. That is the same on all ranks, and so is what it leads to.
+    # The second all-reduce continues from the sum of the first, which is the same on all ranks, like its result.
     summed = reduced.wait()
     finite = all_finite(summed)
     summed = rounds.send(summed if finite else summed.zero_())
-    # Among some of the ranks it is a call of all of them, whose own parts may be longer, and finite.
+    # On a subset of the ranks this is a call of all ranks, whose own parts may be longer, and finite.
     called = isinstance(comm, Members) or (summed.numel() and finite)
     reduced = mean_(comm, summed, count=count) if called else None
     yield
@@ -472,7 +472,7 @@ def _matrix_mean(
         finite = finite and all_finite(summed)
     finite = yield finite
 
-    # Decode, and keep what the mean leaves out.
+    # Decode, and keep the error of the mean as the residual.
     if not finite:
         x.fill_(torch.nan)
         rounds.close()
@@ -486,13 +486,13 @@ def _matrix_mean(
 
 
 def matrices_of(segments: Sequence[Segment], x: Tensor, offset: int) -> list[Matrix]:
-    """The tensors that lie in `x`, the part of a vector from `offset` on; all of `x` in one row where none are given.
+    """Return the tensors in `x`, the part of a vector from `offset` on; without segments, `x` as one row.
 
-    A tensor that lies in it in part, or in part of its memory only, has one row.
+    A partly covered tensor, or one with gaps in memory, has one row.
     """
     found: list[Matrix] = []
     for each in cut_out(segments, slice(offset, offset + x.numel())):
-        # The dimension that is outermost in memory, also of tensors in channels-last or transposed.
+        # The outermost dimension in memory, also for channels-last or transposed tensors.
         outer = max(range(len(each.shape)), key=each.stride.__getitem__, default=0)
         rows = each.shape[outer] if len(each.shape) > 1 else 1
         if each.size:
@@ -501,8 +501,8 @@ def matrices_of(segments: Sequence[Segment], x: Tensor, offset: int) -> list[Mat
 
 
 def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
-    """Replace `x` by the weighted sum of itself and the received vectors, with the topology's weights."""
-    # In the order of `peers.src`, so that the sum's bits do not depend on which vector arrived first.
+    """Replace `x` with the weighted sum of itself and the received vectors, with the topology's weights."""
+    # In the order of `peers.src`, so that the sum's bits do not depend on the order of arrival.
     x.mul_(peers.own)
     for weight, y in zip(peers.weights, received, strict=True):
         x.add_(y, alpha=weight)
@@ -510,13 +510,13 @@ def mix_(x: Tensor, received: list[Tensor], peers: Peers) -> Tensor:
 
 
 def gossip_(comm: Comm, x: Tensor, peers: Peers, observe: Observer | None = None) -> Work[Tensor]:
-    """Exchange `x` with this step's neighbours and replace it by the weighted mean; sends len(peers.dst) vectors.
+    """Exchange `x` with this step's neighbors and replace it with the weighted mean.
 
     Args:
         comm: the ranks.
-        x: a vector; must not be used before the wait.
-        peers: the neighbours and weights of this step.
-        observe: called with `x` and the received vectors, before they are mixed.
+        x: a vector; do not use it before the wait.
+        peers: the neighbors and weights of this step; len(peers.dst) vectors are sent.
+        observe: called with `x` and the received vectors, before the mixing.
     """
 
     def mix(received: list[Tensor]) -> Tensor:
@@ -530,23 +530,23 @@ def gossip_(comm: Comm, x: Tensor, peers: Peers, observe: Observer | None = None
 def compressed_exchange(
     comm: Comm, x: Tensor, codec: Codec, peers: Peers, *, key: int
 ) -> Work[tuple[Tensor, list[Tensor]]]:
-    """Exchange `x` in compressed form with this step's neighbours, with a header of 16 bytes each.
+    """Exchange `x` in compressed form with this step's neighbors, with a header of 16 bytes each.
 
     Args:
         comm: the ranks.
         x: a vector.
-        codec: without error feedback.
-        peers: the neighbours of this step.
-        key: of the random draws, equal on all ranks.
+        codec: a codec without error feedback.
+        peers: the neighbors of this step.
+        key: the key of the random draws, equal on all ranks.
 
     Returns:
-        Work of this rank's vector as the others decode it, and of the vectors of `peers.src`; all in fp32.
+        The work. Its result is this rank's vector as decoded by others, and the vectors of `peers.src`, in fp32.
 
     Raises:
-        NonFiniteError: in `wait`, if a neighbour's vector or this rank's is not finite.
-        CommError: in `wait`, if a payload is damaged, or of another codec or step.
+        NonFiniteError: in `wait`, if a neighbor's vector or this rank's is not finite.
+        CommError: in `wait`, if a payload is damaged, or belongs to another codec or step.
     """
-    # A vector that is not finite is sent as zeros with a flag, so codecs need not handle NaN.
+    # A non-finite vector is sent as zeros with a flag, so codecs need not handle NaN.
     single, number = as_single(x), codec_number(repr(codec), x.numel())
     finite, square = norm_if_finite(x)
     own_key = worker_key(key, comm.rank, comm.size)
@@ -558,15 +558,15 @@ def compressed_exchange(
         received, content, problem = unseal(message, header)
         where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
         if problem:
-            raise CommError(f"{where}: what {comm.name(src)} sent {problem}; all ranks must run the same recipe")
+            raise CommError(f"{where}: the message of {comm.name(src)} {problem}. All ranks must run the same recipe")
         if received.non_finite:
             raise NonFiniteError(
-                f"{where}: the parameters of {comm.name(src)} are NaN or infinite; lower the learning rate"
+                f"{where}: the parameters of {comm.name(src)} are NaN or infinite. Lower the learning rate"
             )
         return codec.decode(content.view(codec.dtype), single, worker_key(key, src, comm.size))
 
     def decode_all(messages: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-        # This rank decodes its own message too, since its neighbours hold the decoded vector and not `x`.
+        # This rank decodes its own message too, since its neighbors hold the decoded vector and not `x`.
         own = decode(comm.rank, own_message)
         return own, [decode(src, message) for src, message in zip(peers.src, messages, strict=True)]
 

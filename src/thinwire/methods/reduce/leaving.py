@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What workers that leave with notice hold back goes to their neighbours, so that no mean misses it."""
+"""Pass the residuals of workers that leave gracefully to other workers, so that no mean misses them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.methods.codecs.feedback import merge_server_residuals, of_worker
 
 
 def heir(rank: int, leaving: Collection[int], size: int) -> int:
-    """The rank that a leaving one hands to: the next one that stays.
+    """Return the rank that inherits from a leaving one: the next rank that stays.
 
     Example:
         >>> heir(1, {1, 2}, 4), heir(3, {3}, 4)
@@ -22,7 +22,7 @@ def heir(rank: int, leaving: Collection[int], size: int) -> int:
 
 
 def hand_on(comm: Comm, x: Tensor, leaving: Sequence[int]) -> list[Tensor]:
-    """Send a leaving rank's vector to its heir; returns what this rank inherits. All ranks call it together."""
+    """Send a leaving rank's vector to its heir, and return the inherited vectors; a collective call."""
     leaves = comm.rank in leaving
     dst = [heir(comm.rank, leaving, comm.size)] if leaves else []
     src = [] if leaves else [rank for rank in leaving if heir(rank, leaving, comm.size) == comm.rank]
@@ -37,16 +37,16 @@ def hand_on_sums_(
     *,
     scale: float,
 ) -> None:
-    """Let vectors of the state keep their sum over workers, times `scale`, among those that stay.
+    """Preserve sums of state vectors over workers, times `scale`, among the ranks that stay.
 
     Args:
-        comm: with the leaving ranks.
-        state: of this rank.
-        leaving: ranks.
-        chosen: whether the vector of that name is meant.
-        scale: of the sum.
+        comm: the comm, including the leaving ranks.
+        state: the state of this rank.
+        leaving: the leaving ranks.
+        chosen: returns True for the names of vectors to pass on.
+        scale: the factor of the sum.
     """
-    # In one order on all ranks, however they came to have these names.
+    # In one order on all ranks, whatever the order of their names.
     for name in sorted(filter(chosen, state)):
         for inherited in hand_on(comm, state[name], leaving):
             state[name].add_(inherited)
@@ -55,15 +55,15 @@ def hand_on_sums_(
 
 
 def hand_on_residuals(comm: Comm, state: MutableMapping[str, Tensor], leaving: Sequence[int]) -> None:
-    """Let what error feedback holds back in all have the same effect on the mean of those that stay.
+    """Preserve the effect of all residuals on the mean of the ranks that stay.
 
-    A worker's residual is divided by the number of workers on its way into the mean. So with `n` workers, of which `k`
-    leave, the sum of residuals becomes `(n - k) / n` of what it was.
+    A worker's residual is divided by the number of workers before it enters the mean. If `k` of `n` workers leave, the
+    sum of residuals is therefore scaled by `(n - k) / n`.
 
     Args:
-        comm: with the leaving ranks.
-        state: of this rank, where residuals are `error` and `server_error/START-STOP`, whatever stands before.
-        leaving: ranks.
+        comm: the comm, including the leaving ranks.
+        state: the state of this rank; residuals are `error` and `server_error/START-STOP`, with any prefix.
+        leaving: the leaving ranks.
 
     Example:
         >>> import torch, thinwire

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a vector is cut between ranks."""
+"""Cut a vector into pieces for the ranks."""
 
 from collections.abc import Sequence
 from itertools import pairwise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Topologies: graphs of workers, as pure functions of (rank, size, step); recipes find them here."""
+"""Topologies: graphs of workers, as pure functions of (rank, size, step)."""
 
 from thinwire.methods.topology.base import Peers, Topology
 

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How fast a graph shrinks differences between workers, from its mixing matrices.
+r"""Measure how fast a graph reduces differences between workers, from its mixing matrices.
 
 With $W_t$ the mixing matrix of step t, the workers' vectors, as rows, become $X \leftarrow W_t X$. Disagreement after
 some steps is measured on the de-biased vectors of push-sum, $Z_{ij} = P_{ij} / \sum_k P_{ik}$ with $P$ the product of
-the steps; where weights are doubly stochastic, $Z = P$. The 2-norm of $Z - \frac1n 1 1^\top$ is the largest share of
-any difference between workers, and of any worker's distance from the average, that is left.
+the steps; if weights are doubly stochastic, $Z = P$. The 2-norm of $Z - \frac1n 1 1^\top$ is the largest remaining
+share of any difference between workers, and of any worker's distance from the average.
 
-All functions expect a graph that `check_edges` accepts. They compute once per graph and size, and take well under a
-second for 128 workers.
+All functions expect a graph that `check_edges` accepts. Results are cached per graph and size; 128 workers take well
+under a second.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ _MOST_DOUBLINGS = 50
 
 @lru_cache(maxsize=32)
 def matrices(topology: Topology, size: int) -> Matrix:
-    """The mixing matrices of one period, of shape (period, size, size); read-only.
+    """Return the mixing matrices of one period, of shape (period, size, size); read-only.
 
     Raises:
         ConfigError: the graph does not exist for that many workers.
@@ -45,43 +45,43 @@ def matrices(topology: Topology, size: int) -> Matrix:
 
 
 def static(topology: Topology, size: int) -> bool:
-    """Whether every step's graph and weights are the same."""
+    """Return True if every step has the same graph and weights."""
     mixings = matrices(topology, size)
     return bool((mixings == mixings[0]).all())
 
 
 def symmetric(topology: Topology, size: int) -> bool:
-    """Whether every step's weights are the same in both directions of every edge."""
+    """Return True if at every step the weights are the same in both directions of every edge."""
     mixings = matrices(topology, size)
     return bool(np.allclose(mixings, mixings.transpose(0, 2, 1), rtol=0, atol=_EXACT))
 
 
 def row_stochastic(topology: Topology, size: int) -> bool:
-    """Whether equal vectors stay as they are: rows sum to one, as agreement needs."""
+    """Return True if equal vectors stay unchanged: rows sum to one, as agreement needs."""
     return bool(np.allclose(matrices(topology, size).sum(2), 1.0, rtol=0, atol=_EXACT))
 
 
 def column_stochastic(topology: Topology, size: int) -> bool:
-    """Whether the sum over workers is kept: columns sum to one, as push-sum needs."""
+    """Return True if the sum over workers is preserved: columns sum to one, as push-sum needs."""
     return bool(np.allclose(matrices(topology, size).sum(1), 1.0, rtol=0, atol=_EXACT))
 
 
 def connected(topology: Topology, size: int) -> bool:
-    """Whether over a period there is a path from every rank to every other."""
+    """Return True if a period has a path from every rank to every other."""
     sends: NDArray[np.bool_] = np.any(matrices(topology, size) > 0, axis=0)
     return not any(out_of_reach(sends))
 
 
 @lru_cache(maxsize=256)
 def eigenvalues(topology: Topology, size: int) -> NDArray[Any]:
-    """The eigenvalues of a static graph's mixing matrix, largest modulus first; real where it is symmetric.
+    """Return the eigenvalues of a static graph's mixing matrix, largest modulus first; real if symmetric.
 
     Raises:
         ConfigError: the graph changes from step to step.
     """
     if not static(topology, size):
         raise ConfigError(
-            f"{topology} with {size} workers: changes from step to step; only static graphs have eigenvalues"
+            f"{topology} with {size} workers changes from step to step: only static graphs have eigenvalues"
         )
     mixing = matrices(topology, size)[0]
     # The symmetric routine returns real numbers, without rounding errors in an imaginary part.
@@ -93,11 +93,11 @@ def eigenvalues(topology: Topology, size: int) -> NDArray[Any]:
 
 @lru_cache(maxsize=256)
 def spectral_gap(topology: Topology, size: int) -> float:
-    r"""One minus the factor by which differences shrink in a step, in the long run.
+    r"""Return one minus the factor by which differences shrink per step, in the long run.
 
     The factor is the second largest modulus of the eigenvalues of a period's product, $|\lambda_2|^{1/T}$ with T the
-    period: $|\lambda_2(W)|$ itself where the graph is static. It is 0, and the gap 1, where a period reaches the exact
-    average.
+    period, which is $|\lambda_2(W)|$ for a static graph. If a period reaches the exact average, the factor is 0 and the
+    gap 1.
     """
     if steps_to_average(topology, size) is not None:
         return 1.0
@@ -107,13 +107,13 @@ def spectral_gap(topology: Topology, size: int) -> float:
 
 @lru_cache(maxsize=256)
 def contraction(topology: Topology, size: int) -> float:
-    """The largest share of any disagreement that is left after one period, in the 2-norm."""
+    """Return the largest share of any disagreement that is left after one period, in the 2-norm."""
     return _left(_product(topology, size))
 
 
 @lru_cache(maxsize=256)
 def steps_to(topology: Topology, size: int, left: float = CLOSE) -> int | None:
-    """Steps until at most the share `left` of any disagreement is left; None where that never happens."""
+    """Return the steps until at most the share `left` of any disagreement is left; None if never."""
     if not connected(topology, size):
         return None
     # Square the product of a period until it is past the goal, then find the number of periods bit by bit.
@@ -136,13 +136,13 @@ def steps_to(topology: Topology, size: int, left: float = CLOSE) -> int | None:
 
 
 def steps_to_average(topology: Topology, size: int) -> int | None:
-    """Steps to the exact average; None for graphs that only approach it."""
+    """Return the steps to the exact average; None for graphs that only approach it."""
     steps = steps_to(topology, size, _EXACT)
     return steps if steps == steps_to(topology, size, _JUST_BEFORE) else None
 
 
 def disagreement(topology: Topology, size: int, steps: int) -> NDArray[np.float64]:
-    """The largest share of any disagreement that is left after 0, 1, ... `steps` steps."""
+    """Return the largest share of any disagreement that is left after 0, 1, ... `steps` steps."""
     return np.array([_left(product) for product in _products(topology, size, steps)])
 
 
@@ -162,7 +162,7 @@ class Traffic:
 
 
 def traffic(topology: Topology, size: int) -> Traffic:
-    """How many vectors workers send and receive; a vector has the size of the parameters."""
+    """Return how many vectors workers send and receive; a vector has the size of the parameters."""
     edges = (matrices(topology, size) > 0) & ~np.eye(size, dtype=bool)
     at_once = np.stack([edges.sum(1), edges.sum(2)])
     return Traffic(float(edges.sum((1, 2)).mean() / size), float(at_once.mean(1).max()), int(at_once.max()))
@@ -176,16 +176,16 @@ class Facts:
         period: steps after which the graph repeats.
         static: every step is the same.
         symmetric: weights are the same in both directions of every edge.
-        doubly_stochastic: the plain average is kept.
-        column_stochastic: the sum is kept; enough for push-sum.
+        doubly_stochastic: the plain average is preserved.
+        column_stochastic: the sum is preserved, as push-sum needs.
         vectors_per_step: sent per worker and step.
         busiest_vectors_per_step: sent or received by the busiest worker, mean over steps.
         most_vectors_at_once: the most that any worker sends or receives at any step.
         spectral_gap: one minus the long-run factor per step.
         contraction: the largest share of any disagreement that is left after a period.
         smallest_eigenvalue: of a static symmetric graph.
-        steps_to_average: to the exact average.
-        steps_to_a_thousandth: until a thousandth of any disagreement is left.
+        steps_to_average: steps to the exact average.
+        steps_to_a_thousandth: steps until 0.1 % of any disagreement is left.
     """
 
     period: int
@@ -204,7 +204,7 @@ class Facts:
 
 
 def facts(topology: Topology, size: int) -> Facts:
-    """All properties of a graph for a number of workers."""
+    """Return all properties of a graph for a number of workers."""
     plain = static(topology, size) and symmetric(topology, size)
     sent = traffic(topology, size)
     return Facts(
@@ -225,7 +225,7 @@ def facts(topology: Topology, size: int) -> Facts:
 
 
 def _products(topology: Topology, size: int, steps: int) -> Iterator[Matrix]:
-    """The product of the first 0, 1, ... steps."""
+    """Yield the products of the first 0, 1, ... steps."""
     product = np.eye(size)
     yield product
     for _, mixing in zip(range(steps), cycle(matrices(topology, size)), strict=False):
@@ -235,17 +235,17 @@ def _products(topology: Topology, size: int, steps: int) -> Iterator[Matrix]:
 
 @lru_cache(maxsize=32)
 def _product(topology: Topology, size: int) -> Matrix:
-    """The product of a period's mixing matrices."""
+    """Return the product of a period's mixing matrices."""
     *_, product = _products(topology, size, topology.period(size))
     return product
 
 
 def _left(product: Matrix) -> float:
-    """The largest share of any disagreement that is left after these steps."""
+    """Return the largest share of any disagreement that is left after these steps."""
     shares = product / product.sum(1, keepdims=True)
     return float(np.linalg.norm(shares - 1.0 / len(shares), 2))
 
 
 def _normed(product: Matrix) -> Matrix:
-    """The product with columns that sum to one; over thousands of steps rounding would change these sums."""
+    """Scale columns to sum to one; over thousands of steps rounding would change these sums."""
     return product / product.sum(0)

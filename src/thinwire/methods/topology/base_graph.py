@@ -10,7 +10,7 @@ from thinwire.methods.topology.base import Peers, Topology
 from thinwire.registry import registered
 
 Ranks = Sequence[int]
-Edges = dict[tuple[int, int], float]  # the weights of one step, each edge once
+Edges = dict[tuple[int, int], float]  # the weights of one step, with each edge once
 
 
 @registered
@@ -50,18 +50,18 @@ class BaseGraph(Topology):
             raise ConfigError(f"degree={self.degree}: must be at least 1 peer")
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """This step's partners, with their edges' weights."""
+        """Return this step's partners, with the weights of their edges."""
         rounds = _rounds(size, self.degree)
         return rounds[step % len(rounds)][rank]
 
     def period(self, size: int) -> int:
-        """The number of steps to the exact average."""
+        """Return the number of steps to the exact average."""
         return len(_rounds(size, self.degree))
 
 
 @lru_cache(maxsize=64)
 def _rounds(size: int, degree: int) -> tuple[tuple[Peers, ...], ...]:
-    """Every rank's peers at every step of a period."""
+    """Return every rank's peers at every step of a period."""
     rounds: list[tuple[Peers, ...]] = []
     for edges in _base(range(size), degree + 1) or [{}]:
         near: list[dict[int, float]] = [{} for _ in range(size)]
@@ -74,7 +74,7 @@ def _rounds(size: int, degree: int) -> tuple[tuple[Peers, ...], ...]:
 
 
 def _base(ranks: Ranks, base: int) -> list[Edges]:
-    """Algorithm 3: the simple graph on parts whose size has only large prime factors, then across the parts."""
+    """Run Algorithm 3: the simple graph on parts whose size has only large prime factors, then across the parts."""
     divisors = (divisor for divisor in range(1, len(ranks) + 1) if len(ranks) % divisor == 0)
     smooth = max(divisor for divisor in divisors if _factors(divisor, base) is not None)
     rough = len(ranks) // smooth
@@ -89,7 +89,7 @@ def _base(ranks: Ranks, base: int) -> list[Edges]:
 
 
 def _simple(ranks: Ranks, base: int) -> list[Edges]:
-    """Algorithm 2: average within parts, exchange between each part and all later ones, average within blocks."""
+    """Run Algorithm 2: average within parts, exchange between each part and all later ones, average within blocks."""
     if _factors(len(ranks), base) is not None:
         return _cube(ranks, base)
     parts = _parts(ranks, base)
@@ -99,13 +99,13 @@ def _simple(ranks: Ranks, base: int) -> list[Edges]:
         later = _joined(_joined(each) for each in parts[place + 1 :])
         weight = len(part[0]) / (len(_joined(part)) + len(later))
         exchange = {(rank, block[i]): weight for i, rank in enumerate(later) for block in part}
-        # Parts exchange one after another, so that a worker has at most k peers at a step; hence the empty steps.
+        # Parts exchange one after another, so that a worker has at most k peers at a step; this makes some steps empty.
         later_steps.append([*([{}] * place), exchange, *_side_by_side(_cube(block, base) for block in part)])
     return rounds + _side_by_side(later_steps)
 
 
 def _cube(ranks: Ranks, base: int) -> list[Edges]:
-    """Algorithm 1, the hyper-hypercube: at each step groups of one factor of the size average."""
+    """Run Algorithm 1, the hyper-hypercube: at each step groups of one factor of the size average."""
     rounds: list[Edges] = []
     stride = 1
     for factor in _factors(len(ranks), base) or ():
@@ -127,7 +127,7 @@ def _side_by_side(graphs: Iterable[list[Edges]]) -> list[Edges]:
 
 
 def _parts(ranks: Ranks, base: int) -> list[list[Ranks]]:
-    """Blocks of ranks whose sizes are powers of the base, by the digits of the number of ranks, largest first."""
+    """Cut ranks into blocks whose sizes are powers of the base, by the digits of their number, largest first."""
     power = max(base**i for i in range(len(ranks).bit_length()) if base**i <= len(ranks))
     parts: list[list[Ranks]] = []
     while ranks:
@@ -144,7 +144,7 @@ def _joined(blocks: Iterable[Ranks]) -> list[int]:
 
 @lru_cache(maxsize=4096)
 def _factors(size: int, largest: int) -> tuple[int, ...] | None:
-    """The fewest factors of `size` that are at most `largest`, in descending order; None where there are none."""
+    """Return the fewest factors of `size` that are at most `largest`, descending; None if there are none."""
     if size == 1:
         return ()
     found: list[tuple[int, ...]] = []

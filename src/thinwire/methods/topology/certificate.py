@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Whether a decentralised method is stable on a graph, computed before step 0 from the mixing matrices.
+r"""Check before step 0, from the mixing matrices, whether a decentralized method is stable on a graph.
 
 At any learning rate, differences between workers evolve even without gradients: with $z = (x, v)$ a worker's parameters
 and the method's momentum, minus their means over workers, one step is
 $z \leftarrow (A \otimes W_t + B \otimes I)\, z$ with two by two matrices $A$ (mixed) and $B$ (kept) of the method.
-Where the differences grow, no learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ is a mode
-of its own: the growth per step is the spectral radius of $A\lambda + B$. On a changing graph it is that of the product
-over a period, for each mode by itself where the steps share their eigenvectors. Momenta are in units of the parameters,
-and the learning rate is constant.
+If the differences grow, no learning rate helps. On a static graph each eigenvalue $\lambda \ne 1$ of $W$ is a separate
+mode: the growth per step is the spectral radius of $A\lambda + B$. On a changing graph it is that of the product over a
+period, for each mode separately if the steps share their eigenvectors. Momenta are in units of the parameters, and the
+learning rate is constant.
 """
 
 from collections.abc import Callable
@@ -28,11 +28,11 @@ _WORST_CONDITION = 1e4
 
 @dataclass(frozen=True)
 class Disagreement:
-    """How differences between workers evolve in a step without gradients.
+    """The evolution of differences between workers in a step without gradients.
 
     Args:
-        mixed: $A$, what passes through the graph.
-        kept: $B$, what does not.
+        mixed: $A$, the part that passes through the graph.
+        kept: $B$, the part that does not.
     """
 
     mixed: Square
@@ -43,8 +43,8 @@ def decentlam(momentum: float, *, nesterov: bool = False) -> Disagreement:
     r"""DecentLaM: $x \leftarrow Wx - \beta v$, $v \leftarrow \beta v + (I-W)x$.
 
     A mode of eigenvalue $\lambda$ has $z^2 - (\lambda+\beta) z + \beta$, stable for $-(1+2\beta) < \lambda < 1$ and,
-    where it is complex, for $|\mathrm{Im}\,\lambda| < (1-\beta)\sqrt{1-((\mathrm{Re}\,\lambda+\beta)/(1+\beta))^2}$.
-    Nesterov's form takes the new $v$: $z^2 - (1+\beta)\lambda z + \beta\lambda$, stable for
+    if it is complex, for $|\mathrm{Im}\,\lambda| < (1-\beta)\sqrt{1-((\mathrm{Re}\,\lambda+\beta)/(1+\beta))^2}$.
+    Nesterov's form uses the new $v$: $z^2 - (1+\beta)\lambda z + \beta\lambda$, stable for
     $-1/(1+2\beta) < \lambda < 1$.
     """
     b = momentum
@@ -69,7 +69,7 @@ def exact_diffusion() -> Disagreement:
 
 @lru_cache(maxsize=256)
 def growth(topology: Topology, size: int, method: Disagreement) -> float:
-    """The factor by which differences between workers grow in a step, in the long run; below one they vanish."""
+    """Return the growth of differences between workers per step, in the long run; below one they vanish."""
     if size == 1:
         return 0.0
     mixed, kept = np.array(method.mixed), np.array(method.kept)
@@ -88,7 +88,7 @@ def growth(topology: Topology, size: int, method: Disagreement) -> float:
 
 @lru_cache(maxsize=64)
 def _mixings(topology: Topology, size: int) -> list[NDArray[np.float64]]:
-    """Each step's mixing matrix, restricted to vectors of mean zero; a single one where all steps are equal."""
+    """Return each step's mixing matrix on vectors of mean zero; a single one if all steps are equal."""
     matrices = [topology.matrix(size, step) for step in range(topology.period(size))]
     if all(np.array_equal(matrix, matrices[0]) for matrix in matrices):
         matrices = matrices[:1]
@@ -98,10 +98,10 @@ def _mixings(topology: Topology, size: int) -> list[NDArray[np.float64]]:
 
 @lru_cache(maxsize=64)
 def _modes(topology: Topology, size: int) -> list[NDArray[np.complex128]] | None:
-    """Each step's eigenvalues, in the order of eigenvectors that all steps share; None where they share none."""
+    """Return each step's eigenvalues in the order of shared eigenvectors; None if the steps share none."""
     mixings = _mixings(topology, size)
-    # If the steps share eigenvectors, these are the eigenvectors of any sum of the steps; unrelated weights keep
-    # eigenvalues of the sum apart where those of the steps are.
+    # If the steps share eigenvectors, these are the eigenvectors of any sum of the steps. Unrelated weights keep
+    # eigenvalues of the sum distinct if those of the steps are.
     weights = np.sqrt(2.0 + np.arange(len(mixings)))
     vectors = np.linalg.eig(sum(weight * mixing for weight, mixing in zip(weights, mixings, strict=True)))[1]
     if np.linalg.cond(vectors) > _WORST_CONDITION:
@@ -113,7 +113,7 @@ def _modes(topology: Topology, size: int) -> list[NDArray[np.complex128]] | None
 
 
 def _differences(size: int) -> NDArray[np.float64]:
-    """Orthonormal columns that span the vectors of mean zero."""
+    """Return orthonormal columns that span the vectors of mean zero."""
     # The first column of Q is the direction of ones, so all others are orthogonal to it.
     spanning = np.eye(size)
     spanning[:, 0] = 1.0
@@ -121,15 +121,15 @@ def _differences(size: int) -> NDArray[np.float64]:
 
 
 def check_average_kept(recipe: object, topology: Topology, size: int) -> None:
-    """Refuse graphs that do not exist, are not connected, or do not keep the average.
+    """Check that a graph exists, is connected and preserves the average.
 
     Raises:
-        ConfigError: with the reason and what to use instead.
+        ConfigError: it does not; the error suggests an alternative.
     """
     check_edges(topology, size)
     if not doubly_stochastic(topology, size):
         raise ConfigError(
-            f"{recipe} with {size} workers: the weights are not doubly stochastic, so the average would drift; use "
+            f"{recipe} with {size} workers: the weights are not doubly stochastic, so the average would drift. Use "
             "PushSum, which corrects for it, or a regular graph"
         )
 
@@ -137,41 +137,42 @@ def check_average_kept(recipe: object, topology: Topology, size: int) -> None:
 def check_stable(
     recipe: object, topology: Topology, size: int, method: Callable[[float], Disagreement], momentum: float
 ) -> None:
-    """Refuse a method on a graph on which differences between workers would grow at any learning rate.
+    """Check that differences between workers do not grow at any learning rate.
 
     Args:
         recipe: the strategy, for the error.
         topology: the graph.
         size: the number of workers.
-        method: how differences evolve, given a momentum.
-        momentum: of the recipe.
+        method: returns the evolution of differences for a momentum.
+        momentum: the recipe's momentum.
 
     Raises:
-        ConfigError: with the growth per step, the largest momentum that is stable, and the alternatives.
+        ConfigError: they grow; the error has the growth per step, the largest stable momentum and alternatives.
     """
     factor = growth(topology, size, method(momentum))
     if factor < 1 - _MARGIN:
         return
     fixes: list[str] = []
     if (best := largest_stable_momentum(topology, size, method)) is not None:
-        fixes.append(f"lower the momentum to {best:.2f} or less, the largest that is stable on this graph")
+        fixes.append(f"lower the momentum to {best:.2f} or less, the largest stable value on this graph")
     others = {
         f"QuasiGlobal({topology}, momentum={momentum})": quasi_global(momentum, memory=momentum),
         f"ExactDiffusion({topology}, momentum={momentum})": exact_diffusion(),
     }
     fixes += [f"use {name}" for name, each in others.items() if growth(topology, size, each) < 1 - _MARGIN]
-    fixes.append("take a static symmetric graph, such as Ring()")
+    fixes.append("use a static symmetric graph, such as Ring()")
+    fix = ", or ".join(fixes)
     raise ConfigError(
         f"{recipe} with {size} workers: differences between workers would grow by {max(factor, 1.0):.3g} a step, "
-        f"however small the learning rate; {', or '.join(fixes)}"
+        f"however small the learning rate. {fix[0].upper()}{fix[1:]}"
     )
 
 
 def largest_stable_momentum(topology: Topology, size: int, method: Callable[[float], Disagreement]) -> float | None:
-    """The largest stable momentum, by bisection, rounded down to hundredths; None where there is none."""
+    """Find the largest stable momentum by bisection, rounded down to hundredths; None if there is none."""
     if growth(topology, size, method(0.0)) >= 1 - _MARGIN:
         return None
-    # In whole hundredths, so that the momentum in the error is one that has been tested.
+    # In whole hundredths, so that the momentum in the error has been tested.
     stable, unstable = 0, 100
     while unstable - stable > 1:
         middle = (stable + unstable) // 2

@@ -20,16 +20,16 @@ class NetworkxGraph(Protocol):
 
     @property
     def nodes(self) -> Iterable[Hashable]:
-        """The nodes, one for each worker."""
+        """Return the nodes, one for each worker."""
         ...
 
     @property
     def edges(self) -> Iterable[Any]:
-        """Pairs of nodes, with a key after them where edges may be parallel."""
+        """Return pairs of nodes, followed by a key if edges may be parallel."""
         ...
 
     def is_directed(self) -> bool:
-        """Whether edges have a direction."""
+        """Return True if edges have a direction."""
         ...
 
 
@@ -49,7 +49,7 @@ class FromGraph(Topology):
             weights, which preserves the average only if all ranks have equally many peers; other graphs are refused.
 
     Raises:
-        ConfigError: an edge is no pair of ranks, is a self-loop or is repeated; or the graph does not allow these
+        ConfigError: an edge is not a pair of ranks, is a self-loop or is repeated; or the graph does not allow these
             weights.
 
     Example:
@@ -69,86 +69,88 @@ class FromGraph(Topology):
         object.__setattr__(self, "edges", _in_order(self.edges, directed=self.directed))
         if self.directed and self.weights == "metropolis":
             raise ConfigError(
-                "FromGraph(directed=True, weights='metropolis'): Metropolis-Hastings weights need edges that go both "
-                "ways; use weights='push-sum', for any directed graph"
+                "FromGraph(directed=True, weights='metropolis'): Metropolis-Hastings weights need edges in both "
+                "directions. Use weights='push-sum', for any directed graph"
             )
         degrees = {len(each) for side in _neighbours(self.edges, self.directed) for each in side}
         if self.weights == "uniform" and len(degrees) > 1:
             raise ConfigError(
                 f"FromGraph(weights='uniform'): workers have from {min(degrees)} to {max(degrees)} peers, and uniform "
-                "weights keep the average only where all have equally many; use weights='metropolis', or 'push-sum' "
-                "where edges are directed"
+                "weights preserve the average only if all have equally many. Use weights='metropolis', or 'push-sum' "
+                "if edges are directed"
             )
 
     @classmethod
     def from_networkx(cls, graph: NetworkxGraph, weights: Weights | None = None) -> FromGraph:
-        """The topology of a networkx graph; its nodes become ranks in their order, attributes are ignored.
+        """Make the topology of a networkx graph; nodes become ranks in order, attributes are ignored.
 
         Args:
-            graph: `networkx.Graph` or `DiGraph`; nodes that are the numbers 0 to n-1 keep these as ranks.
-            weights: the rule; by default "metropolis", or "push-sum" where the graph is directed.
+            graph: `networkx.Graph` or `DiGraph`; nodes with the numbers 0 to n-1 keep these as ranks.
+            weights: the rule; by default "metropolis", or "push-sum" if the graph is directed.
 
         Raises:
-            ConfigError: the graph has no nodes, or a node without edges; or an argument that the class itself refuses.
+            ConfigError: the graph has no nodes or a node without edges, or the class refuses an argument.
         """
         nodes = list(graph.nodes)
         names: list[Hashable] = list(range(len(nodes)))
         ranks = {node: rank for rank, node in enumerate(names if set(nodes) == set(names) else nodes)}
         edges = tuple((ranks[edge[0]], ranks[edge[1]]) for edge in graph.edges)
         if not nodes:
-            raise ConfigError("FromGraph.from_networkx: the graph has no nodes; it needs one for each worker")
+            raise ConfigError("FromGraph.from_networkx: the graph has no nodes: it needs one for each worker")
         for node in ranks.keys() - {node for edge in graph.edges for node in edge[:2]} if len(nodes) > 1 else ():
-            raise ConfigError(f"FromGraph.from_networkx: node {node!r} has no edge; connect it, or remove it")
+            raise ConfigError(f"FromGraph.from_networkx: node {node!r} has no edge. Connect it or remove it")
         directed = graph.is_directed()
         return cls(edges, directed, weights or ("push-sum" if directed else "metropolis"))
 
     @property
     def workers(self) -> int:
-        """The number of workers that the graph needs."""
+        """Return the number of workers that the graph needs."""
         return len(_neighbours(self.edges, self.directed)[0])
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks at the other ends of this rank's edges."""
+        """Return the ranks at the other ends of this rank's edges."""
         dst, src = _neighbours(self.edges, self.directed)
         return weighted(rank, dst, src, self.weights)
 
     def check(self, size: int) -> None:
-        """Refuse a number of workers other than `workers`."""
+        """Check that the number of workers is `workers`."""
         if size != self.workers:
             raise ConfigError(
-                f"FromGraph with {len(self.edges)} edges is for {self.workers} workers, and there are {size}; start "
-                f"{self.workers}, or use a graph that exists for any number, such as BaseGraph() or Ring()"
+                f"FromGraph with {len(self.edges)} edges is for {self.workers} workers, not for {size}. Start "
+                f"{self.workers}, or use a graph for any number, such as BaseGraph() or Ring()"
             )
 
 
 def _in_order(edges: Iterable[Pair], *, directed: bool) -> tuple[Pair, ...]:
-    """Each edge once and sorted; undirected ones start at their lower rank."""
+    """Return each edge once and sorted; undirected ones start at their lower rank."""
     found: set[Pair] = set()
     for edge in edges:
         one, other = _pair(edge)
         if one == other:
-            raise ConfigError(f"FromGraph(edges=...{edge}...): a self-loop; what rank {one} keeps is its own weight")
+            raise ConfigError(
+                f"FromGraph(edges=...{edge}...): a self-loop. The share that rank {one} keeps is its own weight"
+            )
         pair = (one, other) if directed else (min(one, other), max(one, other))
         if pair in found:
-            raise ConfigError(f"FromGraph(edges=...{edge}...): this edge is there twice; keep one")
+            raise ConfigError(f"FromGraph(edges=...{edge}...): this edge is repeated. Keep one")
         found.add(pair)
     return tuple(sorted(found))
 
 
 def _pair(edge: object) -> Pair:
-    # Recipes come from text, so nothing is known of an edge's type; True would pass as a rank with isinstance.
+    # Recipes come from text, so an edge may have any type; True would pass as a rank with isinstance.
     if isinstance(edge, (tuple, list)) and len(edge) == 2:
         one, other = edge
         if type(one) is type(other) is int and min(one, other) >= 0:
             return one, other
-    raise ConfigError(f"FromGraph(edges=...{edge!r}...): an edge is a pair of ranks from 0, such as (0, 1)")
+    raise ConfigError(f"FromGraph(edges=...{edge!r}...): an edge must be a pair of ranks from 0, such as (0, 1)")
 
 
 @lru_cache(maxsize=64)
 def _neighbours(
     edges: tuple[Pair, ...], directed: bool
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]:
-    """For every rank the ranks that it sends to, and those that it receives from."""
+    """Return for every rank the ranks that it sends to, and those that it receives from."""
     both = edges if directed else (*edges, *((j, i) for i, j in edges))
     size = 1 + max((max(edge) for edge in edges), default=0)
     dst: list[list[int]] = [[] for _ in range(size)]

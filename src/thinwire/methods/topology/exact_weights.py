@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that a dtype represents exactly, so that what a rank sends and keeps adds up to its vector.
+"""Weights that a dtype represents exactly, so that a rank's shares add up to its vector.
 
-The one file here that imports torch; the graphs themselves do not, so that the command line starts quickly.
+Only this file of the package imports torch; without it the command line starts quickly.
 """
 
 from functools import lru_cache
@@ -12,12 +12,12 @@ from thinwire.methods.topology.base import Peers, Topology
 
 
 def exact_weights(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
-    """The peers of one step, with shares that `dtype` represents exactly and that add up to one at every sender.
+    """Return the peers of one step, with exact shares in `dtype` that add up to one at every sender.
 
-    A third in fp32 is too large by a relative 3e-8. Three vectors scaled by it would grow at every step, also relative
-    to weights that are scaled in fp64. So every share that is sent is rounded to a multiple of half the dtype's
-    epsilon, which the dtype represents exactly between zero and one, and the sender keeps exactly the rest. Vectors in
-    half precision are scaled by fp32 numbers.
+    A third in fp32 is too large by a relative 3e-8. Three vectors scaled by it would grow at every step, even relative
+    to weights that are scaled in fp64. Therefore every sent share is rounded to a multiple of half the dtype's epsilon,
+    which the dtype represents exactly between zero and one, and the sender keeps the exact rest. Vectors in half
+    precision are scaled by fp32 numbers.
     """
     return _shares(topology, rank, size, step % topology.period(size), dtype)
 
@@ -26,7 +26,7 @@ def exact_weights(topology: Topology, rank: int, size: int, step: int, dtype: to
 def _shares(topology: Topology, rank: int, size: int, step: int, dtype: torch.dtype) -> Peers:
     unit = torch.finfo(torch.promote_types(dtype, torch.float32)).eps / 2
     peers = topology.peers(rank, size, step)
-    # A rank's weights are those of the vectors it receives; the shares that it sends away are known to its receivers.
+    # A rank's weights belong to the vectors that it receives; its receivers compute the shares that it sends.
     receivers = [topology.peers(j, size, step) for j in peers.dst]
     sent = [receiver.weights[receiver.src.index(rank)] for receiver in receivers]
     return peers._replace(

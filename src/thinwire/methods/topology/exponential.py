@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Graphs of exponentially growing hops around a circle: few messages, which reach all ranks in log(n) steps."""
+"""Graphs of exponentially growing hops around a circle: few messages reach all ranks in log(n) steps."""
 
 from typing import ClassVar
 
@@ -9,8 +9,8 @@ from thinwire.registry import registered
 
 
 def powers_below(base: int, limit: int) -> list[int]:
-    """1, base, base squared, ... below a limit."""
-    # By multiplication, because logarithms round: math.log(243, 3) is less than 5.
+    """Return 1, base, base squared, ... below a limit."""
+    # Multiplied out, because logarithms round: math.log(243, 3) is less than 5.
     powers = [1]
     while powers[-1] < limit:
         powers.append(powers[-1] * base)
@@ -26,9 +26,9 @@ def _along(rank: int, size: int, hops: set[int]) -> Peers:
 
 @registered
 class DirectedExponential(Topology):
-    """All peers 1, 2, 4, ... ranks ahead, at every step: ceil(log2 n) vectors sent per worker and step.
+    """Send to the peers 1, 2, 4, ... ranks ahead, at every step: ceil(log2 n) vectors per worker and step.
 
-    Static and directed, so its eigenvalues are complex. Where n is a power of two, workers agree no faster than with
+    Static and directed, so its eigenvalues are complex. If n is a power of two, workers agree no faster than with
     `OnePeerExponential`, which sends one vector a step.
 
     Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792; Ying et al., Exponential Graph is Provably
@@ -40,21 +40,21 @@ class DirectedExponential(Topology):
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks at all hops that are shorter than the circle."""
+        """Return the ranks at all hops that are shorter than the circle."""
         return _along(rank, size, set(powers_below(2, size)))
 
 
 @registered
 class SymmetricExponential(Topology):
-    """All peers 1, b, b squared, ... ranks away in both directions, at every step, up to half the circle.
+    """Exchange with the peers 1, b, b squared, ... ranks away in both directions, up to half the circle.
 
-    Static and symmetric, so that it works with methods that need that, and well connected; about 2 log_b(n) vectors
-    sent per worker and step.
+    Static, symmetric and well connected, so it works with methods that need symmetry; about 2 log_b(n) vectors sent per
+    worker and step.
 
-    Yuan et al., DecentLaM, ICCV 2021, arXiv:2104.11981, mix along such a graph.
+    Yuan et al., DecentLaM, ICCV 2021, arXiv:2104.11981, use such a graph.
 
     Args:
-        base: b, at least 2; a larger one has fewer peers and agrees more slowly.
+        base: b, at least 2; a larger base has fewer peers and agrees more slowly.
 
     Example:
         >>> SymmetricExponential().peers(rank=0, size=8, step=0).dst
@@ -66,10 +66,10 @@ class SymmetricExponential(Topology):
     def __post_init__(self) -> None:
         """Check the types and the base."""
         if self.base < 2:
-            raise ConfigError(f"base={self.base}: must be at least 2; use Complete() to reach all ranks")
+            raise ConfigError(f"base={self.base}: must be at least 2. Use Complete() to reach all ranks")
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks at all hops of at most half the circle, ahead and behind."""
+        """Return the ranks at all hops of at most half the circle, ahead and behind."""
         hops = powers_below(self.base, size // 2 + 1)
         near = {(rank + sign * hop) % size for hop in hops for sign in (1, -1)}
         neighbours = tuple(sorted(near - {rank}))
@@ -104,13 +104,13 @@ class PPeerExponential(Topology):
             raise ConfigError(f"degree={self.degree}: must be at least 1")
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Send to the ranks j (p+1)^i ahead, for the i of this step; receive from those as far behind."""
+        """Return the ranks j (p+1)^i ahead, for the i of this step, and those as far behind."""
         hops = powers_below(self.degree + 1, size) or [1]
         hop = hops[step % len(hops)]
         return _along(rank, size, {j * hop % size for j in range(1, self.degree + 1)})
 
     def period(self, size: int) -> int:
-        """The number of powers of p+1 that are less than the number of ranks; at least 1."""
+        """Return the number of powers of p+1 that are less than the number of ranks; at least 1."""
         return max(1, len(powers_below(self.degree + 1, size)))
 
 
@@ -118,8 +118,8 @@ class PPeerExponential(Topology):
 class OnePeerExponential(PPeerExponential):
     """Send to one peer per step, 1, 2, 4, ... ranks ahead in turn: `PPeerExponential(1)`.
 
-    With a power of two workers, log2(n) steps reach the exact average; with any other number a period leaves at most a
-    quarter of any difference. One vector sent per worker and step, at any size.
+    With a power of two workers, log2(n) steps reach the exact average; with any other number a period leaves at most
+    25 % of any difference. One vector sent per worker and step, at any size.
 
     Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792.
 
@@ -128,17 +128,17 @@ class OnePeerExponential(PPeerExponential):
         [(1,), (2,), (4,), (1,)]
     """
 
-    # No field, so that recipes do not mention it.
+    # Not a field, so that recipes do not contain it.
     degree: ClassVar[int] = 1  # pyright: ignore[reportIncompatibleVariableOverride]
 
 
 @registered
 class BipartiteExponential(Topology):
-    """Pairs of an even and an odd rank, 1, -1, 3, -3, 5, -5, 9, -9, ... ranks apart in turn.
+    """Pair an even and an odd rank, 1, -1, 3, -3, 5, -5, 9, -9, ... ranks apart in turn.
 
-    All hops are odd, so the graph is bipartite, and both partners average with each other: symmetric at every step, one
-    vector sent per worker and step. For methods in which active workers send requests and passive ones answer. Needs an
-    even number of workers.
+    All hops are odd, so the graph is bipartite. Both partners average with each other: symmetric at every step, one
+    vector sent per worker and step. Use it for methods in which active workers send requests and passive ones answer.
+    It needs an even number of workers.
 
     Assran et al., Stochastic Gradient Push, ICML 2019, arXiv:1811.10792, name such a graph for D-PSGD and AD-PSGD.
 
@@ -148,7 +148,7 @@ class BipartiteExponential(Topology):
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """This step's partner."""
+        """Return this step's partner."""
         if size == 1:
             return uniform((), ())
         hops = _odd_hops(size)
@@ -157,23 +157,23 @@ class BipartiteExponential(Topology):
         return uniform(partner, partner)
 
     def active(self, rank: int) -> bool:
-        """Whether a rank is active: odd ranks send requests, even ones are passive and answer."""
+        """Return True if a rank is active: odd ranks send requests, even ones answer."""
         return rank % 2 == 1
 
     def period(self, size: int) -> int:
-        """The number of different hops."""
+        """Return the number of different hops."""
         return len(_odd_hops(size))
 
     def check(self, size: int) -> None:
-        """Refuse odd numbers of workers."""
+        """Check that the number of workers is even."""
         if size > 1 and size % 2:
             raise ConfigError(
-                f"BipartiteExponential() with {size} workers: needs an even number, or one of them has no partner; use "
-                f"{size - 1} or {size + 1} workers, or RandomMatching() or BaseGraph(), which exist for any number"
+                f"BipartiteExponential() with {size} workers: needs an even number, or one worker has no partner. "
+                f"Use {size - 1} or {size + 1} workers, or RandomMatching() or BaseGraph(), which exist for any number"
             )
 
 
 def _odd_hops(size: int) -> list[int]:
-    """The hops 1, -1, 3, -3, 5, ... modulo the size, each once."""
+    """Return the hops 1, -1, 3, -3, 5, ... modulo the size, each once."""
     hops = [1, *(1 + power for power in powers_below(2, size)[1:] if 1 + power < size)]
     return list(dict.fromkeys(sign * hop % size for hop in hops for sign in (1, -1)))

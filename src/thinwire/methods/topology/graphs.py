@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The classic graphs, each a few lines of arithmetic; they exist for any number of workers unless stated otherwise."""
+"""The classic graphs, which exist for any number of workers unless stated otherwise."""
 
 from functools import lru_cache
 from math import gcd, isqrt, lcm
@@ -13,7 +13,7 @@ from thinwire.registry import registered
 
 @registered
 class Ring(Topology):
-    """Both neighbours on a circle, at every step; the sparsest symmetric graph, and the slowest to agree.
+    """Exchange with both neighbors on a circle; the sparsest symmetric graph, and the slowest to agree.
 
     Example:
         >>> Ring().peers(rank=0, size=4, step=0).dst
@@ -23,19 +23,19 @@ class Ring(Topology):
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks before and after; with two workers these are one rank."""
-        # A set, because with two workers both neighbours are the same rank.
+        """Return the ranks before and after; with two workers these are one rank."""
+        # A set, because with two workers both neighbors are the same rank.
         neighbours = tuple(sorted({(rank - 1) % size, (rank + 1) % size} - {rank}))
         return uniform(neighbours, neighbours)
 
 
 @registered
 class Torus(Topology):
-    """The four neighbours on a grid whose opposite sides are joined, as close to a square as the number allows.
+    """Exchange with the four neighbors on a grid with joined opposite sides, as square as possible.
 
     The grid has as many rows as the largest divisor of n that is no larger than its square root: a prime number of
-    workers is a ring. Agrees in about n steps where a ring needs n squared. Four vectors sent per worker and step, two
-    or three where a side is one or two long.
+    workers is a ring. It agrees in about n steps, where a ring needs n squared. Four vectors sent per worker and step,
+    two or three if a side has length one or two.
 
     Example:
         >>> Torus().peers(rank=0, size=16, step=0).dst
@@ -43,7 +43,7 @@ class Torus(Topology):
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The ranks to the left, to the right, above and below; on short sides two of them are one rank."""
+        """Return the ranks to the left, to the right, above and below; on short sides two of them are one rank."""
         columns = size // _rows(size)
         row = rank - rank % columns
         near = {
@@ -63,11 +63,11 @@ def _rows(size: int) -> int:
 
 @registered
 class Star(Topology):
-    """Rank 0 with all others, the others with rank 0 only; rank 0 sends and receives n-1 vectors a step.
+    """Exchange between rank 0 and all others; rank 0 sends and receives n-1 vectors a step.
 
     Args:
-        weights: "metropolis" keeps the plain average, and agrees in about n steps; with "push-sum" every rank splits
-            its vector evenly, which agrees in a few steps and needs `PushSum`, which removes the bias.
+        weights: "metropolis" preserves the plain average, and agrees in about n steps. With "push-sum" every rank
+            splits its vector evenly, which agrees in a few steps and needs `PushSum` to remove the bias.
 
     Example:
         >>> Star().peers(rank=0, size=4, step=0).dst
@@ -79,7 +79,7 @@ class Star(Topology):
     weights: Literal["metropolis", "push-sum"] = "metropolis"
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Rank 0, and for rank 0 all others."""
+        """Return rank 0, and for rank 0 all others."""
         edges = _spokes(size)
         return weighted(rank, edges, edges, self.weights)
 
@@ -91,7 +91,7 @@ def _spokes(size: int) -> tuple[tuple[int, ...], ...]:
 
 @registered
 class Complete(Topology):
-    """Every rank with all others: the exact average in one step, at (n-1) vectors sent per worker.
+    """Exchange with all others: the exact average in one step, with n-1 vectors sent per worker.
 
     Example:
         >>> Complete().matrix(size=4, step=0)[0].tolist()
@@ -99,16 +99,16 @@ class Complete(Topology):
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """All other ranks."""
+        """Return all other ranks."""
         others = tuple(j for j in range(size) if j != rank)
         return uniform(others, others)
 
 
 @registered
 class Hypercube(Topology):
-    """One partner a step, across one dimension of a cube in turn: the exact average every log2(n) steps.
+    """Exchange across one dimension of a cube per step: the exact average every log2(n) steps.
 
-    Symmetric, so that it also works with methods that need symmetric weights. Needs a power of two workers.
+    Symmetric, so that it works with methods that need symmetric weights. It needs a power of two workers.
 
     Example:
         >>> [Hypercube().peers(rank=0, size=8, step=step).dst for step in range(3)]
@@ -116,45 +116,46 @@ class Hypercube(Topology):
     """
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The rank that differs in one bit."""
+        """Return the rank that differs in one bit."""
         if size == 1:
             return uniform((), ())
         partner = rank ^ (1 << (step % self.period(size)))
         return uniform((partner,), (partner,))
 
     def period(self, size: int) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return max(1, (size - 1).bit_length())
 
     def check(self, size: int) -> None:
-        """Refuse any size that is not a power of two."""
+        """Check that the number of workers is a power of two."""
         if size & (size - 1):
             below = 1 << (size.bit_length() - 1)
             raise ConfigError(
-                f"Hypercube() with {size} workers: needs a power of two; use {below} or {2 * below} workers, "
-                "or OnePeerExponential(), which exists for any number"
+                f"Hypercube() with {size} workers: needs a power of two. Use {below} or {2 * below} "
+                "workers, or OnePeerExponential(), which exists for any number"
             )
 
 
 @registered
 class Hierarchical(Topology):
-    r"""One graph within each node at most steps, another between nodes at the others.
+    r"""Use one graph within nodes at most steps, and another between nodes at the others.
 
-    Ranks are numbered node by node. At every `every`-th step, workers with the same place in their nodes exchange along
-    the graph `between`; at the others workers exchange within their node along `inside`. The two kinds of step commute:
-    a whole period is the product of both graphs' periods, exact if both are. A node's link carries `node_size` vectors
-    for each peer in `between`, once in `every` steps.
+    Ranks are numbered node by node. At every `every`-th step, workers with the same position in their nodes exchange
+    along the graph `between`; at the others workers exchange within their node along `inside`. The two kinds of step
+    commute: a whole period is the product of both graphs' periods, exact if both are. A node's link carries `node_size`
+    vectors for each peer in `between`, every `every` steps.
 
-    With fewer workers than `node_size` all are one node.
+    If there are fewer workers than `node_size`, all of them are one node.
 
     Args:
-        node_size: workers of one node, which share a fast link; must divide the number of workers.
+        node_size: workers per node, which share a fast link; must divide the number of workers.
         inside: the graph within a node.
-        between: the graph of nodes.
-        every: steps from one exchange between nodes to the next, at least 2; more sends less over the slow links.
+        between: the graph between nodes.
+        every: steps from one exchange between nodes to the next, at least 2; a larger value sends less over the slow
+        links.
 
     Example:
-        Two nodes of four: at even steps within the node, at odd ones with the same place in the other node.
+        Two nodes of four: at even steps within the node, at odd ones with the same position in the other node.
 
         >>> graph = Hierarchical(node_size=4)
         >>> [graph.peers(rank=1, size=8, step=step).dst for step in range(2)]
@@ -172,15 +173,15 @@ class Hierarchical(Topology):
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 worker")
         if self.every < 2:
             raise ConfigError(
-                f"every={self.every}: must be at least 2 steps, or there is no step within a node; to do without "
+                f"every={self.every}: must be at least 2 steps, or no step would be within a node. To ignore "
                 f"nodes, use {self.between} itself"
             )
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """Ranks of the same node, or ranks with the same place in other nodes."""
+        """Return ranks of the same node, or ranks with the same position in other nodes."""
         node_size = min(self.node_size, size)
         node, place = divmod(rank, node_size)
-        # The two kinds of step are counted separately, so that each graph goes through its own period.
+        # The two kinds of step are counted separately, so that each graph runs through its own period.
         turn, within = divmod(step, self.every)
         if within == self.every - 1:
             near = self.between.peers(node, size // node_size, turn)
@@ -188,7 +189,7 @@ class Hierarchical(Topology):
         return _renumbered(self.inside.peers(place, node_size, turn * (self.every - 1) + within), 1, node * node_size)
 
     def period(self, size: int) -> int:
-        """The steps until both graphs repeat at once."""
+        """Return the steps until both graphs repeat together."""
         node_size = min(self.node_size, size)
         steps_inside = self.inside.period(node_size)
         # `inside` advances every - 1 steps in a turn of `every`.
@@ -196,13 +197,13 @@ class Hierarchical(Topology):
         return self.every * lcm(turns, self.between.period(size // node_size))
 
     def check(self, size: int) -> None:
-        """Refuse numbers of workers that do not fill whole nodes, and what either graph refuses."""
+        """Check that workers fill whole nodes, and that both graphs accept the numbers."""
         node_size = min(self.node_size, size)
         if size % node_size:
             below = size - size % node_size
             fits = max(each for each in range(1, node_size) if size % each == 0)
             raise ConfigError(
-                f"{self} with {size} workers: they must fill whole nodes; use {below} or {below + node_size} workers, "
+                f"{self} with {size} workers: they must fill whole nodes. Use {below} or {below + node_size} workers, "
                 f"or node_size={fits}"
             )
         self.inside.check(node_size)
@@ -210,6 +211,6 @@ class Hierarchical(Topology):
 
 
 def _renumbered(peers: Peers, factor: int, shift: int) -> Peers:
-    """The same edges, with each rank replaced by factor * rank + shift."""
+    """Replace each rank of the edges with factor * rank + shift."""
     dst, src = (tuple(factor * rank + shift for rank in ranks) for ranks in (peers.dst, peers.src))
     return Peers(dst, src, peers.own, peers.weights)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Any graph, at every few steps only."""
+"""Any graph, used only every few steps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from thinwire.registry import registered
 
 @registered
 class Periodic(Topology):
-    r"""A graph whose edges are there at every $\tau$-th step; at the others every worker keeps its own vector.
+    r"""Use a graph at every $\tau$-th step; at the others every worker keeps its own vector.
 
-    So methods on a graph take a period: workers do local steps, and send at the end of every $\tau$-th. The graph
-    inside goes one step on each time. `Gossip(Periodic(Ring(), every=8))` is decentralised local SGD,
+    This gives methods on a graph a period: workers take local steps, and send at the end of every $\tau$-th. The inner
+    graph advances by one step each time. `Gossip(Periodic(Ring(), every=8))` is decentralized local SGD.
     `PushSum(Periodic(OnePeerExponential(), every=4), staleness=4)` is Overlap SGP as in its Algorithm 2, which sends
-    every $\tau$ steps and has as many to receive. It divides traffic by $\tau$, and lets workers drift further apart.
+    every $\tau$ steps and has $\tau$ steps to receive. Traffic is divided by $\tau$, and workers drift further apart.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2;
     Koloskova et al., A Unified Theory of Decentralized SGD with Changing Topology and Local Updates, ICML 2020,
@@ -24,7 +24,7 @@ class Periodic(Topology):
 
     Args:
         topology: the graph.
-        every: $\tau$, steps from one exchange to the next; more sends less.
+        every: $\tau$, steps from one exchange to the next; a larger value sends less.
 
     Example:
         >>> from thinwire import Periodic, Ring
@@ -38,17 +38,17 @@ class Periodic(Topology):
     def __post_init__(self) -> None:
         """Check the types and the period."""
         if self.every < 1:
-            raise ConfigError(f"every={self.every}: must be at least 1 step; 1 is the graph itself")
+            raise ConfigError(f"every={self.every}: must be at least 1 step. 1 is the graph itself")
 
     def check(self, size: int) -> None:
-        """As the graph."""
+        """Run the check of the graph."""
         self.topology.check(size)
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
-        """The graph's, at the last step of a period; else none."""
+        """Return the graph's peers at the last step of a period, else none."""
         turn, within = divmod(step, self.every)
         return self.topology.peers(rank, size, turn) if within == self.every - 1 else Peers((), (), 1.0, ())
 
     def period(self, size: int) -> int:
-        """The graph's, in steps."""
+        """Return the graph's period in steps."""
         return self.every * self.topology.period(size)

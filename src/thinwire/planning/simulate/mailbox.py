@@ -116,7 +116,7 @@ class SimulatedMailbox(Mailbox):
         if loss is not None and not loss.silent and self.clock() >= loss.at + RECONNECT_SECONDS:
             return Loss(f"rank {rank} is lost ({loss.reason})")
         if rank in self._closed_peers:
-            return Loss(f"rank {rank} has closed its mailbox; end training together", closed=True)
+            return Loss(f"rank {rank} has closed its mailbox. End training on all ranks together", closed=True)
         return None
 
     def _lost_error(self, problem: str, *, closed: bool = False) -> ThinwireError:

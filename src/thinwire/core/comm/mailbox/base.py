@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Point-to-point messages that need no matching call on the other rank.
+"""Point-to-point messages without a matching call on the other rank.
 
-Each pair of ranks has an edge in either direction. Messages of an edge are numbered, and delivered in that order, each
-once. At most `capacity` messages of an edge may be sent and not yet consumed, so that memory is bounded: the sender of
-one more waits until the receiver acknowledges some. Every wait has the comm's timeout.
+Each pair of ranks has an edge in each direction. Messages of an edge are numbered and delivered once, in order. At most
+`capacity` messages of an edge may be sent and not yet consumed, which bounds the memory: a further send waits until the
+receiver acknowledges some. Every wait has the comm's timeout.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Message(NamedTuple):
 
     Attributes:
         src: the rank that sent it.
-        step: that rank's step when it sent it.
+        step: the sender's step at the send.
         topic: a number that the strategy chooses; 0 is for `expect`, others have handlers.
         content: the vector.
     """
@@ -47,7 +47,7 @@ Handler = Callable[[Message], bool]
 
 
 class Endpoint(Protocol):
-    """What a mailbox needs of the `Comm` that opens it; `Comm` itself imports this module."""
+    """The part of `Comm` that a mailbox needs; `Comm` itself imports this module."""
 
     rank: int
     size: int
@@ -57,15 +57,15 @@ class Endpoint(Protocol):
     runtime: Runtime
 
     def failure(self, call: str, problem: str, *, late: bool, closed: bool = False) -> ThinwireError:
-        """The error of a wait that other ranks have let fail."""
+        """Make the error for a wait that failed because of other ranks."""
         ...
 
     def name(self, rank: int) -> str:
-        """A rank as errors name it."""
+        """Return a rank for an error message."""
         ...
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended."""
+        """Return True if a rank's process is known to have ended."""
         ...
 
 
@@ -74,15 +74,15 @@ class Edge:
     """One rank's counters and queues for one other rank.
 
     Attributes:
-        sent: messages sent to it.
-        acknowledged: how many of those it has consumed, by its last acknowledgement.
-        received: messages from it that were delivered in order.
-        out_of_order: messages from it that overtook earlier ones, by number.
-        consumed: messages from it that were used here.
-        reported: how many of those were acknowledged to it.
-        expected: calls of `expect` for it.
+        sent: messages sent to the other rank.
+        acknowledged: how many of these the other rank has consumed, by its last acknowledgement.
+        received: messages from the other rank that were delivered in order.
+        out_of_order: messages from the other rank that overtook earlier ones, by number.
+        consumed: received messages that were used here.
+        reported: how many of these were acknowledged.
+        expected: calls of `expect` for the other rank.
         queued: messages of topic 0 delivered so far.
-        inbox: messages of topic 0 that were not consumed yet, by number.
+        inbox: messages of topic 0 that are not consumed yet, by number.
     """
 
     sent: int = 0
@@ -97,11 +97,11 @@ class Edge:
 
 
 class Loss(NamedTuple):
-    """How a rank was lost.
+    """The loss of a rank.
 
     Attributes:
-        problem: in words.
-        closed: whether it has said that it ends, which no failure needs to have caused.
+        problem: a description.
+        closed: whether the rank announced its end, which does not imply a failure.
     """
 
     problem: str
@@ -124,9 +124,10 @@ class Mailbox(ABC):
             holds it while it reads or writes them.
         duplicates: messages that arrived twice and were dropped the second time.
         capacity: unconsumed messages allowed on one edge.
-        clock: what waits measure the timeout by, in seconds.
-        tolerant: whether the owner goes on without lost ranks: their loss is then no error by itself, and messages to
-            them are dropped. The owner asks with `lost_among`, and calls `dismiss`; a wait for a dismissed rank fails.
+        clock: the clock for timeouts, in seconds.
+        tolerant: whether the owner continues without lost ranks. Their loss is then not an error by itself, and
+            messages to them are dropped. The owner checks `lost_among` and calls `dismiss`; a wait for a dismissed rank
+            fails.
     """
 
     def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: Condition) -> None:
@@ -141,7 +142,7 @@ class Mailbox(ABC):
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm
         self._max_bytes = max(_MIN_BYTES, nbytes_of(like))
-        # Made when they are first used: of thousands of ranks most never exchange a message.
+        # Created at first use: of thousands of ranks most never exchange a message.
         self._edges: defaultdict[int, Edge] = defaultdict(Edge)
         self._handlers: dict[int, TopicHandler] = {}
         self._deferred: list[Message] = []
@@ -156,23 +157,26 @@ class Mailbox(ABC):
     # -- for strategies ------------------------------------------------------------------------------------------
 
     def send(self, dst: int, x: Tensor, *, topic: int = 0) -> None:
-        """Send a copy of `x` to one rank; waits only while `capacity` messages to it are unconsumed.
+        """Send a copy of `x` to one rank; wait only while `capacity` messages to it are unconsumed.
 
         Args:
             dst: the rank.
-            x: a vector; may change as soon as the call returns.
-            topic: 0 for a message that the other rank gets by `expect`; others go to its handler.
+            x: a vector; you may change it as soon as the call returns.
+            topic: 0 for a message that the other rank receives with `expect`; other topics go to its handlers.
 
         Raises:
-            ConfigError: `dst` is this rank or no rank, or `x` is longer than the mailbox was opened for.
+            ConfigError: `dst` is this rank or invalid, or `x` is longer than the mailbox allows.
             CommTimeoutError: the other rank consumed no message within the timeout.
             PeerLostError: the other rank is known to be gone.
         """
         if dst == self._rank or not 0 <= dst < self._size:
-            raise ConfigError(f"a message from rank {self._rank} to rank {dst}: send to another of 0..{self._size - 1}")
+            raise ConfigError(
+                f"a message from rank {self._rank} to rank {dst}: the destination must be another of "
+                f"0..{self._size - 1}"
+            )
         if nbytes_of(x) > self._max_bytes:
             raise ConfigError(
-                f"a message of {nbytes_of(x)} bytes: this mailbox was opened for {self._max_bytes} at most"
+                f"a message of {nbytes_of(x)} bytes: this mailbox was opened for at most {self._max_bytes}"
             )
         with self.changed:
             if self._drops(dst):
@@ -193,15 +197,15 @@ class Mailbox(ABC):
     def expect(self, src: int, like: Tensor) -> Work[Message]:
         """Receive the next message of topic 0 from one rank.
 
-        Messages of one rank are matched with these calls in the order in which both were made.
+        Messages of one rank match these calls in order.
 
         Args:
             src: the rank.
-            like: a vector of the size, dtype and device that the content will have.
+            like: a vector with the size, dtype and device of the content.
 
         Returns:
-            A handle whose `ready` tells whether the message has arrived. `ready` and `wait` raise CommTimeoutError,
-            PeerLostError, or MismatchError where the vector is of another size or dtype.
+            A handle whose `ready` shows whether the message has arrived. `ready` and `wait` raise CommTimeoutError,
+            PeerLostError, or MismatchError if the vector has another size or dtype.
         """
         edge, step, launched = self._edges[src], self._comm.step, self.clock()
         number, edge.expected = edge.expected, edge.expected + 1
@@ -228,13 +232,13 @@ class Mailbox(ABC):
         return Work(receive, is_ready)
 
     def on_message(self, topic: int, handler: Handler, *, like: Tensor, src: Sequence[int]) -> None:
-        """Register the handler of a topic; it is called with each message as soon as that arrives, in any thread.
+        """Register the handler of a topic; it is called with each message on arrival, in any thread.
 
         Args:
             topic: not 0.
             handler: called with the message while `changed` is held; must not block. Returning False defers the message
                 until `process_deferred`.
-            like: a vector of the size, dtype and device of the content.
+            like: a vector with the size, dtype and device of the content.
             src: the ranks that may send on this topic.
         """
         with self.changed:
@@ -242,15 +246,15 @@ class Mailbox(ABC):
             self._handle_deferred()
 
     def follow_stream(self) -> None:
-        """Note the CUDA stream in which the owner's thread works now; nothing in other threads and without a GPU."""
+        """Record the current CUDA stream of the owner's thread; no effect in other threads or without a GPU."""
         if self._device.type == "cuda" and threading.get_ident() == self._owner_thread:
             self._stream = torch.cuda.current_stream(self._device)
 
     @contextmanager
     def in_thread_of_owner(self) -> Generator[None]:
-        """Let this thread be the owner's for a while, in which the owner's waits for it.
+        """Treat this thread as the owner's while the owner's own thread waits for it.
 
-        The end of a backward pass on a GPU is in a thread of autograd's, and errors there are the training's own.
+        A backward pass on a GPU ends in a thread of autograd, whose errors belong to the training.
         """
         before, self._owner_thread = self._owner_thread, threading.get_ident()
         try:
@@ -259,17 +263,17 @@ class Mailbox(ABC):
             self._owner_thread = before
 
     def in_stream_of_owner(self) -> AbstractContextManager[object]:
-        """For work on the owner's vectors in another thread.
+        """Select the owner's device and stream for work on its vectors in another thread.
 
-        The current device and stream are a thread's own: without this, work would be put on the first GPU, and in a
-        stream that waits for nothing that the owner's thread has begun in one of its own.
+        Each thread has its own current device and stream. Without this, work would run on the first GPU, in a stream
+        that does not wait for the work of the owner's thread.
         """
         if self._stream is None or threading.get_ident() == self._owner_thread:
             return nullcontext()
         return torch.cuda.stream(self._stream)
 
     def process_deferred(self) -> None:
-        """Call handlers again for deferred messages, and raise what went wrong in other threads meanwhile."""
+        """Call handlers again for deferred messages, and raise errors of other threads."""
         with self.changed:
             self._handle_deferred()
             self._flush_meter()
@@ -282,13 +286,13 @@ class Mailbox(ABC):
         *,
         meanwhile: Callable[[], float | None] | None = None,
     ) -> None:
-        """Wait until no rank is missing; the caller holds `changed`.
+        """Wait until `missing()` is empty; the caller holds `changed`.
 
         Args:
-            missing: returns the ranks that are still waited for; called after every change.
-            waiting_for: what is waited for, for the error; "{ranks}" in it becomes the ranks that were still missing.
-            meanwhile: does what is due while ranks are missing, and returns after how many seconds to call it again;
-                None for not before something changes.
+            missing: returns the ranks that the caller still waits for; called after every change.
+            waiting_for: a description for the error; "{ranks}" in it is replaced by the missing ranks.
+            meanwhile: does work that is due while ranks are missing, and returns the seconds until its next call; None
+                waits for a change.
 
         Raises:
             CommTimeoutError: some rank was still missing after the timeout.
@@ -300,36 +304,36 @@ class Mailbox(ABC):
             if meanwhile is not None:
                 due = meanwhile()
                 if not (ranks := missing()):
-                    break  # what it did may have been all that was missing, and notifies nobody
+                    break  # its work may have completed the wait without a notification
             self._check_peers([rank for rank in ranks if rank != self._rank])
             left = end - self.clock()
             if left <= 0:
                 named = f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
                 raise self._timeout_error(waiting_for.replace("{ranks}", named))
-            # A closed connection may not notify, so the wait is short and the connection checked again.
+            # A closed connection may not notify, so the wait is short and the connection is checked again.
             self.changed.wait(min(left, _POLL_SECONDS, _POLL_SECONDS if due is None else due))
         if threading.get_ident() == self._owner_thread:
             self._flush_meter()
 
     def lost_among(self, ranks: Sequence[int]) -> list[int]:
-        """Which of these ranks are gone."""
+        """Return the ranks among these that are gone."""
         return [rank for rank in ranks if rank in self._dismissed or self._loss_of(rank) is not None]
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank is known to send nothing more: its process has ended, or it has closed its mailbox."""
+        """Return True if a rank's process has ended or its mailbox is closed, as far as is known."""
         return self._comm.has_ended(rank)
 
     def dismiss(self, ranks: Iterable[int]) -> None:
-        """Take these ranks for lost from now on, whatever comes from them later: a link may fail and recover."""
+        """Treat these ranks as lost from now on, even if a failed link recovers later."""
         with self.changed:
             self._dismissed.update(ranks)
 
     def tell_failure(self) -> None:
-        """Let the other ranks know that this one has failed, where they would not notice by themselves."""
+        """Report this rank's failure to ranks that would not notice it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Tell the other ranks, and release all resources; a second call does nothing."""
+        """Notify the other ranks and release all resources; a second call has no effect."""
 
     # -- for backends --------------------------------------------------------------------------------------------
 
@@ -339,10 +343,10 @@ class Mailbox(ABC):
 
     @abstractmethod
     def _acknowledge(self, src: int, consumed: int) -> None:
-        """Tell a rank how many of its messages were consumed here."""
+        """Report to a rank how many of its messages were consumed here."""
 
     def _check_peers(self, src: Sequence[int]) -> None:
-        """Raise if messages have failed, or one of the ranks is gone; of a tolerant mailbox, if it was dismissed."""
+        """Raise if messages have failed, or if a rank is gone (dismissed, if the mailbox is tolerant)."""
         self._check_usable()
         for rank in src:
             loss = self._loss_of(rank)
@@ -352,18 +356,18 @@ class Mailbox(ABC):
                 raise self._lost_error(loss.problem, closed=loss.closed)
 
     def _check_usable(self) -> None:
-        """Raise if this mailbox has failed or is closed; backends also raise if all ranks are to fail."""
+        """Raise if this mailbox has failed or is closed; backends also raise if all ranks must fail."""
         if self._fault is not None:
             raise self._fault
         if self._closed:
-            raise CommError(f"{self._name(self._rank)}: this mailbox is closed; attach the model again")
+            raise CommError(f"{self._name(self._rank)}: this mailbox is closed. Attach the model again")
 
     def _loss_of(self, rank: int) -> Loss | None:
-        """How a rank was lost; None where it is not known to be."""
+        """Return how a rank was lost; None if it is not known to be lost."""
         return None
 
     def _drops(self, dst: int) -> bool:
-        """Whether messages to a rank are dropped."""
+        """Return True if messages to a rank are dropped."""
         return self.tolerant and bool(self.lost_among([dst]))
 
     def _has_arrived(self, src: int, number: int, step: int) -> bool:
@@ -378,7 +382,7 @@ class Mailbox(ABC):
             if number < edge.received or number in edge.out_of_order:
                 self.duplicates += 1
                 return
-            # No sender may be this far ahead of the message that is missing, so that one will never arrive.
+            # No sender may be this far ahead of the missing message, so it will never arrive.
             if number >= edge.received + self.capacity:
                 self._fail(
                     CommError(
@@ -387,12 +391,12 @@ class Mailbox(ABC):
                     )
                 )
                 return
-            # An honest sender waits for acknowledgements, so that what it sends here is bounded.
+            # A correct sender waits for acknowledgements, so the number of its messages here is bounded.
             if number >= edge.consumed + self.capacity:
                 self._fail(
                     CommError(
                         f"{self._name(self._rank)}: {self._name(message.src)} sent more than {self.capacity} "
-                        "messages that were not consumed yet; all ranks must run the same version"
+                        "messages that were not consumed yet. All ranks must run the same version"
                     )
                 )
                 return
@@ -408,7 +412,7 @@ class Mailbox(ABC):
             self.changed.notify_all()
 
     def _handle(self, message: Message) -> None:
-        """Call the handler of a message, or defer it; an error is raised on this rank, not on the sender."""
+        """Call the handler of a message, or defer it; raise errors on this rank, not on the sender."""
         entry = self._handlers.get(message.topic)
         if entry is None:
             self._deferred.append(message)
@@ -422,7 +426,7 @@ class Mailbox(ABC):
             with torch.no_grad(), self.in_stream_of_owner():
                 done = entry.handler(message._replace(content=self._checked(message, entry.like).content))
         except Exception as error:
-            # This may be the receiving thread, where an error would be lost; the next call raises it.
+            # This may be the receiving thread, where an error would be lost; the next call raises it instead.
             self._fail(error)
             return
         if done:
@@ -475,14 +479,14 @@ class Mailbox(ABC):
         return self._comm.name(rank)
 
     def _lost_error(self, problem: str, *, closed: bool = False) -> ThinwireError:
-        """The error of a rank that is gone."""
+        """Make the error for a rank that is gone."""
         if threading.get_ident() != self._owner_thread:
-            # Training may be over, and the other rank at its end; the training thread will ask if it is not.
+            # Training may be over, and the other rank may have ended normally; the training thread checks otherwise.
             return PeerLostError(f"{self._name(self._rank)}, step {self._comm.step}: {problem}")
         return self._comm.failure("messages", problem, late=False, closed=closed)
 
     def _count(self, nbytes: int) -> None:
-        """Count a message; one that a handler sent from another thread is counted when the owner's thread calls."""
+        """Count a message; one sent from another thread is counted at the next call of the owner's thread."""
         self._unmetered.append(nbytes)
         if threading.get_ident() == self._owner_thread:
             self._flush_meter()

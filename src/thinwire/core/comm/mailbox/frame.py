@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The wire format of a message: a header of fixed size, then the vector's bytes as they lie in memory, in parts.
+"""The wire format of a message: a header of fixed size, then the bytes of the vector, in parts.
 
 The connection authenticates each part, so a frame has no checksum of its own. A frame of another protocol, run or
-mailbox is foreign and ignored. A frame of this run whose size is wrong is damaged.
+mailbox is ignored as foreign. A frame of this run with a wrong size is damaged.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 VERSION = 2
 _FIELDS = struct.Struct("!BBBxQIIIIQQQ")
 HEADER_BYTES = _FIELDS.size
-PART_BYTES = 1 << 18  # the limit on what one part may hold, and so on what a stranger can make the receiver allocate
-# The position is the number in the header, so new dtypes go to the end.
+PART_BYTES = 1 << 18  # the limit on one part, and so on the memory that a stranger can make the receiver allocate
+# The position is the number in the header, so append new dtypes at the end.
 _DTYPES = (
     torch.float32, torch.float64, torch.bfloat16, torch.float16,
     torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -32,8 +32,8 @@ class Kind(IntEnum):
     MESSAGE = 0
     ACKNOWLEDGEMENT = 1
     CLOSE = 2
-    FAILURE = 3  # the sender has failed, or knows of a rank that has
-    LEAVING = 4  # the sender's process ends in order, without having closed its mailbox
+    FAILURE = 3  # the sender has failed, or knows of a failed rank
+    LEAVING = 4  # the sender's process exits normally without closing its mailbox
 
 
 class Header(NamedTuple):
@@ -49,7 +49,7 @@ class Header(NamedTuple):
         topic: the message's topic.
         step: the sender's step.
         number: the message's number on its edge; in an acknowledgement, how many messages were consumed.
-        nbytes: the vector's bytes.
+        nbytes: the number of bytes of the vector.
     """
 
     kind: Kind
@@ -69,11 +69,11 @@ class Header(NamedTuple):
 
 
 class DamagedError(ValueError):
-    """A frame of this run whose size is wrong."""
+    """A frame of this run has a wrong size."""
 
 
 def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tuple[Header, Tensor] | None:
-    """The header and the vector of a frame; None if the frame is foreign.
+    """Parse a frame into its header and vector; None if the frame is foreign.
 
     Args:
         parts: the header and the parts of the vector, as they arrived; a vector of one part shares its memory.
@@ -82,7 +82,7 @@ def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tup
         dst: this rank.
 
     Raises:
-        DamagedError: the frame is of this run, and its size is wrong.
+        DamagedError: the frame belongs to this run, and its size is wrong.
     """
     if not parts or parts[0].nbytes != HEADER_BYTES:
         return None
@@ -100,7 +100,7 @@ def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tup
         )
     if content.nbytes % _DTYPES[dtype].itemsize:
         raise DamagedError(
-            f"message {header.number} of rank {header.src} is damaged: {content.nbytes} bytes are no vector of "
+            f"message {header.number} of rank {header.src} is damaged: {content.nbytes} bytes are not a vector of "
             f"{str(_DTYPES[dtype]).removeprefix('torch.')}"
         )
     if not content.nbytes:  # torch.frombuffer refuses an empty buffer
@@ -109,21 +109,21 @@ def parse(parts: Sequence[memoryview], *, run: int, epoch: int, dst: int) -> tup
 
 
 def split(data: memoryview) -> list[memoryview]:
-    """A vector's bytes in the parts in which they are sent; none of no bytes."""
+    """Split a vector's bytes into the parts of a frame; an empty vector has no parts."""
     return [data[start : start + PART_BYTES] for start in range(0, data.nbytes, PART_BYTES)]
 
 
 def dtype_number(x: Tensor) -> int:
-    """The number of a vector's dtype in a header.
+    """Return the number of a vector's dtype in a header.
 
     Raises:
-        ValueError: messages do not support that dtype.
+        ValueError: messages do not support the dtype.
     """
     return _DTYPES.index(x.dtype)
 
 
 def bytes_of(x: Tensor) -> memoryview:
-    """A vector's bytes as they lie in memory; of a vector on a GPU, those of a copy."""
+    """Return the bytes of a vector; a vector on a GPU is copied first."""
     if not x.numel():
         return memoryview(b"")
     return x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Messages between processes over ZeroMQ, which queues, reconnects and transfers in a thread of its own.
+"""Messages between processes over ZeroMQ, which queues, reconnects and transfers in its own thread.
 
-Each rank has one socket on which it receives, and one for each rank that it has sent to. A thread of this process reads
-the former, checks what arrives, and delivers it or calls its handler.
+Each rank has one socket for receiving, and one for each rank that it has sent to. A thread of this process reads from
+the former, checks the messages, and delivers them or calls their handlers.
 
-Anyone may reach the port. Connections are therefore authenticated and encrypted (ZeroMQ's CURVE): each mailbox has a
-key pair, the ranks exchange their public keys over the comm, and only connections with one of those keys are admitted.
-What was recorded earlier is refused, as each connection has keys of its own. Until it is admitted a connection can make
-this process hold one part of a message (`PART_BYTES`), for `_HANDSHAKE_MILLISECONDS` at most, and no more than
-`max_connections` are open: beside its vectors a mailbox of n ranks holds less than (32 + 4 n) * 0.4 MB.
+Anyone may reach the port, so connections are authenticated and encrypted (ZeroMQ's CURVE). Each mailbox has a key pair,
+the ranks exchange their public keys over the comm, and only connections with one of those keys are admitted. Each
+connection has its own session keys, so recorded messages are refused. Before its admission a connection can make this
+process hold one part of a message (`PART_BYTES`), for at most `_HANDSHAKE_MILLISECONDS`, and at most `max_connections`
+are open: in addition to its vectors, a mailbox of n ranks holds less than (32 + 4 n) * 0.4 MB.
 """
 
 from __future__ import annotations
@@ -42,27 +42,30 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("thinwire")
 _EMPTY = torch.empty(0, dtype=torch.float32, device="cpu")
 _SIOCGIFADDR = 0x8915
-_KEY_BYTES = 40  # of a public key in ZeroMQ's text form
-_ROW_BYTES = 136  # of a rank's key and address, when all ranks exchange them
+_KEY_BYTES = 40  # a public key in ZeroMQ's text form
+_ROW_BYTES = 136  # a rank's key and address, as the ranks exchange them
 _POLL_SECONDS = 0.1
 _LINGER_MILLISECONDS = 1000
-_RECONNECT_SECONDS = 1.0  # how long a connection may be gone before its rank counts as lost
-_NOTICE_SECONDS, _DOUBT_SECONDS = 0.02, 0.01  # until what a closed connection means is asked, and asked again
+_RECONNECT_SECONDS = 1.0  # a connection may be gone for this long before its rank counts as lost
+_NOTICE_SECONDS, _DOUBT_SECONDS = (
+    0.02,
+    0.01,
+)  # before a closed connection is checked, and again
 _HEADROOM_BYTES = 4096
-_HANDSHAKE_MILLISECONDS = 10_000  # how long a connection may take until it is admitted
+_HANDSHAKE_MILLISECONDS = 10_000  # the limit for the admission of a connection
 
 
 def own_address() -> str:
-    """This process's address on the network that the ranks share.
+    """Return this process's address on the network that the ranks share.
 
-    That of the interface in `GLOO_SOCKET_IFNAME`, else of the interface that routes to `MASTER_ADDR`, else the
-    loopback's.
+    It is the address of the interface in `GLOO_SOCKET_IFNAME`, else of the interface that routes to `MASTER_ADDR`, else
+    of the loopback.
 
     Raises:
-        ConfigError: there is no route to `MASTER_ADDR`.
+        ConfigError: no route to `MASTER_ADDR` exists.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
-    # `fcntl` is missing on some systems, and an interface may have no IPv4 address; then the route decides.
+    # Without `fcntl` (on some systems), or without an IPv4 address of the interface, the route decides.
     with suppress(ImportError, OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         import fcntl
 
@@ -72,31 +75,31 @@ def own_address() -> str:
     try:
         family, _, _, _, destination = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(destination)  # of a datagram socket: chooses the route, and sends nothing
+            probe.connect(destination)  # on a datagram socket this chooses the route and sends nothing
             return str(probe.getsockname()[0])
     except OSError as error:
         raise ConfigError(
-            f"MASTER_ADDR={host!r}: there is no route to it ({error}); set GLOO_SOCKET_IFNAME to the interface "
+            f"MASTER_ADDR={host!r}: no route exists ({error}). Set GLOO_SOCKET_IFNAME to the interface "
             "on which the ranks reach each other"
         ) from error
 
 
 def endpoint(address: str, port: int) -> str:
-    """An address and a port in ZeroMQ's notation."""
+    """Format an address and a port in ZeroMQ's notation."""
     return f"tcp://[{address}]:{port}" if ":" in address else f"tcp://{address}:{port}"
 
 
 def max_connections(ranks: int) -> int:
-    """How many connections may be open at a rank's port; each rank needs one, and a second while it reconnects."""
+    """Return the connection limit of a rank's port; each rank needs one, and two during a reconnect."""
     return 32 + 4 * ranks
 
 
 class Directory(NamedTuple):
-    """How a mailbox's ranks are reached and recognised.
+    """The addresses and keys of a mailbox's ranks.
 
     Attributes:
-        run: the secret number of the run, rank 0's.
-        addresses: of each rank's receiving socket.
+        run: the secret number of the run, chosen by rank 0.
+        addresses: the address of each rank's receiving socket.
         keys: each rank's public key.
     """
 
@@ -108,16 +111,16 @@ class Directory(NamedTuple):
 class Sockets:
     """The sockets and the receiving thread of one mailbox.
 
-    They are apart from the mailbox so that its finalizer can close them without keeping it alive.
+    They are separate from the mailbox so that its finalizer can close them without keeping it alive.
 
     Attributes:
         receiver: the socket on which messages for this rank arrive.
         port: the receiver's port.
-        public_key: by which other ranks recognise this one.
-        disconnected: ranks whose connection is gone, with the time of `time.monotonic` since when.
-        reached: ranks to which there has been a connection.
-        farewells: for each rank connected to, the frame that says that this process ends.
-        refused_connections: connections to the port that were closed because they were not a rank's, or too many.
+        public_key: the key by which other ranks recognize this one.
+        disconnected: ranks whose connection is gone, with the time of the loss by `time.monotonic`.
+        reached: ranks to which a connection has existed.
+        farewells: for each connected rank, the frame that announces the end of this process.
+        refused_connections: connections that were closed because they did not belong to a rank, or were too many.
     """
 
     def __init__(self, address: str, *, ranks: int, queue: int) -> None:
@@ -135,7 +138,7 @@ class Sockets:
         self.reached: set[int] = set()
         self.farewells: dict[int, list[bytes | memoryview]] = {}
         self.refused_connections = 0
-        # ZeroMQ asks here, before the first byte of a message, whether a connection's key is one of a rank.
+        # ZeroMQ checks here, before the first byte of a message, that a connection's key belongs to a rank.
         self._admission = self._context.socket(self._zmq.REP)
         self._admission.bind("inproc://zeromq.zap.01")
         self.public_key, self._secret_key = self._zmq.curve_keypair()
@@ -157,11 +160,11 @@ class Sockets:
 
     @property
     def connected(self) -> list[int]:
-        """The ranks that this one has connected to."""
+        """Return the ranks that this one has connected to."""
         return list(self._senders)
 
     def connect(self, rank: int, address: str) -> None:
-        """Connect to a rank, and monitor the connection; does nothing the second time."""
+        """Connect to a rank, and monitor the connection; a second call has no effect."""
         if rank in self._senders or self._stopped.is_set():
             return
         zmq, sender = self._zmq, self._open(self._zmq.PUSH)
@@ -171,7 +174,7 @@ class Sockets:
         self._senders[rank], self._monitors[monitor] = sender, rank
 
     def send(self, rank: int, parts: Sequence[bytes | memoryview]) -> bool:
-        """Queue a frame for a rank; False if the queue is full, or the sockets are closed."""
+        """Queue a frame for a rank; return False if the queue is full or the sockets are closed."""
         if self._stopped.is_set():
             return False
         try:
@@ -182,9 +185,9 @@ class Sockets:
         return True
 
     def start(self, mailbox: weakref.ref[ZeroMqMailbox], keys: Sequence[bytes]) -> None:
-        """Admit connections with these public keys, by rank, and start the receiving thread; it ends with the mailbox.
+        """Admit connections with these public keys, by rank, and start the receiving thread.
 
-        Connections that came earlier wait until then.
+        The thread ends with the mailbox. Earlier connections wait for this call.
         """
         self._keys = list(keys)
         self._thread = threading.Thread(target=self._run, args=(mailbox,), daemon=True, name="thinwire-mailbox")
@@ -211,11 +214,11 @@ class Sockets:
             for monitor in ready:
                 self._read_event(monitor)
             doubtful = box.report_ended(dict(self.disconnected))
-            # Without this the thread would hold the mailbox while it waits, and the mailbox could never end.
+            # Otherwise the thread would hold the mailbox while it waits, and the mailbox could never end.
             del box
 
     def _limit_connections(self) -> None:
-        """Close connections above the limit as soon as they are accepted; ranks among them connect again."""
+        """Close connections above the limit as soon as they are accepted; ranks will reconnect."""
         from zmq.utils.monitor import recv_monitor_message
 
         with suppress(self._zmq.Again):
@@ -231,14 +234,14 @@ class Sockets:
                     self._shut_down(connection)
 
     def _shut_down(self, connection: int) -> None:
-        """Shut down one of ZeroMQ's connections, which it then closes itself."""
-        # ZeroMQ may have closed it meanwhile, and its number may stand for something else by now.
+        """Shut down one of ZeroMQ's connections, which ZeroMQ then closes."""
+        # ZeroMQ may have closed it already, and its number may belong to another file by now.
         with suppress(OSError), socket.fromfd(connection, socket.AF_INET, socket.SOCK_STREAM) as duplicate:
             if duplicate.getsockname()[1] == self.port:
                 duplicate.shutdown(socket.SHUT_RDWR)
 
     def _admit_ranks(self) -> None:
-        """Answer ZeroMQ whether a connection may be used: its key must be one of the ranks'."""
+        """Admit or refuse a connection for ZeroMQ: its key must belong to a rank."""
         from zmq.utils.z85 import encode
 
         with suppress(self._zmq.Again):
@@ -263,14 +266,14 @@ class Sockets:
             self.disconnected.pop(rank, None)
 
     def leave(self) -> None:
-        """Tell the other ranks that this process ends in order, and close every socket."""
+        """Announce the normal end of this process to the other ranks, and close every socket."""
         for rank, frame in self.farewells.items():
             if rank not in self.disconnected:
                 self.send(rank, frame)
         self.close()
 
     def close(self) -> None:
-        """Close every socket; frames that are still queued get a second to leave."""
+        """Close every socket; queued frames have one second to leave."""
         if self._stopped.is_set():
             return
         self._stopped.set()
@@ -289,10 +292,10 @@ class Sockets:
 
 
 class ZeroMqMailbox(Mailbox):
-    """A mailbox between processes; all ranks of the comm open theirs together.
+    """A mailbox between processes; all ranks of the comm open it together.
 
     Args:
-        comm: the ranks; they exchange their addresses over it.
+        comm: the comm of the ranks; they exchange their addresses over it.
         epoch: the number of the mailbox within the comm.
         like: a vector on the comm's device, as long as the longest message.
         capacity: unconsumed messages allowed on one edge.
@@ -311,7 +314,7 @@ class ZeroMqMailbox(Mailbox):
         self._closed_peers: set[int] = set()
         self._failed_peers: set[int] = set()
         self._ended_peers: set[int] = set()
-        # Each message may be followed by an acknowledgement.
+        # An acknowledgement may follow each message.
         self._sockets = Sockets(own_address(), ranks=comm.size, queue=4 * capacity + 16)
         self._finalizer = weakref.finalize(self, self._sockets.leave)
         protect(self)
@@ -325,11 +328,11 @@ class ZeroMqMailbox(Mailbox):
 
     @property
     def refused_connections(self) -> int:
-        """Connections to this rank's port that were refused because they were no rank's, or too many."""
+        """Return the number of connections that were refused as foreign or too many."""
         return self._sockets.refused_connections
 
     def close(self) -> None:
-        """Tell the other ranks, and close the sockets."""
+        """Notify the other ranks and close the sockets."""
         with self.changed:
             if self._closed:
                 return
@@ -337,34 +340,34 @@ class ZeroMqMailbox(Mailbox):
             for dst in self._sockets.connected:
                 self._send_frame(Kind.CLOSE, dst, 0)
             self.changed.notify_all()
-        # Outside the lock, which the receiving thread may need to end.
+        # Outside the lock: the receiving thread may need it to end.
         self._sockets.close()
 
     def after_fork(self) -> None:
-        """Become closed in a fork of the process that made the sockets, which stay open there."""
+        """Mark the mailbox as closed in a fork; the parent's sockets stay open."""
         self._finalizer.detach()
         self._closed = True
         self.changed = self._comm.runtime.condition()  # the parent's receiving thread may have held the lock
 
     def tell_failure(self) -> None:
-        """Tell all other ranks, also those that wait for others or for nobody."""
+        """Notify all other ranks, even those that do not wait for this one."""
         with self.changed:
             if not self._closed:
                 for dst in self._edges:
                     self._send_frame(Kind.FAILURE, dst, 0)
 
     def receive(self, src: int, parts: Sequence[memoryview]) -> None:
-        """Handle a frame of a rank; called by the receiving thread, which no frame may end."""
+        """Handle a frame of a rank; called by the receiving thread, which must survive any frame."""
         try:
             found = parse(parts, run=self._run, epoch=self._epoch, dst=self._rank)
         except Exception as error:
             self._fail(
                 CommError(
-                    f"{self._name(self._rank)}, from {self._name(src)}: {error}; all ranks must run the same version"
+                    f"{self._name(self._rank)}, from {self._name(src)}: {error}. All ranks must run the same version"
                 )
             )
             return
-        # Nobody sends in the name of another rank.
+        # A rank cannot send in the name of another one.
         if found is None or found[0].src != src or src == self._rank or not 0 <= src < self._size:
             self.foreign_frames += 1
             return
@@ -376,23 +379,24 @@ class ZeroMqMailbox(Mailbox):
                 (self._closed_peers if header.kind is Kind.CLOSE else self._failed_peers).add(header.src)
                 self.changed.notify_all()
         elif header.kind is Kind.LEAVING:
-            self._ended_peers.add(header.src)  # and so not to be reported
+            self._ended_peers.add(header.src)  # an announced end is not reported
         else:
             self._deliver(Message(header.src, header.step, header.topic, content), header.number)
 
     def report_ended(self, disconnected: Mapping[int, float]) -> bool:
-        """Log which processes have ended without a word, once each; called by the receiving thread.
+        """Log the processes that ended without notice, once each; called by the receiving thread.
 
-        At once, and also where no call needs them: a launcher such as torchrun ends this process a moment later.
+        This happens at once, even if no call needs them: a launcher such as torchrun may end this process soon.
 
         Returns:
-            Whether it is not known yet of some rank, and is to be asked again soon.
+            True if the state of some rank is unknown, and must be checked again soon.
         """
         doubtful = False
         for rank, since in disconnected.items():
             if rank in self._closed_peers or rank in self._failed_peers or rank in self._ended_peers:
                 continue
-            # Its last frames may have come just now, and a process counts as ended after its connections are closed.
+            # Its last frames may just have arrived, and a process counts as ended only after its connections are
+            # closed.
             recent = since + _NOTICE_SECONDS > time.monotonic()
             doubtful |= recent
             if not recent and not self._closed and self._comm.has_ended(rank):
@@ -449,7 +453,7 @@ class ZeroMqMailbox(Mailbox):
         self._sockets.connect(dst, self._addresses[dst])
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank's process is known to have ended, or has said so."""
+        """Return True if a rank's process is known to have ended, or has announced its end."""
         return rank in self._closed_peers or rank in self._ended_peers or super().has_ended(rank)
 
     def _check_usable(self) -> None:
@@ -458,46 +462,48 @@ class ZeroMqMailbox(Mailbox):
             raise self._lost_error(f"{self._name(min(failed))} reports a failure")
 
     def _loss_of(self, rank: int) -> Loss | None:
-        # A rank that only receives must connect too: only a connection shows that the other process has ended.
+        # A rank that only receives must connect too: only the connection shows the end of the other process.
         self._connect(rank)
         if rank in self._closed_peers:
-            return Loss(f"{self._name(rank)} has closed its mailbox; end training together", closed=True)
+            return Loss(f"{self._name(rank)} has closed its mailbox. End training on all ranks together", closed=True)
         since = self._sockets.disconnected.get(rank)
         if since is None and rank in self._sockets.reached:
             return None
-        # What has never been connected is not closed either, where the other process ended early.
+        # If the other process ended early, no connection was opened, and so none was closed.
         if (since or inf) + _RECONNECT_SECONDS < time.monotonic() or self._comm.has_ended(rank):
             return Loss(f"the connection to {self._name(rank)} was closed")
         return None
 
 
 def _exchange_addresses(comm: Comm, port: int, public_key: bytes, device: torch.device) -> Directory:
-    """All-gather where each rank receives, and its public key; secret keys stay where they were made."""
+    """All-gather each rank's receiving address and public key; secret keys stay on their rank."""
     row_bytes = secrets.token_bytes(8) + public_key + endpoint(own_address(), port).encode()
     row = torch.frombuffer(bytearray(row_bytes.ljust(_ROW_BYTES, b"\0")), dtype=torch.uint8)
     rows = [bytes(each.tolist()) for each in comm.all_gather(row.to(device)).wait()]
     keys = [row[8 : 8 + _KEY_BYTES] for row in rows]
     addresses = [row[8 + _KEY_BYTES :].rstrip(b"\0").decode() for row in rows]
-    # The loopback is right if all ranks are on one machine, and a mistake if only some report it.
+    # The loopback is valid if all ranks report it, because they are on one machine.
     local = [rank for rank, address in enumerate(addresses) if "//127." in address or "//[::1]" in address]
     if 0 < len(local) < len(rows):
         raise ConfigError(
-            f"{comm.name(local[0])} is reached at {addresses[local[0]]}, which is its own machine only; set "
+            f"{comm.name(local[0])} is reached at {addresses[local[0]]}, which is valid on its own machine only. Set "
             "GLOO_SOCKET_IFNAME to the interface on which the ranks reach each other"
         )
     return Directory(int.from_bytes(rows[0][:8], "big"), addresses, keys)
 
 
 def import_zmq() -> ModuleType:
-    """ZeroMQ for Python.
+    """Import ZeroMQ for Python.
 
     Raises:
-        ConfigError: it is not installed, or cannot encrypt.
+        ConfigError: pyzmq is not installed, or cannot encrypt.
     """
     try:
         import zmq
     except ImportError as error:
-        raise ConfigError("messages between processes need pyzmq; pip install 'thinwire[async]'") from error
+        raise ConfigError(
+            "messages between processes need pyzmq. Install it with pip install 'thinwire[async]'"
+        ) from error
     if not zmq.has("curve"):
-        raise ConfigError("this pyzmq was built without CURVE (libsodium); pip install --force-reinstall pyzmq")
+        raise ConfigError("this pyzmq was built without CURVE (libsodium). Run pip install --force-reinstall pyzmq")
     return zmq

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The definition of every kernel in a few operations of torch: tests compare with it, and it is the fallback."""
+"""Every kernel in a few operations of torch, as the fallback and the definition that tests compare with."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps of adaptive optimizers by torch, over lists of tensors of any shapes.
+"""Steps of adaptive optimizers in torch, over lists of tensors of any shapes.
 
-On a CPU norms are summed in the order of the compiled kernels; elsewhere in torch's own.
+On a CPU, norms are summed in the order of the compiled kernels; elsewhere in torch's own order.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def lamb_direction_(
     parameters: list[Tensor],
     numbers: Sequence[float],
 ) -> Tensor:
-    """Replace momenta by directions; returns each tensor's largest ratio and, with decay, two norms, [3, k].
+    """Replace momenta with directions; return each tensor's largest ratio and, with decay, two norms, [3, k].
 
     `numbers` are those of `thinwire.core.kernels.adaptive.lamb_direction_`.
     """

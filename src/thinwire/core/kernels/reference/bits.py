@@ -40,9 +40,9 @@ def in_blocks(x: Tensor, block: int) -> Tensor:
 def tree_sums(rows: Tensor) -> Tensor:
     """Sum rows [m, n] without negative elements, in the order of the compiled kernels.
 
-    Rows are split into strips of sixteen lanes; neighbouring strips are added until one is left, then its halves.
+    Rows are split into strips of sixteen lanes; adjacent strips are added until one is left, then its halves.
     """
-    # Without negative elements the zeros of the padding change no bit, not even the sign of a zero.
+    # Without negative elements the padding changes no bit, not even the sign of a zero.
     strips = in_lanes(rows)
     while strips.shape[1] > 1:
         if strips.shape[1] % 2:
@@ -55,9 +55,9 @@ def tree_sums(rows: Tensor) -> Tensor:
 
 
 def block_scales(rows: Tensor, counts: Tensor | float, *, squared: bool) -> Tensor:
-    """The sum of absolute values over `counts` of each row [m, n]; with `squared` the root of that of squares.
+    """Return the sum of absolute values of each row [m, n] over `counts`; with `squared` the root mean square.
 
-    A sum of finite numbers that overflows is taken again of numbers 2**96 times smaller.
+    If a sum of finite numbers overflows, it is computed again from numbers 2**96 times smaller.
     """
 
     def measure(rows: Tensor) -> Tensor:

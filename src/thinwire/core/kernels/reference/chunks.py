@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest elements of each chunk, by torch."""
+"""The largest elements of each chunk, in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.core.kernels.reference.rounded import levels_of
 
 
 def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
-    """Write a record for each chunk; False if one would hold a NaN."""
+    """Write a record for each chunk; return False if one contains NaN."""
     if residual is not None:
         x = residual.add_(x)
     for rows, k, records in _records(x, out, chunk, kept, bits):
@@ -34,7 +34,7 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
 
 
 def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
-    """Add what the records hold; False if a place lies beyond its chunk."""
+    """Add the elements of the records; return False if a position is outside its chunk."""
     width = (chunk - 1).bit_length()
     for rows, k, records in _records(out, payload, chunk, kept, bits):
         middle = 4 + -(-k * width // 8)
@@ -43,14 +43,14 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
         if bool((places >= rows.shape[1]).any()):
             return False
         values = (2 * _unpacked(records[:, middle:], bits, k) - (2**bits - 1)).float() * scales[:, None]
-        # Column by column, as places may repeat in a payload that is damaged.
+        # Column by column, since positions may repeat in a damaged payload.
         for place, value in zip(places.T, values.T, strict=True):
             rows[torch.arange(len(rows), device=rows.device), place] += value
     return True
 
 
 def _records(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> Iterator[tuple[Tensor, int, Tensor]]:
-    """The whole chunks as rows of a matrix, and the shorter last one: each with what is kept of a row, and records."""
+    """Yield the whole chunks as rows of a matrix, then the shorter last one: rows, kept elements, records."""
     begin = at = 0
     for count, length in ((x.numel() // chunk, chunk), (1, x.numel() % chunk)):
         k = -(-kept * length // chunk)
@@ -62,7 +62,7 @@ def _records(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> It
 
 
 def _packed(numbers: Tensor, width: int) -> Tensor:
-    """Rows of numbers, int64 [m, k], each row in whole bytes."""
+    """Pack rows of numbers, int64 [m, k], each row into whole bytes."""
     shifts = torch.arange(width, device=numbers.device)
     flags = ((numbers[:, :, None] >> shifts) & 1).flatten(1)
     padded = torch.nn.functional.pad(flags, (0, -flags.shape[1] % 8))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The largest elements, and indices packed into bits, by torch."""
+"""The largest elements, and indices packed into bits, in torch."""
 
 from __future__ import annotations
 

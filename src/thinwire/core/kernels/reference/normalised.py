@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Normalisation of many models by torch, each with its own gain and shift; the compiled kernels give the same bits."""
+"""Normalization of many models in torch, each with its own gain and shift; the compiled kernels give the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from thinwire.core.kernels.reference.bits import LANES, exact_sqrt
 
 
 def layer_norm(x: Tensor, gain: Tensor, shift: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the normalised rows, and each row's mean and scale."""
+    """Return the normalized rows, and each row's mean and scale."""
     rows, own, moved = _rows(x, gain), gain.flatten(1).unsqueeze(1), shift.flatten(1).unsqueeze(1)
     mean = _total(rows) / _width(rows)
     centred = rows - mean
@@ -35,7 +35,7 @@ def layer_norm_back(
 
 
 def batch_norm(x: Tensor, gain: Tensor, shift: Tensor, axis: int, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Normalise each channel over all samples; means and variances are [models, channels]."""
+    """Normalize each channel over all samples; means and variances are [models, channels]."""
     blocks = _models_first(x, axis)
     mean, variance = _moments(blocks.transpose(1, 2))
     factor = _scale(variance, eps) * gain

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Quantisation to a few bits per number, by torch."""
+"""Quantization to a few bits per number, in torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quantize_(
     n = x.numel()
     rows = in_blocks(x, block)
     scales = rows.abs().amax(1) if norm == "max" else block_scales(rows, 1.0, squared=True)
-    # Encoder and decoder must use the same scales: those that are sent.
+    # Encoder and decoder must use the same scales: the sent ones.
     if scale_bytes == 2:
         scales = _rounded_up(scales)
     head, plane = len(rows) * scale_bytes, -(-n // 8)

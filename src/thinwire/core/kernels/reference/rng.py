@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counter-based random numbers by torch: each is a function of a key and an index."""
+"""Counter-based random numbers in torch: each is a function of a key and an index."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ def mix64(key: int) -> int:
 
 
 def words(n: int, key: int, offset: int = 0, *, device: torch.device | None = None) -> Tensor:
-    """Return random 32-bit numbers, int64 [n]; element i depends on the key and on `offset + i` alone."""
+    """Return random 32-bit numbers, int64 [n]; element i depends only on the key and on `offset + i`."""
     return words_at(torch.arange(offset, offset + n, dtype=torch.int64, device=device), key)
 
 
 def words_at(places: Tensor, key: int) -> Tensor:
-    """Return the random 32-bit numbers of these places, int64, as int64."""
+    """Return the random 32-bit numbers at these positions, int64, as int64."""
     seed = mix64(key)
     return _mix32(_mix32((places ^ (seed & _WORD)) & _WORD) ^ (seed >> 32))
 

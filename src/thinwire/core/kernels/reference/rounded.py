@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounding to the nearest of a few levels, by torch."""
+"""Rounding to the nearest of a few levels, in torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _SMALLEST_STEP = 1e-30
 
 
 def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: int, block: int) -> None:
-    """Write the scales, then the bit planes of the codes; what they leave out stays in the residual."""
+    """Write the scales, then the bit planes of the codes; the residual keeps the rounding error."""
     n = x.numel()
     if residual is not None:
         x = residual.add_(x)
@@ -41,7 +41,7 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
 
 
 def levels_of(rows: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of rows, [m, n], of which the first `counts` elements exist: the scales, [m], the codes, and the decoded rows."""
+    """Return the scales [m], the codes and the decoded rows of [m, n], with `counts` real elements per row."""
     sizes, most = rows.abs(), float(2 ** (bits - 1) - 1)
     if bits > 4:
         halves = sizes.amax(1) / float(2**bits)
@@ -52,7 +52,7 @@ def levels_of(rows: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, 
     sizes = sizes * torch.where(some, 1 / (2 * halves), 0.0)[:, None]
     steps = torch.where(sizes < most, sizes, most).to(torch.int32)
     levels = 2 * steps + 1
-    # Elements that do not exist, after the end of the last block, count in no sum.
+    # Padding after the end of the last block does not count in any sum.
     exist = torch.arange(rows.shape[1], device=rows.device) < counts[:, None]
     squares = (levels * levels * exist).sum(1, dtype=torch.int64)
     fits = tree_sums(sizes * levels.float() * exist) / squares.float()

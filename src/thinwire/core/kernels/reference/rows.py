@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One optimizer step of many models by torch: tensors [models, ...], each model with its own numbers.
+"""One optimizer step of many models in torch: tensors [models, ...], each model with its own numbers.
 
 The compiled kernels give the same bits, except for Adam in fp64: the last bit of torch's square roots may be wrong.
 """
@@ -17,7 +17,7 @@ from thinwire.core.kernels.reference.bits import exact_sqrt
 def adam_rows_(
     x: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, most: Tensor | None, numbers: Tensor, active: Tensor
 ) -> None:
-    """Take a step of Adam; `numbers` [models, 9] are those of `thinwire.core.kernels.rows.adam_rows_`."""
+    """Take a step of Adam; `numbers` [models, 9] as in `thinwire.core.kernels.rows.adam_rows_`."""
     shrink, decay, weight, beta1, beta2, square_weight, scale, eps, rate = _columns(numbers, x)
     g = torch.where(decay != 0, gradient + decay * x, gradient)
     difference = g - mean
@@ -30,7 +30,7 @@ def adam_rows_(
 
 
 def sgd_rows_(x: Tensor, gradient: Tensor, momentum: Tensor, numbers: Tensor, active: Tensor) -> None:
-    """Take a step of SGD; `numbers` [models, 5] are those of `thinwire.core.kernels.rows.sgd_rows_`."""
+    """Take a step of SGD; `numbers` [models, 5] as in `thinwire.core.kernels.rows.sgd_rows_`."""
     decay, mu, weight, nesterov, rate = _columns(numbers, x)
     g = torch.where(decay != 0, gradient + decay * x, gradient)
     u = torch.where(mu != 0, mu * momentum + weight * g, momentum)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bit per number, its sign, by torch."""
+"""One bit per number, its sign, in torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.core.kernels.reference.bits import (
 
 
 def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int, norm: str, scale_bytes: int) -> None:
-    """Encode `x + residual` as scales and signs, and keep what they lose."""
+    """Encode `x + residual` as scales and signs, and keep the error in the residual."""
     n = x.numel()
     total = x if residual is None else x + residual
     rows = in_blocks(total, block)
@@ -30,7 +30,7 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
     signs = torch.signbit(total)
     out[head:].copy_(pack_bits(signs))
     if residual is not None:
-        # The receiver's scales are rounded: the residual must be what the receiver lacks.
+        # The sent scales are rounded, and the residual must be the receiver's error.
         sent = scale_per_element(read_scales(out, len(rows), scale_bytes), n, block)
         residual.copy_(total - _signed(sent, signs))
 

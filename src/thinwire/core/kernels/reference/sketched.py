@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Count sketches, by torch."""
+"""Count sketches, in torch."""
 
 from __future__ import annotations
 
