@@ -209,5 +209,10 @@ def with_(each: Case, **changes: Any) -> Setting:
 
 
 def smallest(each: Case) -> int:
-    """A number of workers, more than one, that a case has."""
+    """The smallest number of workers, more than one, that a case has."""
+    return next(size for size in (2, 3) if size not in each.refuses)
+
+
+def usual(each: Case) -> int:
+    """Three workers, so that not all are neighbors and shares are uneven, or two where three are refused."""
     return next(size for size in (3, 2) if size not in each.refuses)

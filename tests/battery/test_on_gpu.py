@@ -24,7 +24,6 @@ from thinwire import (
     Comm,
     CompressedMomentum,
     DiLoCo,
-    OverlapLocalSGD,
     ParameterServer,
     PushSum,
     Worker,
@@ -34,7 +33,7 @@ from thinwire.worker import buckets
 
 MAKE_MODEL = Regression.model
 # With code of their own for a GPU, or state that moves; and a plain form of gradients, of messages and of momentum.
-ASKED = (BackupWorkers, DiLoCo, ParameterServer, AllReduce, OverlapLocalSGD, PushSum, CompressedMomentum)
+ASKED = (BackupWorkers, DiLoCo, ParameterServer, AllReduce, PushSum, CompressedMomentum)
 
 
 def is_asked(each: Case) -> bool:

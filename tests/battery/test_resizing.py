@@ -18,7 +18,7 @@ from tests.problems import flat
 from thinwire import EASGD, AllReduce, Comm, LocalSGD, Worker
 from thinwire.methods.strategies.base import nested
 
-MIDDLE, SECOND, LAST = 7, 12, 18
+MIDDLE, SECOND, LAST = 5, 8, 10
 
 
 def sizes_of(each: Case) -> tuple[int, int]:

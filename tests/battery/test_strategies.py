@@ -26,11 +26,14 @@ from tests.battery.runs import (
     go_on,
     smallest,
     together,
+    usual,
     with_,
 )
 from tests.problems import Regression, distance, flat
 from thinwire import AcSA, AllReduce, Comm, ConfigError, LocalSGD, Worker
 from thinwire.planning.plan.traffic import DryRun
+
+SLOW = pytest.mark.slow
 
 
 def every(question: str = "", *, forms: bool = True) -> pytest.MarkDecorator:
@@ -85,8 +88,21 @@ def works_or_is_refused(setting: Setting, what: str | int) -> None:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(5, marks=pytest.mark.slow)])
-@every()
+def sizes() -> list[Any]:
+    """Each case with the usual number of workers, the first of its class alone too; the others among the slow tests.
+
+    Two workers equal the oracle in the questions about optimizers.
+    """
+    return [
+        pytest.param(
+            each, size, id=f"{each}-{size}", marks=() if size == usual(each) or (size == 1 and is_first(each)) else SLOW
+        )
+        for each in STRATEGIES
+        for size in (1, 2, 3, 5)
+    ]
+
+
+@pytest.mark.parametrize(("each", "size"), sizes())
 def test_it_equals_its_oracle_or_the_number_of_workers_is_refused(each: Case, size: int) -> None:
     setting = with_(each, size=size)
     if size not in each.refuses:
@@ -120,7 +136,7 @@ def test_it_equals_its_oracle_with_parameter_groups_of_different_learning_rates(
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.float32], ids=str)
-@every()
+@every(forms=False)
 def test_it_equals_its_oracle_in_single_and_in_double_precision(each: Case, dtype: torch.dtype) -> None:
     setting = with_(each, dtype=dtype)
     if each.real is None:
@@ -147,7 +163,7 @@ def test_it_trains_in_bfloat16_or_says_that_it_does_not(each: Case) -> None:
 
 @every(forms=False)
 def test_accumulated_gradients_are_those_of_one_big_batch(each: Case) -> None:
-    setting = with_(each, passes=2, dtype=torch.float64 if each.exact else torch.float32)
+    setting = with_(each, passes=2, steps=4, dtype=torch.float64 if each.exact else torch.float32)
     if each.reproducible:
         whole = replace(setting, passes=1)
         assert distance(together(setting), together(whole)) < (1e-12 if each.exact else 2e-5)
@@ -184,7 +200,7 @@ class WithEmptyOfAnotherDtype(WithEmpty):
 @pytest.mark.parametrize("problem", [WithEmpty, pytest.param(WithEmptyOfAnotherDtype, marks=pytest.mark.slow)])
 @every(forms=False)
 def test_parameters_without_elements_change_nothing(each: Case, problem: type[Regression]) -> None:
-    setting, with_empty = with_(each, size=smallest(each)), with_(each, size=smallest(each))
+    setting, with_empty = (with_(each, size=smallest(each), steps=5) for _ in range(2))
     with_empty.__dict__["problem"] = problem(setting.size, setting.steps, setting.dtype)
     found = together(with_empty)
     if each.reproducible:
@@ -225,7 +241,7 @@ def test_it_moves_parameters_around_the_optimizer_s_step_if_and_only_if_its_trai
 @every(forms=False)
 def test_its_replicas_are_equal_after_every_step_if_and_only_if_its_trait_says_so(each: Case) -> None:
     assert (
-        each.strategy.traits.equal_replicas == stay_equal(with_(each, size=smallest(each)))
+        each.strategy.traits.equal_replicas == stay_equal(with_(each, size=usual(each)))
         or each.strategy.traits.timing_dependent
     )
 
@@ -284,7 +300,7 @@ def test_it_trains_under_an_optimizer_that_computes_the_parameters_from_its_stat
 
 @every(forms=False)
 def test_the_consensus_has_the_same_bits_on_all_ranks_and_changes_nothing(each: Case) -> None:
-    setting = with_(each, size=smallest(each))
+    setting = with_(each, size=usual(each), steps=6)
 
     def body(comm: Comm, looks: bool) -> tuple[list[Tensor], Tensor]:
         agreed: list[Tensor] = []

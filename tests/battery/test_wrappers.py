@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import thinwire
-from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS, is_of_a_family
+from tests.battery.cases import FAULTS, STRATEGIES, WRAPPERS, is_first
 from tests.battery.runs import Case, Setting, begin, smallest, with_
 from tests.battery.test_strategies import saved_and_resumed
-from thinwire import Comm, ConfigError
+from thinwire import AllReduce, Comm, ConfigError, LocalSGD, PushSum
 
 
 def wrapped(wrapper: type, each: Case) -> Setting | str:
@@ -39,12 +39,16 @@ def wrapped(wrapper: type, each: Case) -> Setting | str:
 
 
 def pairs() -> list[Any]:
-    """All wrappers around one case of each family, and around all where there is time; but for known faults."""
+    """All wrappers around gradients, averages and messages, and around all where there is time; but for known faults.
+
+    Which bases a wrapper refuses is asked in tests/methods/strategies/test_compositions.py.
+    """
     found: list[Any] = []
     for wrapper, each in product(WRAPPERS, STRATEGIES):
         fault = FAULTS.get((wrapper.__name__, each.strategy))
         marks = [pytest.mark.xfail(strict=True, reason=fault)] if fault else []
-        marks += [] if is_of_a_family(each) else [pytest.mark.slow]
+        asked = is_first(each) and isinstance(each.strategy, AllReduce | LocalSGD | PushSum)
+        marks += [] if asked else [pytest.mark.slow]
         found.append(pytest.param(wrapper, each, id=f"{wrapper.__name__}-{each}", marks=marks))
     return found
 

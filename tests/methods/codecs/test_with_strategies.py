@@ -174,7 +174,7 @@ def test_choco_converges_to_the_mean_and_keeps_it() -> None:
     problem = quadratic(4, torch.float32, width=64)
     for codec in (OneBit(8), TopK(0.1), Quantize(4, 8), Natural()):
         step_size = 0.1 if isinstance(codec, TopK) else 0.3
-        seen = watched(4, Choco(codec=codec, step_size=step_size), problem, [0.0] * 100, starts=starts)
+        seen = watched(4, Choco(codec=codec, step_size=step_size), problem, [0.0] * 60, starts=starts)
         assert (seen.mean(1) - starts.mean(0)).abs().max() < 1e-4
         assert (seen[-1] - starts.mean(0)).norm() < 0.2 * (starts - starts.mean(0)).norm()
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.grids import fast_where
 from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, parameters_of, path, taken
 from tests.oracles import one_bit as oracles
 from tests.pool import run_processes
@@ -31,17 +32,22 @@ def hyperparameters_of(settings: dict[str, Any]) -> oracles.Hyperparameters:
     return oracles.Hyperparameters(rate=settings["lr"], decay=settings.get("weight_decay", 0.0))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    fast_where(
+        lambda each: each in ((1, torch.float32), (3, torch.float64)),
+        product((1, 2, 3), (torch.float64, torch.float32)),
+    ),
+)
 def test_it_equals_its_oracle(kind: Kind, size: int, dtype: torch.dtype) -> None:
-    problem, settings = Regression(size, 30, dtype), dict[str, Any](lr=0.03, weight_decay=0.1)
-    found = path(size, CompressedMomentum(OneBit(block=8), warmup_steps=10), problem, 30, kind, **settings)
+    problem, settings = Regression(size, 20, dtype), dict[str, Any](lr=0.03, weight_decay=0.1)
+    found = path(size, CompressedMomentum(OneBit(block=8), warmup_steps=8), problem, 20, kind, **settings)
     expected = oracle(
         problem,
         size,
-        30,
-        warmup=10,
+        20,
+        warmup=8,
         code=oracles.signs(8),
         hyperparameters=hyperparameters_of(settings),
         adam=kind is OneBitAdam,

@@ -83,9 +83,9 @@ def conserved(xs: Tensor, means: Tensor, states: Sequence[State]) -> float:
 
 
 @pytest.mark.parametrize("codec", FEEDBACK, ids=str)
-@pytest.mark.parametrize("n", fast_where(lambda n: n in (0, 1, 33), SIZES))
+@pytest.mark.parametrize("n", fast_where(lambda n: n in (1, 33), SIZES))
 def test_means_and_residuals_add_up_to_the_inputs(codec: Codec, n: int) -> None:
-    size, steps = 4, 200 if n == 33 and codec == OneBit(16) else 12
+    size, steps = 4, 100 if n == 33 and codec == OneBit(16) else 8
     xs = vectors(steps, size, n)
     results = run_threads(size, lambda comm: run(comm, xs, ErrorFeedback(codec)))
     assert conserved(xs, results[0][0], [state for _, state in results]) < 2e-6

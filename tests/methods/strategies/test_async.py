@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import product
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def own(r: Replica) -> Tensor:
     return r.x + (answer.wait()[0] if answer is not None and answer.ready else 0)
 
 
-@pytest.mark.parametrize("n", [2, 4, 6, 8])
+@pytest.mark.parametrize("n", fast_where(lambda n: n in (2, 6), [2, 4, 6, 8]))
 @pytest.mark.parametrize("seed", range(3))
 def test_ad_psgd_equals_its_oracle_in_any_order_of_steps(n: int, seed: int) -> None:
     problem, x, strategy = quadratic(n, DOUBLE), scattered(n), ADPSGD(CompleteBipartite())
@@ -105,7 +106,7 @@ def test_a_passive_worker_is_averaged_in_the_middle_of_its_step() -> None:
     assert (passive.x.item(), passive.state["published"].item()) == (1.5, 1.5)
 
 
-@pytest.mark.parametrize("n", [2, 4, 6, 8])
+@pytest.mark.parametrize("n", fast_where(lambda n: n == 4, [2, 4, 6, 8]))
 def test_threads_at_uneven_speeds_keep_the_sum_and_do_not_wait_for_each_other(n: int) -> None:
     starts, draw = scattered(n, 20), random.Random(n)
     pauses = [[draw.random() * (0.002 if rank else 0.004) for _ in range(40)] for rank in range(n)]
@@ -385,7 +386,7 @@ def random_delay(most: int, least: int = 0) -> Any:
     return lambda src, dst, step: random.Random(f"{src} {dst} {step}").randint(least, most)
 
 
-@pytest.mark.parametrize("n", fast_where(lambda n: n in (2, 5), [2, 3, 5, 8]))
+@pytest.mark.parametrize("n", fast_where(lambda n: n == 5, [2, 3, 5, 8]))
 @pytest.mark.parametrize("topology", [OnePeerExponential(), Irregular()], ids=str)
 @pytest.mark.parametrize("staleness", [0, 1, 3])
 def test_eager_push_sum_equals_its_oracle_whatever_the_delays(n: int, topology: Topology, staleness: int) -> None:
@@ -421,8 +422,10 @@ def test_messages_that_take_no_time_are_added_in_their_own_step_and_never_waited
     assert not metrics.any()
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
-@pytest.mark.parametrize("delay", [0, 1, 2, 3, 5])
+@pytest.mark.parametrize(
+    ("staleness", "delay"),
+    fast_where(lambda each: abs(each[1] - each[0]) <= 1 or each == (1, 3), product((0, 1, 2, 4), (0, 1, 2, 3, 5))),
+)
 def test_a_worker_waits_if_and_only_if_a_message_is_later_than_the_staleness(staleness: int, delay: int) -> None:
     slow_edge = lambda src, dst, step: delay if (src, dst) == (2, 0) else 0  # noqa: E731
     *_, metrics = run_eager(3, EagerPushSum(staleness=staleness), [0.1] * 14, slow_edge, scattered(3))

@@ -180,7 +180,7 @@ def test_bits_chosen_step_by_step_are_near_the_fewest_of_hindsight(convexity: fl
     assert sum(chosen) <= 1.01 * sum(fewest_bits(weights, error))
 
 
-@pytest.mark.parametrize(("convexity", "lr", "steps"), [(1.0, 1.0, 5), (0.5, 1.0, 1200), (0.9, 1.0, 500)])
+@pytest.mark.parametrize(("convexity", "lr", "steps"), [(1.0, 1.0, 5), (0.9, 1.0, 500)])
 def test_errors_that_die_at_once_or_below_the_smallest_number_are_planned_for(
     convexity: float, lr: float, steps: int
 ) -> None:

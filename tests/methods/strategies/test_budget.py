@@ -83,11 +83,11 @@ def link(step: int, nbytes: float) -> float:
 SPARSE = ErrorFeedback(Gathered(ChunkedTopK()))
 BASES_OF_BUDGETS = [
     (LocalSGD(4, codec=CODEC), 30_000),
-    (LocalSGD(1), 900_000),
     (AllReduce(PowerSGD()), 100_000),
     *(
         pytest.param(base, rate, marks=pytest.mark.slow)
         for base, rate in [
+            (LocalSGD(1), 900_000),
             (DiLoCo(period=4, fragments=4, delay=2, mixing=0.5, codec=CODEC), 60_000),
             (OverlapLocalSGD(4, codec=CODEC), 60_000),
             (AllReduce(CODEC), 200_000),

@@ -72,7 +72,7 @@ from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.registry import REGISTERED
 
 DOUBLE = torch.float64
-STEPS = 17  # three slow steps of five, and two steps more
+STEPS = 12  # two slow steps of five, and two steps more
 RATES = [0.1 + 0.05 * cos(k) for k in range(STEPS)]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 Update = Callable[[Tensor, Tensor, float], Tensor]  # of parameters, gradients and learning rate
@@ -517,14 +517,15 @@ def sized(n: int) -> list[Any]:
     """The table with a number of workers.
 
     Always asked is each wrapper around the first base of each class, with three workers, or with two where three are
-    refused; `Sharded` and `Offloaded`, which wrap the outer step and not the base, around bases of a few kinds.
+    refused; `DiLoCo`, whose outer step comes when that of `SlowMo` does, and `Sharded` and `Offloaded`, which wrap the
+    outer step and not the base, around bases of a few kinds.
     """
     found: list[Any] = []
     for each in CASES:
         wrapper, case = each.values
         usual = 2 if isinstance(case.strategy, ADPSGD) else 3
         first = case is BASES[type(case.strategy).__name__][0]
-        asked = first and (wrapper not in ("Sharded", "Offloaded") or isinstance(case.strategy, KINDS))
+        asked = first and (wrapper not in ("DiLoCo", "Sharded", "Offloaded") or isinstance(case.strategy, KINDS))
         marks = () if n == usual and (asked or wrapper in case.refused) else pytest.mark.slow
         found.append(pytest.param(*each.values, n, id=f"{each.id}-{n}", marks=marks))
     return found
@@ -576,7 +577,7 @@ def test_averages_within_nodes_equal_their_oracle_around_local_steps_and_nothing
     [each.values[1] for each in CASES if each.values[0] == "Probe" and "Probe" not in each.values[1].refused],
     ids=lambda case: str(case.strategy),
 )
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_measured_strategy_trains_bit_for_bit_as_without_the_probe(base: Case, n: int) -> None:
     measured, _ = real(n, Probe(base.strategy, every=2), base)
     assert torch.equal(measured, real(n, base.strategy, base)[0])
@@ -613,7 +614,8 @@ DECAYING = [
 ]
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+# With AdamW tests/battery asks it of each class.
+@pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", DECAYING)
 def test_weight_decay_acts_on_the_parameters_that_the_gradient_was_taken_at(case: Case, kind: str) -> None:
     n = 3

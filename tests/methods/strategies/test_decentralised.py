@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
+from tests.grids import fast_where
 from tests.oracles import common as oracles
 from tests.oracles import gossip as oracles_gossip
 from tests.oracles.common import Descent, Mixing
@@ -75,7 +76,7 @@ def expected(problem: Problem, oracle: Oracle, n: int, rates: list[Any], **setti
 # -- oracles -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("n", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4, 5, 8))])
+@pytest.mark.parametrize("n", fast_where(lambda n: n == 3, [1, 2, 3, 4, 5, 8]))
 def test_every_method_equals_its_oracle_in_double_precision(n: int) -> None:
     rates = WARMING if n == 4 else WARMING[:12]
     problem = Regression(n, len(rates), DOUBLE)
@@ -84,6 +85,7 @@ def test_every_method_equals_its_oracle_in_double_precision(n: int) -> None:
         assert distance(real, expected(problem, oracle, n, rates, decay=0.01)) < TOLERANCE[DOUBLE], strategy
 
 
+@pytest.mark.slow  # tests/battery asks it of each class
 def test_every_method_equals_its_oracle_in_single_precision() -> None:
     problem = Regression(4, STEPS, torch.float32)
     for strategy, oracle in cases(4, torch.float32):
@@ -92,17 +94,17 @@ def test_every_method_equals_its_oracle_in_single_precision() -> None:
 
 
 def test_every_method_equals_its_oracle_where_workers_disagree_most() -> None:
-    problem = quadratic(3, DOUBLE)
+    problem, rates = quadratic(3, DOUBLE), WARMING[20:35]
     for strategy, oracle in cases(3, DOUBLE):
-        real = together(3, strategy, problem, WARMING)
-        assert distance(real, expected(problem, oracle, 3, WARMING)) < TOLERANCE[DOUBLE], strategy
+        real = together(3, strategy, problem, rates)
+        assert distance(real, expected(problem, oracle, 3, rates)) < TOLERANCE[DOUBLE], strategy
 
 
 def test_parameter_groups_have_learning_rates_of_their_own() -> None:
     problem = quadratic(3, DOUBLE)
-    rates = [rate * torch.tensor([1.0, 0.25, 0.25], dtype=DOUBLE) for rate in WARMING[:15]]
+    rates = [rate * torch.tensor([1.0, 0.25, 0.25], dtype=DOUBLE) for rate in WARMING[:8]]
     for strategy, oracle in cases(3, DOUBLE):
-        real = together(3, strategy, problem, WARMING[:15], factors=(1.0, 0.25))
+        real = together(3, strategy, problem, WARMING[:8], factors=(1.0, 0.25))
         assert distance(real, expected(problem, oracle, 3, rates)) < TOLERANCE[DOUBLE], strategy
 
 
@@ -294,6 +296,7 @@ def test_one_worker_trains_as_torch_does_and_sends_nothing() -> None:
         assert worker.comm.meter.messages == 0
 
 
+@pytest.mark.slow  # each method equals its oracle on the ring
 def test_turning_the_ring_turns_the_result() -> None:
     problem = quadratic(5, DOUBLE)
     turned = Quadratic(problem.curvature.roll(2), problem.centre.roll(2, 0))
@@ -351,5 +354,5 @@ def test_a_hundred_and_twenty_eight_workers_agree_with_the_oracle() -> None:
     ]
     for strategy, oracle, mixing in mixings:
         strategy.check(128)  # kept by the threads' own checks
-        real = together(128, strategy, problem, [0.1] * 4)
-        assert distance(real, expected(problem, oracle, 128, [0.1] * 4, mixing=mixing)) < 1e-12, strategy
+        real = together(128, strategy, problem, [0.1] * 2)
+        assert distance(real, expected(problem, oracle, 128, [0.1] * 2, mixing=mixing)) < 1e-12, strategy

@@ -102,13 +102,12 @@ def oracle(
 @pytest.mark.parametrize("dither", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, answer: int | None, dither: bool) -> None:
     problem, strategy = Regression(3, 8, torch.float32), DQSGD(rule, block=8, dither=dither, answer=answer)
-    rows = watched(3, strategy, problem, RATES, parts_of)
+    both = watched(3, strategy, problem, RATES, lambda r: torch.cat([r.x.double(), parts_of(r).double()]))
+    assert torch.equal(both, both[:, :1].expand_as(both))
+    seen, rows = both[..., :34], both[..., 34:].long()
     parts = [slice(int(start), int(stop)) for start, stop, _ in rows[-1, 0].view(-1, 3)]
     wanted, bits = oracle(rule, problem, 3, parts, block=8, dither=dither, answer=answer)
-    assert rows[:, 0].view(8, -1, 3)[:, :, 2].tolist() == bits
-    assert torch.equal(rows, rows[:, :1].expand_as(rows))
-    seen = watched(3, strategy, problem, RATES)
-    assert torch.equal(seen, seen[:, :1].expand_as(seen))
+    assert rows[:, 0].reshape(8, -1, 3)[:, :, 2].tolist() == bits
     assert distance(seen[:, 0], wanted) < 1e-5
 
 
@@ -139,6 +138,7 @@ def test_eight_bits_are_nearly_all_reduce_and_fewer_are_less_so() -> None:
     assert off == sorted(off)
 
 
+@pytest.mark.slow  # tests/battery asks it of each class
 @pytest.mark.parametrize("optimizer", [engine.momentum, lambda model: torch.optim.AdamW(model.parameters(), 0.01)])
 @pytest.mark.parametrize("correlated", [False, True])
 def test_any_optimizer_follows_and_workers_stay_equal(
@@ -249,7 +249,7 @@ def test_metrics_show_the_bits_spent_in_both_directions(answer: int | None, answ
 SPENT = [(2, 0), (5, 0), (8, 0), (2, 3), (5, 1), (8, None)]
 
 
-@pytest.mark.parametrize("size", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", fast_where(lambda size: size == 3, [2, 3, 8]))
 @pytest.mark.parametrize(("bits", "answer"), fast_where(lambda each: each in ((5, 0), (2, 3), (8, None)), SPENT))
 def test_bytes_are_those_of_the_formula(size: int, bits: int, answer: int | None) -> None:
     sizes, block, strategy = [840, 1680], 64, DQSGD(FixedBits(bits), 64, answer=answer)

@@ -122,9 +122,9 @@ def test_gradients_cancel_at_rest_but_no_worker_s_own_is_zero() -> None:
     curvature = torch.tensor([0.5, 1.0, 1.5], dtype=DOUBLE)
     problem = Quadratic(curvature, torch.tensor([[0.0, 1.0], [2.0, -1.0], [-3.0, 2.0]], dtype=DOUBLE))
     strategy = EASGD(period=1, pull=0.2, centre_pull=0.6)
-    x = together(3, strategy, problem, [0.2] * 500)
+    x = together(3, strategy, problem, [0.2] * 250)
     gradients = problem.gradient(x, 0)
-    assert gradients.mean(0).abs().max() < 1e-12
+    assert gradients.mean(0).abs().max() < 1e-9
     assert gradients.abs().min() > 0.05
 
 

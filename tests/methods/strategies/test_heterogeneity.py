@@ -127,11 +127,11 @@ def test_a_measurement_is_as_it_is_defined(n: int) -> None:
 
 
 def test_the_error_of_an_unbiased_codec_counts_as_noise_and_not_as_dissimilarity() -> None:
-    problem, codec = Slopes(3, 600, noise=0.0), Natural()
+    problem, codec = Slopes(3, 300, noise=0.0), Natural()
     truth = torch.tensor(problem.truth)
 
     def body(comm: Comm) -> list[float]:
-        return figures(measured(comm, Probe(AllReduce(codec), every=2, keep=0.99), problem, 600)[-1])
+        return figures(measured(comm, Probe(AllReduce(codec), every=2, keep=0.99), problem, 300)[-1])
 
     seen = torch.tensor(thinwire.run_threads(3, body)[0])
     error = float(seen[1]) * 2 / 3  # what is counted as noise is n / (n - 1) times the error
@@ -175,14 +175,14 @@ def test_measurements_on_processes_are_as_they_are_defined() -> None:
 
 
 def test_figures_are_unbiased() -> None:
-    problem, count = Slopes(4, 600, apart=0.4), 300
+    problem, count = Slopes(4, 300, apart=0.4), 150
     strategy = Probe(AllReduce(), every=2, keep=0.0)
     seen = thinwire.run_threads(4, lambda comm: measured(comm, strategy, problem, 2 * count))[0]
     found = torch.tensor([figures(each) for each in seen if each], dtype=DOUBLE)
     errors = (found.mean(0) - torch.tensor(problem.truth, dtype=DOUBLE)) / (found.std(0) / count**0.5)
     assert len(found) == count
     assert float(errors.abs().max()) < 4
-    assert float((found.std(0) / count**0.5 / torch.tensor(problem.truth)).max()) < 0.15
+    assert float((found.std(0) / count**0.5 / torch.tensor(problem.truth)).max()) < 0.2
 
 
 def test_metrics_are_exponential_moving_averages() -> None:

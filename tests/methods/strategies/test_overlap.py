@@ -14,6 +14,7 @@ from torch import Tensor
 
 import thinwire
 from tests.engine import attach, batches, steps
+from tests.grids import fast_where
 from tests.oracles import overlap as oracles
 from tests.oracles.common import Descent
 from tests.pool import run_processes
@@ -90,7 +91,7 @@ def test_the_first_round_counts_as_much_as_any_other(strategy: Strategy) -> None
     assert first == pytest.approx(later, abs=1e-9)
 
 
-@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("n", fast_where(lambda n: n == 3, [1, 3, 4]))
 def test_every_method_that_overlaps_equals_its_oracle(n: int) -> None:
     problem = Regression(n, STEPS, DOUBLE)
     for strategy, oracle, settings in CASES:
@@ -183,7 +184,8 @@ def test_without_gradients_the_common_model_is_conserved(strategy: OverlapLocalS
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
 def test_workers_agree_at_last_when_nothing_is_learned(strategy: OverlapLocalSGD) -> None:
     starts = torch.randn(4, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(6))
-    ends_at = together(4, strategy, quadratic(4, DOUBLE), [0.0] * 60 * strategy.period, starts=starts)
+    starts = starts[:3]
+    ends_at = together(3, strategy, quadratic(3, DOUBLE), [0.0] * 60 * strategy.period, starts=starts)
     assert (ends_at - ends_at.mean(0)).abs().max() < 1e-4
 
 
@@ -196,6 +198,7 @@ def test_progress_is_the_share_of_the_learning_rate_that_counts(pull: float, mom
     assert pace(strategy) == pytest.approx(strategy.progress, rel=1e-4)
 
 
+@pytest.mark.slow  # the progress of other pulls and momenta is asked above
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
 def test_every_variant_is_as_fast_as_its_progress(strategy: OverlapLocalSGD) -> None:
     assert pace(strategy) == pytest.approx(strategy.progress, rel=1e-4)
@@ -266,7 +269,7 @@ def test_on_unlike_quadratics_the_gradients_cancel_where_training_ends() -> None
     n = 4
     problem = quadratic(n, DOUBLE)
     for strategy in (OverlapLocalSGD(period=1), CoCoD(period=1)):
-        x = watched(n, strategy, problem, [0.1] * 200)[-1]
+        x = watched(n, strategy, problem, [0.1] * 120)[-1]
         assert problem.gradient(x, 0).sum(0).abs().max() < 0.05
         assert (x - x.mean(0)).abs().max() < 0.2
 
@@ -347,7 +350,7 @@ def test_bytes_are_those_of_local_sgd(strategy: Strategy) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("cut", [4, 5, 6])
+@pytest.mark.parametrize("cut", fast_where(lambda cut: cut == 5, [4, 5, 6]))
 def test_resuming_with_a_mean_in_flight_is_the_uninterrupted_run(strategy: Strategy, cut: int) -> None:
     def work(comm: Comm) -> tuple[bool, bool]:
         worker = steps(attach(comm, strategy), batches(comm.rank, cut))

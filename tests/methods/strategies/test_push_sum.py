@@ -47,8 +47,6 @@ SINGLE, DOUBLE = torch.float32, torch.float64
 GRAPHS = {"one_peer": OnePeerExponential(), "ring": Ring(), "irregular": Irregular()}
 MIXINGS = {"one_peer": oracles.one_peer, "ring": oracles.ring, "irregular": oracles.irregular}
 SETTINGS = {
-    "plain": {},
-    "momentum": {"momentum": 0.9},
     "nesterov": {"momentum": 0.8, "nesterov": True},
     "decay": {"weight_decay": 0.1},
 }
@@ -98,16 +96,15 @@ def expected(
     return overlap_push_sum(problem.gradient, problem.start.expand(n, -1), descend, len(rates), **how)
 
 
-@pytest.mark.parametrize("tau", [1, 2, 3])
+@pytest.mark.parametrize("tau", fast_where(lambda tau: tau == 3, [1, 2, 3]))
 @pytest.mark.parametrize("graph", GRAPHS)
 def test_sending_at_every_tau_th_step_equals_algorithm_2(tau: int, graph: str) -> None:
     n, rates = 4, [0.01] * 7 + [0.02] * 7
     problem, strategy = Regression(n, 14, DOUBLE), PushSum(Periodic(GRAPHS[graph], tau), staleness=tau)
-    for settings in ({}, {"momentum": 0.9}):
-        start, descend = problem.start.expand(n, -1), Descent(rates, **settings)
-        mixing = MIXINGS[graph](n, DOUBLE)
-        wanted = seldom_overlap_push_sum(problem.gradient, start, descend, 14, mixing=mixing, tau=tau)
-        assert distance(together(n, strategy, problem, rates, **settings), wanted) < 1e-12
+    start, descend = problem.start.expand(n, -1), Descent(rates, momentum=0.9)
+    mixing = MIXINGS[graph](n, DOUBLE)
+    wanted = seldom_overlap_push_sum(problem.gradient, start, descend, 14, mixing=mixing, tau=tau)
+    assert distance(together(n, strategy, problem, rates, momentum=0.9), wanted) < 1e-12
 
 
 def test_dense_first_is_a_switch_from_the_complete_graph_to_one_peer() -> None:
@@ -133,10 +130,10 @@ def test_dense_first_is_a_switch_from_the_complete_graph_to_one_peer() -> None:
 
 
 def test_overlap_equals_its_oracle_in_single_precision() -> None:
-    problem = Regression(4, 40, SINGLE)
+    problem = Regression(4, 14, SINGLE)
     for graph, make in MIXINGS.items():
-        real = together(4, PushSum(GRAPHS[graph], 2), problem, [0.02] * 40, momentum=0.9)
-        wanted = expected(problem, 4, [0.02] * 40, {"momentum": 0.9}, mixing=make(4, SINGLE), staleness=2)
+        real = together(4, PushSum(GRAPHS[graph], 2), problem, [0.02] * 14, momentum=0.9)
+        wanted = expected(problem, 4, [0.02] * 14, {"momentum": 0.9}, mixing=make(4, SINGLE), staleness=2)
         assert distance(real, wanted) < 1e-5
 
 
@@ -173,7 +170,7 @@ def test_overlap_under_slow_momentum_averages_messages_in_flight_too() -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "staleness", "steps"), [pytest.param(3, 2, 10_000, marks=pytest.mark.slow), (5, 1, 1000), (4, 7, 1000)]
+    ("n", "staleness", "steps"), [pytest.param(3, 2, 10_000, marks=pytest.mark.slow), (5, 1, 400), (4, 7, 400)]
 )
 def test_weights_add_up_for_thousands_of_steps_of_random_delays(n: int, staleness: int, steps: int) -> None:
     strategy = PushSum(CachedIrregular(), staleness)
@@ -247,7 +244,7 @@ def test_on_a_regular_graph_a_stale_weight_is_one_minus_the_weight_in_flight() -
 def test_workers_that_do_not_learn_agree_on_the_mean_at_any_staleness(staleness: int, n: int) -> None:
     starts = scattered(n)
     for topology in (OnePeerExponential(), CachedIrregular()):
-        seen = StepByStep(PushSum(topology, staleness), starts).run(350)
+        seen = StepByStep(PushSum(topology, staleness), starts).run(250)
         assert torch.allclose(seen, starts.mean(0).expand(n, -1), rtol=0, atol=1e-13)
 
 
@@ -294,7 +291,7 @@ def test_results_do_not_depend_on_the_order_of_arrival(staleness: int) -> None:
         return run.run(40, lambda rank, z: 0.01 * rank - 0.03 * z, seed=seed)
 
     first = end(0)
-    assert all(torch.equal(end(seed), first) for seed in range(1, 6))
+    assert all(torch.equal(end(seed), first) for seed in range(1, 4))
 
 
 def test_results_do_not_depend_on_the_workers_speeds() -> None:
@@ -485,11 +482,11 @@ def settled(strategy: PushSum, rate: float) -> Tensor:
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
-    slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.1, 0.02))
+    slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.2, 0.04))
     for z in (slow, slower):
         assert torch.allclose(z.mean(0), scattered(4).mean(0), rtol=0, atol=1e-6)
     assert 0.15 < spread(slower) / spread(slow) < 0.3
-    biased = [spread(settled(PushSum(Lopsided(), staleness, biased=True), rate)) for rate in (0.1, 0.02)]
+    biased = [spread(settled(PushSum(Lopsided(), staleness, biased=True), rate)) for rate in (0.2, 0.04)]
     assert biased[1] > 0.8 * biased[0]
     assert biased[1] > 5 * spread(slower)
 
@@ -516,7 +513,14 @@ def test_a_stale_message_is_the_vector_and_eight_bytes(staleness: int) -> None:
     assert thinwire.run_threads(5, body) == [2 * (4 * elements + 8)] * 5
 
 
-@pytest.mark.parametrize("strategy", [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())], ids=str)
+@pytest.mark.parametrize(
+    "strategy",
+    fast_where(
+        lambda each: each == PushSum(Irregular(), 3),
+        [PushSum(staleness=1), PushSum(Irregular(), 3), PushSum(Irregular())],
+    ),
+    ids=str,
+)
 def test_explain_counts_what_a_real_run_sends(strategy: PushSum) -> None:
     def body(comm: Comm) -> float:
         worker = attach(comm, strategy)

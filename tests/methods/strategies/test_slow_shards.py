@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from tests.grids import fast_where
 from tests.methods.strategies.local_runs import begin, ended, go_on, run, sent, sgd
 from tests.pool import run_processes
 from tests.problems import Irregular, Regression, distance, flat, quadratic, watched
@@ -62,7 +63,7 @@ def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> No
     assert torch.equal(shared, whole)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:5], ids=str)
+@pytest.mark.parametrize("strategy", fast_where(lambda each: each in STRATEGIES[2:5], STRATEGIES[:5]), ids=str)
 def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(strategy: Strategy) -> None:
     problem = Regression(3, STEPS, torch.float32)
     whole = ended(3, strategy, problem, STEPS, sgd())
@@ -81,7 +82,7 @@ def test_each_fragment_of_a_stream_is_sharded_by_itself(strategy: Strategy) -> N
     assert torch.equal(shared, whole)
 
 
-@pytest.mark.parametrize(("n", "width"), [(5, 3), (8, 2), (3, 7), (4, 8)])
+@pytest.mark.parametrize(("n", "width"), fast_where(lambda each: each[0] in (3, 5), [(5, 3), (8, 2), (3, 7), (4, 8)]))
 def test_vectors_smaller_than_the_number_of_workers_are_sharded_too(n: int, width: int) -> None:
     problem = quadratic(n, DOUBLE, width=width)
     for strategy in STRATEGIES[:3]:
@@ -154,7 +155,7 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
     assert torch.equal(r.x, r.state["anchor"].bfloat16())
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES[:5] + STRATEGIES[-1:], ids=str)
+@pytest.mark.parametrize("strategy", STRATEGIES[:2] + STRATEGIES[-1:], ids=str)
 def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(strategy: Strategy) -> None:
     whole, shared = (explain(each, parameters=1200, workers=4) for each in (strategy, Sharded(strategy)))
     assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4

@@ -31,7 +31,7 @@ from thinwire import (
     Strategy,
 )
 
-SIZES = [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 4, 5, 8))]
+SIZES = (1, 2, 3, 4, 5, 8)
 STEPS = 50
 ON_PROCESSES = 15  # two periods of the longest and a part of one
 WARMING = [0.02 * min(step + 1, 5) for step in range(STEPS)]
@@ -81,6 +81,8 @@ def expected(problem: Problem, oracle: Oracle, n: int, rates: list[float], setti
     return oracle(problem.gradient, problem.start.expand(n, -1), descend, len(rates))
 
 
+# Always asked is each where workers disagree most, and in tests/battery its plain form on this problem.
+@pytest.mark.slow
 @pytest.mark.parametrize("n", SIZES)
 def test_every_strategy_equals_its_oracle_in_double_precision(n: int) -> None:
     rates = WARMING if n == 4 else WARMING[:16] if n == 3 else WARMING[:26]

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from tests.grids import fast_where
 from tests.methods.topology.graphs import KEEPING
 from thinwire import ConfigError, OnePeerExponential, Ring
 from thinwire.cli import main
@@ -105,10 +107,17 @@ def test_all_graphs_are_listed_and_those_that_do_not_exist_with_the_reason(capsy
     assert "4.00 MB" in out and "3.20 s" in out
 
 
+DRAWN = ("Ring", "OnePeerExponential", "RandomMatching", "Complete", "Star('push-sum')", "BaseGraph(degree=3)")
+
+
 @pytest.mark.parametrize(
-    "name", ["Ring", "OnePeerExponential", "RandomMatching", "Complete", "Star('push-sum')", "BaseGraph(degree=3)"]
+    ("name", "workers"),
+    # One step, several, and without an edge.
+    fast_where(
+        lambda each: each in (("Star('push-sum')", 11), ("OnePeerExponential", 11), ("Ring", 1)),
+        product(DRAWN, (1, 11, 40)),
+    ),
 )
-@pytest.mark.parametrize("workers", [1, 11, pytest.param(40, marks=pytest.mark.slow)])
 def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: str, workers: int) -> None:
     path = tmp_path / "new" / "graph.png"
     out = printed(capsys, name, "--workers", str(workers), "--out", str(path))

@@ -40,14 +40,14 @@ def predicted(recipe: str, workers: int, *, most_workers: int, network: Network 
 
 @pytest.mark.parametrize("recipe", one_of_each(ALIKE, lambda each: each.partition("(")[0]))
 def test_one_for_all_takes_the_time_that_all_take_and_sends_their_bytes(recipe: str) -> None:
-    one, each = predicted(recipe, 8, most_workers=1), predicted(recipe, 8, most_workers=8)
+    one, each = predicted(recipe, 4, most_workers=1), predicted(recipe, 4, most_workers=4)
     assert one.seconds == pytest.approx(each.seconds, rel=1e-3)
-    assert one.payload_bytes == pytest.approx(each.payload_bytes, rel=2e-3)
+    assert one.payload_bytes == pytest.approx(each.payload_bytes, rel=3e-3)
 
 
 @pytest.mark.parametrize("recipe", UNLIKE)
 def test_where_ranks_differ_all_are_simulated(recipe: str) -> None:
-    one, each = predicted(recipe, 8, most_workers=1), predicted(recipe, 8, most_workers=8)
+    one, each = predicted(recipe, 4, most_workers=1), predicted(recipe, 4, most_workers=4)
     assert one == each
 
 
