@@ -95,7 +95,7 @@ def test_a_slow_link_gets_what_sends_less_and_the_log_says_why(
     caplog.set_level("INFO", logger="thinwire")
     (found, *others) = thinwire.run_threads(2, attached)
     assert others == [found] and found != repr(AllReduce())
-    row = measured().of(found)
+    row = measured(tuned=False).of(found)
     assert row is not None and row.factor <= auto.MOST_STEPS and not row.missed
     assert [record.levelname for record in caplog.records] == ["INFO"]
     assert "has chosen" in caplog.text and "from" in caplog.text and "were measured between 2 ranks" in caplog.text
