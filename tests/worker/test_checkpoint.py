@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import thinwire
@@ -37,6 +39,9 @@ from thinwire import (
     run_threads,
 )
 from thinwire.worker.exporting import export_checkpoint
+from thinwire.worker.replica_state import pack
+
+WHOLE = {"model": True, "optimizer": True}
 
 STRATEGIES = [
     AllReduce(Bf16()),
@@ -83,7 +88,7 @@ def test_resuming_from_a_state_dict_is_bitwise_the_uninterrupted_run(
 ) -> None:
     def work(comm: Comm) -> bool:
         first = steps(attach(comm, strategy, model=normed(), optimizer=optimizer), batches(comm.rank, 5))
-        state = first.state_dict()
+        state = first.state_dict(model=True, optimizer=True)
         steps(first, batches(comm.rank, 6, first=5))
         expected = everything(first)
         first.detach()
@@ -102,7 +107,7 @@ def test_resuming_from_a_state_dict_is_bitwise_the_uninterrupted_run(
 def test_models_of_several_dtypes_and_rates_resume_bitwise(strategy: Strategy) -> None:
     def work(comm: Comm) -> bool:
         first = steps(attach(comm, strategy, model=drawn(Mixed()), optimizer=two_rates), batches(comm.rank, 4))
-        state = first.state_dict()
+        state = first.state_dict(model=True, optimizer=True)
         steps(first, batches(comm.rank, 4, first=4))
         second = attach(comm, strategy, model=drawn(Mixed(), 3), optimizer=two_rates)
         second.load_state_dict(state)
@@ -113,7 +118,7 @@ def test_models_of_several_dtypes_and_rates_resume_bitwise(strategy: Strategy) -
 
 def test_a_state_stays_as_it_was_taken() -> None:
     worker = steps(attach(None, SlowMo(period=2), optimizer=adamw), batches(0, 3))
-    state = worker.state_dict()
+    state = worker.state_dict(model=True, optimizer=True)
     taken = plain(state)
     steps(worker, batches(0, 3))
     assert plain(state) == taken
@@ -484,8 +489,118 @@ def test_a_model_in_another_memory_format_is_refused(tmp_path: Path) -> None:
         begun(torch.channels_last).load(tmp_path)
 
 
+def test_torch_and_safetensors_take_a_state_dict_as_it_is(tmp_path: Path) -> None:
+    def begun(seed: int) -> Worker:
+        model = drawn(nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten(), nn.Linear(12, 2)), seed)
+        return attach(None, SlowMo(period=2), model=model.to(memory_format=torch.channels_last), optimizer=adamw)
+
+    draw = torch.Generator().manual_seed(0)
+    data = [(torch.randn(2, 2, 3, 3, generator=draw), torch.zeros(2, 2)) for _ in range(6)]
+    first = steps(begun(0), data[:3])
+    state = first.state_dict(model=True, optimizer=True)
+    save_file(state, tmp_path / "state.safetensors")
+    torch.save(state, tmp_path / "state.pt")
+    expected = everything(steps(first, data[3:]))
+    for read in (load_file, lambda path: torch.load(path, weights_only=True)):
+        second = begun(1)
+        second.load_state_dict(read(tmp_path / ("state.safetensors" if read is load_file else "state.pt")))
+        assert equal(everything(steps(second, data[3:])), expected)
+
+
+def test_a_state_dict_holds_the_strategy_s_state_alone_unless_more_is_asked_for() -> None:
+    def work(comm: Comm) -> bool:
+        def begun(seed: int) -> Worker:
+            return attach(comm, SlowMo(LocalSGD(2), period=4), model=normed(seed), optimizer=adamw)
+
+        first = steps(begun(0), batches(comm.rank, 5))
+        state = first.state_dict()
+        model, optimizer = (deepcopy(each.state_dict()) for each in (first.model, first.optimizer))
+        size = sum(x.numel() for x in first.replicas[0].state.values())
+        assert all(isinstance(x, Tensor) for x in state.values())
+        assert sum(x.numel() for name, x in state.items() if not name.endswith("/header")) <= size + 2
+        expected = everything(steps(first, batches(comm.rank, 4, first=5)))
+        first.detach()
+        second = begun(1)
+        before = everything(second)
+        with pytest.raises(CheckpointError, match="Load the model before the worker, each rank its own"):
+            second.load_state_dict(state)
+        assert equal(everything(second), before)
+        second.model.load_state_dict(model)
+        second.optimizer.load_state_dict(optimizer)
+        second.load_state_dict(state)
+        return equal(everything(steps(second, batches(comm.rank, 4, first=5))), expected)
+
+    assert run_threads(3, work) == [True] * 3
+
+
+def test_another_number_of_workers_needs_the_models_and_optimizers_of_all() -> None:
+    def state(comm: Comm, **parts: bool) -> dict[str, Tensor]:
+        return steps(other(comm), batches(comm.rank, 3)).state_dict(**parts)
+
+    states = [run_threads(2, lambda comm, parts=parts: state(comm, **parts)) for parts in ({}, WHOLE)]
+    alone, whole = ({**first, **second} for first, second in states)
+    worker = other(None)
+    with pytest.raises(CheckpointError, match=r"save worker\.state_dict\(model=True, optimizer=True\)"):
+        worker.load_state_dict(alone)
+    assert worker.step == 0
+    worker.load_state_dict(whole)
+    assert worker.step == 3
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: {}, "holds no rank's part"),
+        (lambda state: {"0.weight": torch.zeros(2)}, "lacks 0.weight/header; pass what Worker.state_dict"),
+        (lambda state: {**state, "rank-0000/header": torch.zeros(3)}, "rank-0000: cannot be read"),
+        (lambda state: without(state, "/anchor"), "lacks rank-0000/replicas/0/state/anchor. .*dcp.load"),
+        (lambda state: {**state, "rank-0000/step": torch.tensor(-1)}, "step=-1: must be a number of steps"),
+        (lambda state: with_header(state, format=7, thinwire="9.1"), "format 7, written by thinwire '9.1'"),
+        (lambda state: with_header(state, tree=[]), "a rank's part is a list"),
+    ],
+)
+def test_a_damaged_state_dict_is_refused_before_anything_is_changed(change: Callable[..., Any], words: str) -> None:
+    worker = steps(attach(None, SlowMo(period=2)), batches(0, 3))
+    state = worker.state_dict()
+    before = everything(worker)
+    with pytest.raises(CheckpointError, match=words):
+        worker.load_state_dict(change(state))
+    assert equal(everything(worker), before) and worker.step == 3
+
+
+def without(state: dict[str, Tensor], end: str) -> dict[str, Tensor]:
+    return {name: x for name, x in state.items() if not name.endswith(end)}
+
+
+def with_header(state: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
+    header = json.loads(state["rank-0000/header"].numpy().tobytes())
+    text = bytearray(json.dumps({**header, **changes}).encode())
+    return {**state, "rank-0000/header": torch.frombuffer(text, dtype=torch.uint8)}
+
+
+def test_a_state_dict_of_an_earlier_version_which_was_nested_is_still_loaded() -> None:
+    first = steps(attach(None, SlowMo(period=2), optimizer=adamw), batches(0, 3))
+    earlier = {"rank-0000": (pack(first),)}
+    second = attach(None, SlowMo(period=2), model=net(5), optimizer=adamw)
+    second.load_state_dict(earlier)
+    assert equal(everything(second), everything(first)) and second.step == 3
+
+
+def test_a_checkpoint_without_a_format_is_loaded(tmp_path: Path) -> None:
+    worker = steps(attach(None, LocalSGD(2)), batches(0, 3))
+    file = worker.save(tmp_path) / "rank-0000.json"
+    body = json.loads(file.read_text())
+    del body["format"], body["seal"]
+    file.write_text(json.dumps({**body, "seal": hashlib.sha256(json.dumps(body).encode()).hexdigest()}))
+    again = attach(None, LocalSGD(2), model=net(5))
+    again.load(tmp_path)
+    assert equal(everything(again), everything(worker))
+
+
 def test_the_state_of_another_rank_is_refused() -> None:
-    states = run_threads(2, lambda comm: steps(other(comm), batches(comm.rank, 3)).state_dict())
+    states = run_threads(
+        2, lambda comm: steps(other(comm), batches(comm.rank, 3)).state_dict(model=True, optimizer=True)
+    )
 
     def work(comm: Comm) -> None:
         with pytest.raises(CheckpointError, match="the rank is"):

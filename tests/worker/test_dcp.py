@@ -47,7 +47,7 @@ def stage(folder: str, last: int, resume: bool, of_three: bool) -> list[str]:
         worker.wait_pending()
         dist.barrier()
         if last < LAST:
-            dcp.save({"worker": worker}, checkpoint_id=at)
+            dcp.save({"worker": worker.state_dict(model=True, optimizer=True)}, checkpoint_id=at)
             worker.save(own)
         worker.detach()
         dist.barrier()
@@ -84,27 +84,54 @@ def begun(recipe: str = "DiLoCo(period=4)") -> Any:
 def by_plain_calls(folder: str) -> list[bool]:
     worker = begun()
     steps(worker, 0, 6)
-    dcp.save({"app": {"worker": worker.state_dict(), "epoch": 3}}, checkpoint_id=f"{folder}/nested")
-    dcp.save({"worker": worker, "epoch": 3}, checkpoint_id=f"{folder}/saved")
-    writing = dcp.async_save({"worker": worker}, checkpoint_id=f"{folder}/async")
+    state = worker.state_dict(model=True, optimizer=True)
+    dcp.save({"app": {"worker": state, "epoch": 3}}, checkpoint_id=f"{folder}/nested")
+    dcp.save({"worker": state, "epoch": 3}, checkpoint_id=f"{folder}/saved")
+    earlier = {f"rank-{worker.comm.rank:04d}": (pack(worker),)}  # as worker.state_dict() was before it was flat
+    dcp.save({"worker": earlier}, checkpoint_id=f"{folder}/earlier")
+    writing = dcp.async_save({"worker": state}, checkpoint_id=f"{folder}/async")
     whole = steps(worker, 6, 12)
     writing.result()
     worker.detach()
     found: list[bool] = []
-    for name in ("saved", "async"):
+    for name, within in (("saved", "worker"), ("async", "worker"), ("earlier", "worker"), ("nested", "app.worker")):
         again = begun()
-        dcp.load({"worker": again}, checkpoint_id=f"{folder}/{name}")
+        ours.load(again, f"{folder}/{name}", name=within)
         found.append(again.step == 6 and all(map(torch.equal, steps(again, 6, 12), whole)))
         again.detach()
-    again = begun()
-    ours.load(again, f"{folder}/nested", name="app.worker")
-    found.append(all(map(torch.equal, steps(again, 6, 12), whole)))
+    return found
+
+
+def test_torch_s_own_calls_save_every_rank_s_state(tmp_path: Path) -> None:
+    assert run_processes(2, by_plain_calls, str(tmp_path)) == [[True] * 4] * 2
+
+
+def beside_the_model(folder: str) -> list[bool]:
+    def begun(seed: int) -> Any:
+        torch.manual_seed(seed)
+        model = nn.Linear(4, 2)
+        return thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "SlowMo(period=4)")
+
+    worker = begun(0)
+    steps(worker, 0, 4)
+    dcp.save({"model": worker.model.state_dict(), "worker": worker}, checkpoint_id=folder)
+    whole = steps(worker, 4, 12)
+    worker.detach()
+    again = begun(1)
+    dcp.load({"model": again.model.state_dict(), "worker": again}, checkpoint_id=folder)
+    found = [again.step == 4, all(map(torch.equal, steps(again, 4, 12), whole))]
+    again.detach()
+    again = begun(1)
+    try:
+        dcp.load({"worker": again}, checkpoint_id=folder)
+    except CheckpointError as error:
+        found.append("Load the model before the worker" in str(error))
     again.detach()
     return found
 
 
-def test_torch_s_own_calls_save_and_load_every_rank_s_state(tmp_path: Path) -> None:
-    assert run_processes(2, by_plain_calls, str(tmp_path)) == [[True] * 3] * 2
+def test_torch_s_own_calls_save_and_load_a_worker_beside_its_model(tmp_path: Path) -> None:
+    assert run_processes(2, beside_the_model, str(tmp_path)) == [[True] * 3] * 2
 
 
 def by_fewer(folder: str) -> list[str]:
@@ -124,10 +151,10 @@ def by_fewer(folder: str) -> list[str]:
     return [*said, str(worker.step)]
 
 
-def test_another_number_is_refused_by_torch_s_call_with_the_one_to_use(tmp_path: Path) -> None:
+def test_what_torch_s_own_call_cannot_load_is_refused_with_the_call_to_use(tmp_path: Path) -> None:
     run_processes(2, by_plain_calls, str(tmp_path))
     ((number, name, nothing, step),) = run_processes(1, by_fewer, str(tmp_path))
-    assert "2 workers have written the state, and 1 would go on" in number and "dcp.load(worker, folder)" in number
+    assert "reads only what the new worker has already. Use thinwire.integrations.dcp.load(worker, folder)" in number
     assert "no worker with rank-0000 under 'walker', but epoch, worker" in name
     assert "holds no checkpoint" in nothing and step == "6"
 
@@ -146,7 +173,7 @@ def of_shards(folder: str) -> bool:
 
     worker = begun()
     steps(worker, 0, 5)
-    dcp.save({"worker": worker}, checkpoint_id=folder)
+    dcp.save({"worker": worker.state_dict(model=True, optimizer=True)}, checkpoint_id=folder)
     saved = pack(worker)
     worker.detach()
     again = begun()

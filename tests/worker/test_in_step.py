@@ -140,7 +140,7 @@ def test_states_of_different_steps_are_found_at_the_next_average() -> None:
     def train(comm: Comm) -> None:
         worker = attach(comm, LocalSGD(period=2))
         steps(worker, batches(comm.rank, 2))
-        kept = worker.state_dict()
+        kept = worker.state_dict(model=True, optimizer=True)
         steps(worker, batches(comm.rank, 2))
         if comm.rank == 0:
             worker.load_state_dict(kept)

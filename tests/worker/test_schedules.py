@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, O
 
 from tests.engine import attach, batches, flat, steps
 from thinwire import AllReduce, CheckpointError, Comm, LocalSGD, Strategy, Worker, run_threads
+from thinwire.worker.replica_state import pack
 
 
 def in_two_phases(optimizer: Optimizer) -> SequentialLR:
@@ -103,8 +104,7 @@ def test_a_schedule_that_is_new_in_the_resumed_run_keeps_what_it_has_put_into_th
 def test_other_names_in_a_group_are_still_refused_and_so_is_a_rate_that_is_none() -> None:
     (worker,) = run_threads(1, lambda comm: attach(comm, AllReduce()))
     before = flat(worker.model)
-    name, (state,) = next(iter(worker.state_dict())), worker.state_dict().values()
-    part = state[0] if isinstance(state, tuple) else state
+    part = pack(worker)
     for forged, words in (
         ({"tempo": 1.0}, "optimizer group 0 has what this run does not know: 'tempo'"),
         ({"initial_lr": "fast"}, "initial_lr of optimizer group 0 is 'fast' in the checkpoint"),
@@ -112,5 +112,5 @@ def test_other_names_in_a_group_are_still_refused_and_so_is_a_rate_that_is_none(
     ):
         groups = [{**group, **forged} for group in part["optimizer"]["param_groups"]]
         with pytest.raises(CheckpointError, match=words):
-            worker.load_state_dict({name: {**part, "optimizer": {**part["optimizer"], "param_groups": groups}}})
+            worker.load_state_dict({"rank-0000": {**part, "optimizer": {**part["optimizer"], "param_groups": groups}}})
     assert torch.equal(before, flat(worker.model))

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`torch.distributed.checkpoint`: save a worker as any other state, and load it with any number of ranks.
 
-A `Worker` is Stateful, with a key for every rank:
+    dcp.save({"worker": worker.state_dict(model=True, optimizer=True)}, checkpoint_id=folder)    # or async_save
+    thinwire.integrations.dcp.load(worker, folder)
 
-    dcp.save({"worker": worker}, checkpoint_id=folder)        # or async_save
-    dcp.load({"worker": worker}, checkpoint_id=folder)        # as many ranks as before
-    thinwire.integrations.dcp.load(worker, folder)            # any number
+The names in it are of one rank each, so that every rank's state is kept.
 
-What torch reads back is a pickle, as all of its checkpoints' metadata are: load only what you trust. `Worker.save`
-writes files without any.
+torch reads back a pickle, as all of its checkpoints' metadata are: load only what you trust. `Worker.save` writes files
+without any.
 """
 
 from __future__ import annotations
@@ -16,7 +15,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from thinwire.core.storage.files import local_path
@@ -44,17 +45,25 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
     folder = local_path(folder)
     reader = FileSystemReader(folder)
     try:
-        keys = list(reader.read_metadata().state_dict_metadata)
+        metadata = reader.read_metadata().state_dict_metadata
     except OSError as error:
         raise CheckpointError(f"{folder}: holds no checkpoint of torch.distributed.checkpoint ({error})") from error
     own = part_name(worker, worker.comm.rank)
     stem = own[: -len("0000")]
-    parts = [key.removeprefix(f"{name}.") for key in keys if key.startswith(f"{name}.{stem}")]
+    keys = [key for key in metadata if key.startswith(f"{name}.{stem}")]
+    parts = {key: key.removeprefix(f"{name}.").partition("/")[0] for key in keys}
     if not parts:
-        known = ", ".join(sorted({key.partition(".")[0] for key in keys})[:8])
+        known = ", ".join(sorted({key.partition(".")[0] for key in metadata})[:8])
         raise CheckpointError(f"{folder}: holds no worker with {own} under {name!r}, but {known}; pass name=")
-    wanted = [own] if len(parts) == worker.comm.size and own in parts else parts
-    # Flat keys, which the planner need not take apart; a tuple stands for what is read in its place.
-    state: dict[str, Any] = {f"{name}.{part}": () for part in wanted}
+    same_size = len(set(parts.values())) == worker.comm.size and own in parts.values()
+    # Flat keys, which the planner need not take apart.
+    state = {key: _empty_like(metadata[key]) for key in keys if parts[key] == own or not same_size}
     dcp_load(state, storage_reader=reader, **options)
-    worker.load_state_dict({part: state[f"{name}.{part}"] for part in wanted})
+    worker.load_state_dict({key.removeprefix(f"{name}."): value for key, value in state.items()})
+
+
+def _empty_like(saved: Any) -> Any:
+    """What the planner reads into: a tensor, or anything for a rank's part as earlier versions wrote it."""
+    if isinstance(saved, TensorStorageMetadata):
+        return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+    return ()

@@ -35,16 +35,19 @@ from thinwire.worker import switching
 from thinwire.worker.handshake import both, gather_texts
 from thinwire.worker.parameters import named_buffers, named_parameters, own_name
 from thinwire.worker.replica_state import (
+    PARTS,
     SIZE,
     STRATEGY,
     State,
     check,
     check_identity,
+    from_flat,
     is_count,
     mapping_of,
     merge,
     pack,
     part_name,
+    parts_of_state,
     same_names,
     unpack,
 )
@@ -388,19 +391,19 @@ def _follow(worker: WorkerState, home: Path, content: Mapping[str, Any], *, same
     return before
 
 
-def load_parts(worker: WorkerState, parts: Mapping[str, Any]) -> None:
+def load_parts(worker: WorkerState, state: Mapping[str, Any]) -> None:
     """Continue from the `Worker.state_dict` of this rank, or from all ranks' where their number was another one.
 
     Raises:
         CheckpointError: they do not fit; nothing has changed then.
     """
-    found = {name: _unwrapped(part) for name, part in mapping_of(parts, "the state").items()}
+    found = _parts_in(mapping_of(state, "the state"))
     if not found:
         raise CheckpointError("the state holds no rank's part; pass what Worker.state_dict() returned")
     own = found.get(part_name(worker, worker.comm.rank), next(iter(found.values())))
     written_by = mapping_of(own.get("identity"), "the identity").get(SIZE)
     if written_by in (None, str(worker.comm.size)):
-        check(own, worker)
+        check(own, worker, parts_of_state(model="parameters" in own, optimizer="optimizer" in own))
         restore(worker, own, same_size=True)
         return
     names = [part_name(worker, rank) for rank in range(len(found))]
@@ -409,17 +412,26 @@ def load_parts(worker: WorkerState, parts: Mapping[str, Any]) -> None:
             f"{written_by} workers have written the state, and {worker.comm.size} would go on: every rank needs the "
             "parts of all of them; with torch.distributed.checkpoint use thinwire.integrations.dcp.load(worker, folder)"
         )
+    if not all(set(PARTS) <= part.keys() for part in found.values()):
+        raise CheckpointError(
+            f"{written_by} workers have written the state, and {worker.comm.size} would go on: another number of "
+            "workers needs the models and optimizers of all; save worker.state_dict(model=True, optimizer=True)"
+        )
 
     def planned() -> State:
-        state = merge([found[name] for name in names], worker)
-        check(state, worker, ranks=False, finite=True)
-        return state
+        merged = merge([found[name] for name in names], worker)
+        check(merged, worker, ranks=False, finite=True)
+        return merged
 
     restore(worker, together(worker, Path("the state"), planned), same_size=False)
 
 
-def _unwrapped(part: Any) -> State:
-    return mapping_of(part[0] if isinstance(part, tuple) and part else part, "a rank's part")
+def _parts_in(state: dict[str, Any]) -> dict[str, State]:
+    """The states of ranks in what `Worker.state_dict` returned, which was not flat in earlier versions."""
+    if not all(isinstance(part, tuple | dict) for part in state.values()):
+        return from_flat(state)
+    each = {name: part[0] if isinstance(part, tuple) and part else part for name, part in state.items()}
+    return {name: mapping_of(part, "a rank's part") for name, part in each.items()}
 
 
 def restore(worker: WorkerState, state: State, *, same_size: bool) -> None:

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The state of one worker between two steps: packed, checked, unpacked, and merged for another number of workers.
 
-A state is nested dicts of named tensors and JSON values. Checkpoints write it to disk, and all other modules that save,
-restore or resize a worker use it too. `check` refuses a state that is damaged, forged or of another run before anything
-is changed.
+A state is nested dicts of named tensors and JSON values. Checkpoints write it to disk, joining workers receive it, and
+`Worker.state_dict` returns it under flat names. `check` refuses a state that is damaged, forged or of another run
+before anything is changed.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isnan
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
+from thinwire._version import __version__
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import completed
@@ -25,18 +27,24 @@ from thinwire.core.replica.moments import fresh_optimizer, parts_of
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import local
 from thinwire.core.replica.state import SCHEDULED, load_optimizer, pack_optimizer, parameter_names
+from thinwire.core.storage.rank_file import FORMAT, check_format
+from thinwire.core.storage.tree import pack as split
+from thinwire.core.storage.tree import unpack as join
 from thinwire.errors import CheckpointError
 from thinwire.methods.codecs.feedback import residual_sizes
 from thinwire.methods.strategies.base import Strategy, codecs_of, nested
 from thinwire.registry import canonical
 from thinwire.worker.guards import rebase
-from thinwire.worker.handshake import describe_tensor
+from thinwire.worker.handshake import describe_tensor, fingerprint
 from thinwire.worker.parameters import named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
 
 State = dict[str, Any]
 STRATEGY, SIZE, RANK = "the strategy", "the number of workers", "the rank"
 PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
+_NUMBERS = frozenset(("step", "fingerprint"))
+_HEADER = "/header"
+_HEADER_BYTES = 4096
 _OWN = "thinwire."
 
 
@@ -80,16 +88,80 @@ def pack(
             }
             for i, replica in enumerate(worker.replicas)
         ],
+        "fingerprint": lambda: _fingerprint(worker),
         "others": lambda: {name: x.clone() for name, x in others_of(worker).items()},
         "optimizer": lambda: pack_optimizer(worker.optimizer, _optimizer_names(worker)),
     }
-    return {part: packers[part]() for part in PARTS if part in parts}
+    return {part: packers[part]() for part in parts}
+
+
+def parts_of_state(*, model: bool, optimizer: bool) -> tuple[str, ...]:
+    """The parts of a state with or without the model and the optimizer."""
+    # Without the parameters the state says at which ones it was packed.
+    with_model = ("parameters", "others") if model else ("fingerprint",)
+    return ("identity", "step", "replicas", *with_model, *(("optimizer",) if optimizer else ()))
+
+
+# -- flat names --------------------------------------------------------------------------------------------------------
+
+
+def to_flat(state: State, part: str) -> dict[str, Tensor]:
+    """Return a state as tensors by flat names, which begin with the name of its part.
+
+    The header, a JSON text, is a tensor of bytes among them.
+    """
+    numbers = {name: torch.tensor(state[name], dtype=torch.int64, device="cpu") for name in _NUMBERS & state.keys()}
+    tree, tensors = split({**state, **numbers})
+    text = json.dumps({"format": FORMAT, "thinwire": __version__, "tree": tree})
+    # `torch.distributed.checkpoint` loads in place: a new worker's header mostly has the same size.
+    padding = b" " * (-len(text) % _HEADER_BYTES)
+    header = torch.frombuffer(bytearray(text.encode() + padding), dtype=torch.uint8)
+    return {f"{part}{_HEADER}": header, **{f"{part}{path}": x for path, x in tensors.items()}}
+
+
+def from_flat(tensors: Mapping[str, Any]) -> dict[str, State]:
+    """Restore the states that `to_flat` returned, by their parts.
+
+    Raises:
+        CheckpointError: they are no such states, or of a later version of thinwire.
+    """
+    parts: dict[str, dict[str, Any]] = {}
+    for name, x in tensors.items():
+        part, slash, path = name.partition("/")
+        parts.setdefault(part, {})[slash + path] = x
+    return {part: _joined(part, found) for part, found in parts.items()}
+
+
+def _joined(part: str, tensors: dict[str, Any]) -> State:
+    if _HEADER not in tensors:
+        raise CheckpointError(f"the state lacks {part}{_HEADER}; pass what Worker.state_dict() returned")
+    try:
+        header = json.loads(tensors[_HEADER].cpu().numpy().tobytes())
+        check_format(part, header)
+        state = mapping_of(join(header["tree"], tensors), "a rank's part")
+        if "parameters" in state:
+            state.pop("fingerprint", None)
+        return {**state, **{name: int(state[name]) for name in _NUMBERS & state.keys()}}
+    except CheckpointError:
+        raise
+    except KeyError as error:
+        raise CheckpointError(
+            f"the state lacks {part}{error.args[0]}. torch.distributed.checkpoint.load reads only what the new worker "
+            "has already. Use thinwire.integrations.dcp.load(worker, folder)"
+        ) from error
+    except Exception as error:  # whatever a parser of damaged or forged bytes raises
+        raise CheckpointError(f"{part}: cannot be read ({type(error).__name__}: {error})"[:300]) from error
 
 
 def layout_of(worker: WorkerState, replica: int) -> list[list[Any]]:
     """The parameters of a replica's vector in their order: names and strides."""
     _, segments = worker.layouts[replica]
     return [[segment.name, list(segment.stride)] for segment in segments]
+
+
+def _fingerprint(worker: WorkerState) -> int:
+    worker.shards.read()
+    return fingerprint(r.x for r in worker.replicas)
 
 
 def _parameters(worker: WorkerState) -> dict[str, Tensor]:
@@ -168,21 +240,23 @@ def unpack(state: Mapping[str, Any], worker: WorkerState, *, same_size: bool = T
                     inflight = None
             # In one call, because a message of a rank that trains already may be handled meanwhile.
             replace_state(replica, strategy, inflight)
-        for name, x in others_of(worker).items():
+        for name, x in others_of(worker).items() if "others" in state else ():
             x.copy_(state["others"][name])
-    load_optimizer(worker.optimizer, _optimizer_names(worker), state["optimizer"])
+    if "optimizer" in state:
+        load_optimizer(worker.optimizer, _optimizer_names(worker), state["optimizer"])
     worker.resumed = True
     rebase(worker)
 
 
 def _unpack_parameters(worker: WorkerState, state: Mapping[str, Any]) -> None:
     worker.wait_pending()
-    with torch.no_grad():
-        for name, x in _parameters(worker).items():
-            x.copy_(state["parameters"][name])
+    if "parameters" in state:
+        with torch.no_grad():
+            for name, x in _parameters(worker).items():
+                x.copy_(state["parameters"][name])
+        worker.shards.write()
     for replica in worker.replicas:
         replica.step = state["step"]
-    worker.shards.write()
     worker.comm.step = worker.step
 
 
@@ -215,35 +289,44 @@ def _device_for(fresh: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:
 # -- checks ------------------------------------------------------------------------------------------------------------
 
 
-def check(state: object, worker: WorkerState, *, ranks: bool = True, finite: bool = False) -> None:
+def check(
+    state: object, worker: WorkerState, parts: Collection[str] = PARTS, *, ranks: bool = True, finite: bool = False
+) -> None:
     """Refuse a state that does not fit the worker; nothing is changed.
 
     Args:
         state: from `pack`, a file or a user; it may be anything.
         worker: the worker that is to continue from it.
+        parts: the parts that it must have.
         ranks: whether it must be of this rank and this number of workers.
         finite: whether parameters must be finite, as those that `Worker.save` writes are.
 
     Raises:
         CheckpointError: naming the first thing that does not fit.
     """
-    parts = mapping_of(state, "the state")
-    same_names("the state", parts, PARTS)
-    check_identity(worker, mapping_of(parts["identity"], "the identity"), ranks=ranks)
-    if not is_count(parts["step"]):
-        raise CheckpointError(f"step={parts['step']!r}: must be a number of steps")
-    ours = _parameters(worker)
-    _check_tensors("parameters", parts["parameters"], ours)
-    for name, x in parts["parameters"].items() if finite else ():
-        if x.is_floating_point() and not torch.isfinite(x).all():
-            raise CheckpointError(f"parameter {name} is not finite; go on from the checkpoint before it")
-    _check_tensors("buffers and frozen parameters", parts["others"], others_of(worker))
-    replicas = parts["replicas"]
+    found = mapping_of(state, "the state")
+    same_names("the state", found, parts)
+    check_identity(worker, mapping_of(found["identity"], "the identity"), ranks=ranks)
+    if not is_count(found["step"]):
+        raise CheckpointError(f"step={found['step']!r}: must be a number of steps")
+    if "parameters" in found:
+        _check_tensors("parameters", found["parameters"], _parameters(worker))
+        for name, x in found["parameters"].items() if finite else ():
+            if x.is_floating_point() and not torch.isfinite(x).all():
+                raise CheckpointError(f"parameter {name} is not finite; go on from the checkpoint before it")
+        _check_tensors("buffers and frozen parameters", found["others"], others_of(worker))
+    elif found["fingerprint"] != _fingerprint(worker):
+        raise CheckpointError(
+            "the parameters are not those at which the state was saved, and it holds no model. Load the model before "
+            "the worker, each rank its own, or save worker.state_dict(model=True, optimizer=True)"
+        )
+    replicas = found["replicas"]
     if not isinstance(replicas, list) or len(cast(list[Any], replicas)) != len(worker.replicas):
         raise CheckpointError(f"there must be {len(worker.replicas)} flat vectors, one for each dtype and device")
     for i, saved in enumerate(cast(list[Any], replicas)):
         _check_replica(worker, i, mapping_of(saved, f"vector {i}"), whole=ranks)
-    _check_optimizer(worker, mapping_of(parts["optimizer"], "the optimizer's state"))
+    if "optimizer" in found:
+        _check_optimizer(worker, mapping_of(found["optimizer"], "the optimizer's state"))
 
 
 def check_identity(worker: WorkerState, theirs: Mapping[str, Any], *, ranks: bool = True) -> None:

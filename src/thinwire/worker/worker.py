@@ -290,29 +290,43 @@ class Worker(ElasticState):
 
     # -- saving --------------------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that this rank needs to continue as if it had never stopped, under a key of this rank.
+    def state_dict(self, *, model: bool = False, optimizer: bool = False) -> dict[str, Tensor]:
+        """Return the strategy's state of this rank as tensors by flat names: state, messages in flight and the step.
 
-        All parameters and buffers by name, the optimizer's state, the strategy's state, messages in flight (received,
-        not yet used) and the step, as nested dicts of tensors and JSON values. The scheduler, the scaler, random
-        generators and the position in the data are the caller's: see `save`.
+        `torch.save`, safetensors and `torch.distributed.checkpoint` take the dict as it is. Load the model, each rank
+        its own, and the optimizer before `load_state_dict`, or let the state hold them. With both, this rank continues
+        as if it had never stopped. The scheduler, the scaler, random generators and the position in the data are the
+        caller's: see `save`, which writes everything.
 
-        The key is "rank-0000" and so on, after the name of the shard where the model is split, so that
-        `torch.distributed.checkpoint.save({"worker": worker}, ...)`, which keeps what is under one key only once, keeps
-        the state of every rank. The value is a tuple, which it takes as one object of any size: a new optimizer, for
-        one, has no tensors yet that could be loaded into.
+        Names begin with "rank-0000/" and so on, after the name of the shard where the model is split, so that
+        `torch.distributed.checkpoint`, which keeps each name only once, keeps the state of every rank.
+
+        Args:
+            model: with the parameters and buffers.
+            optimizer: with the optimizer's state.
+
+        Example:
+            >>> import torch, thinwire
+            >>> model = torch.nn.Linear(1, 1)
+            >>> worker = thinwire.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "SlowMo(period=2)")
+            >>> [name.removeprefix("rank-0000/") for name in worker.state_dict()][:3]
+            ['header', 'step', 'replicas/0/state/anchor']
         """
         refuse_while_lent(self, "state_dict()")
-        return {replica_state.part_name(self, self.comm.rank): (replica_state.pack(self),)}
+        # The fingerprint also beside the parameters: whoever loads the strategy's state alone then finds all its names.
+        parts = dict.fromkeys((*replica_state.parts_of_state(model=model, optimizer=optimizer), "fingerprint"))
+        state = replica_state.pack(self, parts)
+        return replica_state.to_flat(state, replica_state.part_name(self, self.comm.rank))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, or from those of all ranks of another number of workers.
 
-        With another number every rank must call, with all parts in one dict; `thinwire.integrations.dcp.load` does so.
+        With another number every rank must call, with all parts, models and optimizers in one dict;
+        `thinwire.integrations.dcp.load` does so.
 
         Raises:
-            CheckpointError: it belongs to another recipe, model or number of workers, or is no such state; names the
-                first difference, and nothing has changed.
+            CheckpointError: it belongs to another recipe, model or number of workers, it holds no model and the
+                parameters are other ones, or is no such state; names the first difference, and nothing has changed.
         """
         refuse_while_lent(self, "load_state_dict()")
         if self.has_just_joined:

@@ -199,7 +199,7 @@ def test_resuming_keeps_everything_that_was_in_flight(strategy: Strategy) -> Non
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         worker = train(comm, strategy, problem, [0.1] * 7, momentum=0.9)
-        saved = worker.state_dict()
+        saved = worker.state_dict(model=True, optimizer=True)
         with worker.consensus() as model:
             before = flat(model)
         comm.close_mailbox(worker.replicas[0])

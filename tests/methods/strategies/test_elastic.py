@@ -180,7 +180,7 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(strateg
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         worker = go_on(begin(comm, strategy, problem, starts), problem, RATES[:first])
-        saved = worker.state_dict()
+        saved = worker.state_dict(model=True, optimizer=True)
         go_on(worker, problem, RATES[first:12], first)
         again = begin(comm, strategy, problem, starts)
         again.load_state_dict(saved)

@@ -185,7 +185,7 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(first: 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         worker = begin(comm, strategy, problem, starts, momentum=0.9)
         steps(worker, 0, first)
-        saved = worker.state_dict()
+        saved = worker.state_dict(model=True, optimizer=True)
         steps(worker, first, 12)
         worker.detach()
         again = begin(comm, strategy, problem, starts, momentum=0.9)
@@ -205,7 +205,7 @@ def test_rank_zero_may_still_be_reading_a_checkpoint_when_others_have_taken_a_st
 
     def body(comm: Comm) -> int:
         worker = begin(comm, AsyncLeaderSGD(period=3, pull=0.1), problem)
-        saved = worker.state_dict()
+        saved = worker.state_dict(model=True, optimizer=True)
         if comm.rank == 0:
             time.sleep(0.1)
             worker.load_state_dict(saved)

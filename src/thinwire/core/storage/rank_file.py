@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +23,8 @@ from thinwire.core.storage.tree import pack, unpack
 from thinwire.errors import CheckpointError
 
 T = TypeVar("T")
-_FORMAT = 2
-"""The format of the files that this version writes. Files without a number have format 1."""
+FORMAT = 2
+"""The format of the states that this version writes. Files without a number have format 1."""
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
 
@@ -67,7 +67,7 @@ class RankFile:
         write_atomically(file, content)
         body = {
             "thinwire": __version__,
-            "format": _FORMAT,
+            "format": FORMAT,
             "rank": self.rank,
             "tensors": file.name,
             "checksum": checksum,
@@ -137,11 +137,7 @@ class RankFile:
     def _body(self) -> dict[str, Any]:
         body = json.loads(_bytes_of(self.path))
         # Checked before the seal, which a later format may compute differently.
-        if body.get("format", 1) > _FORMAT:
-            raise CheckpointError(
-                f"{self.path}: has checkpoint format {body['format']!r}, written by thinwire {body.get('thinwire')!r}. "
-                f"This version of thinwire ({__version__}) reads formats up to {_FORMAT}. Update thinwire"
-            )
+        check_format(str(self.path), body)
         if body.pop("seal") != _seal(body):
             raise CheckpointError(f"{self.path}: is damaged, its checksum does not match. {self._fix}")
         if body["rank"] != self.rank:
@@ -168,6 +164,23 @@ class RankFile:
         if not _CHECKSUM.fullmatch(checksum):
             raise CheckpointError(f"{self.path}: holds no checksum of its tensors; {self._fix}")
         return f"{self.name}-{checksum[:16]}.safetensors"
+
+
+def check_format(what: str, header: Mapping[str, Any]) -> None:
+    """Refuse a state that a later version of thinwire has written in a format of its own.
+
+    Args:
+        what: the state, for the error.
+        header: with the `format`, and the version of `thinwire` that wrote it.
+
+    Raises:
+        CheckpointError: with both versions.
+    """
+    if header.get("format", 1) > FORMAT:
+        raise CheckpointError(
+            f"{what}: has checkpoint format {header['format']!r}, written by thinwire {header.get('thinwire')!r}. "
+            f"This version of thinwire ({__version__}) reads formats up to {FORMAT}. Update thinwire"
+        )
 
 
 def _bytes_of(path: Path) -> bytes:
