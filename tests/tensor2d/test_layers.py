@@ -318,7 +318,7 @@ def test_dropout_leaves_evaluation_alone() -> None:
         (lambda mesh: Linear2D(drawn(24, 12), None, mesh, sections=(12, 6)), "add up to its 24"),
         (lambda mesh: LayerNorm2D(None, None, mesh, size=20), r"20 % 3"),
         (lambda mesh: Embedding2D(drawn(36, 20), mesh), r"20 % 6"),
-        (lambda mesh: mesh.rows_of(torch.zeros(3)), "batch of 3.*use 4"),
+        (lambda mesh: mesh.rows_of(torch.zeros(3)), "batch of 3.*Use 4"),
         (lambda mesh: mesh.columns_of(torch.zeros(2, 4)), r"4 % 3"),
         (lambda mesh: cross_entropy_2d(torch.zeros(2, 6), torch.zeros(3), mesh), "each token needs one target"),
     ],

@@ -134,7 +134,7 @@ def test_blocks_are_saved_and_found_again_with_dropout_s_counters(tmp_path: Path
 
     with pytest.raises(CheckpointError, match="2x2 mesh, but this one is 1x2"):
         run(1, 2, wrong_mesh)
-    with pytest.raises(CheckpointError, match="not there"):
+    with pytest.raises(CheckpointError, match="does not exist"):
         run(2, 2, lambda mesh: read_blocks_(parallelized(mesh), tmp_path / "elsewhere", mesh))
     with pytest.raises(CheckpointError, match="another model"):
         run(2, 2, lambda mesh: read_blocks_(parallelized(mesh), tmp_path, mesh))

@@ -251,7 +251,7 @@ def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
     # Groups with only NCCL accept no CPU tensors.
     failed = torch.tensor([float(failure is not None)], dtype=torch.float32, device=mesh.whole.check_device)
     if mesh.whole.all_reduce_(failed).wait().item():
-        why = f"({failure})" if failure else "; see its error"
+        why = f" ({failure})" if failure else "; see its error"
         raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it{why}") from failure
 
 

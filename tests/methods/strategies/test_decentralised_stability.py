@@ -258,8 +258,8 @@ def test_the_alternatives_in_the_error_are_accepted() -> None:
     ):
         with pytest.raises(ConfigError) as refused:
             recipe.check(n)
-        offered = re.findall(r"use ((\w+)\((\w+)\(\), momentum=([\d.]+)\))", str(refused.value))
-        assert "use a static symmetric graph, such as Ring()" in str(refused.value)
+        offered = re.findall(r"[uU]se ((\w+)\((\w+)\(\), momentum=([\d.]+)\))", str(refused.value))
+        assert "a static symmetric graph, such as Ring()" in str(refused.value)
         assert ("ExactDiffusion" in [name for _, name, _, _ in offered]) == (n < 32)
         assert "QuasiGlobal" in [name for _, name, _, _ in offered]
         for _, name, graph, momentum in offered:
