@@ -25,6 +25,7 @@ from torch import Tensor
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
+from thinwire.core.replica.state import replace_entries
 from thinwire.elastic.elastic_comm import ElasticComm
 from thinwire.elastic.fleet import Fleet, fleet_from_environment
 from thinwire.elastic.membership import StoreLostError
@@ -889,16 +890,8 @@ def _put_back(r: Replica, before: _Kept) -> None:
     if before.g is not None:
         r.g.copy_(before.g)
     if before.state is not None:
-        for name in list(r.state):
-            if name not in before.state:
-                del r.state[name]
-        for name, x in before.state.items():
-            r.state[name] = x
-    for name in list(r.inflight):
-        if name not in before.inflight:
-            del r.inflight[name]
-    for name, work in before.inflight.items():
-        r.inflight[name] = work
+        replace_entries(r.state, before.state)
+    replace_entries(r.inflight, before.inflight)
 
 
 def _in_words(view: View, problem: str) -> str:

@@ -8,7 +8,6 @@ before anything is changed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import pairwise
 from math import isnan
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from thinwire._version import __version__
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import completed
@@ -26,10 +24,14 @@ from thinwire.core.replica.flat import Segment, flatten, views
 from thinwire.core.replica.moments import fresh_optimizer, parts_of
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import local
-from thinwire.core.replica.state import SCHEDULED, load_optimizer, pack_optimizer, parameter_names
-from thinwire.core.storage.rank_file import FORMAT, check_format
-from thinwire.core.storage.tree import pack as split
-from thinwire.core.storage.tree import unpack as join
+from thinwire.core.replica.state import (
+    SCHEDULED,
+    load_optimizer,
+    pack_optimizer,
+    parameter_names,
+    replace_entries,
+)
+from thinwire.core.storage.tree import HEADER, from_tensors, to_tensors
 from thinwire.errors import CheckpointError
 from thinwire.methods.codecs.feedback import residual_sizes
 from thinwire.methods.strategies.base import Strategy, codecs_of, nested
@@ -43,8 +45,6 @@ State = dict[str, Any]
 STRATEGY, SIZE, RANK = "the strategy", "the number of workers", "the rank"
 PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _NUMBERS = frozenset(("step", "fingerprint"))
-_HEADER = "/header"
-_HEADER_BYTES = 4096
 _OWN = "thinwire."
 
 
@@ -111,12 +111,7 @@ def to_flat(state: State, part: str) -> dict[str, Tensor]:
     The header, a JSON text, is a tensor of bytes among them.
     """
     numbers = {name: torch.tensor(state[name], dtype=torch.int64, device="cpu") for name in _NUMBERS & state.keys()}
-    tree, tensors = split({**state, **numbers})
-    text = json.dumps({"format": FORMAT, "thinwire": __version__, "tree": tree})
-    # `torch.distributed.checkpoint` loads in place: a new worker's header mostly has the same size.
-    padding = b" " * (-len(text) % _HEADER_BYTES)
-    header = torch.frombuffer(bytearray(text.encode() + padding), dtype=torch.uint8)
-    return {f"{part}{_HEADER}": header, **{f"{part}{path}": x for path, x in tensors.items()}}
+    return {f"{part}{path}": x for path, x in to_tensors({**state, **numbers}).items()}
 
 
 def from_flat(tensors: Mapping[str, Any]) -> dict[str, State]:
@@ -133,12 +128,10 @@ def from_flat(tensors: Mapping[str, Any]) -> dict[str, State]:
 
 
 def _joined(part: str, tensors: dict[str, Any]) -> State:
-    if _HEADER not in tensors:
-        raise CheckpointError(f"the state lacks {part}{_HEADER}; pass what Worker.state_dict() returned")
+    if HEADER not in tensors:
+        raise CheckpointError(f"the state lacks {part}{HEADER}; pass what Worker.state_dict() returned")
     try:
-        header = json.loads(tensors[_HEADER].cpu().numpy().tobytes())
-        check_format(part, header)
-        state = mapping_of(join(header["tree"], tensors), "a rank's part")
+        state = mapping_of(from_tensors(part, tensors), "a rank's part")
         if "parameters" in state:
             state.pop("fingerprint", None)
         return {**state, **{name: int(state[name]) for name in _NUMBERS & state.keys()}}
@@ -271,14 +264,10 @@ def replace_state(
         inflight: received, not yet used; None leaves what is in flight.
     """
     states = {name: x.clone().to(_device_for(replica.state.get(name), x, replica.x)) for name, x in state.items()}
-    pairs: list[tuple[Any, Any]] = [(replica.state, states)]
+    received = {name: completed([x.clone().to(replica.x.device) for x in xs]) for name, xs in (inflight or {}).items()}
+    replace_entries(replica.state, states)
     if inflight is not None:
-        received = {name: completed([x.clone().to(replica.x.device) for x in xs]) for name, xs in inflight.items()}
-        pairs.append((replica.inflight, received))
-    for mapping, new in pairs:
-        mapping.update(new)
-        for name in mapping.keys() - new.keys():
-            del mapping[name]
+        replace_entries(replica.inflight, received)
 
 
 def _device_for(fresh: Tensor | None, saved: Tensor, x: Tensor) -> torch.device:

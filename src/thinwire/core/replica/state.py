@@ -6,15 +6,16 @@ An optimizer's own `state_dict` numbers parameters in the order of its groups, w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.shards import rewrap_, unwrap_dtensors
 
+T = TypeVar("T")
 # What torch's schedulers add to a group when they are made, which may be after a checkpoint was written or loaded.
 SCHEDULED = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 
@@ -74,3 +75,10 @@ def _restore_dtypes(optimizer: Optimizer, held: Mapping[Any, Any]) -> None:
             loaded = optimizer.state[parameter].get(name)
             if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
                 optimizer.state[parameter][name] = value.to(loaded.device, copy=True)
+
+
+def replace_entries(mapping: MutableMapping[str, T], new: Mapping[str, T]) -> None:
+    """Replace all entries of a replica's state or messages in flight, in place, as its parts are views of them."""
+    mapping.update(new)
+    for name in mapping.keys() - new.keys():
+        del mapping[name]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,12 +19,10 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.core.storage.files import rename_into_place, write_atomically, write_temporary
-from thinwire.core.storage.tree import pack, unpack
+from thinwire.core.storage.tree import FORMAT, check_format, pack, unpack
 from thinwire.errors import CheckpointError
 
 T = TypeVar("T")
-FORMAT = 2
-"""The format of the states that this version writes. Files without a number have format 1."""
 _CHECKSUM = re.compile(r"[0-9a-f]{64}")
 
 
@@ -164,23 +162,6 @@ class RankFile:
         if not _CHECKSUM.fullmatch(checksum):
             raise CheckpointError(f"{self.path}: holds no checksum of its tensors; {self._fix}")
         return f"{self.name}-{checksum[:16]}.safetensors"
-
-
-def check_format(what: str, header: Mapping[str, Any]) -> None:
-    """Refuse a state that a later version of thinwire has written in a format of its own.
-
-    Args:
-        what: the state, for the error.
-        header: with the `format`, and the version of `thinwire` that wrote it.
-
-    Raises:
-        CheckpointError: with both versions.
-    """
-    if header.get("format", 1) > FORMAT:
-        raise CheckpointError(
-            f"{what}: has checkpoint format {header['format']!r}, written by thinwire {header.get('thinwire')!r}. "
-            f"This version of thinwire ({__version__}) reads formats up to {FORMAT}. Update thinwire"
-        )
 
 
 def _bytes_of(path: Path) -> bytes:

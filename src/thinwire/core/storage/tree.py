@@ -11,10 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from thinwire._version import __version__
 from thinwire.errors import CheckpointError
 
 Json = Any
-_TREE = "$tree"
+FORMAT = 2
+"""The format of the states that this version writes. Files without a number have format 1."""
+HEADER = "/header"
+_HEADER_BYTES = 4096
 _RESERVED_KEYS = ("$tensor", "$tuple", "$items", "$sparse")
 # What a missing key of a defaultdict may begin with: only these functions have names that can be read back safely.
 _FACTORIES: dict[str, Callable[[], Any]] = {
@@ -117,17 +121,39 @@ def unpack(tree: Json, tensors: Mapping[str, Tensor]) -> Any:
     return {k: unpack(v, tensors) for k, v in tree.items()}
 
 
+def to_tensors(value: Any) -> dict[str, Tensor]:
+    """Return the tensors of a nested value by path, with the JSON tree as a tensor of bytes under "/header".
+
+    Raises:
+        CheckpointError: as `pack`.
+    """
+    tree, tensors = pack(value)
+    text = json.dumps({"format": FORMAT, "thinwire": __version__, "tree": tree}).encode()
+    # `torch.distributed.checkpoint` loads in place: padded, the header of an equal value mostly has the same size.
+    padded = text.ljust(-(-len(text) // _HEADER_BYTES) * _HEADER_BYTES)
+    return {HEADER: torch.frombuffer(bytearray(padded), dtype=torch.uint8), **tensors}
+
+
+def from_tensors(what: str, tensors: Mapping[str, Tensor]) -> Any:
+    """Restore the value that `to_tensors` returned; `what` names it in errors.
+
+    Raises:
+        CheckpointError: a later version of thinwire has written it. A damaged value raises any error.
+    """
+    header = json.loads(tensors[HEADER].cpu().numpy().tobytes())
+    check_format(what, header)
+    return unpack(header["tree"], tensors)
+
+
 def to_bytes(value: Any) -> Tensor:
-    """Return a nested value as bytes, a vector of uint8 on the CPU: safetensors, with the JSON tree among them.
+    """Return a nested value as bytes, a vector of uint8 on the CPU.
 
     Raises:
         CheckpointError: as `pack`.
     """
     from safetensors.torch import save  # here, so that `import thinwire` needs torch alone
 
-    tree, tensors = pack(value)
-    tensors[_TREE] = torch.frombuffer(bytearray(json.dumps(tree).encode()), dtype=torch.uint8)
-    return torch.frombuffer(bytearray(save(tensors)), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(save(to_tensors(value))), dtype=torch.uint8)
 
 
 def from_bytes(data: Tensor) -> Any:
@@ -135,8 +161,24 @@ def from_bytes(data: Tensor) -> Any:
     from safetensors.torch import load
 
     with torch.device("cpu"):  # safetensors makes empty tensors on the default device
-        tensors = load(data.numpy().tobytes())
-    return unpack(json.loads(tensors.pop(_TREE).numpy().tobytes()), tensors)
+        return from_tensors("the state", load(data.numpy().tobytes()))
+
+
+def check_format(what: str, header: Mapping[str, Any]) -> None:
+    """Refuse a state that a later version of thinwire has written in a format of its own.
+
+    Args:
+        what: the state, for the error.
+        header: with the `format`, and the version of `thinwire` that wrote it.
+
+    Raises:
+        CheckpointError: with both versions.
+    """
+    if header.get("format", 1) > FORMAT:
+        raise CheckpointError(
+            f"{what}: has checkpoint format {header['format']!r}, written by thinwire {header.get('thinwire')!r}. "
+            f"This version of thinwire ({__version__}) reads formats up to {FORMAT}. Update thinwire"
+        )
 
 
 def _of_kind(items: dict[Any, Any], kind: object, factory: object) -> dict[Any, Any]:
