@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average parameters with one neighbour at a time, while both compute at their own pace."""
+"""Average parameters with one neighbor at a time, while both compute at their own pace."""
 
 from functools import cached_property
 
@@ -25,7 +25,7 @@ _FLUSH = Barrier("flushed", topic=2, until="to finish this step's exchanges")
 
 @registered
 class ADPSGD(Strategy):
-    r"""Asynchronous decentralised parallel SGD: average with one neighbour while computing, each at its own pace.
+    r"""Asynchronous decentralized parallel SGD: average with one neighbor while computing, each at its own pace.
 
     Each worker, with no common clock, computes $g_i(\hat x_i)$ at the parameters $\hat x_i$ that it read at the start
     of its step. Meanwhile pairs $(i, j)$ average, and each then applies its own update to its current parameters:
@@ -33,8 +33,8 @@ class ADPSGD(Strategy):
     $$x_i, x_j \leftarrow \tfrac12 (x_i + x_j) \quad\text{atomically}, \qquad
       x_i \leftarrow x_i - \gamma\, g_i(\hat x_i).$$
 
-    The graph is bipartite. Workers on one side are *active*: after a step such a worker sends $a = x_i$ and goes on.
-    Its neighbour on the other side is *passive* and answers, also in the middle of its own step: $h = (x_j - a)/2$,
+    The graph is bipartite. Workers on one side are *active*: after a step such a worker sends $a = x_i$ and continues.
+    Its neighbor on the other side is *passive* and answers, also in the middle of its own step: $h = (x_j - a)/2$,
     $x_j \leftarrow x_j - h$, and $h$ goes back, to be added to $x_i$ at the end of the first step after it arrived.
     What is added on one side is subtracted on the other, so the sum of all $x_i$ changes by updates alone, in whatever
     order messages and steps happen. An active worker sends no second request before the answer, and a passive one
@@ -43,11 +43,11 @@ class ADPSGD(Strategy):
     Results depend on timing. Only the edges of the topology count, in either direction; its weights do not.
     Traffic: at most one vector per active worker and step in either direction; fewer where a message takes longer than
     a step. State: none on active workers; on passive ones `published` ($x_j$) and `snapshot` ($\hat x_j$), each like
-    the parameters, and `flushed`, the step up to which each neighbour's exchanges were complete at the last average of
+    the parameters, and `flushed`, the step up to which each neighbor's exchanges were complete at the last average of
     all.
 
     Lian et al., Asynchronous Decentralized Parallel Stochastic Gradient Descent, ICML 2018, arXiv:1710.06952,
-    Algorithm 1, with neighbours in a fixed order instead of at random.
+    Algorithm 1, with neighbors in a fixed order instead of at random.
 
     Args:
         topology: any connected bipartite graph, so for an even number of workers; with more edges updates spread
@@ -160,7 +160,7 @@ class ADPSGD(Strategy):
         r.launch("answer", box.expect(dst, r.x).then(lambda message: [message.content]))
 
     def _flush(self, r: Replica) -> list[Tensor]:
-        """Complete this step's exchanges: active workers tell all neighbours their step, passive ones wait for that."""
+        """Complete this step's exchanges: active workers report their step to all neighbors, passive ones wait."""
         if self._active(r):
             _FLUSH.reach(r, r.step, dst=self._neighbours(r))
         else:
@@ -175,9 +175,9 @@ class ADPSGD(Strategy):
 
 
 def _answer(r: Replica, box: Mailbox, message: Message) -> bool:
-    """Average with a neighbour, in whatever thread; changes the published vector only, never what autograd reads.
+    """Average with a neighbor, in whatever thread; changes the published vector only, never what autograd reads.
 
-    Where the neighbour has flushed this step and this worker has not started the next one, the request is put aside:
+    Where the neighbor has flushed this step and this worker has not started the next one, the request is put aside:
     it belongs to the time after the average of all.
     """
     if _FLUSH.reached(r, message.src, r.step):

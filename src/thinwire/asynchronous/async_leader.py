@@ -6,7 +6,7 @@ the count after each step; once the round has its steps, every worker goes to th
 
 A worker that waits for all others (for `consensus`, `save` or at the end) is at the barrier. It sends its round to rank
 0, and waits for an answer. If the round is over, it takes part in the election, which needs all ranks, and asks again;
-it goes on if every rank is at the barrier.
+it continues when every rank is at the barrier.
 """
 
 from functools import cached_property
@@ -66,7 +66,7 @@ class AsyncLeaderSGD(Strategy):
         pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
             `ScoreFunction` any score. A worker with fewer steps is compared by those it has taken.
-        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
+        result: the parameters to evaluate and save: the "mean" of all workers, or the current "leader".
 
     Example:
         >>> import torch, thinwire
@@ -169,7 +169,7 @@ class AsyncLeaderSGD(Strategy):
     def _count_step(self, r: Replica) -> int:
         """The steps of this round by all workers, with the one that has just ended."""
         box, round_ = r.comm.mailbox(r), int(r.state["round"])
-        # What a comm that only counts answers: as many steps as if all workers were equally fast.
+        # On a comm that only counts bytes: as many steps as if all workers were equally fast.
         expected = r.comm.size * int(r.state["own_steps"])
         if r.comm.rank:
             box.send(0, number(round_), topic=_STEP)
@@ -225,7 +225,7 @@ class AsyncLeaderSGD(Strategy):
 
 
 def _answer(box: Mailbox, answers: Answers) -> None:
-    """Tell the ranks at the barrier why they go on; rank 0 sees it in its own counters."""
+    """Report to the ranks at the barrier why they continue; rank 0 knows it from its counters."""
     for rank, reason in answers:
         if rank:
             box.send(rank, number(reason))

@@ -41,7 +41,7 @@ class BackupWorkers(Strategy):
     Up to b workers may be lost: the others continue. If the coordinator is lost, all others raise `PeerLostError`, and
     the run continues from a checkpoint. There is no server. Members average the
     gradient by messages among themselves, or all workers do in an all-reduce, to which late ones contribute zeros
-    beside their computation; one of the workers coordinates while it computes.
+    during their computation; one of the workers coordinates while it computes.
     `backups=0` is `AllReduce()`. With n workers, a loss of independent delays and $T_{(N:n)}$ the time of the N-th, a
     step takes $E[T_{(N:n)}]$ and its gradient has the noise of N workers.
     Traffic: by messages $2\frac{N-1}{N}$ of the gradient per member and step, and control messages of some bytes; a
@@ -87,7 +87,7 @@ class BackupWorkers(Strategy):
 
     paper = "Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981"
     waits = "every step, all wait until the first N workers are ready and their gradients are averaged"
-    limits = "data of a worker that is always late are never used unless they are assigned anew; N gradients of n count"
+    limits = "data of a permanently late worker are only used if they are assigned again; N gradients of n count"
 
     @cached_property
     def traits(self) -> Traits:

@@ -41,7 +41,7 @@ class ParameterServer(Strategy):
     timing.
     Traffic per worker and step: for its own pushes a worker sends $\frac{n-1}{n}$ of the parameters and receives as
     much; for the pushes that it answers, it sends and receives as much again. State: `published`, its part of the
-    parameters; `snapshot`, what it read last; and a few counters.
+    parameters; `snapshot`, the parameters that it read last; and a few counters.
 
     Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981, Algorithms 1 and 2 (Async-Opt). Scaling
     by staleness: Zhang, Gupta, Lian and Liu, Staleness-aware Async-SGD, IJCAI 2016, arXiv:1511.05950.

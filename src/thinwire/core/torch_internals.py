@@ -211,7 +211,7 @@ BATCH_NORMS: tuple[type[Any], ...] = (
 
 
 def check_batch_norm_input(module: nn.Module, input: Tensor) -> None:
-    """Raise what a layer of batch normalisation raises for an input of the wrong shape; nothing where torch cannot."""
+    """Raise what a layer of batch normalization raises for an input of the wrong shape; nothing where torch cannot."""
     check: Any = getattr(module, "_check_input_dim", None)
     if check is not None:
         check(input)

@@ -108,8 +108,8 @@ class Membership:
             size: the number of workers at the start of the run.
 
         Raises:
-            CommTimeoutError: not all workers arrived, or the running job did not accept this worker, within the
-            timeout. PeerLostError: the run has ended, or the store cannot be reached.
+            CommTimeoutError: not all workers arrived, or the job did not accept this worker, within the timeout.
+            PeerLostError: the run has ended, or the store cannot be reached.
         """
         threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
         try:

@@ -54,7 +54,7 @@ class Progress:
         7
         >>> settled([Progress(7, True, 3), Progress(7, False, 3)])
         6
-        >>> settled([Progress(8, False, 3), Progress(7, True, 3)])  # somebody is in the next round already
+        >>> settled([Progress(8, False, 3), Progress(7, True, 3)])  # one worker is in the next round already
         7
     """
 

@@ -41,7 +41,7 @@ def cross_entropy_2d(
         ignore_index: the target value that the loss ignores.
         reduction: "mean" over the batch's tokens, "sum" over them, or "none": this row's losses, [b / r, ...].
         tokens_at_a_time: tokens whose exponentials are in memory at once; a larger value is faster and takes more
-        memory.
+            memory.
 
     Raises:
         ConfigError: the shapes of logits and targets do not match; or, on all ranks, a target is outside the

@@ -70,7 +70,7 @@ class GroupComm(Comm):
     Raises:
         ConfigError: this rank is not in the group.
         CommError: not all ranks of the group create their comm within the timeout, or the rendezvous store does not
-        answer.
+            answer.
 
     Example:
         >>> import torch

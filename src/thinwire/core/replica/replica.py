@@ -77,8 +77,8 @@ class Replica:
         postponed: whether means of parameters that would start at this step are skipped, and their rounds continue;
             only strategies with the trait `postpones` use it.
         loss: the loss that was passed to `Worker.record_batch`, in fp32 on the device of `x`; None if there was none.
-        segments: the position of each parameter tensor in `x`, in order and without gaps; by default one for all of
-        `x`. moments: the optimizer's state for these parameters; none for a part of the vector.
+        segments: the position of each parameter tensor in `x`, in order and without gaps; by default one for all.
+        moments: the optimizer state of these parameters; none for a part of the vector.
         metrics: numbers about this step by name, for logs; not saved.
         parts: the replicas that `part` has made, by name.
         progress: the step and the values recorded for it; shared by all parts.

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from thinwire.core.replica.shards import rewrap_, unwrap_dtensors
 
 T = TypeVar("T")
-# What torch's schedulers add to a group when they are made, which may be after a checkpoint was written or loaded.
+# Keys that torch's schedulers add to a group, which may happen after a checkpoint was written or loaded.
 SCHEDULED = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"))
 
 

@@ -153,7 +153,7 @@ class RankFile:
         content = _bytes_of(file)
         if hashlib.sha256(content).hexdigest() != body["checksum"]:
             raise CheckpointError(f"{file}: is damaged, its checksum is not the one written; {self._fix}")
-        # What is empty, safetensors makes on the default device.
+        # Safetensors creates empty tensors on the default device.
         with torch.device("cpu"):
             tensors = from_bytes(content)
         return unpack(body["tree"], tensors)
@@ -165,7 +165,7 @@ class RankFile:
 
 
 def _bytes_of(path: Path) -> bytes:
-    # A pipe or a device in a file's place would be read for ever.
+    # A pipe or a device in a file's place would be read forever.
     if path.exists() and not path.is_file():
         raise CheckpointError(f"{path}: is not a file")
     return path.read_bytes()

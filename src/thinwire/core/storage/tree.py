@@ -20,7 +20,7 @@ FORMAT = 2
 HEADER = "/header"
 _HEADER_BYTES = 4096
 _RESERVED_KEYS = ("$tensor", "$tuple", "$items", "$sparse")
-# What a missing key of a defaultdict may begin with: only these functions have names that can be read back safely.
+# Allowed factories of a defaultdict: only these functions have names that can be read back safely.
 _FACTORIES: dict[str, Callable[[], Any]] = {
     kind.__name__: kind for kind in (bool, dict, float, int, list, set, str, tuple)
 }
@@ -76,7 +76,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def _kind_of(value: Mapping[Any, Any], path: str) -> dict[str, str | None]:
-    """What makes a mapping more than a dict; empty for a dict."""
+    """Return the additional data of a mapping that is more than a dict; empty for a dict."""
     if type(value) is dict:
         return {}
     if type(value) is Counter or type(value) is OrderedDict:

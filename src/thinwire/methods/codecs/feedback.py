@@ -40,7 +40,7 @@ class ErrorFeedback(CodecWrapper):
     Args:
         codec: $C$, which encodes the payloads.
         decay: $\beta$ in (0, 1], the decay of the residual from one message to the next; a smaller value forgets it
-        faster.
+            faster.
 
     Example:
         >>> import torch

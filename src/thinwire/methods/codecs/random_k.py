@@ -27,8 +27,8 @@ class RandomK(Codec):
     Gradient Sparsification for Communication-Efficient Distributed Optimization, NeurIPS 2018, arXiv:1710.09854.
 
     Args:
-        fraction: $\phi$, the fraction of sent elements, in (0, 1]; a smaller one sends fewer bytes, with a larger
-        error. unbiased: scale up the sent elements; for use without error feedback.
+        fraction: $\phi$, the fraction of sent elements, in (0, 1]; less sends fewer bytes, with a larger error.
+        unbiased: scale up the sent elements; for use without error feedback.
 
     Example:
         >>> import torch

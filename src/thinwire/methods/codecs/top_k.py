@@ -29,7 +29,7 @@ class TopK(Codec):
 
     Args:
         fraction: $\phi$, the fraction of sent elements, in (0, 1]; a smaller one sends fewer bytes, with a larger
-        error.
+            error.
 
     Example:
         >>> import torch

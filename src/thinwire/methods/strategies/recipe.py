@@ -164,7 +164,7 @@ class _Reader:
         except ThinwireError:
             raise
         except Exception as error:
-            # What a class did not foresee is the text's fault too, and deserves more than a traceback.
+            # An unexpected error of a class is caused by the text too, and needs more than a traceback.
             raise ConfigError(f"{where} refuses its arguments: {type(error).__name__}: {error}") from error
 
     def find(self, name: str) -> type:
@@ -190,7 +190,7 @@ class _Reader:
         return REGISTERED[full[0]]
 
     def source(self, node: ast.expr) -> str:
-        """The text of a syntax tree, as it was written."""
+        """Return the original text of a syntax tree."""
         return ast.get_source_segment(self.text, node) or ""
 
 

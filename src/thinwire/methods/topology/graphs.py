@@ -152,7 +152,7 @@ class Hierarchical(Topology):
         inside: the graph within a node.
         between: the graph between nodes.
         every: steps from one exchange between nodes to the next, at least 2; a larger value sends less over the slow
-        links.
+            links.
 
     Example:
         Two nodes of four: at even steps within the node, at odd ones with the same position in the other node.

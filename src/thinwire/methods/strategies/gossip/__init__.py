@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies that average parameters with neighbours on a graph."""
+"""Strategies that average parameters with neighbors on a graph."""

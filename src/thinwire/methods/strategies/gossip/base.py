@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of decentralised momentum methods: gossip, with a momentum in gradient units that the strategy keeps."""
+"""The base of decentralized momentum methods: gossip, with a momentum in gradient units that the strategy keeps."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -74,8 +74,8 @@ class DecentralisedMomentum(Strategy):
         # Weight decay and clipping act in the optimizer, so that the displacement from here includes them.
         r.state["anchor"].copy_(r.x)
 
-    # `restart` does nothing: the anchor is saved anew before each step. The momentum stays, as the optimizer's does; it
-    # is in units of a gradient, and does not refer to the parameters.
+    # `restart` does nothing: the anchor is saved again before each step. The momentum stays, as the optimizer's does;
+    # it is in units of a gradient, and does not refer to the parameters.
 
     def holds_average(self, size: int) -> bool:
         """Each worker mixes before its step ends, and nothing is in flight after it."""
@@ -83,8 +83,8 @@ class DecentralisedMomentum(Strategy):
 
     @abstractmethod
     def after_step(self, r: Replica) -> None:
-        """Mix parameters with the neighbours', and update the momentum."""
+        """Mix parameters with the neighbors', and update the momentum."""
 
     def peers(self, r: Replica) -> Peers:
-        """The neighbours of the step that the optimizer has just taken; `r.step` includes it already."""
+        """The neighbors of the step that the optimizer has just taken; `r.step` includes it already."""
         return exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gossip with compressed messages: neighbours keep copies, and workers send compressed changes to these."""
+"""Gossip with compressed messages: neighbors keep copies, and workers send compressed changes to these."""
 
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from thinwire.registry import registered
 
 @registered
 class Choco(Strategy):
-    r"""Every worker has a public copy of its parameters, equal at its neighbours, and sends compressed changes to it.
+    r"""Every worker has a public copy of its parameters, equal at its neighbors, and sends compressed changes to it.
 
     With $W$ the doubly stochastic weights of the graph and $\hat x_j$ the public copy of $j$'s parameters,
 
@@ -34,8 +34,8 @@ class Choco(Strategy):
     again at the next step, so the codec may be biased and needs no error feedback; its error must only be smaller than
     its input. The mean of workers moves by their updates alone, whatever the codec. Public copies start as the
     parameters, which are sent once uncompressed. With an exact codec and $\kappa = 1$ this is `Gossip(order="after")`.
-    Traffic: one payload and 16 bytes per neighbour and step. State: `public` ($\hat x_i$) and `mixed`
-    ($\sum_j W_{ij} \hat x_j$), each like the parameters in fp32, for any number of neighbours.
+    Traffic: one payload and 16 bytes per neighbor and step. State: `public` ($\hat x_i$) and `mixed`
+    ($\sum_j W_{ij} \hat x_j$), each like the parameters in fp32, for any number of neighbors.
 
     Koloskova, Stich and Jaggi, Decentralized Stochastic Optimization and Gossip Algorithms with Compressed
     Communication, ICML 2019, arXiv:1902.00340, Algorithm 2 (its memory-efficient form); for networks that are not
@@ -109,23 +109,23 @@ class Choco(Strategy):
         public = r.x.to(torch.float32, copy=True)
         received = r.comm.send_recv(public, peers.dst, peers.src).wait()
         mixed = public * peers.own
-        # Only the weighted sum of the neighbours' copies is kept, not each copy: memory does not grow with the graph.
+        # Only the weighted sum of the neighbors' copies is kept, not each copy: memory does not grow with the graph.
         for weight, theirs in zip(peers.weights, received, strict=True):
             mixed.add_(theirs, alpha=weight)
         r.state["public"], r.state["mixed"] = public, mixed
 
     def restart(self, r: Replica) -> None:
         """The public copies are the new parameters, which all workers have, so that nothing needs to be sent."""
-        # The weights of a worker's neighbours and its own sum to one, so the weighted sum of equal copies is that copy.
+        # The weights of a worker's neighbors and its own sum to one, so the weighted sum of equal copies is that copy.
         for name in ("public", "mixed"):
             r.state[name].copy_(r.x)
 
     def after_step(self, r: Replica) -> None:
-        """Send the compressed change of the public copy, and move towards the neighbours' copies."""
+        """Send the compressed change of the public copy, and move towards the neighbors' copies."""
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, 0, torch.float32)
         public, mixed, x = r.state["public"], r.state["mixed"], r.x.to(torch.float32)
         exchange = compressed_exchange(r.comm, x - public, self.codec, peers, key=draw_key(r.seed, r.step))
-        # This worker adds the decoded change too: its copy must stay equal to the ones that its neighbours keep.
+        # This worker adds the decoded change too: its copy must stay equal to the ones that its neighbors keep.
         mine, theirs = exchange.wait()
         public.add_(mine)
         mixed.add_(mine, alpha=peers.own)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix parameters with neighbours, with momentum on the whole displacement."""
+"""Mix parameters with neighbors, with momentum on the whole displacement."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,12 +23,12 @@ class DecentLaM(DecentralisedMomentum):
     $$\hat x_i = \sum_j W_{ij} (x_j - \gamma g_j), \qquad
       m_i \leftarrow \beta m_i + \tfrac1\gamma (x_i - \hat x_i), \qquad x_i \leftarrow x_i - \gamma m_i .$$
 
-    The momentum includes the correction by the neighbours, so it vanishes at D-PSGD's fixed point: the bias on
+    The momentum includes the correction by the neighbors, so it vanishes at D-PSGD's fixed point: the bias on
     heterogeneous data is D-PSGD's, without the factor $1/(1-\beta)^2$ that momentum on gradients brings. Without $m$
     it reads $x_i \leftarrow \hat x_i + \beta \frac{\gamma}{\gamma'}(x_i - x_i')$, dashes for the step before.
     `momentum=0` is `Gossip(order="after")`; the complete graph is AllReduce with momentum. In a step whose learning
     rate is zero parameters are mixed, and $m$ decays.
-    Traffic: one vector per neighbour and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
+    Traffic: one vector per neighbor and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
 
     Yuan et al., DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training, ICCV 2021, arXiv:2104.11981.
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix parameters and momentum with neighbours."""
+"""Mix parameters and momentum with neighbors."""
 
 from thinwire.core.replica.displacement import accumulate_, descend_
 from thinwire.core.replica.replica import Replica
@@ -12,7 +12,7 @@ from thinwire.registry import registered
 
 @registered
 class DoubleAveraging(DecentralisedMomentum):
-    r"""Gossip with heavy-ball momentum: each worker averages its parameters and its momentum with its neighbours.
+    r"""Gossip with heavy-ball momentum: each worker averages its parameters and its momentum with its neighbors.
 
     This is DA-DmSGD. With $W$ the doubly stochastic weights of the graph and $\gamma g$ what the worker's optimizer
     subtracts,
@@ -24,7 +24,7 @@ class DoubleAveraging(DecentralisedMomentum):
     between that of D-PSGD, which has no momentum, and that of D-PSGD with local momentum. `momentum=0` equals
     `Gossip(order="after")`; on the complete graph the method equals AllReduce with momentum. A step whose learning rate
     is zero also mixes both, and $m$ decays.
-    Traffic: two vectors per neighbour and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
+    Traffic: two vectors per neighbor and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
 
     Yu, Jin and Yang, On the Linear Speedup Analysis of Communication Efficient Momentum SGD for Distributed Non-Convex
     Optimization, ICML 2019, arXiv:1905.03817.
@@ -59,7 +59,7 @@ class DoubleAveraging(DecentralisedMomentum):
     limits = "sends twice the bytes of the other gossip methods"
 
     def after_step(self, r: Replica) -> None:
-        """Add the momentum to the optimizer's step, and average parameters and momentum with the neighbours."""
+        """Add the momentum to the optimizer's step, and average parameters and momentum with the neighbors."""
         displacement, momentum = r.state["anchor"], r.state["momentum"]
         peers = self.peers(r)
         displacement.sub_(r.x)

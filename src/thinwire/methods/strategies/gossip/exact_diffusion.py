@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix parameters with neighbours, and correct the bias that mixing causes."""
+"""Mix parameters with neighbors, and correct the bias that mixing causes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,7 +31,7 @@ class ExactDiffusion(DecentralisedMomentum):
     there is no bias on heterogeneous data, at any learning rate and momentum. `momentum=0` is exact diffusion (D2 mixes
     with $W$ itself). The momentum is an average ($1-\beta$ before $g$): for the pace of `SGD(momentum=...)` multiply
     the learning rate by $1/(1-\beta)$. In a step whose learning rate is zero parameters are mixed, and $m$ decays.
-    Traffic: one vector per neighbour and step. State: `anchor` ($x$ before the step), `momentum` ($m$) and
+    Traffic: one vector per neighbor and step. State: `anchor` ($x$ before the step), `momentum` ($m$) and
     `correction` ($c$).
 
     Hu et al., A Bias-Correction Decentralized Stochastic Gradient Algorithm with Momentum Acceleration,
@@ -101,7 +101,7 @@ class ExactDiffusion(DecentralisedMomentum):
         torch.sub(r.x, adapted, out=correction)
 
     def regroup(self, r: Replica, before: int) -> None:
-        """Let the corrections sum to zero among the workers that are there, or their mean would drift for ever."""
+        """Make the corrections of the current workers sum to zero; otherwise their mean would drift."""
         # Those of lost workers are missing in the sum. One that joins has another one's, which belongs to other data.
         correction = r.state["correction"]
         if not before:
@@ -109,7 +109,7 @@ class ExactDiffusion(DecentralisedMomentum):
         correction.sub_(mean_(r.comm, correction.clone()).wait())
 
     def peers(self, r: Replica) -> Peers:
-        r"""The step's neighbours, with the weights $\tfrac12 (I + W)$."""
+        r"""The step's neighbors, with the weights $\tfrac12 (I + W)$."""
         peers = DecentralisedMomentum.peers(self, r)
         halves = tuple(weight / 2 for weight in peers.weights)
         return peers._replace(own=(1 + peers.own) / 2, weights=halves)

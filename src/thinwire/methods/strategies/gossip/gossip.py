@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average parameters with a few neighbours at every step."""
+"""Average parameters with a few neighbors at every step."""
 
 from functools import cached_property
 from typing import Literal
@@ -17,7 +17,7 @@ from thinwire.registry import registered
 
 @registered
 class Gossip(Strategy):
-    r"""Mix the parameters with those of this step's neighbours (decentralised SGD, D-PSGD).
+    r"""Mix the parameters with those of this step's neighbors (decentralized SGD, D-PSGD).
 
     With $W$ the doubly stochastic weights of the graph,
 
@@ -29,7 +29,7 @@ class Gossip(Strategy):
     optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and on
     heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal` and
     `ExactDiffusion` avoid that.
-    Traffic: one vector per neighbour and step. State: none between steps.
+    Traffic: one vector per neighbor and step. State: none between steps.
 
     Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056,
     Algorithm 1.
@@ -39,7 +39,7 @@ class Gossip(Strategy):
         order: "while" combines while adapting, "after" adapts, then combines.
 
     Example:
-        On a ring of four, what one worker starts with reaches its two neighbours first:
+        On a ring of four, the parameters of one worker reach its two neighbors first:
 
         >>> import torch
         >>> import thinwire
@@ -77,7 +77,7 @@ class Gossip(Strategy):
             self._launch(r)
 
     def before_step(self, r: Replica) -> None:
-        """In the order "while", compute how far the parameters move towards those that the neighbours have sent."""
+        """In the order "while", compute how far the parameters move towards those that the neighbors have sent."""
         received = r.collect("neighbours")
         if received is not None:
             r.record_distance(r.x, received)
@@ -88,7 +88,7 @@ class Gossip(Strategy):
             r.state["pull"] = mix_(r.x.clone(), received, peers).sub_(r.x)
 
     def after_step(self, r: Replica) -> None:
-        """Send the parameters; in the order "after" also wait for the neighbours', and mix."""
+        """Send the parameters; in the order "after" also wait for the neighbors', and mix."""
         if self.order == "after":
             peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
             gossip_(r.comm, r.x, peers, r.record_distance).wait()

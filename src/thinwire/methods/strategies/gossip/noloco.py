@@ -35,7 +35,7 @@ class NoLoCo(Strategy):
     has to be sent. Without gradients differences between workers shrink on their own, which is computed for the graph
     before step 0; $\gamma$ below $2 + 2\beta$ is needed for any pair. The mean of all workers moves as in DiLoCo with
     heavy-ball momentum. A worker without a partner steps alone.
-    Traffic: one vector per neighbour and period, two with another $\gamma$ than $\eta$. State: `anchor` ($\phi$) and
+    Traffic: one vector per neighbor and period, two with another $\gamma$ than $\eta$. State: `anchor` ($\phi$) and
     `velocity` ($\delta$), like the parameters in fp32 at least.
 
     Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method for Large Models, 2025,

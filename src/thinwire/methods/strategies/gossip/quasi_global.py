@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Mix parameters with neighbours, with a momentum of the mixed parameters' displacement."""
+"""Mix parameters with neighbors, with a momentum of the mixed parameters' displacement."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ class QuasiGlobal(DecentralisedMomentum):
     is D-PSGD's at the learning rate $(1+\beta)\gamma$. `momentum=0` is `Gossip(order="after")`.
     It is stable on directed and changing graphs, where DecentLaM is not. In a step whose learning rate is zero
     parameters are mixed, and $m$ decays.
-    Traffic: one vector per neighbour and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
+    Traffic: one vector per neighbor and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
 
     Lin et al., Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data, ICML 2021,
     arXiv:2102.04761.

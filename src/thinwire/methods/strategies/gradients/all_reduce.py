@@ -47,7 +47,7 @@ class AllReduce(Strategy):
         [-1.5, -1.5]
 
     Args:
-        codec: for the gradients, bucket by bucket; None sends them as they are.
+        codec: for the gradients, bucket by bucket; None sends them uncompressed.
     """
 
     codec: Codec | None = None

@@ -23,7 +23,7 @@ from thinwire.methods.strategies.gradients.bits import (
 from thinwire.registry import registered
 
 _LEVEL_DECAY, _SLOPE_DECAY = 0.8, 0.95  # of the exponential means of log-squares and of their slope
-_MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not go on shrinking as fast as they do now
+_MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not keep shrinking at the current rate
 _POINTS = 64  # of the remaining steps at which the error is evaluated: a run may have millions of them
 
 
@@ -32,9 +32,9 @@ class BitLedger:
     """The bits spent so far, and the error made with them.
 
     Args:
-        step: steps that are settled.
+        step: the number of decided steps.
         bits: a worker has sent so far for one entry of its gradients; scales are not counted.
-        error: that quantisation has added so far to the bound on the loss.
+        error: that quantization has added so far to the bound on the loss.
         level: an exponential mean of half the binary logarithm of squares; NaN before the first.
         slope: an exponential mean of the level's change in one step.
         answered: bits so far of one entry of the means that were sent back; rules do not spend these.
@@ -60,7 +60,7 @@ class BitLedger:
     def after(self, bits: float, error: float, square: float) -> BitLedger:
         """One step later."""
         level, slope = self.level, self.slope
-        # A zero gradient has no logarithm, and must not lower the mean for ever.
+        # A zero gradient has no logarithm, and must not lower the mean forever.
         if square > 0:
             now = log2(square) / 2
             known = now if isnan(level) else level
@@ -75,14 +75,14 @@ class BitLedger:
 
 @dataclass(frozen=True)
 class Step:
-    """What a rule knows of a step.
+    """The inputs of a rule for a step.
 
     Args:
         squares: one worker's, of each part of the gradient: this step's, or the previous step's as an estimate;
             infinite where neither is known.
         sizes: entries of each part.
         lr: the learning rate.
-        share: the mean square error over that of one worker's code, and over a quarter of a level's square.
+        share: the mean square error relative to that of one worker's encoding, and to 1/4 of a level's square.
     """
 
     squares: Sequence[float]
@@ -139,7 +139,7 @@ class FixedBits:
 
 @registered
 class ErrorBound:
-    r"""The fewest bits that keep what quantisation adds to the bound on $F(x_T) - F^*$ within `error`.
+    r"""The fewest bits that keep what quantization adds to the bound on $F(x_T) - F^*$ within `error`.
 
     Let $E_t$ be the error added before step $t$, which follows
     $E_{t+1} = \alpha_t E_t + \eta_t^2 L S_t / 8 n s_t^2$ (this form allows the learning rate to change). The rule

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""The arithmetic of quantisation errors: how to divide bits among steps, and among the parts of a vector.
+r"""The arithmetic of quantization errors: how to divide bits among steps, and among the parts of a vector.
 
 A code of $b$ bits has $s = 2^{b-1} - 1$ levels on each side of zero. Where a block of $d_i$ entries with largest
 magnitude $N_i$ is rounded to them at random without bias, the square of its error is at most $d_i N_i^2 / 4s^2$ in
 expectation; $S = \sum_i d_i N_i^2$ is called a vector's *square* here. If a step of gradient descent with rate
-$\eta_t$ uses the mean over $n$ workers of such vectors, its quantisation adds, on an $L$-smooth and $\mu$-strongly
+$\eta_t$ uses the mean over $n$ workers of such vectors, its quantization adds, on an $L$-smooth and $\mu$-strongly
 convex function, to the bound on $F(x_T) - F^*$ at most
 
 $$\frac{a_t}{s_t^2}, \qquad a_t = \frac{L \eta_t^2}{8 n} S_t \prod_{k>t} \alpha_k, \qquad
@@ -73,7 +73,7 @@ def error_weights(
     strong_convexity: float = 0.0,
     share: float = 1.0,
 ) -> list[float]:
-    r"""The error that each step's quantisation adds to the final bound, times its squared levels ($a_t$).
+    r"""The error that each step's quantization adds to the final bound, times its squared levels ($a_t$).
 
     Args:
         squares: of one worker's gradient at each step.

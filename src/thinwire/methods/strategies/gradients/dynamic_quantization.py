@@ -37,7 +37,7 @@ _FP32_BITS = 32.0
 
 @registered
 class DQSGD(Strategy):
-    r"""Average quantised gradients; a rule chooses the bits of each step from the gradients' size and what is left.
+    r"""Average quantized gradients; a rule chooses the bits of each step from the gradients' size and what is left.
 
     With $C_b$ random rounding to $s = 2^{b-1}-1$ levels on each side of zero, relative to the largest entry of each
     block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and the two stages of any compressed
@@ -45,11 +45,11 @@ class DQSGD(Strategy):
 
     $$x \leftarrow x - \gamma\, C_{b_t+a}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
 
-    `ErrorBound` spends the fewest bits that keep what quantisation adds to the loss within a bound, `BitBudget` gets
+    `ErrorBound` spends the fewest bits that keep what quantization adds to the loss within a bound, `BitBudget` gets
     the least error out of a given number of bits, and `FixedBits` is the baseline. Rules know the gradients of the
-    previous step: workers sum their squares in a message of 8 bytes a bucket, for which no worker waits. All ranks thus
-    choose the same bits, bucket by bucket, before the backward pass begins. The first step has no previous one, and
-    takes as many bits as the rule allows.
+    previous step: workers sum their squares in a message of 8 bytes a bucket, that no worker waits for. All ranks
+    therefore choose the same bits, bucket by bucket, before the backward pass begins. The first step has no previous
+    one, and takes as many bits as the rule allows.
 
     Codes are unbiased, so there is no residual, and any optimizer may follow. A single worker encodes nothing. A
     gradient that is not finite on any rank becomes NaN on all of them, and the rule skips that step.
@@ -144,7 +144,7 @@ class DQSGD(Strategy):
         )
         if part.start == 0:
             total = r.comm.all_reduce_(state.squares)
-            # Collected by the next backward pass, so that no worker waits for it.
+            # Collected by the next backward pass, so that it delays no worker.
             r.launch("squares", total.then(lambda squares: [squares]))
             state.squares = state.squares.new_zeros(0)
         state.store(r)
@@ -179,7 +179,7 @@ class DQSGD(Strategy):
         if received is not None:
             ledger, sizes = self._settled(r, state, received[0])
             squares = state.last_squares.tolist()
-            # Saved squares are of other buckets where a checkpoint goes on with another bucket size.
+            # Saved squares are of other buckets if a checkpoint continues with another bucket size.
             squares = squares if len(squares) == len(sizes) else [inf] * len(sizes)
             step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
             most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
@@ -223,13 +223,13 @@ class DQSGD(Strategy):
         return Quantize(bits, self.block, self.dither, self.correlated)
 
     def _error_share(self, error: float) -> float:
-        """The mean square error of both stages together, over a quarter of a level's square."""
+        """Return the mean square error of both stages together, relative to 1/4 of a level's square."""
         return error / 3 if self.dither else error
 
 
 @dataclass
 class _QuantizationState:
-    """What one backward pass leaves to the next; `Replica.state` holds every field under its name, so it is saved.
+    """The state between backward passes; `Replica.state` has every field under its name, so it is saved.
 
     Attributes:
         ledger: float64 [6]; a `BitLedger`.

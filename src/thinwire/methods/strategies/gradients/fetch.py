@@ -188,13 +188,13 @@ class FetchSGD(Strategy):
         unsent[applied] = 0.0
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""
+        """Residual and momentum of a leaving worker go to a neighbor: their sum over workers is kept."""
         hand_on_unsent(r, leaving)
 
     def regroup(self, r: Replica, before: int) -> None:
         """With `conserving`, a worker that joins has no residual and no momentum; sketches are those of the sums."""
         begin_without_shares_(r, before)
-        # What a lost worker held would stay in the sketches for ever, where no worker could apply it any more.
+        # A lost worker's part would stay in the sketches forever, since no worker could apply it.
         pairs = (("momentum", "momentum_sketch"), ("unsent", "error_sketch")) if self.conserving else ()
         for name, sketch in pairs:
             table = Table.of(r.state[name], r.state[sketch].shape, draw_key(r.seed, 0))

@@ -33,7 +33,7 @@ _MESSAGE_ENTRIES = 1 << 21
 
 @registered
 class CompressedMomentum(Strategy):
-    r"""Average gradients until the optimizer's variance has settled; from then on average encoded momenta.
+    r"""Average gradients until the optimizer's variance is stable, then average compressed momenta.
 
     Needs an optimizer that can freeze its variance, `OneBitLamb` or `OneBitAdam`. For `warmup_steps` this is
     `AllReduce()`. After that every worker updates the last common momentum with its own gradient, and the results are
@@ -75,7 +75,7 @@ class CompressedMomentum(Strategy):
         codec: for the momenta; `OneBit(norm="l2")` has a scale for every block, with `whole=True` one for all of them,
             as in the papers.
         warmup_steps: steps before momenta are encoded; more freezes a better variance, and sends more. None ends the
-            warm-up when the variance has settled.
+            warm-up when the variance is stable.
         settled: with `warmup_steps=None`, the share of the variance that may still change in $1/(1-\beta_2)$ steps.
         max_norm: clips gradients with one factor on all ranks: by the norm of their mean during the warm-up, by the
             root of their mean square norm afterwards, which takes an all-reduce of 8 bytes before codes are sent.
@@ -97,7 +97,7 @@ class CompressedMomentum(Strategy):
     waits = (
         "every step, all wait for the slowest worker and for the transfer of the codes (of gradients in the warm-up)"
     )
-    limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for the variance to settle"
+    limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for a stable variance"
 
     @cached_property
     def traits(self) -> Traits:
@@ -166,7 +166,7 @@ class CompressedMomentum(Strategy):
             square = norm.double().square().reshape(1)
             if not warm:
                 # Each worker has a gradient of its own now; a factor of its own would bias the mean. The norms in the
-                # codes' headers arrive too late: what is encoded depends on the factor.
+                # codes' headers arrive too late: the encoded values depend on the factor.
                 square = mean_(r.comm, square, count=r.active).wait()
             r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
         if warm:

@@ -52,8 +52,8 @@ class SketchedSGD(Strategy):
 
     Nothing is lost: applied updates and $\sum_i v_i$ add up to the sum of all momenta. Where $Pk$ covers all
     coordinates, or with a single one, this is SGD. Hashes change at every step, so that coordinates which collide now
-    are separated later. Tensors of fewer than `dense_below` elements are sent uncompressed beside the table, and keep
-    their momentum.
+    are separated later. Tensors of fewer than `dense_below` elements are sent uncompressed, separate from the table,
+    and keep their momentum.
 
     `momentum` replaces the optimizer's own, which must be plain SGD; its weight decay acts on all parameters at every
     step, and is not sent. If a gradient is not finite on any rank, all ranks skip the step.
@@ -168,7 +168,7 @@ class SketchedSGD(Strategy):
         r.state["unsent"] = unsent
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Residual and momentum of a leaving worker go to a neighbour: their sum over workers is kept."""
+        """Residual and momentum of a leaving worker go to a neighbor: their sum over workers is kept."""
         hand_on_unsent(r, leaving)
 
     def regroup(self, r: Replica, before: int) -> None:
@@ -221,7 +221,7 @@ class SketchedSGD(Strategy):
         """By each worker's own largest entries; None if a gradient is not finite on any rank."""
         k, large = self.num_updated(split), split.large_of(unsent)
         dense = r.comm.all_reduce_(split.small_of(unsent)) if split.small else None
-        # A rank whose gradient is not finite says so, and all ranks skip the step together.
+        # A rank reports a non-finite gradient, and all ranks skip the step together.
         finite = all_finite(large)
         mine = top_k(large, k) if finite else torch.arange(k, device=large.device)
         header = Header(codec_number(repr(self), large.numel()), r.comm.step)

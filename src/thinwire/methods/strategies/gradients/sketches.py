@@ -229,7 +229,7 @@ def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
 
 
 def hand_on_unsent(r: Replica, leaving: Sequence[int]) -> None:
-    """Let leaving workers' residuals and momenta, which are shares of a sum, go to their neighbours."""
+    """Let leaving workers' residuals and momenta, which are shares of a sum, go to their neighbors."""
     hand_on_sums_(r.comm, r.state, leaving, lambda name: name.rpartition("/")[2] in _SHARES, scale=1)
 
 

@@ -31,19 +31,19 @@ class ZeroOne(Strategy):
     $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. The other of these steps average compressed
     momenta, with error feedback and in two stages (each rank averages one piece, compresses it again and sends it to
     all), as under `CompressedMomentum`. Then the variance is frozen, and workers take local steps between
-    synchronisations. The gaps between synchronisations are $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps, each gap
+    synchronizations. The gaps between synchronizations are $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps, each gap
     `local_doubling` times, up to `most_local`. With $C$ the codec, $e_i$ the residual of worker $i$, $\gamma_k$ and
-    $m_{i,k}$ the learning rate and momentum of step $k$, and sums over the steps since the last synchronisation, a
-    synchronisation computes
+    $m_{i,k}$ the learning rate and momentum of step $k$, and sums over the steps since the last synchronization, a
+    synchronization computes
 
     $$\bar m = C\Big(\frac{\sum_k \gamma_k m_{i,k}}{\sum_k \gamma_k} + e_i\Big) \text{ in two stages}, \qquad
       x \leftarrow x' - \frac{\sum_k \gamma_k}{\sqrt v + \epsilon} \bar m ,$$
 
-    where $x'$ are the parameters of the last synchronisation, and $\bar m$ the mean momentum of the steps since then.
+    where $x'$ are the parameters of the last synchronization, and $\bar m$ the mean momentum of the steps since then.
     As a mean, $\bar m$ has the magnitude of one momentum for any gap, so residuals keep their scale when gaps grow.
 
-    After every synchronisation all workers hold the same parameters, bit for bit. A gradient that is not finite counts
-    as zero in a local step; at a synchronisation all workers skip the step and keep their residuals.
+    After every synchronization all workers hold the same parameters, bit for bit. A gradient that is not finite counts
+    as zero in a local step; at a synchronization all workers skip the step and keep their residuals.
 
     Traffic per worker: $2\frac{n-1}{n}$ of the gradient at steps that average gradients, $2\frac{n-1}{n}$ of the
     compressed momentum at steps that average momenta, nothing at local steps. State: the residual of the worker, like
@@ -63,8 +63,8 @@ class ZeroOne(Strategy):
         codec: for the momenta; `OneBit(norm="l2", whole=True)` as in the paper.
         variance_steps: steps during which the variance is updated; more gives a better variance, and sends more.
         variance_doubling: $\kappa$, averages of gradients until the gap between them doubles; more sends more.
-        local_doubling: synchronisations until the gap between them doubles; more sends more.
-        most_local: the widest gap, a power of two; 1 synchronises at every step.
+        local_doubling: synchronizations until the gap between them doubles; more sends more.
+        most_local: the widest gap, a power of two; 1 synchronizes at every step.
     """
 
     codec: Codec = OneBit(norm="l2")
@@ -149,7 +149,7 @@ class ZeroOne(Strategy):
         self._prepare(r)
 
     def restart(self, r: Replica) -> None:
-        """The next local steps begin at the parameters, as after a synchronisation."""
+        """The next local steps begin at the parameters, as after a synchronization."""
         optimizer = replica_view(r).optimizer
         if isinstance(optimizer, ZeroOneAdam):
             optimizer.forget_local_steps()
@@ -170,7 +170,7 @@ class ZeroOne(Strategy):
             optimizer.freeze()
 
     def _synchronise(self, r: Replica) -> None:
-        """Average the momenta since the last synchronisation; all skip the step if the mean is not finite."""
+        """Average the momenta since the last synchronization; all skip the step if the mean is not finite."""
         view, target = replica_view(r), self._target(r)
         parameters, momenta = view.within(slice(0, r.x.numel()), target)
         # `share` makes the mean over all ranks one over those that still have data.

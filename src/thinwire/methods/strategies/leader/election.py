@@ -105,7 +105,7 @@ def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
     if metric == "window":
         losses[int(count) % len(losses)] = r.loss
     else:
-        # Starts anew after a loss that was not finite: the mean would stay NaN for ever.
+        # Restarts after a non-finite loss: the mean would otherwise stay NaN.
         restart = (count == 0).to(losses.device) | ~torch.isfinite(losses)
         losses.copy_(torch.where(restart, r.loss, losses.lerp(r.loss.expand(1), 1 / length)))
     count += 1

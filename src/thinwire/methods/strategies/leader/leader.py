@@ -46,7 +46,7 @@ class LeaderSGD(Strategy):
         pull: $\lambda$, in [0, 1]; more keeps workers closer to the leader, and lets them explore less.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
             `ScoreFunction` any score, such as the loss of a batch that is the same on all ranks.
-        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
+        result: the parameters to evaluate and save: the "mean" of all workers, or the current "leader".
 
     Example:
         >>> import torch, thinwire
@@ -61,7 +61,7 @@ class LeaderSGD(Strategy):
         ...         worker.record_batch(loss=loss)
         ...         optimizer.step()
         ...     return model.weight.item()
-        >>> thinwire.run_threads(3, train)  # rank 0 has the lowest loss; the others go a quarter of the way to it
+        >>> thinwire.run_threads(3, train)  # rank 0 has the lowest loss; the others move 25 % of the way to it
         [0.0, 3.0, 6.0]
     """
 

@@ -55,7 +55,7 @@ class MultiLeaderSGD(Strategy):
         global_pull: $\lambda_G$, in [0, 1]; more keeps nodes closer together.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
             `ScoreFunction` any score, such as the loss of a batch that is the same on all ranks.
-        result: what is evaluated and saved: the "mean" of all workers, or the "leader" of the moment.
+        result: the parameters to evaluate and save: the "mean" of all workers, or the current "leader".
 
     Example:
         >>> import torch, thinwire

@@ -40,7 +40,7 @@ class CoCoD(Strategy):
 
     Args:
         period: $\tau$, optimizer steps of a round; more sends less, hides longer transfers, and drifts further.
-        codec: compresses the differences from the last mean; None sends the parameters as they are.
+        codec: compresses the differences from the last mean; None sends them uncompressed.
 
     Example:
         Each worker holds its own last round on top of the mean of all earlier ones; consensus is the mean.
@@ -82,7 +82,7 @@ class CoCoD(Strategy):
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
     def check(self, size: int) -> None:
-        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        """Check that the codec can compress differences; a biased one needs error feedback."""
         check_differences(self.codec)
 
     def start(self, r: Replica) -> None:
@@ -131,7 +131,7 @@ class CoCoD(Strategy):
         self.restart(r)
 
     def end_point(self, r: Replica) -> Tensor:
-        """The mean of all workers' parameters, with the coded mean that is in flight."""
+        """The mean of all workers' parameters, with the compressed mean that is in flight."""
         # The mean in flight would move the workers, but not their mean: the differences to it add up to zero. A coded
         # one moves their mean too, by the change of the residuals, which belong to it from then on.
         x, mean = r.x.clone(), r.inflight.get("mean")

@@ -14,7 +14,7 @@ from thinwire.methods.reduce.compressed_all_reduce import at_once, compressed_me
 
 
 def check_tracked(codec: Codec | None) -> None:
-    """Refuse codecs that differences cannot be coded with, or with which a tracked mean would stay wrong.
+    """Check that the codec can compress differences, and keeps a tracked mean correct.
 
     Raises:
         ConfigError: with the fix.
@@ -65,7 +65,7 @@ def track(r: Replica, codec: Codec, point: Tensor, *, pulled: bool) -> None:
 
 
 def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float = 1.0) -> Work[Tensor]:
-    """`point` plus the mean over workers of their coded differences from it; the same on all ranks.
+    """Return `point` plus the mean of the workers' compressed differences from it, equal on all ranks.
 
     Args:
         r: the worker.
@@ -97,7 +97,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
         r: the worker; with error feedback it keeps `mean` ($m$), and `error` ($e_i - s_i$) or `sent` ($s_i$).
         x: its vector, which may change before the wait.
         point: $z$, the same on all ranks; must not change before the wait.
-        codec: compresses the differences; None sends the vectors as they are.
+        codec: compresses the differences; None sends them uncompressed.
     """
     if codec is None:
         return mean_(r.comm, x.clone())
@@ -122,8 +122,8 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
 def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:
     r"""Let `tracked_mean` know that all workers have been pulled to a common point: $x_i \leftarrow (1-w) x_i + w z$.
 
-    What all know need not be sent: $m \leftarrow (1-w) m + w z$, $s_i \leftarrow (1-w) s_i + w z$. The residuals stay
-    as they are, since the pull has taken a part of what they hold out of $x_i$. With $w = 1$ this is plain error
+    Values that all ranks know are not sent: $m \leftarrow (1-w) m + w z$, $s_i \leftarrow (1-w) s_i + w z$. The
+    residuals stay unchanged, since the pull has taken a part of them out of $x_i$. With $w = 1$ this is plain error
     feedback of differences from $z$.
 
     Args:
@@ -138,7 +138,7 @@ def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) ->
 
 
 def restart_mean(r: Replica, codec: Codec | None, *, pulled: bool = False) -> None:
-    r"""Let `tracked_mean` begin anew at the parameters, which are equal on all ranks; nothing may be in flight.
+    r"""Restart `tracked_mean` at the parameters, which are equal on all ranks; nothing may be in flight.
 
     Where `pull_mean_` is called, residuals hold what a pull has taken out of the workers, too: this part of them,
     $m + \tfrac1n \sum_i (e_i - s_i)$, stays.
@@ -151,7 +151,7 @@ def restart_mean(r: Replica, codec: Codec | None, *, pulled: bool = False) -> No
     if not tracks(codec):
         return
     if not pulled:
-        # The residuals are what the mean lacks. This one is exact: they would be added to it for good.
+        # The residuals are missing from the mean. This mean is exact, so adding them would make it wrong.
         forget_residuals(r)
     elif "error" in r.state:
         r.state["error"].add_(r.state["mean"] - r.state["sent"])

@@ -44,8 +44,8 @@ class DiLoCo(OuterStep):
     $$\Delta = \tfrac1n \sum_i (\theta - x_i'), \qquad \theta \leftarrow \text{OuterOpt}(\theta, \Delta), \qquad
       x_i \leftarrow \alpha x_i + (1-\alpha) \theta ,$$
 
-    where $x_i'$ are the worker's parameters `delay` steps before, when they were sent: training goes on meanwhile. The
-    steps of the delay are in $x_i$ alone, and $\alpha = 0$ drops them.
+    where $x_i'$ are the worker's parameters `delay` steps before, when they were sent: training continues during that
+    time. The steps of the delay are in $x_i$ alone, and $\alpha = 0$ drops them.
 
     The parameters are sent in $F$ `fragments`, which do all this one after another: fragment $f = 0, \ldots, F-1$ at
     the steps $\lfloor (f+1) H/F \rfloor + kH$. A fragment that would have been sent before the first step begins with
@@ -53,8 +53,8 @@ class DiLoCo(OuterStep):
 
     With `weights="samples"` and $s_i$ the samples that worker $i$ has used since it last sent, $\Delta$ is
     $\sum_i s_i (\theta - x_i') / \sum_i s_i$. With a `codec` $C$ it is the mean of coded differences; what
-    error feedback then sends at $\alpha > 0$ is said in `thinwire.methods.strategies.local.coded_means.pull_mean_`;
-    it needs equal weights there.
+    error feedback then sends at $\alpha > 0$ is described in
+    `thinwire.methods.strategies.local.coded_means.pull_mean_`; it needs equal weights there.
 
     $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
     the paper; its state stays with each worker. SGD with `lr=1` as the outer optimizer is Local SGD, and with momentum
@@ -74,7 +74,7 @@ class DiLoCo(OuterStep):
         base: the strategy between outer steps; with `Local()`, as in the paper, workers send nothing there.
         period: $H$, optimizer steps between outer steps; more sends less.
         outer: $\text{OuterOpt}$; the paper's is SGD with a learning rate of 0.7 and Nesterov momentum of 0.9.
-        codec: compresses the differences that are averaged; None sends the parameters as they are.
+        codec: compresses the differences that are averaged; None sends them uncompressed.
         fragments: $F$, at most the period; more makes messages smaller and more frequent.
         cut: "evenly", or "layers" for fragments of whole modules, nearly even, in the order of the parameters.
         delay: steps from sending a fragment to its outer step, from 0 to `period` - 1; more hides longer transfers,
@@ -164,7 +164,7 @@ class DiLoCo(OuterStep):
 
     @property
     def ends_together(self) -> bool:
-        """Whether a round ends for all parameters at one step, from which all workers go on alike."""
+        """Return True if a round ends for all parameters at one step, with equal parameters."""
         return self.fragments == 1 and self.delay == 0 and self.mixing == 0
 
     def _lr_factor(self) -> float | None:
@@ -304,7 +304,7 @@ class DiLoCo(OuterStep):
         return [min([0, *layers, n], key=lambda edge: abs(edge - place)) for place in even]
 
     def _send(self, r: Replica, where: Placement) -> None:
-        """Launch the average of the workers' parameters as they are now."""
+        """Launch the average of the workers' current parameters."""
         if r.x.numel() and not self._averages_in_place and not r.postponed:
             r.launch("average", self._mean(r, where).then(lambda mean: [mean]))
 

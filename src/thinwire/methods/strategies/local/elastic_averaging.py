@@ -62,7 +62,7 @@ class EASGD(Strategy):
         centre_pull: $\beta$, in (0, 1]; more lets the centre follow the workers faster.
         pull: $\alpha$, in [0, 1]; more keeps workers closer to the centre; None is $\beta/n$, as in the paper.
         momentum: $\delta$ of the workers, in [0, 1), for an optimizer without one; more smooths and speeds up.
-        codec: compresses the differences; None sends the parameters as they are.
+        codec: compresses the differences; None sends them uncompressed.
 
     Example:
         The largest stable product of learning rate and curvature falls as the pull grows:
@@ -124,7 +124,7 @@ class EASGD(Strategy):
         return min(2 - 2 * alpha / (2 - beta), overshoot, 2 - alpha)
 
     def check(self, size: int) -> None:
-        """Refuse pulls under which no learning rate is stable, and codecs that differences cannot be coded with."""
+        """Refuse pulls under which no learning rate is stable, and codecs that cannot compress differences."""
         check_tracked(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(

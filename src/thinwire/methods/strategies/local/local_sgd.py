@@ -112,7 +112,7 @@ class LocalSGD(Strategy):
             move fastest, and sends as much as AllReduce meanwhile.
         weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`; a step without
             such a number counts as one sample, a step without gradient as none.
-        codec: compresses the differences from the last average; None sends the parameters as they are.
+        codec: compresses the differences from the last average; None sends them uncompressed.
 
     Example:
         >>> import torch
@@ -168,7 +168,7 @@ class LocalSGD(Strategy):
             )
 
     def check(self, size: int) -> None:
-        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        """Check that the codec can compress differences; a biased one needs error feedback."""
         check_differences(self.codec)
 
     def start(self, r: Replica) -> None:
@@ -187,7 +187,7 @@ class LocalSGD(Strategy):
 
     def restart(self, r: Replica) -> None:
         """With a codec, take differences from here on from the new parameters, which are equal on all ranks."""
-        # The residual of the codec stays: it is what earlier messages did not say, wherever the next one starts.
+        # The residual of the codec stays: it is the unsent part of earlier messages, wherever the next one starts.
         if self.codec is not None:
             r.state["anchor"].copy_(r.x)
 

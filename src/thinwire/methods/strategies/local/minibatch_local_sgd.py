@@ -44,7 +44,7 @@ class MinibatchLocalSGD(Strategy):
         period: $K$, steps in a round; more sends less, and needs a smaller learning rate unless `inner` is near 1.
         inner: $\rho$, the inner learning rate over the outer one; more makes better use of every gradient while workers
             agree, and drifts further where their data differ.
-        codec: compresses the summed gradients; None sends them as they are.
+        codec: compresses the summed gradients; None sends them uncompressed.
 
     Example:
         Without inner steps a round of two steps is one step along the sum of both gradients, averaged over workers:
@@ -98,7 +98,7 @@ class MinibatchLocalSGD(Strategy):
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
 
     def check(self, size: int) -> None:
-        """Refuse codecs that sums cannot be coded with, as a biased one without error feedback."""
+        """Check that the codec can compress sums; a biased one needs error feedback."""
         check_differences(self.codec)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -141,7 +141,7 @@ class MinibatchLocalSGD(Strategy):
             self.average_(r)
 
     def restart(self, r: Replica) -> None:
-        """Start a round at the parameters; what a round before has gathered led away from elsewhere, and is dropped."""
+        """Start a round at the parameters; sums of an earlier round belong to other parameters and are dropped."""
         # The residual of the codec stays: it is the part of earlier sums that has not been sent yet.
         for name in ("unit", "begin"):
             r.state.pop(name, None)

@@ -30,8 +30,8 @@ class OuterOptimizer:
     and $\bar x$ the average at its end, the optimizer steps from $x_0$ with $x_0 - \bar x$ as gradient. This gradient
     is not divided by the workers' learning rate; in slow momentum it is.
 
-    A recipe names the optimizer, and only literals are its arguments. What a module has of that name is called only if
-    it is an optimizer, or a function whose annotation says that it returns one.
+    A recipe names the optimizer, and only literals are its arguments. The named object of a module is called only if
+    it is an optimizer, or a function that is annotated to return one.
 
     Args:
         optimizer: a class in `torch.optim`, such as "SGD" or "AdamW"; or "module:Name", an `Optimizer` class or a

@@ -55,25 +55,25 @@ WHOLE = Placement()
 
 
 def factor_of_rounds(base: Strategy, codec: Codec | None) -> float | None:
-    """The `lr_factor` of what is sent of the base's rounds between outer steps; None if it is not known."""
+    """Return the `lr_factor` of the base's rounds between outer steps; None if it is not known."""
     own = base.traits.lr_factor
-    # A base with rounds of its own begins them anew after each outer step: its factor is that of rounds that go on.
+    # A base with its own rounds restarts them after each outer step; its factor is that of uninterrupted rounds.
     return own if sends_all(codec) and (own == 1 or not base.traits.period) else None
 
 
 def scaled_by(base: Strategy, codec: Codec | None, lr: float, momentum: float) -> float | None:
-    """The `lr_factor` of a step with momentum on what is sent of the base's rounds."""
+    """Return the `lr_factor` of a step with momentum on the base's rounds."""
     factor = factor_of_rounds(base, codec)
     return None if factor is None else factor * lr / (1 - momentum)
 
 
 def _is_plain(base: Strategy) -> bool:
-    """Whether the base's average is the mean of the parameters as they are, with nothing in flight."""
+    """Return True if the base's average is the plain mean of the parameters, with nothing in flight."""
     return type(base).average_ is Strategy.average_ and not base.traits.equal_replicas
 
 
 class OuterStep(Wrapper):
-    """Rounds of a base; after each, `step_` moves the point where it started, and all go on from there.
+    """Rounds of a base; after each, `step_` moves the point where it started, and all continue from there.
 
     Its state is `anchor`, the start of the round in fp32 at least, and what `step_` keeps. The hooks take the placement
     of this state, which `Placed` wrappers choose.
@@ -81,8 +81,8 @@ class OuterStep(Wrapper):
     Attributes:
         base: the strategy between the averages.
         period: steps in a round.
-        codec: compresses the differences from the anchor that are averaged; None averages the parameters as they are.
-        exact: whether the round ends with an average; else each worker goes on with its own parameters.
+        codec: compresses the differences from the anchor that are averaged; None averages them uncompressed.
+        exact: whether the round ends with an average; otherwise each worker continues with its own parameters.
     """
 
     base: Strategy
@@ -119,7 +119,7 @@ class OuterStep(Wrapper):
         """
 
     def check(self, size: int) -> None:
-        """As the base; and refuse codecs that differences cannot be coded with."""
+        """Run the check of the base, and check that the codec can compress differences."""
         check_differences(self.codec)
         super().check(size)
         if not self.exact and not self.base.holds_average(size):
@@ -203,7 +203,7 @@ class OuterStep(Wrapper):
 
 
 class Placed(Wrapper):
-    """A wrapper that says where the state of its base's outer steps lies; it changes nothing else.
+    """A wrapper that changes only where the state of its base's outer steps is stored.
 
     Attributes:
         base: `SlowMo`, `DiLoCo`, or another such wrapper around one of them.

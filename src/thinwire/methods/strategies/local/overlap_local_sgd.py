@@ -46,14 +46,14 @@ class OverlapLocalSGD(Strategy):
 
     With an unbiased `codec` $C$ the mean is $\bar x = z + \tfrac1n \sum_j C(x_j - z)$. With `ErrorFeedback` workers
     send how far they have come since their last message: with $x_i'$ the parameters then,
-    $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. What a codec holds back makes the mean older, and
+    $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. The codec's residual makes the mean older, and
     `progress` smaller.
 
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, with at most one message in
     flight; of a codec whose mean takes two stages the second starts in the middle of the delay. State: `anchor` ($z$),
     `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size of the
     parameters; with a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also
-    `mean` ($\bar x$), like the anchor. What it keeps of $x_i'$ is in the residual `error`, or in `sent`.
+    `mean` ($\bar x$), like the anchor. Its part of $x_i'$ is in the residual `error`, or in `sent`.
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
     ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
@@ -70,7 +70,7 @@ class OverlapLocalSGD(Strategy):
             transfers; less uses fresher means.
         compensate: multiply the local update of each period by 1/`progress`, as a larger learning rate would; needs a
             delay of the whole period.
-        codec: compresses the differences; None sends the parameters as they are.
+        codec: compresses the differences; None sends them uncompressed.
 
     Example:
         How fast training is, as a multiple of the learning rate:
@@ -138,7 +138,7 @@ class OverlapLocalSGD(Strategy):
         return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
 
     def check(self, size: int) -> None:
-        """Refuse codecs that differences cannot be coded with, as a biased one without error feedback."""
+        """Check that the codec can compress differences; a biased one needs error feedback."""
         check_tracked(self.codec)
 
     def start(self, r: Replica) -> None:
@@ -182,7 +182,7 @@ class OverlapLocalSGD(Strategy):
         anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
 
     def restart(self, r: Replica) -> None:
-        """Start anew at the parameters, which are the anchor and the mean that has arrived, as at the first round."""
+        """Restart at the parameters, which become the anchor and the received mean, as in the first round."""
         # The mean in flight is of the parameters as they were, towards which it would pull the workers back. The
         # velocity is a distance between the anchor and means, not a gradient, and belongs to the old anchor too.
         r.collect("mean")

@@ -45,7 +45,7 @@ class SlowMo(OuterStep):
         lr: $\alpha$, the slow learning rate; 1 is usual.
         buffers: whether a slow step keeps the optimizer's own state, clears it, or averages its moments over workers.
         exact: False takes each worker's own parameters as the average, and sends nothing at a slow step.
-        codec: compresses the differences from $x_0$ that are averaged; None sends the parameters as they are.
+        codec: compresses the differences from $x_0$ that are averaged; None sends them uncompressed.
 
     Example:
         >>> import torch, thinwire

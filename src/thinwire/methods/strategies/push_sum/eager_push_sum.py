@@ -37,8 +37,8 @@ class EagerPushSum(Strategy):
 
     `staleness=0` is `PushSum` with its weights. Otherwise results depend on timing, which the weights correct for, and
     a resumed run keeps all mass but not all bits; `PushSum(staleness=...)` is the same method on a schedule.
-    Traffic: one vector and 8 bytes per neighbour and step. State: `mass`, the vector of $x$ and $w$ together, and
-    `debiased`, $z$ before the step; messages in flight, at most $\tau + 2$ from each neighbour.
+    Traffic: one vector and 8 bytes per neighbor and step. State: `mass`, the vector of $x$ and $w$ together, and
+    `debiased`, $z$ before the step; messages in flight, at most $\tau + 2$ from each neighbor.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2.
 
@@ -109,7 +109,7 @@ class EagerPushSum(Strategy):
         numerator(mass).sub_(debiased.sub_(r.x))
         now = self._shares(r, r.step - 1)
         for rank in now.dst:
-            # Unscaled, so that all neighbours get the same vector; each multiplies it by its share.
+            # Unscaled, so that all neighbors get the same vector; each multiplies it by its share.
             box.send(rank, mass)
         for rank in now.src:
             r.launch(_name(r.step - 1, rank), box.expect(rank, mass).then(lambda message: [message.content]))

@@ -41,7 +41,7 @@ class PushSum(Strategy):
     stochastic, $w$ is then always one, and neither sent nor stored. With staleness it is Overlap SGP: the shares of a
     step are in flight while later steps compute, and are added at the end of exactly the $\tau$-th step after, so that
     results do not depend on timing. The weights then differ from one on every graph.
-    Traffic: one vector per neighbour and step; where $w$ is sent it is 8 bytes more, and in fp32 at least. State: none,
+    Traffic: one vector per neighbor and step; where $w$ is sent it is 8 bytes more, and in fp32 at least. State: none,
     or `mass`, the vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithms 1
@@ -138,7 +138,7 @@ class PushSum(Strategy):
             r.state["debiased"].copy_(r.x)
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Add the messages in flight; a leaving worker's mass goes to a neighbour, and all are scaled to the new size.
+        """Add the messages in flight; a leaving worker's mass goes to a neighbor, and all are scaled to the new size.
 
         So no mass is lost: the weights add up to the number of workers that stay, and the average stays what it is.
         Where weights stay one, all take the mean.
@@ -153,10 +153,10 @@ class PushSum(Strategy):
         debias_(r, mass)
 
     def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
-        """Every survivor goes on from its own parameters with the weight one; tells the weight that was lost.
+        """Continue from each survivor's own parameters with the weight one; return the lost weight.
 
-        That is what lost workers held, and what was in flight. Where nothing was lost, as after a worker has left with
-        notice, all go on with their masses.
+        It is the weight of lost workers and of messages in flight. If nothing was lost, as after a graceful
+        shutdown, all continue with their masses.
         """
         r.inflight.clear()
         if "mass" not in r.state:
@@ -215,7 +215,7 @@ class PushSum(Strategy):
         return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
 
     def _weightless(self, size: int) -> bool:
-        """Whether no weight is needed: it stays one for ever, or the biased form was asked for."""
+        """Whether no weight is needed: it stays one forever, or the biased form was asked for."""
         return self.biased or size == 1 or (not self.staleness and doubly_stochastic(self.topology, size))
 
 

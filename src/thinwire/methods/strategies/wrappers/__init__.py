@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies that wrap another one, to measure or to change what it does."""
+"""Strategies that wrap another one, to measure or to change its behavior."""

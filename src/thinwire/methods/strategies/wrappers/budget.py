@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spend a given number of bytes: what each message holds follows from what is left."""
+"""Spend a given number of bytes: the size of each message follows from the remaining budget."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SECONDS_BYTES = 8
 
 @dataclass
 class _Now:
-    """What of one replica is no part of a checkpoint.
+    """The data of one replica that checkpoints do not contain.
 
     Attributes:
         clock: when the seconds were last shared; the time between two runs earns nothing.
@@ -58,12 +58,12 @@ class _Now:
 
 _now: WeakKeyDictionary[Replica, _Now] = WeakKeyDictionary()
 _together: WeakKeyDictionary[PendingMeans, WeakSet[Replica]] = WeakKeyDictionary()
-"""By what all replicas of a worker share: these have one budget."""
+"""By the object that all replicas of a worker share: they have one budget."""
 
 
 @registered
 class Budget(Wrapper):
-    r"""Send at most so many bytes per second, or per step: each message is as large as what is left can pay for.
+    r"""Send at most a number of bytes per second or step: each message is as large as the balance allows.
 
     Each worker may send $B$ bytes per second. Before a message that ends $t$ seconds, the balance is
 
@@ -123,7 +123,7 @@ class Budget(Wrapper):
             local_rounds=False,
             inelastic="",
             growing=("buckets",),
-            # A delay is a smaller share of a round that goes on.
+            # A delay is a smaller share of a longer round.
             lr_factor=None if self.base.traits.delay else self.base.traits.lr_factor,
         )
 
@@ -224,13 +224,13 @@ class Budget(Wrapper):
         r.metrics.update(_of(r).shown)
 
     def averages_at(self, step: int) -> bool:
-        """As the base for gradients; else False: whether a round ends depends on what is left to spend."""
+        """Return the base's answer for gradients, else False: the end of a round depends on the balance."""
         return self._exchanges and self.base.averages_at(step)
 
     def average_(self, r: Replica) -> None:
         """As the base, wherever the round is; not paid from the balance."""
         inner = self.inner(r)
-        # Whether the base's round has ended at this step is not to be told from its period.
+        # The base's period does not determine whether its round has ended at this step.
         inner.postponed = True
         self.base.average_(inner)
         inner.postponed = False
@@ -334,7 +334,7 @@ class Budget(Wrapper):
     # -- the ledger ------------------------------------------------------------------------------------------------
 
     def _earn(self, r: Replica) -> None:
-        """Add what a step earns, or the seconds that workers have shared."""
+        """Add the income of a step, or of the seconds that workers have shared."""
         amount = 1.0 if self.per_step else 0.0
         if not self.per_step and (arrived := r.collect("seconds")) is not None and not arrived[0].is_meta:
             amount = float(arrived[0])
@@ -358,12 +358,12 @@ class Budget(Wrapper):
         r.state["spent"] += amount
 
     def _forget_excess(self, r: Replica, level: int, cost: Any) -> None:
-        """What even the most leaves is not kept for later, but for what may make the difference."""
+        """The rest after the largest message is only kept as far as it may decide the next choice."""
         if level == self._most:
             r.state["balance"].clamp_(max=cost(level) - cost(level - 1))
 
     def _record(self, r: Replica, level: int) -> None:
-        """What was chosen, for `metrics`."""
+        """Return the choice, for `metrics`."""
         now, levels = _of(r), self._levels
         if levels is not None:
             now.shown[levels.name] = float(levels.values[level - 1]) if level else 0.0
@@ -375,7 +375,7 @@ class Budget(Wrapper):
 
 
 def _of(r: Replica) -> _Now:
-    """What is no part of a checkpoint; a worker that joins others has their state, and begins with this anew."""
+    """Return the data that checkpoints do not contain; a joining worker starts with new ones."""
     if r not in _now:
         _now[r] = _Now(r.comm.runtime.clock())
         _together.setdefault(r.pending_means, WeakSet()).add(r)

@@ -78,7 +78,7 @@ def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) ->
     allow: $|\nabla F|/\zeta$ for local steps, $\sigma^2 / (n|\nabla F|^2)$ for minibatch SGD, beyond which more
     gradients would average noise that does not matter.
 
-    Near the optimum $|\nabla F|$ vanishes and $\zeta$ does not: ask again as training goes on.
+    Near the optimum $|\nabla F|$ vanishes and $\zeta$ does not: measure again later in training.
 
     Args:
         metrics: the probe's figures, as `Worker.metrics` returns them; means over several steps are better.

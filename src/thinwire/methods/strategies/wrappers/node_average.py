@@ -26,7 +26,7 @@ class NodeAverage(Wrapper):
     $$x_i \leftarrow \tfrac1m \sum_{j \in \text{node of } i} x_j ,$$
 
     weighted as the base's averages are: `NodeAverage(LocalSGD(period=32), period=8)` is hierarchical Local SGD. The
-    base's round goes on meanwhile: a node average is to it as a local step.
+    base's round continues: for the base a node average is like a local step.
     Traffic: the base's, and at each of these steps $2\frac{m-1}{m}$ of the parameters per worker, within nodes. No
     state.
 

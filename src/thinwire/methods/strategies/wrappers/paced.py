@@ -34,7 +34,7 @@ class _Clock:
     seconds: float | None = None
 
 
-# By what all replicas of a worker share: they must end a round at the same step.
+# By the object that all replicas of a worker share: they must end a round at the same step.
 _clocks: WeakKeyDictionary[PendingMeans, _Clock] = WeakKeyDictionary()
 
 
@@ -48,7 +48,7 @@ class Paced(Wrapper):
 
     $$\bar x = \frac{\sum_i s_i x_i}{\sum_i s_i} .$$
 
-    `worker.step` counts the group's steps: a worker that ends a round early goes on at the number where the next one
+    `worker.step` counts the group's steps: a worker that ends a round early continues at the number where the next one
     begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
     save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
     be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes
@@ -65,7 +65,7 @@ class Paced(Wrapper):
         steps: in place of measured speeds, the steps of a round for each rank, repeated for further ranks.
 
     Example:
-        Rank 1 takes one step in the time of rank 0's four, and weighs a quarter as much:
+        Rank 1 takes one step in the time of rank 0's four, and has 25 % of the weight:
 
         >>> import torch, thinwire
         >>> def train(comm):
@@ -201,7 +201,7 @@ class Paced(Wrapper):
         return count >= period or elapsed + pace / 2 >= seconds
 
     def _share(self, r: Replica, period: int) -> float:
-        """Tell all ranks how fast this one is and what it has used; the factor of its parameters in the plain mean."""
+        """Report this rank's speed and samples; return the factor of its parameters in the plain mean."""
         rate: Any = r.lr
         own = float(rate.double().mean()) if isinstance(rate, Tensor) else rate
         mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64, device="cpu")

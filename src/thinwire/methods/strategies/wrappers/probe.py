@@ -129,7 +129,7 @@ class Probe(Wrapper):
         )
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse what the base refuses and, if it averages parameters, every optimizer but SGD without momentum."""
+        """Run the check of the base; if it averages parameters, require SGD without momentum."""
         super().check_optimizer(optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
         if not self.traits.sends_gradients and not plain:
@@ -239,7 +239,7 @@ class Probe(Wrapper):
             deviation, lr = r.state["deviation"].copy_(r.x), r.state["lr_sum"]
             average_(r)
             per_lr = torch.where(lr > 0, 1 / lr, 0.0)
-            # Steps go against the gradient, hence the sign.
+            # Steps go against the gradient, which explains the sign.
             deviation.sub_(r.x).mul_(-per_lr)
             r.state["square"] = r.state["anchor"].sub_(r.x).mul_(per_lr).square().sum(dtype=torch.float64)
             self._measure(r, stage)
