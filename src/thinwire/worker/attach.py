@@ -14,12 +14,10 @@ from thinwire.core.comm.base import RULE, Comm
 from thinwire.core.comm.group import Group, comm_for
 from thinwire.core.comm.pending import PendingMeans
 from thinwire.core.replica.flat import flatten, lay_out, views
-from thinwire.core.replica.moments import Moments
-from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import Shards, is_sharded, local
 from thinwire.elastic.fleet import Fleet
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, gradient_buffer, pace_rule
+from thinwire.methods.strategies.base import Strategy, pace_rule
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
 from thinwire.tensor2d.mesh import Mesh3D
@@ -39,7 +37,8 @@ from thinwire.worker.elastic import agree_with, enter, leaves_on_failure
 from thinwire.worker.exchanging import share_skips, stop_watching, watch_gradients
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.handshake import agree, equal_on_all, facts_of
-from thinwire.worker.parameters import check_aliases, learning_rate, trained, vectors_of
+from thinwire.worker.parameters import check_aliases, trained, vectors_of
+from thinwire.worker.replica_state import new_replica
 from thinwire.worker.state import Policy, WorkerState
 from thinwire.worker.step import Step
 from thinwire.worker.worker import Worker
@@ -245,12 +244,6 @@ def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: 
                 sharded.append((parameter, view))
             else:
                 parameter.data = view
-        g = gradient_buffer(worker.strategy, x)
-        lr = learning_rate(worker.optimizer, parameters, segments, x)
-        moments = Moments(worker.optimizer, parameters, segments)
-        replica = Replica(
-            x, g, worker.comm, lr=lr, seed=worker.seed, segments=segments, moments=moments, pending_means=means
-        )
-        worker.replicas.append(replica)
+        worker.replicas.append(new_replica(worker, worker.strategy, x, parameters, segments, means))
         worker.layouts.append((parameters, segments))
     worker.shards = Shards(worker.model, sharded)

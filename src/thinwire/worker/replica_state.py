@@ -18,10 +18,11 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from thinwire.core.comm.base import Comm
+from thinwire.core.comm.pending import PendingMeans
 from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import completed
 from thinwire.core.replica.flat import Segment, flatten, views
-from thinwire.core.replica.moments import fresh_optimizer, parts_of
+from thinwire.core.replica.moments import Moments, fresh_optimizer, parts_of
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import local
 from thinwire.core.replica.state import (
@@ -34,11 +35,11 @@ from thinwire.core.replica.state import (
 from thinwire.core.storage.tree import HEADER, from_tensors, to_tensors
 from thinwire.errors import CheckpointError
 from thinwire.methods.codecs.feedback import residual_sizes
-from thinwire.methods.strategies.base import Strategy, codecs_of, nested
+from thinwire.methods.strategies.base import Strategy, codecs_of, gradient_buffer, nested
 from thinwire.registry import canonical
 from thinwire.worker.guards import rebase
 from thinwire.worker.handshake import describe_tensor, fingerprint
-from thinwire.worker.parameters import named_buffers, named_parameters
+from thinwire.worker.parameters import learning_rate, named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
 
 State = dict[str, Any]
@@ -46,6 +47,27 @@ STRATEGY, SIZE, RANK = "the strategy", "the number of workers", "the rank"
 PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _NUMBERS = frozenset(("step", "fingerprint"))
 _OWN = "thinwire."
+
+
+def new_replica(
+    worker: WorkerState,
+    strategy: Strategy,
+    x: Tensor,
+    parameters: list[nn.Parameter],
+    segments: tuple[Segment, ...],
+    means: PendingMeans,
+) -> Replica:
+    """Return a replica over a flat vector of a worker, for a strategy that is to start on it."""
+    return Replica(
+        x,
+        gradient_buffer(strategy, x),
+        worker.comm,
+        lr=learning_rate(worker.optimizer, parameters, segments, x),
+        seed=worker.seed,
+        segments=segments,
+        moments=Moments(worker.optimizer, parameters, segments),
+        pending_means=means,
+    )
 
 
 def part_name(worker: WorkerState, rank: int) -> str:

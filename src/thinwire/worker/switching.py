@@ -16,13 +16,12 @@ from torch import Tensor
 
 from thinwire.core.comm.base import RULE
 from thinwire.core.comm.pending import PendingMeans
-from thinwire.core.replica.moments import Moments
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.codecs.feedback import ErrorFeedback, residual_sizes
-from thinwire.methods.strategies.base import Strategy, gradient_buffer, nested, pace_rule
+from thinwire.methods.strategies.base import Strategy, nested, pace_rule
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -33,7 +32,7 @@ from thinwire.worker.compatibility import (
 )
 from thinwire.worker.exchanging import share_skips, watch_gradients
 from thinwire.worker.handshake import agree
-from thinwire.worker.parameters import learning_rate
+from thinwire.worker.replica_state import new_replica
 from thinwire.worker.state import WorkerState
 
 _BASE = "base/"
@@ -238,16 +237,7 @@ def _begun(
     old, (parameters, segments) = worker.replicas[i], worker.layouts[i]
     with torch.no_grad():
         old.x.copy_(point)
-        r = Replica(
-            old.x,
-            gradient_buffer(new, old.x),
-            worker.comm,
-            lr=learning_rate(worker.optimizer, parameters, segments, old.x),
-            seed=worker.seed,
-            segments=segments,
-            moments=Moments(worker.optimizer, parameters, segments),
-            pending_means=means,
-        )
+        r = new_replica(worker, new, old.x, parameters, segments, means)
         r.step, r.active = old.step, old.active
         new.start(r)
         started = {name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()}
