@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attach a strategy to a model and an optimizer: check what was given, make flat vectors, and hook them to the step."""
+"""Attach a strategy to a model and an optimizer: check the arguments, build flat vectors, and hook them to the step."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def attach(
         inside_ddp: where the model or a part of it is inside DistributedDataParallel, which averages gradients too:
             "refuse" raises at `attach`, or in the first forward pass if it is wrapped later; "mute" turns the wrapper's
             exchange off until `detach`.
-        elastic: go on when workers are lost, and take in those that come later: `Worker.view` says who trains, and
-            `docs/how-to/elastic.md` how to start the workers and what survives. A `Fleet` says how this worker enters
-            the run; True reads that from the environment.
+        elastic: continue when workers are lost, and accept workers that join later. `Worker.view` is the list of
+            workers; see `docs/how-to/elastic.md` for starting workers and for what survives. A `Fleet` is this worker's
+            entry into the run; True reads it from the environment.
         timeout: how long one wait may last, in seconds.
 
     Raises:
@@ -157,7 +157,7 @@ def attach(
             "elastic": views is not None,
         }
         facts = facts_of(model, optimizer, named, settings)
-        # Before the checks below: once the ranks agree, what one of them refuses all of them refuse, and nobody is left
+        # Before the checks below: after the ranks agree, all of them refuse what one refuses, and no rank is left
         # waiting for a rank that has raised.
         agree_with(views, comm, facts, device)
         if automatic:
@@ -180,7 +180,7 @@ def attach(
             agree(mesh.block.whole, facts, device)
             worker.block = mesh.folder
         make_replicas(worker, named, mesh)
-        if views is None or not views.joins:  # who joins gets parameters and state from another worker
+        if views is None or not views.joins:  # a joining worker copies parameters and state from another one
             start(worker, init)
         worker.nonfinite = nonfinite
         if views is not None:

@@ -6,7 +6,7 @@ buckets are cut and sent from the end of the vector. Every rank sends them in th
 which its gradients become final; otherwise messages of different buckets would be matched with each other.
 
 A backward pass may run others within it: reentrant checkpoints, tiled layers, tensor hooks. The autograd engine calls
-what is queued in an inner pass at the end of that one. The gradients are complete at the end of the outermost pass.
+callbacks queued in an inner pass at the end of that pass. The gradients are complete at the end of the outermost pass.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Bucket:
         missing: how many of these are still to come in this pass; negative where there were more.
         work: the exchange, while it is in flight.
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
-        keeps: whether what the exchange writes over must be there to be sent again.
+        keeps: whether the overwritten gradients must be kept for a second send.
         kept: a copy of gradients that lie in the memory that is sent.
         sharded: whether any of the parameters is a DTensor.
     """
@@ -174,8 +174,9 @@ def cut(replica: Replica, parameters: Sequence[Tensor], segments: Sequence[Segme
 class ScaledResiduals:
     """Residuals of error feedback, scaled like the gradients while a backward pass exchanges these.
 
-    Between passes they are what they would be without a scaler, so that checkpoints, switches and other numbers of
-    workers need not know the scale. Scaling by a power of two, as a scaler's usual scales are, rounds nothing.
+    Between passes they have the values that they would have without a scaler, so that checkpoints, switches and other
+    numbers of workers need not know the scale. Scaling by a power of two, as a scaler's usual scales are, rounds
+    nothing.
 
     Attributes:
         replicas: whose residuals they are.
@@ -335,7 +336,7 @@ class Passes:
         first = self.members[0]
         if len(self.members) == 1:
             return True
-        # A rank that does not use the member must send what the others have sent before it learns of that.
+        # A rank that does not use the member must send what the others have sent, before it learns this.
         if self._count < _STEADY_PASSES or not any(member is each for each in self._always):
             return False
         # Messages that share connections with those of other workers have one order on all ranks.
@@ -385,7 +386,8 @@ class Passes:
         kept = {id(member) for member in self._always}
         self._always = [member for member, all_use, _ in found if all_use and id(member) in kept]
         sent_already = {id(member) for member in sent}
-        # What no rank has used is left alone, unless it was sent already: then a missing gradient counts as zero.
+        # Parameters that no rank has used are skipped, unless they were sent already: then a missing gradient counts as
+        # zero.
         return [member for member, _, least in found if least or id(member) in sent_already]
 
 
@@ -413,7 +415,7 @@ class NonFinite(NamedTuple):
         )
 
 
-# What a rank reports of its backward pass where the mean of the gradients is not finite. `_ENDED_LATE`: a parameter
+# A rank's report of its backward pass if the mean of the gradients is not finite. `_ENDED_LATE`: a parameter
 # accumulated gradient again after its bucket had been sent.
 _ENDED, _ENDED_LATE, _FAILED, _FAILED_IN_USE, _FAILED_AND_STEPPED = range(5)
 
@@ -512,8 +514,8 @@ class Backward:
             elif bucket.missing < 0:
                 bucket.expected += 1
                 if index < self._launched:
-                    # It is on its way, without this. `kept` is what was sent; the parameters' own gradients continue,
-                    # unless they lie in the memory that is sent.
+                    # It is on its way, without this. `kept` has the sent gradients; the parameters' own gradients
+                    # continue, unless they lie in the memory that is sent.
                     self._late, bucket.kept = True, None
 
         return ready
@@ -635,7 +637,7 @@ class Backward:
         self._finish(_ENDED)
 
     def end_failed(self, *, stepped: bool = False) -> None:
-        """Where the last pass has failed, send what the other ranks wait for, and forget the pass if all have failed.
+        """After a failed pass, send what the other ranks wait for, and drop the pass if all have failed.
 
         Args:
             stepped: the optimizer was about to use its gradients.
@@ -648,7 +650,7 @@ class Backward:
         if self._interrupted and not self.skips_steps:
             for bucket in self.buckets:
                 if bucket.work is not None:
-                    bucket.work.wait()  # where connections are closed, this says why
+                    bucket.work.wait()  # if connections are closed, this raises the reason
             raise CommError(
                 f"{self._here}: a backward pass was interrupted while it waited for other ranks; start anew"
             )
@@ -671,7 +673,7 @@ class Backward:
         return self._end is not None
 
     def failed_state(self, *, stepped: bool) -> int:
-        """What this rank reports of a failed pass."""
+        """Return this rank's report of a failed pass."""
         if stepped:
             return _FAILED_AND_STEPPED
         return _FAILED_IN_USE if any(bucket.in_use() for bucket in self.buckets) else _FAILED

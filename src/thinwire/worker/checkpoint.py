@@ -6,7 +6,7 @@ temporary name; when all have done so, each renames its own. A checkpoint is com
 name. Each part holds the step, the number of parts, and an id that rank 0 draws for every save, so that parts of two
 runs never load together. Ranks need not share a disk.
 
-The same number of workers continues bit for bit. Another number continues from what the old workers had in common:
+The same number of workers continues bit for bit. Another number continues from the consensus of the old workers:
 `Strategy.resume_point` for the parameters, `Strategy.resized` for the strategy's state, and means for the optimizer's
 state and buffers. All ranks check what they have read before any of them changes anything.
 """
@@ -122,7 +122,7 @@ def _prune(worker: WorkerState, folder: Path, step: int, keep: int | None) -> No
 
 
 def remove_others(worker: WorkerState, home: Path) -> None:
-    """Remove this rank's parts of the checkpoints beside one: earlier and later, whole or not."""
+    """Remove this rank's parts of all other checkpoints: earlier and later ones, complete or not."""
     with suppress(OSError, ValueError, LookupError):
         for _, other in _steps(home.parent):
             if other != home:
@@ -137,7 +137,7 @@ def _refuse_non_finite(worker: WorkerState) -> None:
         for segment in segments
         if not torch.isfinite(segment.of(replica.x)).all()
     ]
-    # Shared, so that all ranks refuse together: one that went on to write would wait for this one.
+    # Shared, so that all ranks refuse together: a rank that continued to write would wait for this one.
     for rank, names in enumerate(gathered(worker, bad)):
         if names:
             raise NonFiniteError(
@@ -146,7 +146,7 @@ def _refuse_non_finite(worker: WorkerState) -> None:
 
 
 def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
-    """For each name in the model's `state_dict`, that of the parameter or buffer; None for what is neither."""
+    """Map each name in the model's `state_dict` to its parameter or buffer; None for other entries."""
     model = worker.model
     names = {id(x): name for name, x in (named_parameters(model) | named_buffers(model)).items()}
     found: Mapping[str, Any] = model.state_dict(keep_vars=True)
@@ -226,10 +226,10 @@ _FIX = "parts that were not written together do not belong together: remove {hom
 
 
 def facts_of(content: object) -> dict[str, Any]:
-    """What a part says of the save that it is of: its id, the step, the number of ranks and the rank.
+    """Return the save that a part belongs to: its id, the step, the number of ranks and the rank.
 
     Raises:
-        CheckpointError: it does not say so.
+        CheckpointError: the part has no such data.
     """
     parts = mapping_of(content, "a part")
     if "save" not in parts:
@@ -253,7 +253,7 @@ def _check_one_save(worker: WorkerState, home: Path, contents: Sequence[Content]
 
 
 def _survey(home: Path, rank: int) -> dict[str, Any]:
-    """What this rank sees of a checkpoint: its own part, how many there should be, and whether all are there."""
+    """This rank's view of a checkpoint: its own part, the number of parts, and whether all exist."""
     parts = [part for part in (RankFile(home, 0), RankFile(home, rank)) if part.path.exists()]
     size = facts_of(parts[0].outline())["size"] if parts else None
     # One file is looked for after the other, so that a size that is made up costs nothing.
@@ -364,7 +364,7 @@ def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict
 
 
 def _follow(worker: WorkerState, home: Path, content: Mapping[str, Any], *, same: bool) -> Strategy:
-    """Where "auto" has chosen, go on with the checkpoint's strategy; returns the worker's own.
+    """If "auto" has chosen, continue with the checkpoint's strategy; return the worker's own.
 
     Links that are measured again may give another choice than those of the run that saved, and a guard may have fallen
     back in one of the two.
@@ -499,7 +499,7 @@ def _gpu_of(worker: WorkerState) -> torch.device:
 
 
 def check_random(state: object) -> None:
-    """Refuse what torch would not take as the state of its random generators."""
+    """Check that torch accepts the state of its random generators."""
     for name, x in mapping_of(state, "the random generators' state").items():
         if name not in ("cpu", "cuda") or not isinstance(x, Tensor) or x.dtype != torch.uint8:
             raise CheckpointError(f"the random generators' state holds {name!r}, which is none")

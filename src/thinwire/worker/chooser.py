@@ -26,7 +26,7 @@ _registered: list[Callable[[], Chooser]] = []
 
 
 def register_chooser(load: Callable[[], Chooser]) -> None:
-    """Let "auto" stand for what a planner chooses.
+    """Register the function that chooses a strategy for "auto".
 
     Args:
         load: imports the planner and returns its chooser; called when a worker asks for it.

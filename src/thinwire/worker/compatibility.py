@@ -23,7 +23,7 @@ def check_arguments(model: object, optimizer: object, strategy: object) -> Strat
     """Check the types of what `attach` was given; returns the strategy, read from its text where it is one.
 
     Raises:
-        ConfigError: with what was given, and what to give instead.
+        ConfigError: with the value and its replacement.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2)")
@@ -39,7 +39,7 @@ def check_arguments(model: object, optimizer: object, strategy: object) -> Strat
 
 
 def _described(value: object) -> str:
-    """What a value of a wrong type is, in a few words."""
+    """Describe a value of a wrong type in a few words."""
     return f"the class {value.__name__}" if isinstance(value, type) else f"of type {type(value).__name__}"
 
 
@@ -210,7 +210,7 @@ def check_elastic(
     scaled: bool,
     find_unused: bool,
 ) -> None:
-    """Refuse what could not go on when a worker is lost, before anything is sent.
+    """Check, before any message is sent, that the run could continue after the loss of a worker.
 
     Raises:
         ConfigError: with the reason and what to use instead.
@@ -241,7 +241,7 @@ def check_elastic(
 
 
 def check_survives(strategy: Strategy) -> None:
-    """Refuse a strategy that cannot go on when a worker is lost.
+    """Check that a strategy can continue after the loss of a worker.
 
     Raises:
         ConfigError: with the reason.

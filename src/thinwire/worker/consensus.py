@@ -25,8 +25,9 @@ _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
 _SMALLEST_SUMMED = 2  # bytes of an element; torch does not add float8 numbers
 _LOGGER = logging.getLogger("thinwire")
-# Of the norm. What is rounded otherwise in five hundred steps is far less in fp32. In 16 bits a single digit is more:
-# the limit there is the largest share of a number that its last digit can be, so that one digit of each may differ.
+# A share of the norm. Rounding differences of five hundred steps are far smaller in fp32. In 16 bits a single digit is
+# more: the limit there is the largest share of a number that its last digit can be, so that one digit of each may
+# differ.
 _MOST = 1e-5
 
 
@@ -34,7 +35,7 @@ _MOST = 1e-5
 def lends(
     worker: WorkerState, together: Callable[[Callable[[], None]], None], *, averaged: bool = False
 ) -> Generator[None]:
-    """Put what all workers agree on in the place of this worker's own parameters and buffers, which come back.
+    """Swap in the consensus of all workers for this worker's parameters and buffers, and restore them at the end.
 
     Args:
         worker: of this rank; every rank must enter.
@@ -70,7 +71,7 @@ def _agree(worker: WorkerState, *, averaged: bool) -> None:
 
 
 def refuse_while_lent(worker: WorkerState, call: str) -> None:
-    """Refuse what would save, change or train the parameters that are lent.
+    """Refuse calls that would save, change or train the parameters inside `consensus()`.
 
     Raises:
         ConfigError: on all ranks, within `consensus()`.
@@ -87,7 +88,7 @@ def refuse_while_lent(worker: WorkerState, call: str) -> None:
 
 
 def lost_ranks(worker: WorkerState) -> list[int]:
-    """The ranks that are lost, and that the strategy goes on without."""
+    """Return the lost ranks that the strategy continues without."""
     return sorted({rank for replica in worker.replicas for rank in worker.strategy.lost(replica)})
 
 
@@ -95,7 +96,7 @@ def check_all_there(worker: WorkerState, call: str) -> None:
     """Refuse a call that needs all ranks, where some are lost.
 
     Raises:
-        PeerLostError: with the ranks and what can be done.
+        PeerLostError: with the ranks and the possible actions.
     """
     if lost := lost_ranks(worker):
         comm, be = worker.comm, "is" if len(lost) == 1 else "are"
@@ -230,10 +231,10 @@ def _pieces(name: str, x: Tensor) -> Sequence[Tensor]:
 
 
 def settle(worker: WorkerState, odd: Sequence[int]) -> None:
-    """Where the parameters of some ranks differ by rounding, let all go on with rank 0's; every rank calls.
+    """If parameters of some ranks differ by rounding, copy rank 0's to all; a collective call.
 
-    Gradients are the same bits on all ranks. But what each computes of them by itself, such as the norm by which they
-    are clipped, has another last digit on a processor of another kind, or with another number of threads.
+    Gradients have the same bits on all ranks. But values that each rank computes from them, such as the norm for
+    clipping, may differ in the last digit on other processors or with other numbers of threads.
 
     Where a difference comes from cannot be seen in it: settings of a rank that are wrong by so little that they change
     the parameters by no more than rounding does, until they are compared, are put right too, and told in the same

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training that goes on when workers are lost: each round is kept by all survivors, or repeated by all.
+"""Training that continues when workers are lost: all survivors keep a round, or all repeat it.
 
-A round is what a strategy's hook does with messages to all workers. It ends with a few bytes from every worker to every
-other, which say that its sender has the round's result. So when a peer is lost, the survivors know from what each of
-them tells in the store whether all of them have the result, and keep it, or not all, and repeat the round from what
-they had before it. Strategies whose workers exchange with neighbours only, at every step, have no such end of a step:
-their survivors go on from where they are, at the step of the one that is furthest; the others take their steps up to
-there alone.
+A round is a strategy's hook with messages to all workers. It ends with a few bytes from every worker to every other
+that confirm the round's result. If a peer is lost, the survivors record in the store whether they have the result.
+Either all have it and keep it, or all repeat the round from the state before it. Strategies that exchange with
+neighbors at every step have no common end of a step: their survivors continue from their current parameters at the step
+of the most advanced worker, and the others take their steps up to it without messages.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ _LOST = (PeerLostError, CommTimeoutError)
 
 @dataclass
 class _Kept:
-    """What a replica was before a round."""
+    """The state of a replica before a round."""
 
     x: Tensor | None
     g: Tensor | None
@@ -57,7 +56,7 @@ class _Kept:
 
 
 class Elastic:
-    """What an elastic worker has beside a fixed one: the views, and what a round needs to be repeated.
+    """The additional parts of an elastic worker: the views, and the data to repeat a round.
 
     Args:
         fleet: this worker's way into the run, which it has entered.
@@ -66,7 +65,7 @@ class Elastic:
 
     Attributes:
         view: the current view.
-        costs: what the changes of view so far have cost, by name, such as push-sum weight that was lost.
+        costs: the losses in changes of view so far, by name, such as push-sum weight.
         on_view: called with each new view, on every worker in it.
     """
 
@@ -153,7 +152,7 @@ class Elastic:
         self.round(exchange, keeps_x=False, sends=True, uses=self.worker.step + 1)
 
     def begin(self, worker: WorkerState, after_step: Callable[[], None]) -> None:
-        """Watch over this worker, whose replicas are there; one that joins takes part in the round that the others end.
+        """Start to watch this worker's replicas; a joining worker takes part in the round that the others end.
 
         Args:
             worker: this one.
@@ -161,9 +160,10 @@ class Elastic:
         """
         self._worker = worker
         strategy = worker.strategy
-        # Their workers exchange with neighbours, each at its own time, so that not every step is a round.
+        # Their workers exchange with neighbors, each at its own time, so that not every step is a round.
         self._neighbours = any(each.traits.restarts_on_resize for each in nested(strategy))
-        # Which of them send at a step depends on the rank, so that who was silent does not know that all were.
+        # Which of them send at a step depends on the rank, so a rank that sent nothing does not know whether all ranks
+        # sent nothing.
         self._uneven = not self._neighbours and strategy.traits.topology is not None
         self._parts = [each for each in nested(strategy) if not _silent(each)]
         self._reads_before = any(
@@ -219,7 +219,7 @@ class Elastic:
         self._membership.take_step()
         self._stepping = False
         step, ended = self.worker.step, False
-        # Also what a view that is opened before this round sets, as only some may have opened one.
+        # Also values that a view set before this round, since only some workers may have opened it.
         self._comm.step = step
         if self._opens_at is not None:
             if step >= self._opens_at:
@@ -234,7 +234,7 @@ class Elastic:
                 hook,
                 ends=ends,
                 drops=self._neighbours,
-                # What is in flight may be waited for in this hook, and fail on some workers only.
+                # This hook may wait for messages in flight, and fail on some workers only.
                 sends=lambda: ends and (self._waits() or self._uneven),
                 needed=lambda: self._waits() or self._may_send(step),
                 uses=self._steps_in_average(step),
@@ -293,7 +293,7 @@ class Elastic:
         self._comm.silent = frozenset()
 
     def _end_arrival(self) -> None:
-        """After the round in which new workers were silent: they take part from the next step on."""
+        """End the round to which new workers did not contribute; they take part from the next step on."""
         self._newcomers.clear()
         self._comm.silent = frozenset()
         try:
@@ -348,7 +348,7 @@ class Elastic:
             self._membership.announce_step(self._round)
 
     def _release_part(self) -> None:
-        """Close the connections of calls between two steps, which nobody waits for any more."""
+        """Close the connections of calls between two steps, which no worker waits for any more."""
         if self._part is not None:
             self._connector.disconnect(self._part)
             self._part = None
@@ -360,7 +360,7 @@ class Elastic:
 
     @property
     def has_just_joined(self) -> bool:
-        """Whether this worker has joined a run and taken no step in it yet; its calls reach nobody else."""
+        """Return True if this worker has joined a run without a step yet; its calls reach no other worker."""
         return self._has_just_joined
 
     def drop_newcomers(self) -> None:
@@ -369,11 +369,11 @@ class Elastic:
             self._change("the state has changed", [], repeats=False)
 
     def together(self, body: Callable[[], T], *, sends: bool = True) -> T:
-        """Run what all workers do at the same step, such as evaluate, again where one is lost in it.
+        """Run a common call of all workers at one step, such as evaluation; repeat it if a worker is lost.
 
         Args:
-            body: what they do.
-            sends: whether it is known to communicate; else the meter says whether it has.
+            body: the call.
+            sends: whether it is known to communicate; otherwise the meter shows it.
         """
         results: list[T] = []
         self.round(lambda: results.append(body()), sends=sends)
@@ -405,7 +405,7 @@ class Elastic:
             keeps_gradient: whether it changes the gradient.
             ends: whether a message of each to all ends it.
             drops: whether it is left out, and not repeated, where it has failed.
-            sends: whether it is known to communicate; else the meter says whether it has.
+            sends: whether it is known to communicate; otherwise the meter shows it.
             needed: whether it is a round at all, asked in a new view: others, which had kept the round before, may be a
                 step behind, and come here with nothing in flight.
             uses: how many steps of all workers its result contains; None where it is no average.
@@ -495,9 +495,9 @@ class Elastic:
     # -- leaving with notice ---------------------------------------------------------------------------------------
 
     def release(self, leaving: Mapping[str, str]) -> bool:
-        """Let workers go that have said so; all call it after the same step. Returns whether this one has left.
+        """Release workers that leave gracefully; all call it after the same step. Return True if this one left.
 
-        What only they have goes to the others first. If nobody stays, all remain connected, so that they can save.
+        Their own state is passed to the others first. If no worker stays, all remain connected, so that they can save.
 
         Args:
             leaving: why each of them leaves, by their ids.
@@ -511,10 +511,10 @@ class Elastic:
             )
             self.close()
             return True
-        # Who is not in the view any more was lost meanwhile, or has been let go because of somebody who was.
+        # A worker that left the view was lost in between, or was released because of a loss.
         if gone := [each for each in self.view.members if each in leaving]:
             reasons = ", ".join(f"{each} has left: {leaving[each]}" for each in gone)
-            self._change(reasons, [], repeats=False)  # who asks to join comes after that
+            self._change(reasons, [], repeats=False)  # join requests are handled after that
         return False
 
     def _let_go(self, leaving: Mapping[str, str]) -> None:
@@ -533,10 +533,10 @@ class Elastic:
 
         Args:
             problem: what went wrong, in words.
-            kept: what the replicas were before the round.
-            repeats: whether this worker is in a round; else it keeps what it has.
-            requests: of workers that ask to join, how many are to be taken in; None is nobody.
-            donor: who has sent them its state.
+            kept: the state of the replicas before the round.
+            repeats: whether this worker is in a round; otherwise it keeps its state.
+            requests: the number of join requests to accept; None accepts none.
+            donor: the worker that has sent them its state.
         """
         self._next_view(problem, requests, donor)
         others = self.view.ready.values()
@@ -556,16 +556,16 @@ class Elastic:
         """Leave the view, and connect with the workers of the next one that comes about.
 
         Raises:
-            CommTimeoutError: some do not reach each other, and this one is to stop so that the others go on.
+            CommTimeoutError: some do not reach each other, and this one must stop so that the others can continue.
         """
         unconnected = False
         while True:
-            # What is known of those that ask to join may differ between the survivors.
+            # The known join requests may differ between survivors.
             self._requests = 0
             self._disconnect()
             self._comm.round = ""
             if self._neighbours:
-                # Whoever proposes takes in those that anybody has heard of, so that nobody has to ask for a view again.
+                # The proposer accepts requests that any survivor knows, so that no worker must ask for a view again.
                 requests = self._membership.requests(now=True)
             progress = Progress(
                 self._round,
@@ -581,7 +581,7 @@ class Elastic:
                 self._arrivals.close()
                 self._arrivals = None
             if self._size:
-                self._size -= len(view.left)  # they have handed on what they had: nothing is lost with them
+                self._size -= len(view.left)  # they have passed on their state: nothing is lost with them
             else:
                 self._round = settled(view.ready.values())  # as begin() did in the view that has ended
             _LOGGER.warning("%s", _in_words(view, problem))
@@ -593,7 +593,7 @@ class Elastic:
                 problem, unconnected = str(error), isinstance(error, CommTimeoutError)
 
     def _stop_if_unconnected(self, view: View, problem: str) -> None:
-        """Stop if this is the last of those that do not reach all others, which may well go on without it."""
+        """Stop if this is the last of the workers that do not reach all others, which may continue without it."""
         unconnected = self._unconnected.add(view)
         if not unconnected or self.worker_id != unconnected[-1]:
             return
@@ -621,7 +621,7 @@ class Elastic:
         )
         self._comm.use(comm)
         self.view, self._peers = view, view.members
-        # Who joins has to be made ready first, which no round before has taken.
+        # A joining worker must be prepared first, which no earlier round has measured.
         self._comm.timeout = self._membership.timeout
         if view.joined:
             self._newcomers = set(view.joined) if view.donor else set()
@@ -629,7 +629,7 @@ class Elastic:
         self._comm.silent = frozenset(view.members.index(each) for each in self._newcomers)
 
     def _open_again(self) -> None:
-        """Let the strategy go on among the workers of the view; where one is lost meanwhile, in the next view."""
+        """Continue the strategy with the workers of the view; if one is lost meanwhile, in the next view."""
         while True:
             strategy, comm = self.worker.strategy, self._comm
             check_workers(strategy, comm.size)
@@ -687,7 +687,7 @@ class Elastic:
         return self._membership.worker
 
     def crews(self) -> list[Crew]:
-        """Who took part from which step on; the same list on all workers, those that joined later too."""
+        """Return the members by step; the same list on all workers, also on those that joined later."""
         crews = [Crew(0, self._membership.history()[0].members)]
         for view in self._membership.history()[1:]:
             step = max((each.step for each in view.ready.values()), default=crews[-1].begins)
@@ -778,7 +778,7 @@ def leaves_on_failure(views: Elastic | None) -> Generator[ExitStack]:
 
 
 def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.device) -> None:
-    """Check that all ranks are started alike, and that who joins an elastic run is started as it was.
+    """Check that all ranks have equal settings, and that a joining worker has those of the run.
 
     Raises:
         MismatchError: with the first difference.
@@ -790,7 +790,7 @@ def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.de
 
 
 class ElasticState(WorkerState):
-    """What an elastic worker knows of the others.
+    """The members of an elastic run, as a worker sees them.
 
     Attributes:
         elastic: the views, and the rounds that survive a loss; None where the ranks are fixed.
@@ -838,7 +838,7 @@ class ElasticState(WorkerState):
 
     @property
     def crews(self) -> list[Crew]:
-        """Who took part from which step on, under `attach(elastic=True)`; by it `ElasticSampler.share` deals the data.
+        """Return the members by step under `attach(elastic=True)`; `ElasticSampler.share` assigns data by it.
 
         Raises:
             ConfigError: this worker is not elastic.
@@ -853,7 +853,7 @@ class ElasticState(WorkerState):
         """Call a function with each new view, on every worker in it, between two steps or in a step that is repeated.
 
         Args:
-            call: such as one that divides the data anew; it must not communicate.
+            call: for example one that reassigns the data; it must not communicate.
 
         Raises:
             ConfigError: this worker is not elastic.
@@ -869,7 +869,7 @@ class ElasticState(WorkerState):
         hook() if self.elastic is None else self.elastic.after_step(hook)
 
     def _together(self, call: Callable[[], T]) -> T:
-        """What all ranks do together; an elastic worker does it again where one is lost in it.
+        """Run a common call of all ranks; an elastic worker repeats it if a worker is lost.
 
         A backward pass that has failed is ended before, in a round of its own: others may have been in one meanwhile.
         """

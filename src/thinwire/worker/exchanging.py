@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy exchanges around the backward pass: gradients, and whether a GradScaler skips the step.
+"""The exchange around the backward pass: gradients, and whether a GradScaler skips the step.
 
 `attach` and `switch` hook it to a worker.
 """

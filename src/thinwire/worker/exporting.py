@@ -29,7 +29,7 @@ _STATISTICS = ("running_mean", "running_var")
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written.
+    """The written files.
 
     Attributes:
         path: the file.
@@ -81,7 +81,7 @@ def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
 def export_checkpoint(folder: Path, path: Path) -> Exported:
     """Write the weights of a run's newest complete checkpoint; needs neither the model nor the workers.
 
-    They are what the workers would evaluate, as the strategy itself computes it from all parts.
+    They are the parameters that the workers would evaluate, computed by the strategy from all parts.
 
     Args:
         folder: of a run, of checkpoints, or one checkpoint.

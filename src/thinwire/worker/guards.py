@@ -96,19 +96,19 @@ _look_eagerly: list[Callable[[nn.Module, InsideDDP], None]] = []
 
 
 def refuse(worker: WorkerState, text: str) -> NoReturn:
-    """Raise a `ConfigError` on all ranks, one of which may have found what the others do not know."""
+    """Raise a `ConfigError` on all ranks, even if only one of them has detected the problem."""
     worker.comm.raise_on_all(ConfigError(f"{worker.comm.name(worker.comm.rank)}, step {worker.step}: {text}"))
 
 
 class Attachment:
-    """What was laid out for one worker; every step compares it with what is there.
+    """The parameters that `attach` laid out for one worker; every step compares the model with them.
 
     Args:
         worker: with its replicas.
         inside_ddp: what to do where the model is inside DistributedDataParallel.
 
     Attributes:
-        owner: says that the worker's optimizer moves the parameters, and whether it is doing so.
+        owner: shows whether the worker's optimizer is moving the parameters.
     """
 
     def __init__(self, worker: WorkerState, inside_ddp: InsideDDP) -> None:
@@ -145,7 +145,7 @@ class Attachment:
         """Refuse a step that would not move the parameters that workers exchange, or that only some workers take.
 
         Raises:
-            ConfigError: with what was done to the model or the optimizer, and what to do instead.
+            ConfigError: with the change to the model or the optimizer, and its replacement.
         """
         if [p.data_ptr() for p in self._unsharded] != self._places and not _take_back(worker):
             refuse(
@@ -182,7 +182,7 @@ class Attachment:
         self.owner.stepping = True
 
     def _check_frozen(self, worker: WorkerState) -> None:
-        """Refuse parameters that were frozen since attach, where they would go on moving.
+        """Refuse parameters that were frozen since attach and would still move.
 
         A gradient that a strategy gives is zero and not none, and momentum, its own or the optimizer's, moves them.
         """
@@ -210,7 +210,7 @@ class Attachment:
 
 
 def _take_back(worker: WorkerState) -> bool:
-    """Copy what a loop has assigned by `p.data = ...`, as SAM does, into the flat vectors, where parameters belong.
+    """Copy values that a loop has assigned by `p.data = ...`, like SAM, into the flat vectors.
 
     Returns:
         Whether all parameters have their shape, dtype and device from attach, and are views of the vectors again.
@@ -353,7 +353,7 @@ def _look(module: nn.Module, inside_ddp: InsideDDP) -> None:
 
 
 def _before_load(module: nn.Module, *_: object) -> None:
-    """Called before `load_state_dict` of an attached model or a part of it: remember the parameters as they were."""
+    """Save the parameters before `load_state_dict` of an attached model or a part of it."""
     for owner in {_owners[p] for p in module.parameters() if p in _owners}:
         owner.before_load()
 
@@ -451,7 +451,7 @@ def _not_in(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> list[Tensor]
 class FirstSteps:
     """Check the first three steps of a worker, together with the other ranks.
 
-    Ranks that do not take their steps together send nothing: each of them refuses what it cannot agree on alone.
+    Ranks that do not take their steps together send nothing: each of them refuses settings that need an agreement.
 
     Args:
         worker: before its first step.
@@ -613,7 +613,7 @@ def rebase(worker: WorkerState) -> None:
 
 
 def check_loaded(worker: WorkerState) -> None:
-    """Refuse weights that were loaded between two steps, if the strategy keeps copies of the parameters as they were.
+    """Refuse weights that were loaded between two steps, if the strategy keeps copies of earlier parameters.
 
     Weights that were put back before the step, as after an evaluation of averaged weights, are no change.
 
@@ -636,7 +636,7 @@ def check_loaded(worker: WorkerState) -> None:
 
 
 def keeps_copies(worker: WorkerState) -> bool:
-    """Whether the strategy's state or messages in flight refer to the parameters as they were."""
+    """Return True if the strategy's state or messages in flight refer to earlier parameters."""
     own_restarts = (Strategy.restart, Wrapper.restart)
     if all(type(each).restart in own_restarts for each in nested(worker.strategy)):
         return False

@@ -48,7 +48,7 @@ _AHEAD = 4  # chunks on the way, so that the link is never idle
 
 
 def hand_over(worker: WorkerState, joined: Sequence[int], source: int) -> None:
-    """Give workers that join the parameters, buffers, optimizer state and strategy state of one that is there.
+    """Copy parameters, buffers, optimizer state and strategy state of an existing worker to joining ones.
 
     All ranks of the view call it; only these send and receive anything.
 
@@ -130,9 +130,9 @@ def _checksum(chunk: Tensor) -> int:
 
 
 def can_copy(worker: WorkerState) -> bool:
-    """Whether a strategy's state lasts for a round, and the mean at its end makes a silent worker equal to the others.
+    """Return True if a strategy's state lasts for a round whose mean makes a joining worker equal to the others.
 
-    Others send a part of their state at every step; who joins gets it all while they wait.
+    Others send a part of their state at every step; a joining worker gets all of it while they wait.
     """
     strategy = worker.strategy
     weighted = any(strategy.weight(r) is not None for r in worker.replicas)
@@ -187,7 +187,7 @@ class Arrivals:
         self.complete, self.failed = outcome == _COMPLETE, outcome == _FAILED
 
     def finish(self, worker: WorkerState, ranks: list[int]) -> None:
-        """Send to those that are in the view now what has changed since, such as sums of learning rates."""
+        """Send later changes, such as sums of learning rates, to the workers that are now in the view."""
         if self._sender is not None:
             content = self._sender.changes(worker)
             for rank in ranks:
@@ -215,7 +215,7 @@ class _Sender:
         self._sent: dict[tuple[int, str], tuple[Tensor, int]] = {}
 
     def give(self, worker: WorkerState) -> None:
-        """Take the late part, as it is now."""
+        """Pack the current late part."""
         self._sent = {
             (id(r), name): (x, x._version) for r in worker.replicas for name, x in r.state.items() if _lasts(r, name)
         }
@@ -223,7 +223,7 @@ class _Sender:
         self._given.set()
 
     def changes(self, worker: WorkerState) -> Tensor:
-        """What has changed since then, and the settings of the optimizer."""
+        """Return the changes since then, and the settings of the optimizer."""
 
         def changed(r: Replica, name: str) -> bool:
             x = r.state[name]
@@ -286,7 +286,7 @@ class _Sender:
 
 
 class Offered:
-    """What a worker that joins was sent of the others' state so far.
+    """The received parts of the others' state on a joining worker.
 
     Args:
         membership: of the run.
@@ -321,7 +321,7 @@ class Offered:
             _LOGGER.warning("worker %s has to wait for a state: %s", own.worker, error)
 
     def unpack(self, worker: WorkerState, view: View) -> None:
-        """Become what the others were when the round began, in which this worker is silent.
+        """Restore the others' state at the start of the round, to which this worker does not contribute.
 
         Raises:
             PeerLostError: not all of it has arrived.
@@ -342,5 +342,5 @@ class Offered:
 
 
 def _lasts(_: Replica, name: str) -> bool:
-    """Whether state is handed over; not residuals of error feedback: what one has left out it will send itself."""
+    """Return True if state is handed over; residuals are not, since their worker will send them."""
     return residual_sizes(name, [0]) is None

@@ -112,7 +112,7 @@ def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
 def facts_of(
     model: nn.Module, optimizer: Optimizer, trained: Mapping[str, Tensor], settings: Mapping[str, object]
 ) -> Facts:
-    """What must be equal on all ranks; what explains most differences comes first.
+    """The facts that must be equal on all ranks, ordered by how many differences they explain.
 
     Args:
         model: its parameters and buffers are compared by name, shape, dtype and whether they are trained.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Leave with notice: a signal on one rank is known to all after the same step, who save, or go on without that one."""
+"""Graceful shutdown: all ranks learn of a signal after the same step, and save or continue without the rank."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _ONE_NOTICE_SECONDS = 5.0  # a launcher may pass on the signal that the worker i
 class Notice:
     """Tells all ranks, after the same step, which of them were asked to leave by a signal.
 
-    Its handlers replace those of the process until `close`. Every `every` steps the ranks tell each other, in 8 bytes;
-    a step in between costs nothing. What the ranks do then is the loop's: all save, and exit with `LEFT_WITH_NOTICE`,
+    Its handlers replace those of the process until `close`. Every `every` steps the ranks exchange 8 bytes;
+    a step in between costs nothing. The loop decides what follows: all save, and exit with `LEFT_WITH_NOTICE`,
     from which a launcher starts them again; or, under `attach(elastic=True)`, those that were asked `leave`, and the
-    others go on. A signal that comes 5 s later or more is handled as if there were no notice.
+    others continue. A second signal after 5 s or more is handled as without this object.
 
     Attributes:
         received: why this rank has to leave: the name of the signal that it got; None while there is no reason. Set it
@@ -108,13 +108,13 @@ class Notice:
     def leave(self) -> bool:
         """Let go whoever has a reason to leave, while the others train on; for workers of `attach(elastic=True)`.
 
-        What only a leaving worker has goes to others first: its push-sum mass and its residuals to a neighbour; where
-        parameters differ, all take the mean of them. The others then go on in a view without it. Call it after every
+        State of a leaving worker is passed on first: its push-sum mass and its residuals to a neighbor; where
+        parameters differ, all take the mean of them. The others then continue in a view without it. Call it after every
         step, on all workers.
 
         Returns:
             Whether this worker has left: end its loop, and exit with 0. If all workers have a reason, so that there are
-            as many `reasons` as workers, nobody goes on: save on all of them, and exit with `LEFT_WITH_NOTICE`.
+            as many `reasons` as workers, none continues: save on all of them, and exit with `LEFT_WITH_NOTICE`.
 
         Raises:
             ConfigError: this worker is not elastic.

@@ -88,8 +88,8 @@ def vectors_of(
         named: its trained parameters.
         mesh: the ranks of all copies of the model; None if the model is not split.
     """
-    # A codec's scale depends on the entries that are coded together. Beside sharded entries, which differ from row to
-    # row, replicated parameters would be rounded differently in each row, and their copies would drift apart.
+    # A codec's scale depends on the entries that are compressed together. Next to sharded entries, which differ from
+    # row to row, replicated parameters would be rounded differently in each row, and their copies would drift apart.
     replicated: set[int] = set()
     if mesh is not None and mesh.block.rows > 1:
         replicated = {id(parameter) for parameter, placement in placed(model).values() if placement.replicated}
@@ -106,7 +106,7 @@ def learning_rate(
     indices = [group_of[id(p)] for p in parameters]
     sizes = torch.tensor([segment.size for segment in segments], dtype=torch.int64, device=x.device)
 
-    # Read anew at every call: schedulers replace the number in the group.
+    # Read again at every call: schedulers replace the number in the group.
     def read() -> float | Tensor:
         rates = [float(optimizer.param_groups[i]["lr"]) for i in indices]
         if len(set(rates)) == 1:

@@ -89,7 +89,7 @@ def pack(
         worker: this rank's.
         parts: which parts of the state; all unless given.
         keeps: whether an entry of a strategy's state is packed, from its replica and its name.
-        inflight: wait for messages in flight, and pack what was received.
+        inflight: whether to wait for messages in flight and pack the received data.
     """
     if inflight:
         worker.wait_pending()
@@ -103,7 +103,7 @@ def pack(
                 # In this order, and with these strides, they lie in the vectors of the strategy's state.
                 "layout": layout_of(worker, i),
                 "state": {name: x.clone() for name, x in replica.state.items() if keeps(replica, name)},
-                # Saved as what was received: the resumed run collects it as if it had just arrived.
+                # Saved as received data: the resumed run collects it as if it had just arrived.
                 "inflight": {
                     name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items() if inflight
                 },
@@ -119,7 +119,7 @@ def pack(
 
 def parts_of_state(*, model: bool, optimizer: bool) -> tuple[str, ...]:
     """The parts of a state with or without the model and the optimizer."""
-    # Without the parameters the state says at which ones it was packed.
+    # Without the parameters the state has a fingerprint of those it was packed at.
     with_model = ("parameters", "others") if model else ("fingerprint",)
     return ("identity", "step", "replicas", *with_model, *(("optimizer",) if optimizer else ()))
 
@@ -200,7 +200,7 @@ def others_of(worker: WorkerState) -> dict[str, Tensor]:
 
 
 def identity_of(worker: WorkerState) -> dict[str, str]:
-    """What must be equal in a checkpoint and in the run that loads it."""
+    """The facts that must be equal in a checkpoint and in the run that loads it."""
     groups = [len(group["params"]) for group in worker.optimizer.param_groups]
     return {
         STRATEGY: canonical(worker.strategy),
@@ -283,7 +283,7 @@ def replace_state(
     Args:
         replica: the replica.
         state: copied to the devices on which the strategy keeps it.
-        inflight: received, not yet used; None leaves what is in flight.
+        inflight: received messages that were not used yet; None keeps messages in flight.
     """
     states = {name: x.clone().to(_device_for(replica.state.get(name), x, replica.x)) for name, x in state.items()}
     received = {name: completed([x.clone().to(replica.x.device) for x in xs]) for name, xs in (inflight or {}).items()}
@@ -453,7 +453,7 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
             _check_setting(f"{name} of {what}", theirs[name], 0.0)
         for name, value in mine.items():
             if name == "params":
-                # In whatever order: what is remembered of each is found by its name.
+                # In any order: the state of each parameter is found by its name.
                 same_names(what, _texts(theirs[name], what), [names[number] for number in value])
             elif name not in one_only:
                 _check_setting(f"{name} of {what}", theirs[name], value)
@@ -485,12 +485,12 @@ def _check_setting(what: str, found: Any, wanted: Any) -> None:
 
 
 def _check_memory(name: str, found: Mapping[str, Any], ours: Mapping[str, Any] | None, like: _Like | None) -> None:
-    """Check what is remembered of one parameter.
+    """Check the optimizer state of one parameter.
 
     Args:
         name: of the parameter.
-        found: what was remembered of it.
-        ours: what this run's optimizer remembers of it, if anything: tensors must have these sizes.
+        found: its saved state.
+        ours: its state in this run's optimizer, if any: tensors must have these sizes.
         like: the parameter's shape, and the names that there must be; None where neither is known.
     """
     for key, value in found.items():
@@ -505,18 +505,18 @@ def _check_memory(name: str, found: Mapping[str, Any], ours: Mapping[str, Any] |
 
 
 class _Like(NamedTuple):
-    """What an optimizer remembers of a parameter has its shape, or is reduced over dimensions; and has these names."""
+    """Optimizer state of a parameter has its shape, or is reduced over dimensions; and has these names."""
 
     shape: tuple[int, ...]
     names: frozenset[str]
 
 
 def _likes(worker: WorkerState) -> dict[str, _Like]:
-    """What is known of the memory of each parameter of torch's own optimizers, from one step of a new one."""
+    """Return the known optimizer state of each parameter for torch's own optimizers, from one step of a new one."""
     names = iter(_optimizer_names(worker))
     found: dict[str, _Like] = {}
     for optimizer, group in ((each, group) for each in parts_of(worker.optimizer) for group in each.param_groups):
-        # LBFGS remembers vectors of all parameters together; of optimizers from elsewhere nothing is known.
+        # LBFGS has vectors of all parameters together; other packages' optimizers are unknown.
         known = type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, LBFGS)
         samples: dict[tuple[int, torch.dtype], frozenset[str]] = {}
         for parameter in group["params"]:
@@ -586,7 +586,7 @@ def merge(states: Sequence[State], worker: WorkerState) -> State:
 
 
 def _resized_vector(states: Sequence[State], worker: WorkerState, i: int) -> Tensor:
-    """The parameters from which the new workers go on."""
+    """Return the parameters from which the new workers continue."""
     replica, (_, segments) = worker.replicas[i], worker.layouts[i]
     saved = [state["replicas"][i] for state in states]
     xs = [flatten([state["parameters"][segment.name] for segment in segments], segments) for state in states]
@@ -618,7 +618,7 @@ def resume_point(
     timeout: float = 60.0,
     consensus: bool = False,
 ) -> Tensor:
-    """What the workers that were agree on, by the strategy itself: they meet once more, as threads.
+    """Compute the consensus of the old workers with the strategy itself, on threads.
 
     Args:
         strategy: of the run.
@@ -629,7 +629,7 @@ def resume_point(
         seed: of the run.
         lr: the learning rate.
         timeout: of their calls, in seconds.
-        consensus: whether what they would evaluate is meant, and not where they would go on.
+        consensus: whether to return the parameters that they would evaluate, instead of those to continue from.
     """
 
     def compute(comm: Comm) -> Tensor:
@@ -656,7 +656,7 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState) ->
             f"{type(worker.strategy).__name__} has state on every worker that cannot be redistributed over another "
             f"number; resume with {len(saved)} workers"
         )
-    # What each worker received for itself cannot be given to others; what it was for is in the resume point.
+    # Messages that a worker received cannot be given to others; their effect is in the resume point.
     alike = all(same(each["inflight"], saved[0]["inflight"]) for each in saved)
     return {
         "layout": saved[0]["layout"],
@@ -711,7 +711,7 @@ def _with_most_steps(states: Sequence[State]) -> list[State]:
 
 
 def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tuple[int, ...] | None) -> Any:
-    # A worker whose parameter had no gradient yet remembers nothing of it; the others' mean is then that of fewer.
+    # A worker without a gradient of a parameter has no state of it; the mean is over the others.
     found = [value for value in values if value is not None]
     if not found or all(same(value, found[0]) for value in found):
         return found[0] if found else None
@@ -723,7 +723,7 @@ def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tupl
         like = tensors[0].is_floating_point() and name != "step" and tuple(tensors[0].shape) == shape
         if tensors[0].numel() == 1 and not like:
             return torch.stack(tensors).amax(0)
-        # What is not like the parameter, such as a table of samples, belongs to the worker's own data.
+        # State with another shape, such as a table of samples, belongs to the worker's own data.
         if tensors[0].is_floating_point() and shape is not None and fits(tuple(tensors[0].shape), shape):
             return mean_of(tensors)
     raise CheckpointError(
@@ -745,7 +745,7 @@ def _difference(values: Sequence[Any]) -> str:
 
 
 def mean_of(tensors: Sequence[Tensor]) -> Tensor:
-    """What all workers' values of a buffer, or of a moment, become: their mean, or rank 0's where there is none."""
+    """Merge all workers' values of a buffer or a moment: their mean, or rank 0's value if there is none."""
     first = tensors[0]
     dense = first.layout == torch.strided
     # Equal tensors are not averaged: the mean could round them.

@@ -25,7 +25,7 @@ from thinwire.worker.buckets import Backward
 
 @dataclass(frozen=True)
 class Stats:
-    """What one worker has done since `attach`; returned by `Worker.stats`.
+    """The counts of one worker since `attach`; returned by `Worker.stats`.
 
     Attributes:
         steps: optimizer steps that this worker has taken.
@@ -91,7 +91,7 @@ class Account:
 
     @contextmanager
     def apart(self) -> Generator[None]:
-        """Count what is sent and waited for within it as evaluation."""
+        """Count bytes and waits inside the block as evaluation."""
         meter = self._comm.meter
         sent, waited = meter.payload_bytes, meter.exposed_seconds
         try:
@@ -210,7 +210,7 @@ class WorkerState:
             replica.wait_pending()
 
     def end_failed_pass(self, *, stepped: bool = False) -> None:
-        """Where the last backward pass has failed, let all ranks agree on it; `Backward.end_failed` says how."""
+        """Let all ranks agree on a failed backward pass; see `Backward.end_failed`."""
         if self.backward is not None:
             self.backward.end_failed(stepped=stepped)
 

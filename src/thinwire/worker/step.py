@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One step of an attached optimizer: what a worker does when torch calls its hooks before and after it."""
+"""One step of an attached optimizer: the worker's hooks before and after it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Step:
         """Hook to the optimizer, from the next step on; `undo` removes the hooks.
 
         Args:
-            attachment: checks what the loop has done to the model since `attach`.
+            attachment: checks the loop's changes to the model since `attach`.
             first_steps: checks of the first steps.
         """
         self._attachment, self._first_steps = attachment, first_steps
@@ -147,7 +147,7 @@ class Step:
     # -- closures ------------------------------------------------------------------------------------------------------
 
     def _evaluating(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure with what a step does once its gradient exists.
+        """Wrap the closure with the work of a step after its gradient exists.
 
         The gradient exists only after the call. Optimizers may call a closure several times, and at other points than
         `r.x` of now, so what needs no gradient runs before the first call. If the loop has caught an error of the
@@ -289,7 +289,7 @@ class Step:
 
 
 def drop_gradients(worker: WorkerState) -> None:
-    """Leave all trained parameters without a gradient, so that optimizers leave them and their state as they are."""
+    """Leave all trained parameters without a gradient, so that optimizers do not change them or their state."""
     for parameters, _ in worker.layouts:
         for parameter in parameters:
             parameter.grad = None

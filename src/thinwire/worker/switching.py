@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Go on with another strategy, at a step that all ranks agree on.
+"""Continue with another strategy, at a step that all ranks agree on.
 
-Another strategy begins where the old one's round would end here: all at its `Strategy.end_point`. What the old one kept
-of its own stays where the new one is of the same class and means the same by it; `kept` is that rule.
+The new strategy starts where the old one's round would end, at its `Strategy.end_point`. State of the old strategy is
+kept if the new one has the same class and uses it in the same sense; `kept` is that rule.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ _BASE = "base/"
 
 @dataclass(frozen=True)
 class Switched:
-    """What a switch did, as this rank saw it.
+    """The result of a switch on this rank.
 
     Attributes:
         step: optimizer steps done before it.
         before: the recipe until then.
         after: the recipe from then on.
-        kept: names of the old strategy's state with which the new one goes on; an anchor among it has moved.
-        dropped: names of state that the new strategy has no use for; what it keeps itself begins anew.
+        kept: names of the old strategy's state that the new one continues with; an anchor among it has moved.
+        dropped: names of state that the new strategy does not use; its own state starts fresh.
 
     Example:
         >>> import torch, thinwire
@@ -73,7 +73,7 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
         worker.comm.raise_on_all(ConfigError(f"{worker.comm.name(worker.comm.rank)}, step {worker.step}: {problem}"))
     new = _agreed(worker, strategy)
     points = [_point(worker, before, replica) for replica in worker.replicas]
-    # Who asks a mailbox of the old strategy still gets its answer: nobody closes one before all are here.
+    # Requests to mailboxes of the old strategy are still answered: no rank closes one before all have arrived.
     worker.comm.check_in_step("switch()").wait()
 
     own = [replica.x.clone() for replica in worker.replicas]
@@ -81,7 +81,7 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     try:
         worker.comm.in_step = worker.may_be_in_step and not new.traits.timing_dependent
         worker.comm.rule = pace_rule(new) if new.traits.meets_every > 1 else RULE
-        means = PendingMeans()  # what all replicas share, and with none of those before
+        means = PendingMeans()  # shared by all new replicas
         begun = [_begun(worker, i, new, point, means) for i, point in enumerate(points)]
     except BaseException:
         worker.comm.in_step, worker.comm.rule = in_step, rule
@@ -159,7 +159,7 @@ def _agreed(worker: WorkerState, strategy: Strategy | str) -> Strategy:
 
 
 def _check(worker: WorkerState, new: Strategy) -> None:
-    """What `attach` checks of a strategy, of the one that is to go on."""
+    """Run the checks of `attach` on the new strategy."""
     scaled = worker.scaler is not None and worker.scaler.is_enabled()
     parameters = [p for each, _ in worker.layouts for p in each]
     check_skipped_steps(new, find_unused=worker.find_unused, scaled=scaled)
@@ -221,7 +221,7 @@ def _let_optimizers_meet(worker: WorkerState) -> None:
 
 
 def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
-    """Where all workers go on."""
+    """Return the point from which all workers continue."""
     # Equal parameters are not averaged: their mean could be rounded.
     if before.traits.equal_replicas and not any(each.traits.restarts_on_resize for each in nested(before)):
         return replica.x.clone()
@@ -233,7 +233,7 @@ def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
 def _begun(
     worker: WorkerState, i: int, new: Strategy, point: Tensor, means: PendingMeans
 ) -> tuple[Replica, dict[str, tuple[torch.dtype, tuple[int, ...]]], list[str]]:
-    """A replica of the new strategy at the point, what it begins with, and the names of what was kept."""
+    """Make a replica of the new strategy at the point; return it with its initial and kept state names."""
     old, (parameters, segments) = worker.replicas[i], worker.layouts[i]
     with torch.no_grad():
         old.x.copy_(point)
@@ -252,16 +252,16 @@ def _begun(
     return r, started, names
 
 
-# -- what is kept ------------------------------------------------------------------------------------------------------
+# -- kept state ------------------------------------------------------------------------------------------------------
 
 
 def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: Replica) -> list[str]:
-    """The names of state with which the new strategy goes on.
+    """Return the names of state that the new strategy continues with.
 
     Kept is what belongs to a strategy of the same class at the same place of the recipe, if its size is the same:
     momenta, counters, and residuals where both codecs have error feedback. `Strategy.restart` then sets what refers to
     the parameters as they were, such as an anchor, to where they are. Strategies whose state belongs to single workers
-    (`restarts_on_resize`) or to moments in time (`timing_dependent`) begin anew.
+    (`restarts_on_resize`) or to moments in time (`timing_dependent`) start fresh.
 
     Args:
         before: the old strategy.
@@ -294,7 +294,7 @@ def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: R
 
 
 def _pairs(before: Strategy, after: Strategy) -> Iterator[tuple[Strategy, Strategy]]:
-    """The strategies of two recipes at the same places, outermost first, as long as they are of the same classes."""
+    """The strategies of two recipes at the same places, outermost first, while their classes are equal."""
     while type(before) is type(after):
         yield before, after
         if not isinstance(before, Wrapper) or not isinstance(after, Wrapper):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What users see of an attached model: the worker that `attach` returns."""
+"""The worker that `attach` returns: the public interface of an attached model."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ Batch = TypeVar("Batch")
 class Worker(ElasticState):
     """One worker's model under a strategy; returned by `attach`.
 
-    The training loop stays as it was. A model whose parameters have several dtypes or devices has one flat vector,
+    The training loop does not change. A model whose parameters have several dtypes or devices has one flat vector,
     and one replica, for each.
 
     Example:
-        Between averages the workers' parameters differ; `consensus` lends the model that all agree on.
+        Between averages the workers' parameters differ; inside `consensus()` the model is their average.
 
         >>> import torch, thinwire
         >>> def train(comm):
@@ -166,7 +166,7 @@ class Worker(ElasticState):
         return found
 
     def stats(self) -> Stats:
-        """What this worker has done since `attach`: steps, averages, bytes sent and seconds waited.
+        """Return the counts since `attach`: steps, averages, bytes sent and seconds waited.
 
         It sends nothing, clears nothing and may be called at any time, by any rank, under every strategy.
 
@@ -213,9 +213,9 @@ class Worker(ElasticState):
         all the batches of a step.
 
         Args:
-            batches: this rank's batches. Where every rank's have a length, one message settles who ends when;
-                otherwise each step begins with a message of 4 bytes.
-            before_step: called before each step without a batch: what the loop does with gradients, such as clipping.
+            batches: this rank's batches. If all have a length, one message decides in advance when each rank ends;
+                otherwise each step starts with a message of 4 bytes.
+            before_step: called before each step without a batch: the loop's work on gradients, such as clipping.
             after_step: called after each step without a batch, such as a scheduler's; the scaler is updated already.
 
         Raises:
@@ -226,19 +226,19 @@ class Worker(ElasticState):
         return joining.join(self, batches, before_step or (lambda: None), after_step or (lambda: None))
 
     def switch(self, strategy: Strategy | str) -> Switched:
-        """Go on with another strategy from the next step on; every rank must call, after the same step.
+        """Continue with another strategy from the next step on; every rank must call, after the same step.
 
-        All workers go on from one point: where they are, if the old strategy keeps them equal; else from where its
-        round would end now (`Strategy.end_point`), with what is in flight. Of the old strategy's state is kept what the
-        new one means the same by; the reference of training has the table. Buffers stay each worker's own, and so does
-        the optimizer's state, unless workers go on with equal parameters: then its moments become their means.
-        Checkpoints from then on are those of the new strategy.
+        All workers continue from one point: their parameters, if the old strategy keeps them equal; otherwise the point
+        where its round would end now (`Strategy.end_point`), including messages in flight. State of the old strategy
+        that the new one uses in the same sense is kept; the reference of training has the table. Buffers are unchanged,
+        and so is the optimizer state, unless workers continue with equal parameters: then its moments become their
+        means. Checkpoints from then on belong to the new strategy.
 
         Args:
             strategy: the recipe, as an object or as text; any that `attach` would take here.
 
         Returns:
-            The names of what was kept and of what was dropped.
+            The names of kept and dropped state.
 
         Raises:
             ConfigError: the strategy cannot serve this model, optimizer or number of workers, or a gradient is waiting
@@ -271,7 +271,7 @@ class Worker(ElasticState):
         Raises:
             MismatchError: a buffer has another shape on another rank, so that it cannot be averaged.
             ConfigError: a sparse buffer differs between ranks.
-            PeerLostError: the strategy goes on without a rank that is lost, and the model has buffers to be averaged.
+            PeerLostError: the strategy continues without a lost rank, and the model has buffers to average.
         """
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
@@ -293,10 +293,10 @@ class Worker(ElasticState):
     def state_dict(self, *, model: bool = False, optimizer: bool = False) -> dict[str, Tensor]:
         """Return the strategy's state of this rank as tensors by flat names: state, messages in flight and the step.
 
-        `torch.save`, safetensors and `torch.distributed.checkpoint` take the dict as it is. Load the model, each rank
-        its own, and the optimizer before `load_state_dict`, or let the state hold them. With both, this rank continues
-        as if it had never stopped. The scheduler, the scaler, random generators and the position in the data are the
-        caller's: see `save`, which writes everything.
+        `torch.save`, safetensors and `torch.distributed.checkpoint` accept the dict unchanged. Load the model, each
+        rank its own, and the optimizer before `load_state_dict`, or let the state hold them. With both, this rank
+        continues as if it had never stopped. The scheduler, the scaler, random generators and the position in the data
+        are the caller's: see `save`, which writes everything.
 
         Names begin with "rank-0000/" and so on, after the name of the shard where the model is split, so that
         `torch.distributed.checkpoint`, which keeps each name only once, keeps the state of every rank.
@@ -313,7 +313,7 @@ class Worker(ElasticState):
             ['header', 'step', 'replicas/0/state/anchor']
         """
         refuse_while_lent(self, "state_dict()")
-        # The fingerprint also beside the parameters: whoever loads the strategy's state alone then finds all its names.
+        # The fingerprint is also next to the parameters, so that loading only the strategy's state finds all its names.
         parts = dict.fromkeys((*replica_state.parts_of_state(model=model, optimizer=optimizer), "fingerprint"))
         state = replica_state.pack(self, parts)
         return replica_state.to_flat(state, replica_state.part_name(self, self.comm.rank))
@@ -351,7 +351,7 @@ class Worker(ElasticState):
                 complete on all ranks. None keeps all.
 
         Raises:
-            PeerLostError: the strategy goes on without a rank that is lost; a checkpoint is of all ranks.
+            PeerLostError: the strategy continues without a lost rank; a checkpoint needs all ranks.
             CheckpointError: a file cannot be written, `extra` holds something that is neither a tensor nor JSON, or
                 ranks are at different steps.
             NonFiniteError: a parameter is NaN or infinite; the last good checkpoint stays.
@@ -390,8 +390,8 @@ class Worker(ElasticState):
 
         Another number of workers may have written it, if every rank sees all parts: the parameters are then those that
         the workers agreed on (`Strategy.resume_point`), optimizers' moments and buffers are means, and the strategy's
-        state is redistributed (`Strategy.resized`). Torch's random generators stay as they are, and data are to be
-        divided anew. A rank that was not there before gets rank 0's `extra`. After "auto" that of the save goes on.
+        state is redistributed (`Strategy.resized`). Torch's random generators are unchanged, and data must be
+        divided again. A new rank gets rank 0's `extra`. After "auto" the strategy of the save continues.
         A worker that has just joined an elastic run keeps the state of the run and only gets rank 0's `extra`.
 
         Args:
@@ -429,7 +429,7 @@ class Worker(ElasticState):
         call `to_sparse()` on them before `load_state_dict`.
 
         Args:
-            path: of the file; one that is there is replaced.
+            path: the path of the file; an existing file is replaced.
 
         Raises:
             CheckpointError: it cannot be written, or the model's `state_dict` holds something that is no tensor.
@@ -461,7 +461,7 @@ class Worker(ElasticState):
         The model keeps its parameters and trains alone from then on. A comm that you passed to `attach` stays open, and
         so does the default process group.
 
-        While an exception is handled, and after a failure of the ranks, nobody is waited for.
+        While an exception is handled, and after a failure of ranks, it does not wait for other ranks.
 
         Raises:
             MismatchError: on all ranks, where some are in another call or at another step; the hooks are removed.
