@@ -52,7 +52,7 @@ def test_the_skeleton_of_a_strategy_passes_the_tests_that_ask_for_one(tmp_path: 
     assert all("lazy" in (tmp_path / path).read_text().lower() for path in changed)
     words = " or ".join(ASKED.values())
     report = run(tmp_path, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", "-m", "not slow", *ASKED, "-k", words)
-    assert "passed" in report
+    assert report.splitlines()[0].count(".") > len(ASKED)
     # A second strategy of that name would overwrite the first.
     again = subprocess.run(
         [sys.executable, "tools/new_strategy.py", "LazySGD"],

@@ -87,3 +87,36 @@ def test_a_private_word_is_not_used(word: str) -> None:
     pattern = re.compile(rf"\b{word}s?\b", re.IGNORECASE)
     found = [path.relative_to(ROOT).as_posix() for path in TEXTS if pattern.search(path.read_text(encoding="utf-8"))]
     assert not found, f"say {PRIVATE[word]}"
+
+
+# Phrases of a dialect that only this project spoke, none of which the engine needs: what to write instead.
+PHRASES = {
+    r"\banew\b": "again, from scratch, or restart",
+    r"\btrain(?:s|ed|ing)? apart\b": "diverge",
+    r"\bwho (?:joins|comes|trains|waits|sends|leaves)\b": "the noun that who stands for",
+    r"(?:^|[\"#.:] ?)Who (?:is|has|joins|comes|waits|trains|sends|asks)\b": "the noun that who stands for",
+    r"\bnobody (?:is waited for|waits|goes on)\b": "no worker waits, or none continues",
+    r"\bremember(?:s|ed)?\b": "optimizer state, or saves",
+    r"\bhas nothing to say\b": "contributes nothing",
+    r"\bwherein\b|\bwhereupon\b|\bthereby\b|\bhence\b": "a second sentence",
+    r"\bfor ever\b": "forever",
+    r"\bis of torch\.": "has dtype",
+    r"\bgiven? the view up\b|\bgave the view up\b": "abandoned the view",
+    r"\bsomebody\b|\bwhoever\b": "the noun, such as another worker",
+    r"\bwhat is there\b": "what exists",
+}
+ROOMS = "core|methods|worker|elastic|asynchronous|tensor2d|errors|registry"
+ENGINE = [ROOT / name for name in TRACKED if re.match(rf"src/thinwire/(?:{ROOMS})\b.*\.py$", name)]
+
+
+@pytest.mark.skipif(not TRACKED, reason="not a checkout")
+@for_each(PHRASES)
+def test_a_phrase_of_the_dialect_is_not_used_in_the_engine(phrase: str) -> None:
+    pattern = re.compile(phrase, re.IGNORECASE | re.MULTILINE)
+    found = [
+        f"{path.relative_to(ROOT).as_posix()}:{number}: {line.strip()}"
+        for path in ENGINE
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, f"write {PHRASES[phrase]}:\n" + "\n".join(found)

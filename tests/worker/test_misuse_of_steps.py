@@ -70,7 +70,7 @@ def test_what_would_be_undone_is_refused_within_consensus(call: str, tmp_path: P
         before = weights(worker.model)
         with worker.consensus(), worker.consensus():
             agreed = weights(worker.model)
-            with pytest.raises(ConfigError, match=r"within consensus\(\).*leave the `with` block first") as caught:
+            with pytest.raises(ConfigError, match=r"within consensus\(\).*Leave the `with` block first") as caught:
                 CALLS[call](worker, tmp_path)
             assert call in str(caught.value) and torch.equal(agreed, weights(worker.model))
         return torch.equal(before, agreed) == (comm.size == 1) and torch.equal(before, weights(worker.model))

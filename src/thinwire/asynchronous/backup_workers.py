@@ -70,7 +70,7 @@ class BackupWorkers(Strategy):
         ...     worker = thinwire.attach(model, optimizer, BackupWorkers(backups=1), comm=comm)
         ...     while worker.step < 3:
         ...         optimizer.zero_grad()
-        ...         model(torch.ones(1)).sum().backward()  # the same gradient, 1, whoever is in time
+        ...         model(torch.ones(1)).sum().backward()  # the gradient is 1, whichever ranks are in time
         ...         optimizer.step()
         ...     worker.detach()
         ...     return round(model.weight.item(), 4)

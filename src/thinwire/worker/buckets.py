@@ -425,7 +425,7 @@ class Backward:
     """Observes backward passes and hands each bucket to `exchange` when all its gradients are final.
 
     A pass that fails leaves the other ranks waiting for the rest of its buckets. They are sent before anything else, as
-    NaN: every rank then sees a mean that is not finite, and only then do the ranks tell each other why. Where all have
+    NaN: every rank then sees a mean that is not finite, and only then do the ranks exchange the reason. Where all have
     failed, the pass is forgotten; otherwise all raise.
 
     Attributes:
@@ -611,8 +611,8 @@ class Backward:
             self.comm.raise_on_all(
                 ConfigError(
                     f"{self._here}: optimizer.step() with a gradient of {own[0]} that no backward pass has exchanged, "
-                    "so that workers would train apart: it was computed before attach or in no_sync(), or set by hand; "
-                    "call zero_grad() after attach, and let the last pass of a step run outside of no_sync()"
+                    "so workers would diverge: it was computed before attach or in no_sync(), or set by hand. "
+                    "Call zero_grad() after attach, and let the last pass of a step run outside of no_sync()"
                 )
             )
 
@@ -651,9 +651,7 @@ class Backward:
             for bucket in self.buckets:
                 if bucket.work is not None:
                     bucket.work.wait()  # if connections are closed, this raises the reason
-            raise CommError(
-                f"{self._here}: a backward pass was interrupted while it waited for other ranks; start anew"
-            )
+            raise CommError(f"{self._here}: a backward pass was interrupted while it waited for other ranks. Restart")
         if self._end is None:
             return
         end = self._end()
@@ -844,7 +842,7 @@ class Backward:
         if len(failed) < self.comm.size:
             return MismatchError(
                 f"{self._here}: the backward pass of {ranks} was stopped by an exception that was caught, while other "
-                "ranks went on; leave out a batch on all ranks or on none, or let the exception end the run"
+                "ranks continued. Leave out a batch on all ranks or on none, or let the exception end the run"
             )
         return ConfigError(
             f"{self._here}: the backward pass of {ranks} was stopped by an exception, and gradients of the next one "

@@ -234,12 +234,13 @@ def facts_of(content: object) -> dict[str, Any]:
     parts = mapping_of(content, "a part")
     if "save" not in parts:
         raise CheckpointError(
-            "was written by an earlier development version of thinwire, without an id; go on from it with that version"
+            "was written by an earlier development version of thinwire, without an id. Continue from it with that "
+            "version"
         )
     facts = mapping_of(parts["save"], "the save")
     counts = all(is_count(facts.get(name)) for name in ("step", "size", "rank"))
     if not counts or not isinstance(facts.get("id"), str) or not _ID.fullmatch(facts["id"]):
-        raise CheckpointError("does not say of which save, step and rank it is")
+        raise CheckpointError("has no save id, step and rank")
     return facts
 
 
@@ -409,12 +410,12 @@ def load_parts(worker: WorkerState, state: Mapping[str, Any]) -> None:
     names = [part_name(worker, rank) for rank in range(len(found))]
     if written_by != str(len(found)) or set(names) != found.keys():
         raise CheckpointError(
-            f"{written_by} workers have written the state, and {worker.comm.size} would go on: every rank needs the "
+            f"{written_by} workers have written the state, and {worker.comm.size} would continue: every rank needs the "
             "parts of all of them; with torch.distributed.checkpoint use thinwire.integrations.dcp.load(worker, folder)"
         )
     if not all(set(PARTS) <= part.keys() for part in found.values()):
         raise CheckpointError(
-            f"{written_by} workers have written the state, and {worker.comm.size} would go on: another number of "
+            f"{written_by} workers have written the state, and {worker.comm.size} would continue: another number of "
             "workers needs the models and optimizers of all; save worker.state_dict(model=True, optimizer=True)"
         )
 

@@ -193,7 +193,7 @@ def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int, opti
         )
     if policy == "skip" and evaluates_several_gradients(optimizer):
         raise ConfigError(
-            f'nonfinite="skip" with {type(optimizer).__name__}: a step has several gradients, and would go on with '
+            f'nonfinite="skip" with {type(optimizer).__name__}: a step has several gradients, and would continue with '
             'zeros in place of one; use nonfinite="raise"'
         )
 

@@ -79,8 +79,8 @@ def refuse_while_lent(worker: WorkerState, call: str) -> None:
     if worker.lent:
         refuse(
             worker,
-            f"{call} within consensus(), where the model has the parameters that all workers agree on, which are only "
-            "lent; leave the `with` block first",
+            f"{call} within consensus(), where the model temporarily has the parameters that all workers agree on. "
+            "Leave the `with` block first",
         )
 
 
@@ -103,7 +103,7 @@ def check_all_there(worker: WorkerState, call: str) -> None:
         raise PeerLostError(
             f"{comm.name(comm.rank)}, step {worker.step}, {call}: {comm.names(lost)} {be} lost, and this needs all "
             "ranks. All others hold the same parameters after detach() and at consensus(): write "
-            "model.state_dict() on one of them, and start anew from it"
+            "model.state_dict() on one of them, and restart from it"
         )
 
 
@@ -270,8 +270,8 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
     if comm.rank == 0 and not worker.told_rounding:
         _LOGGER.warning(
             "step %d: the parameters of %s differ from those of the others by rounding, as on processors of different "
-            "kinds or with other numbers of threads; all ranks go on with rank 0's, now and whenever this is found; if "
-            "their machines are alike, compare their settings",
+            "kinds or with other numbers of threads; all ranks continue with rank 0's, now and whenever this is "
+            "found; if their machines are alike, compare their settings",
             *(worker.step, comm.names(odd)),
         )
     worker.told_rounding = True

@@ -603,7 +603,7 @@ class Elastic:
         raise CommTimeoutError(
             f"worker {self.worker_id}: {len(self._unconnected.views)} views in a row with the same {view.size} workers "
             f"did not connect. All reach the store, but {', '.join(unconnected)} did not reach all others; this one "
-            "stops, so that the others can go on. Let firewalls pass all ports between workers, and name the network "
+            "stops, so that the others can continue. Open all ports between workers in firewalls, and name the network "
             "interface that they share by GLOO_SOCKET_IFNAME; then start this worker again to let it join "
             f"({problem})"
         )
@@ -898,4 +898,4 @@ def _in_words(view: View, problem: str) -> str:
     gone = (*view.lost, *view.left)
     lost = f"without {', '.join(gone)}" if gone else "with the same workers"
     joined = f" and with {', '.join(view.joined)}" if view.joined else ""
-    return f"view {view.epoch}: {view.size} workers go on, {lost}{joined} ({problem})"
+    return f"view {view.epoch}: {view.size} workers continue, {lost}{joined} ({problem})"

@@ -151,7 +151,7 @@ class Attachment:
             refuse(
                 worker,
                 "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
-                f"workers would train apart; {_AGAIN}",
+                f"workers would diverge; {_AGAIN}",
             )
         held = sum(len(group["params"]) for group in worker.optimizer.param_groups)
         if held != self._num_held or any(p.requires_grad for p in self._frozen):
@@ -189,7 +189,7 @@ class Attachment:
         strategy = worker.strategy
         if worker.find_unused and not strategy.traits.moves_parameters and not strategy.traits.reads_gradient:
             return
-        refuse(worker, f"parameters were frozen since attach, and momentum would go on moving them; {_AGAIN}")
+        refuse(worker, f"parameters were frozen since attach, and momentum would keep moving them; {_AGAIN}")
 
     def _guard_model(self, worker: WorkerState) -> None:
         """Look for DistributedDataParallel in every forward pass of the model, also where it is wrapped later."""
@@ -409,7 +409,7 @@ def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:
         if owner.optimizer() is not optimizer and not owner.stepping:
             owner.refuse(
                 f"{type(optimizer).__name__} moves parameters that are attached with another optimizer, {owner.name}: "
-                f"its steps exchange nothing, and workers would train apart; call the step of the attached one, or "
+                f"its steps exchange nothing, so workers would diverge. Call the step of the attached one, or "
                 "attach this one instead"
             )
         return

@@ -75,7 +75,9 @@ class Notice:
         if every < 1:
             raise ConfigError(f"every={every}: must be at least 1 step; 20 is usual")
         if signals and threading.current_thread() is not threading.main_thread():
-            raise ConfigError("Notice in a thread beside the main one: Python handles signals in that one only")
+            raise ConfigError(
+                "Notice in a thread other than the main one: Python handles signals in the main thread only"
+            )
         self.received: str | None = None
         self.reasons: dict[int | str, str] = {}
         self._worker = worker
@@ -106,7 +108,7 @@ class Notice:
         return bool(self.reasons)
 
     def leave(self) -> bool:
-        """Let go whoever has a reason to leave, while the others train on; for workers of `attach(elastic=True)`.
+        """Release workers with a reason to leave, while the others continue; for `attach(elastic=True)`.
 
         State of a leaving worker is passed on first: its push-sum mass and its residuals to a neighbor; where
         parameters differ, all take the mean of them. The others then continue in a view without it. Call it after every
@@ -140,7 +142,7 @@ class Notice:
         elastic = self._worker.elastic
         if elastic is None:
             raise ConfigError(
-                "leave(): only workers of attach(elastic=True) go on without one; where agreed() is true, save on all "
+                "leave(): only workers of attach(elastic=True) continue without one. If agreed() is true, save on all "
                 "ranks and exit with LEFT_WITH_NOTICE"
             )
         if not self.agreed():

@@ -324,7 +324,7 @@ def check(
         _check_tensors("parameters", found["parameters"], _parameters(worker))
         for name, x in found["parameters"].items() if finite else ():
             if x.is_floating_point() and not torch.isfinite(x).all():
-                raise CheckpointError(f"parameter {name} is not finite; go on from the checkpoint before it")
+                raise CheckpointError(f"parameter {name} is not finite. Continue from an earlier checkpoint")
         _check_tensors("buffers and frozen parameters", found["others"], others_of(worker))
     elif found["fingerprint"] != _fingerprint(worker):
         raise CheckpointError(
@@ -399,7 +399,7 @@ def _check_like(what: str, found: object, dtype: torch.dtype | None, shapes: Ite
 
 
 def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, whole: bool) -> None:
-    """Check the strategy's state and messages, as far as their sizes can be known before training goes on."""
+    """Check the strategy's state and messages, as far as their sizes can be known before training continues."""
     same_names(f"vector {i}", saved, ("layout", "state", "inflight"))
     if saved["layout"] != layout_of(worker, i):
         raise CheckpointError(
@@ -457,12 +457,12 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
                 same_names(what, _texts(theirs[name], what), [names[number] for number in value])
             elif name not in one_only:
                 _check_setting(f"{name} of {what}", theirs[name], value)
-    held, likes = mapping_of(saved["state"], "what the optimizer remembers"), _likes(worker)
+    held, likes = mapping_of(saved["state"], "the optimizer state"), _likes(worker)
     own = {names[key] if isinstance(key, int) else key: value for key, value in ours["state"].items()}
     for name, entries in held.items():
         if name not in names and name not in own:
-            raise CheckpointError(f"the optimizer remembers something of {name!r}, which it does not train")
-        what = f"what the optimizer remembers of {name}"
+            raise CheckpointError(f"the optimizer state has an entry for {name!r}, which the optimizer does not train")
+        what = f"the optimizer state of {name}"
         _check_memory(name, mapping_of(entries, what), own.get(name), likes.get(name))
 
 
@@ -494,14 +494,16 @@ def _check_memory(name: str, found: Mapping[str, Any], ours: Mapping[str, Any] |
         like: the parameter's shape, and the names that there must be; None where neither is known.
     """
     for key, value in found.items():
-        what, mine = f"{key!r} that the optimizer remembers of {name}", (ours or {}).get(key)
+        what, mine = f"{key!r} in the optimizer state of {name}", (ours or {}).get(key)
         if isinstance(mine, Tensor):
             _check_like(what, value, None, [local(mine).shape])
         elif isinstance(value, Tensor) and like is not None and not fits(tuple(value.shape), like.shape):
             raise CheckpointError(f"{what} has shape {tuple(value.shape)}, and the parameter has {like.shape}")
     missing = like.names - found.keys() if like is not None and found else ()
     if missing:
-        raise CheckpointError(f"the optimizer must remember {min(missing)!r} of {name}, and the checkpoint has none")
+        raise CheckpointError(
+            f"the optimizer state of {name} needs {min(missing)!r}, which the checkpoint does not have"
+        )
 
 
 class _Like(NamedTuple):
@@ -727,8 +729,8 @@ def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tupl
         if tensors[0].is_floating_point() and shape is not None and fits(tuple(tensors[0].shape), shape):
             return mean_of(tensors)
     raise CheckpointError(
-        f"what optimizers remember as {name!r} of {parameter} differs between workers and has no mean, so their number "
-        f"cannot change; resume with {len(values)} workers, or begin anew from exported weights"
+        f"the optimizer state {name!r} of {parameter} differs between workers and has no mean, so their number "
+        f"cannot change. Resume with {len(values)} workers, or restart from exported weights"
     )
 
 

@@ -149,7 +149,7 @@ def _agreed(worker: WorkerState, strategy: Strategy | str) -> Strategy:
     device = worker.replicas[0].x.device
     facts = [("the step", str(worker.step)), ("the strategy to switch to", said)]
     if problem is None and _must_meet(worker.strategy, new):
-        facts += [(f"what the optimizer remembers of {name}", what) for name, what in _remembered(worker)]
+        facts += [(f"the optimizer state of {name}", what) for name, what in _remembered(worker)]
     agree(worker.comm, facts, device, how="called switch() differently")
     if worker.mesh is not None:
         agree(worker.mesh.block.whole, facts, device, how="called switch() differently")
@@ -178,9 +178,9 @@ def _check(worker: WorkerState, new: Strategy) -> None:
         for name, value in state.items():
             if isinstance(value, Tensor) and value.numel() > 1 and name not in known:
                 raise ConfigError(
-                    f"{type(worker.optimizer).__name__} under {new!s}: workers that go on with equal parameters "
-                    f"need equal optimizers, and what this one remembers as {name!r} has no mean; switch before the "
-                    "first step, or begin anew from exported weights"
+                    f"{type(worker.optimizer).__name__} under {new!s}: workers that continue with equal parameters "
+                    f"need equal optimizers, and the state {name!r} of this one has no mean. Switch before the "
+                    "first step, or restart from exported weights"
                 )
 
 
@@ -260,7 +260,7 @@ def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: R
 
     Kept is what belongs to a strategy of the same class at the same place of the recipe, if its size is the same:
     momenta, counters, and residuals where both codecs have error feedback. `Strategy.restart` then sets what refers to
-    the parameters as they were, such as an anchor, to where they are. Strategies whose state belongs to single workers
+    earlier parameters, such as an anchor, to the current ones. Strategies whose state belongs to single workers
     (`restarts_on_resize`) or to moments in time (`timing_dependent`) start fresh.
 
     Args:

@@ -246,7 +246,9 @@ class Worker(ElasticState):
             MismatchError: ranks name different strategies, or are at different steps.
         """
         if self.elastic is not None:
-            raise ConfigError("switch() with elastic=True: a worker could be lost in it; save, and resume anew")
+            raise ConfigError(
+                "switch() with elastic=True: a worker could be lost in it. Save, and resume with the new strategy"
+            )
         check_all_there(self, "switch()")
         refuse_while_lent(self, "switch()")
         self.end_failed_pass()

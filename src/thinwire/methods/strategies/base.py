@@ -111,7 +111,7 @@ class Strategy(Recipe, ABC):
         """Runs when the optimizer has changed `r.x`; `r.step` includes this step already."""
 
     def restart(self, r: Replica) -> None:
-        """Begin a round anew at `r.x`, which something else has just set, such as the slow step of a wrapper.
+        """Restart a round at `r.x`, which something else has just set, such as the slow step of a wrapper.
 
         Drop what is in flight, and set what refers to the parameters as they were, such as an anchor, to the new ones;
         momenta and residuals stay. All ranks call it together, with equal parameters unless `holds_average`.
@@ -200,7 +200,7 @@ class Strategy(Recipe, ABC):
         `r.comm` has the new ranks already. A round that not all survivors have the result of is as before its first
         message: it will be repeated. Here state and residuals stay, those of lost workers are lost with them. Where
         something is in flight, or the state belongs to a graph of ranks or to a mean that tracks all workers, the
-        messages are dropped, all take the mean of their parameters, and begin a round anew there; what is equal on all
+        messages are dropped, all take the mean of their parameters, and restart a round there; what is equal on all
         workers, such as slow momentum, stays. In the end `regroup` puts right what must hold among all of them.
 
         Args:

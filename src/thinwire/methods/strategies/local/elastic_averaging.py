@@ -128,7 +128,7 @@ class EASGD(Strategy):
         check_tracked(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(
-                f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would oscillate for ever; "
+                f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would oscillate forever; "
                 "their sum must be below 2"
             )
 
