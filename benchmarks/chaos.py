@@ -424,9 +424,11 @@ class Run:
         """Return the batch of the step that a lost worker could not report."""
         from types import SimpleNamespace
 
-        from thinwire.elastic.sampler import Crew, ElasticSampler
+        from thinwire.elastic.sampler import ElasticSampler, MembershipInterval
 
-        known = [Crew(begins, tuple(members), tuple(left), unused) for begins, members, left, unused in crews]
+        known = [
+            MembershipInterval(begins, tuple(members), tuple(left), unused) for begins, members, left, unused in crews
+        ]
         known = [crew for crew in known if crew.begins <= step]
         worker: Any = SimpleNamespace(step=step, crews=known, worker_id=name)
         return [ElasticSampler(EPOCH, seed=self.plan.number).assignment(worker)]

@@ -30,7 +30,8 @@ nitpick_ignore_regex = [
     (r"py:.*", r"(?!thinwire\.).*"),
     (
         r"py:class",
-        r"thinwire\..*\.([TU]|Batch|Built|Chosen|Dealt|Elastic|Fleet|Logger|Mapped|Network|Policy|Progress|Segment|Switched)",
+        r"thinwire\..*\.([TU]|Batch|Built|Chosen|Elastic(?:Worker)?|Fleet|Logger|Mapped|Network|Policy|Progress|Segment|"
+        r"Switched)",
     ),
     # A function of an internal module, which has no page.
     (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_)"),

@@ -18,7 +18,7 @@ import thinwire
 from tests.engine import batch, momentum, net
 from thinwire import Strategy, Worker
 from thinwire.elastic.membership import RunEndedError
-from thinwire.elastic.sampler import Crew, ElasticSampler
+from thinwire.elastic.sampler import ElasticSampler, MembershipInterval
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
 
 
@@ -52,7 +52,7 @@ class End:
     batches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     error: BaseException | None = None
     lost: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
-    crews: list[Crew] = field(default_factory=list[Crew])
+    crews: list[MembershipInterval] = field(default_factory=list[MembershipInterval])
 
 
 @dataclass(frozen=True)

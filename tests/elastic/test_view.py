@@ -12,7 +12,7 @@ import pytest
 from thinwire import CommError, CommTimeoutError, PeerLostError
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.threads import ThreadNetwork
-from thinwire.elastic.view import Progress, View, settled
+from thinwire.elastic.view import Progress, View, last_kept_round
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from thinwire.elastic.view import Progress, View, settled
     ],
 )
 def test_a_round_is_kept_only_where_all_survivors_have_its_result(workers: list[tuple[int, bool]], last: int) -> None:
-    assert settled([Progress(number, done, 0) for number, done in workers]) == last
+    assert last_kept_round([Progress(number, done, 0) for number, done in workers]) == last
 
 
 def test_a_view_that_cannot_be_read_is_an_error_in_words() -> None:

@@ -18,7 +18,7 @@ _RECORDED_STEPS = 10_000  # steps whose assignments are kept; earlier ones are c
 
 
 @dataclass(frozen=True)
-class Crew:
+class MembershipInterval:
     """The workers that take part from some step on.
 
     Attributes:
@@ -35,7 +35,7 @@ class Crew:
     unused_from: int | None = None
 
 
-class Dealt(Protocol):
+class ElasticWorker(Protocol):
     """The part of an elastic worker that the sampler reads."""
 
     @property
@@ -44,7 +44,7 @@ class Dealt(Protocol):
         ...
 
     @property
-    def crews(self) -> list[Crew]:
+    def crews(self) -> list[MembershipInterval]:
         """Return the members by step, the same on all workers."""
         ...
 
@@ -106,7 +106,7 @@ class ElasticSampler:
         self._queue.extendleft(reversed(assigned))
         return assigned[r.comm.rank][1]
 
-    def share(self, worker: Dealt) -> int:
+    def share(self, worker: ElasticWorker) -> int:
         """Return the number of the batch, from 0, for an elastic worker's next gradient.
 
         At every step the members of the view get the next batches. A lost worker's batches that are in no model, such
@@ -118,18 +118,18 @@ class ElasticSampler:
 
         Example:
             >>> from types import SimpleNamespace
-            >>> crews = [Crew(0, ("a", "b")), Crew(2, ("a",), unused_from=1)]  # b is lost in step 1
-            >>> def dealt_to(worker_id, steps):
+            >>> crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(2, ("a",), unused_from=1)]  # loses b
+            >>> def assigned_to(worker_id, steps):
             ...     sampler = ElasticSampler(batches=4)
             ...     worker = lambda step: SimpleNamespace(step=step, crews=crews, worker_id=worker_id)
             ...     return [sampler.share(worker(step)) for step in steps]
-            >>> a, b = dealt_to("a", range(3)), dealt_to("b", range(2))
+            >>> a, b = assigned_to("a", range(3)), assigned_to("b", range(2))
             >>> sorted({*a, *b[:1]}), a[2] == b[1]
             ([0, 1, 2, 3], True)
         """
         return self.assignment(worker)[1]
 
-    def assignment(self, worker: Dealt) -> tuple[int, int]:
+    def assignment(self, worker: ElasticWorker) -> tuple[int, int]:
         """Return the epoch, from 0, and the number of the batch that `share` returns.
 
         Args:
@@ -142,7 +142,7 @@ class ElasticSampler:
         # A worker that is no longer a member has been left out, and learns of it in its next round.
         return assigned[members.index(worker.worker_id) if worker.worker_id in members else 0]
 
-    def lost(self, worker: Dealt) -> dict[int, list[int]]:
+    def lost(self, worker: ElasticWorker) -> dict[int, list[int]]:
         """List the batches, by epoch, of lost workers that are in no model and not assigned again yet.
 
         The next calls of `share` assign them first. At the end of training, they are the unused batches of each epoch.
@@ -153,7 +153,7 @@ class ElasticSampler:
 
         Example:
             >>> from types import SimpleNamespace
-            >>> crews = [Crew(0, ("a", "b")), Crew(3, ("a",), unused_from=1)]
+            >>> crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(3, ("a",), unused_from=1)]
             >>> sampler = ElasticSampler(batches=12)
             >>> b = [ElasticSampler(batches=12).share(SimpleNamespace(step=step, crews=crews[:1], worker_id="b"))
             ...      for step in range(3)]
@@ -169,7 +169,7 @@ class ElasticSampler:
                 found.setdefault(each[0], []).append(each[1])
         return found
 
-    def _replay(self, worker: Dealt) -> None:
+    def _replay(self, worker: ElasticWorker) -> None:
         """Assign the batches of all steps before the worker's next one."""
         crews = worker.crews
         known = len(self._crews)
@@ -196,7 +196,7 @@ class ElasticSampler:
                 self._recorded_from = min([self._step - _RECORDED_STEPS, *wanted])
                 self._record = {step: row for step, row in self._record.items() if step >= self._recorded_from}
 
-    def _change_crew(self, crews: list[Crew]) -> None:
+    def _change_crew(self, crews: list[MembershipInterval]) -> None:
         """Requeue the batches of lost workers if an interval starts with this step."""
         last = max(i for i, crew in enumerate(crews) if crew.begins <= self._step)
         for i in range(len(self._crews), last + 1):
@@ -210,7 +210,7 @@ class ElasticSampler:
             self._crews.append(crew)
 
     @staticmethod
-    def _first_unused(crews: list[Crew], number: int) -> int:
+    def _first_unused(crews: list[MembershipInterval], number: int) -> int:
         found = crews[number].unused_from
         return crews[number - 1].begins if found is None else found
 
@@ -224,7 +224,7 @@ class ElasticSampler:
 
     def _restart(self) -> None:
         self._queue, self._epoch, self._step = deque[tuple[int, int]](), 0, 0  # batches as (epoch, number)
-        self._crews: list[Crew] = []
+        self._crews: list[MembershipInterval] = []
         self._record: dict[int, dict[str, tuple[int, int]]] = {}  # the batch of each member, by step
         self._recorded_from = 0
         self._returned: set[tuple[int, int]] = set()

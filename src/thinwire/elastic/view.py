@@ -49,12 +49,12 @@ class Progress:
         in_step: whether it has started the step after `step`.
 
     Example:
-        >>> from thinwire.elastic.view import Progress, settled
-        >>> settled([Progress(7, True, 3), Progress(7, True, 3)])
+        >>> from thinwire.elastic.view import Progress, last_kept_round
+        >>> last_kept_round([Progress(7, True, 3), Progress(7, True, 3)])
         7
-        >>> settled([Progress(7, True, 3), Progress(7, False, 3)])
+        >>> last_kept_round([Progress(7, True, 3), Progress(7, False, 3)])
         6
-        >>> settled([Progress(8, False, 3), Progress(7, True, 3)])  # one worker is in the next round already
+        >>> last_kept_round([Progress(8, False, 3), Progress(7, True, 3)])  # one worker is in the next round already
         7
     """
 
@@ -76,7 +76,7 @@ class Progress:
         return cls(**content)
 
 
-def settled(workers: Collection[Progress]) -> int:
+def last_kept_round(workers: Collection[Progress]) -> int:
     """Return the last round whose result all survivors keep; they repeat the next one."""
     last = max(each.round for each in workers)
     # A worker that is a round behind may have undone it already, in a view that ended before all had connected.

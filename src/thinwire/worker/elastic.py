@@ -29,9 +29,9 @@ from thinwire.elastic.elastic_comm import ElasticComm
 from thinwire.elastic.fleet import Fleet, fleet_from_environment
 from thinwire.elastic.membership import StoreLostError
 from thinwire.elastic.patience import Patience
-from thinwire.elastic.sampler import Crew
+from thinwire.elastic.sampler import MembershipInterval
 from thinwire.elastic.unconnected import Unconnected
-from thinwire.elastic.view import Progress, View, settled
+from thinwire.elastic.view import Progress, View, last_kept_round
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
 from thinwire.methods.strategies.base import Strategy, check_workers, nested
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -173,7 +173,7 @@ class Elastic:
         worker.undo.callback(self.close)
         if self.view.progress:
             # Of a run that has begun: its state comes from one of its workers.
-            self._round = settled(self.view.ready.values())
+            self._round = last_kept_round(self.view.ready.values())
             self._enter(after_step)
 
     def _enter(self, after_step: Callable[[], None]) -> None:
@@ -298,7 +298,7 @@ class Elastic:
         self._comm.silent = frozenset()
         try:
             self.worker.wait_pending()
-            self._hold(self._settled_members)
+            self._hold(self._kept_members)
             return
         except _LOST as error:
             if isinstance(error, StoreLostError):
@@ -309,7 +309,7 @@ class Elastic:
     # -- between two steps -----------------------------------------------------------------------------------------
 
     @property
-    def _settled_members(self) -> tuple[str, ...]:
+    def _kept_members(self) -> tuple[str, ...]:
         """The members of the view that were in the run before."""
         return tuple(each for each in self.view.members if each in self.view.ready)
 
@@ -540,7 +540,7 @@ class Elastic:
         """
         self._next_view(problem, requests, donor)
         others = self.view.ready.values()
-        keep = repeats and self._round <= settled(others)
+        keep = repeats and self._round <= last_kept_round(others)
         if not keep:
             if repeats:
                 self._round, self._done = self._round - 1, True
@@ -583,7 +583,7 @@ class Elastic:
             if self._size:
                 self._size -= len(view.left)  # they have passed on their state: nothing is lost with them
             else:
-                self._round = settled(view.ready.values())  # as begin() did in the view that has ended
+                self._round = last_kept_round(view.ready.values())  # as begin() did in the view that has ended
             _LOGGER.warning("%s", _in_words(view, problem))
             self._stop_if_unconnected(view, problem)
             try:
@@ -649,7 +649,7 @@ class Elastic:
                     if any(each.in_step and each.step == self.worker.step for each in self.view.ready.values()):
                         self._membership.announce_step(self._round)
                     else:
-                        self._hold(self._settled_members)
+                        self._hold(self._kept_members)
                 for call in self.on_view:
                     call(self.view)
                 return
@@ -686,15 +686,15 @@ class Elastic:
         """Of this worker, among the members of views."""
         return self._membership.worker
 
-    def crews(self) -> list[Crew]:
+    def crews(self) -> list[MembershipInterval]:
         """Return the members by step; the same list on all workers, also on those that joined later."""
-        crews = [Crew(0, self._membership.history()[0].members)]
+        crews = [MembershipInterval(0, self._membership.history()[0].members)]
         for view in self._membership.history()[1:]:
             step = max((each.step for each in view.ready.values()), default=crews[-1].begins)
             # Where a worker was lost, the others may be in the middle of this step, with batches that they had before.
             between = view.left or (view.joined and not self._neighbours)
             begins = step if between else step + 1
-            crews.append(Crew(begins, view.members, tuple(view.left), self._unused_from(view)))
+            crews.append(MembershipInterval(begins, view.members, tuple(view.left), self._unused_from(view)))
         return crews
 
     def _unused_from(self, view: View) -> int | None:
@@ -704,7 +704,7 @@ class Elastic:
             # A message is sent after the step, and may be used some steps later.
             late = sum(int(getattr(each, name, 0)) for each in self._parts for name in ("delay", "staleness"))
             return max(0, min((each.step for each in view.ready.values()), default=0) - 1 - late)
-        last = settled(view.ready.values()) if view.ready else 0
+        last = last_kept_round(view.ready.values()) if view.ready else 0
         return max(
             (steps for each in view.ready.values() for number, steps in each.averages if number <= last), default=None
         )
@@ -837,7 +837,7 @@ class ElasticState(WorkerState):
         return self.elastic is not None and self.elastic.has_just_joined
 
     @property
-    def crews(self) -> list[Crew]:
+    def crews(self) -> list[MembershipInterval]:
         """Return the members by step under `attach(elastic=True)`; `ElasticSampler.share` assigns data by it.
 
         Raises:

@@ -19,7 +19,7 @@ from thinwire.asynchronous.quorum.state_transfer import digest, pack, unpack_
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.replica.moments import Moments
 from thinwire.elastic import sampler as elastic_sampler
-from thinwire.elastic.sampler import Crew, ElasticSampler
+from thinwire.elastic.sampler import ElasticSampler, MembershipInterval
 
 # -- reduction by messages -------------------------------------------------------------------------------------------
 
@@ -186,10 +186,10 @@ class Elastic:
 
     worker_id: str
     step: int
-    crews: list[Crew]
+    crews: list[MembershipInterval]
 
 
-def assigned(worker_id: str, crews: list[Crew], steps: range, batches: int = 24) -> list[tuple[int, int]]:
+def assigned(worker_id: str, crews: list[MembershipInterval], steps: range, batches: int = 24) -> list[tuple[int, int]]:
     """The batches of one worker that takes these steps, each as (epoch, number)."""
     sampler = ElasticSampler(batches)
     return [sampler.assignment(Elastic(worker_id, step, crews)) for step in steps]
@@ -200,7 +200,7 @@ def test_batches_of_a_lost_worker_since_the_last_average_are_assigned_again(
     unused_from: int | None, computed: int
 ) -> None:
     """b is killed in a round of local steps, and the others notice at its end."""
-    crews = [Crew(0, ("a", "b")), Crew(8, ("a",), unused_from=unused_from)]
+    crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(8, ("a",), unused_from=unused_from)]
     b = assigned("b", crews[:1], range(8))
     a = assigned("a", crews, range(24 - computed))
     assert a[8 : 16 - computed] == b[computed:], "first of all, in the order in which they were assigned"
@@ -212,7 +212,7 @@ def test_batches_of_a_lost_worker_since_the_last_average_are_assigned_again(
 
 
 def test_lost_batches_are_listed_by_epoch() -> None:
-    crews = [Crew(0, ("a", "b")), Crew(6, ("a",), unused_from=0)]
+    crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(6, ("a",), unused_from=0)]
     b = assigned("b", crews[:1], range(6), batches=8)
     lost = ElasticSampler(8).lost(Elastic("a", 6, crews))
     assert lost == {epoch: [number for e, number in b if e == epoch] for epoch in (0, 1)}
@@ -220,10 +220,10 @@ def test_lost_batches_are_listed_by_epoch() -> None:
 
 def test_a_worker_that_learns_of_a_loss_late_assigns_as_one_that_knew_it() -> None:
     crews = [
-        Crew(0, ("a", "b", "c")),
-        Crew(5, ("a", "c"), unused_from=3),
-        Crew(5, ("a", "c", "d")),
-        Crew(9, ("c", "d"), ("a",)),
+        MembershipInterval(0, ("a", "b", "c")),
+        MembershipInterval(5, ("a", "c"), unused_from=3),
+        MembershipInterval(5, ("a", "c", "d")),
+        MembershipInterval(9, ("c", "d"), ("a",)),
     ]
     sampler, found = ElasticSampler(10), list[tuple[int, int]]()
     for step in range(20):
@@ -239,7 +239,7 @@ def test_a_worker_that_learns_of_a_loss_late_assigns_as_one_that_knew_it() -> No
 
 def test_a_long_run_is_replayed_where_a_loss_reaches_far_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elastic_sampler, "_RECORDED_STEPS", 4)
-    crews = [Crew(0, ("a", "b")), Crew(40, ("a",), unused_from=2)]
+    crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(40, ("a",), unused_from=2)]
     sampler = ElasticSampler(30)
     found = [sampler.assignment(Elastic("a", step, crews[: 1 + (step >= 40)])) for step in range(60)]
     assert found[40:60] == assigned("b", crews[:1], range(2, 22), 30)

@@ -19,7 +19,7 @@ INLINE int64_t packed_bytes(int64_t count, int width) { return (count * width + 
 
 /* The k-th largest of n sizes of 31 bits, and how many are larger: a radix select by 11, 10 and 10 bits. */
 static int32_t kth_of_chunk(const int32_t *sizes, int64_t n, int64_t k, int64_t *larger) {
-    /* Two counters for each bin: neighbours often have one bin, and each count waits for the one before. */
+    /* Two counters for each bin: neighbors often have one bin, and each count waits for the one before. */
     int32_t counts[2][FIRST_BINS], few[1024], left[MOST_CHUNK];
     memset(counts, 0, sizeof counts);
     for (int64_t i = 0; i + 2 <= n; i += 2) {
@@ -75,7 +75,7 @@ static int64_t places_of_chunk(const float *x, int64_t n, int64_t k, int64_t *pl
     return nan ? -1 : count;
 }
 
-/* residual may be null; else x is added to it, and what is not sent stays in it. Returns -1 if there is a NaN. */
+/* residual may be null; otherwise it becomes the unsent part of x plus residual. Returns -1 if there is a NaN. */
 int64_t thinwire_encode_chunks(const float *x, float *residual, uint8_t *out, const chunking *c) {
     int64_t places[MOST_CHUNK], numbers[MOST_CHUNK];
     float values[MOST_CHUNK], products[TILE];
@@ -109,7 +109,7 @@ int64_t thinwire_encode_chunks(const float *x, float *residual, uint8_t *out, co
     return 0;
 }
 
-/* Add what the records say. Returns -1 if a place is none of its chunk, before which nothing is written there. */
+/* Add the records. Returns -1 if a position is outside its chunk, before anything is written there. */
 int64_t thinwire_decode_chunks(const uint8_t *payload, float *out, const chunking *c) {
     int64_t places[MOST_CHUNK], numbers[MOST_CHUNK];
     const int64_t top = ((int64_t)1 << c->bits) - 1;

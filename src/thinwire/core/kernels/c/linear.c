@@ -39,7 +39,7 @@ INLINE void store_streaming(float *x, floats value) {
 #endif
 }
 
-/* Wait until other threads can read what was stored past the caches. */
+/* Wait until other threads can read the stores that bypassed the caches. */
 INLINE void fence(void) {
 #if defined(__AVX512F__) && !defined(THINWIRE_PORTABLE)
     _mm_sfence();

@@ -1,5 +1,5 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* Quantisation to codes of one to eight bits, stored as bit planes. */
+/* Quantization to codes of one to eight bits, stored as bit planes. */
 
 #define TILE 1024
 

@@ -65,7 +65,7 @@ static void subtract_levels(float *x, int64_t n, float inverse, int bits, float 
     }
 }
 
-/* residual may be null; else x is added to it, and what the codes leave out stays in it. */
+/* residual may be null; otherwise it becomes the rounding error of x plus residual. */
 void thinwire_encode_rounded(const float *x, float *residual, uint8_t *out, const rounding *c) {
     const int64_t n = c->n, block = c->block, blocks = (n + block - 1) / block;
     const int bits = c->bits;
