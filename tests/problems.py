@@ -220,3 +220,9 @@ def watched(
 def distance(x: Tensor, y: Tensor) -> float:
     """The largest difference, relative to the largest entry of the second."""
     return float((x - y).abs().max() / y.abs().max())
+
+
+def average_outside(strategy: Strategy, r: Replica) -> None:
+    """End the round as a strategy around this one does: set all parameters to the average, and restart."""
+    r.x.copy_(strategy.average(r, "outer"))
+    strategy.restart(r)

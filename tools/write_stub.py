@@ -34,7 +34,7 @@ OTHER_NAMES = {
     "core.replica.replica": "Replica",
     "methods.strategies.base": "Strategy",
     "methods.strategies.recipe": "parse",
-    "methods.strategies.traits": "Traits",
+    "methods.strategies.traits": "Rounds Traits",
     "tensor2d.parallelize": "parallelize_2d",
     "methods.topology.base": "Topology",
     "worker.state": "Stats",

@@ -85,6 +85,7 @@ from thinwire.methods.strategies.local.streaming import Streaming as Streaming
 from thinwire.methods.strategies.push_sum.eager_push_sum import EagerPushSum as EagerPushSum
 from thinwire.methods.strategies.push_sum.push_sum import PushSum as PushSum
 from thinwire.methods.strategies.recipe import parse as parse
+from thinwire.methods.strategies.traits import Rounds as Rounds
 from thinwire.methods.strategies.traits import Traits as Traits
 from thinwire.methods.strategies.wrappers.budget import Budget as Budget
 from thinwire.methods.strategies.wrappers.node_average import NodeAverage as NodeAverage

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import thinwire
 from tests.battery.cases import STRATEGIES
 from tests.grids import fast_where
+from tests.problems import average_outside
 from thinwire import (
     EASGD,
     AllReduce,
@@ -198,7 +199,7 @@ def test_an_average_from_outside_counts_the_message_in_flight(stop: int) -> None
         worker = begin(comm, strategy)
         go_on(worker, stop)
         with torch.no_grad():
-            strategy.average_(worker.replicas[0])
+            average_outside(strategy, worker.replicas[0])
         return whole(worker)
 
     found = thinwire.run_threads(SIZE, body, timeout=20)[0]
@@ -239,7 +240,8 @@ def test_with_weights_another_number_of_workers_and_a_switch_go_on_from_the_weig
         x = replica.x.clone()
         with torch.no_grad():
             worker.wait_pending()
-            return x, worker.strategy.resume_point(replica).clone(), worker.strategy.end_point(replica).clone()
+            points = [worker.strategy.average(replica, at).clone() for at in ("resume", "end")]
+            return x, *points
 
     ranks = thinwire.run_threads(SIZE, work)
     samples = torch.tensor([1.0, 4.0, 7.0])

@@ -209,7 +209,7 @@ def features(folder: str) -> dict[str, Any]:
         _, rows = fitted(how, "AllReduce()", [], max_steps=3, accumulate_grad_batches=4)
         found[f"{how}: once a step"] = rows == [(step, 4.0 * parameters) for step in (1, 2, 3)]
     # So that weights tell whether they are those that workers agree on.
-    thinwire.LocalSGD.consensus = lambda self, r: torch.full_like(r.x, 7.0)  # type: ignore[method-assign]
+    thinwire.LocalSGD.average = lambda self, r, at="now": torch.full_like(r.x, 7.0)  # type: ignore[method-assign]
     alone = ModelCheckpoint(f"{folder}/alone", filename="x", every_n_train_steps=1, save_weights_only=True)
     whole = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=2, save_top_k=-1, save_last="link")
     trainer, _ = fitted("strategy", "LocalSGD(period=2)", [alone, whole], max_steps=4)

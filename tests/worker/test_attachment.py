@@ -266,7 +266,7 @@ def averaged_over_time(comm: Comm) -> tuple[torch.Tensor, torch.Tensor]:
             if by_consensus and worker.step % 2 == 0:
                 with worker.consensus() as agreed:
                     averaged.update_parameters(agreed)
-            elif not by_consensus and worker.strategy.averages_at(worker.step):
+            elif not by_consensus and worker.strategy.traits.averages_at(worker.step):
                 averaged.update_parameters(worker.model)
         found.append(flat(averaged.module))
         worker.detach()

@@ -27,6 +27,7 @@ from thinwire import (
     run_threads,
 )
 from thinwire.core.replica.replica import Replica
+from thinwire.methods.strategies.base import At
 
 STRATEGIES = [
     AllReduce(),
@@ -77,7 +78,7 @@ def test_an_error_during_evaluation_still_puts_everything_back() -> None:
 class Halfway(Strategy):
     """Fails while it computes the consensus."""
 
-    def consensus(self, r: Replica) -> Tensor:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         if r.x.dtype == torch.float64:
             raise ZeroDivisionError
         return torch.zeros_like(r.x)

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.comm.mailbox.base import Mailbox, Message
 from thinwire.core.comm.work import Work
@@ -12,7 +13,7 @@ from thinwire.core.replica.point_to_point import on_message, open_mailbox
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Barrier
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.methods.topology.bipartition import check_bipartite, is_active, neighbours, partner
@@ -84,9 +85,9 @@ class ADPSGD(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(topology=self.topology, timing_dependent=True, restarts_on_resize=True)
+        return Traits(topology=self.topology, timing_dependent=True, on_resize="start")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse graphs that do not exist, are not connected, or are not bipartite."""
         check_bipartite(self.topology, size)
 
@@ -130,15 +131,7 @@ class ADPSGD(Strategy):
                 for name in ("published", "snapshot"):
                     r.state[name].copy_(r.x)
 
-    def average_(self, r: Replica) -> None:
-        """Complete all exchanges, then average."""
-        r.wait_pending()
-        if "answer" in r.inflight:
-            r.x.add_(r.inflight.pop("answer").wait()[0])
-        r.x.copy_(mean_(r.comm, _current(r)).wait())
-        self.restart(r)
-
-    def consensus(self, r: Replica) -> Tensor:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """The mean of all workers' current parameters, answers in flight included."""
         r.wait_pending()
         x = _current(r)

@@ -22,9 +22,8 @@ from thinwire.core.replica.point_to_point import number, on_message, open_mailbo
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Answers, GoOn, RoundBudget
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
-    ScoreFunction,
     ScoreSource,
     broadcast_leader,
     elect_or_warn,
@@ -102,7 +101,7 @@ class AsyncLeaderSGD(Strategy):
             timing_dependent=True,
             lr_factor=None,  # who leads may be ahead of the others or behind
             period=self.period,
-            restarts_on_resize=True,
+            on_resize="start",
         )
 
     def __post_init__(self) -> None:
@@ -138,21 +137,10 @@ class AsyncLeaderSGD(Strategy):
         # Waited for only by consensus(), save() and detach().
         r.launch("barrier", Work(lambda: self._barrier(r)))
 
-    def average_(self, r: Replica) -> None:
-        """Wait until all workers are at the barrier, then average."""
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The leader of the moment, or the mean of all workers, as `result` says, once all are at the barrier."""
         r.wait_pending()
-        Strategy.average_(self, r)
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The leader of the moment, or the mean."""
-        r.wait_pending()
-        if self.result == "mean" or r.comm.size == 1:
-            return Strategy.consensus(self, r)
-        return leader_or_mean(r, local_score(r, self.metric))
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
-        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)
+        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
 
     def _follow_(self, r: Replica) -> None:
         """End the round: elect the leader, and pull towards it."""

@@ -17,8 +17,8 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.base import At, Strategy
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 _MAX_RANKS_IN_METRICS = 16
@@ -104,7 +104,7 @@ class BackupWorkers(Strategy):
             equal_replicas=not self.backups,
             skips_steps=self.backups > 0,
             # A late worker takes a member's parameters together with the whole state of its optimizer.
-            moves_parameters=False,
+            rounds=Rounds(estimates=True),
             growing=(LOG,),
         )
 
@@ -119,24 +119,22 @@ class BackupWorkers(Strategy):
         if self.retry_seconds <= 0:
             raise ConfigError(f"retry_seconds={self.retry_seconds}: must be positive; 0.01 is usual")
 
-    def check(self, size: int) -> None:
-        """Refuse more backups than leave a worker to wait for, and a coordinator that is none of the workers."""
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse too many backups, a coordinator that is no worker, and parameters of several kinds."""
         if self.backups >= size and self.backups:
             raise ConfigError(
                 f"backups={self.backups}: of {size} workers at least one must be waited for; must be at most {size - 1}"
             )
         if self.coordinator >= size:
             raise ConfigError(f"coordinator={self.coordinator}: there are ranks 0..{size - 1}")
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse parameters of several kinds: their steps could have different members."""
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
-        kinds = {(str(p.dtype), str(p.device)) for p in trained}
-        if self.backups and len(kinds) > 1:
-            raise ConfigError(
-                f"{self}: parameters are of {len(kinds)} kinds, {sorted(kinds)}; a step has the same members for all "
-                "of them only where there is one. Convert the model to one dtype and device, or use AllReduce()"
-            )
+        if optimizer is not None:
+            trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
+            kinds = {(str(p.dtype), str(p.device)) for p in trained}
+            if self.backups and len(kinds) > 1:
+                raise ConfigError(
+                    f"{self}: parameters are of {len(kinds)} kinds, {sorted(kinds)}; a step has the same members for "
+                    "all of them only where there is one. Convert the model to one dtype and device, or use AllReduce()"
+                )
 
     def start(self, r: Replica) -> None:
         """Open the quorum, with an empty log."""
@@ -195,15 +193,8 @@ class BackupWorkers(Strategy):
         """Up to `backups` workers."""
         return participant_of(r).lost if self.backups else ()
 
-    def holds_average(self, size: int) -> bool:
-        """All ranks hold the same parameters."""
-        return True
-
-    def average_(self, r: Replica) -> None:
-        """Nothing to do: all ranks hold the same vector after the barrier."""
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The parameters themselves."""
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The parameters themselves: all ranks hold the same vector after the barrier."""
         return r.x
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:

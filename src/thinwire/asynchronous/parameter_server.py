@@ -15,7 +15,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.point_to_point import on_message, open_mailbox, others
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Barrier
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -79,7 +79,7 @@ class ParameterServer(Strategy):
             timing_dependent=True,
             lr_factor=None,  # every worker's updates count in full, scaled or not: it depends on how many there are
             needs_equal_start=True,
-            restarts_on_resize=True,
+            on_resize="start",
         )
 
     def start(self, r: Replica) -> None:
@@ -135,12 +135,7 @@ class ParameterServer(Strategy):
             r.state["published"].copy_(_split(r.x, r.comm.size)[r.comm.rank])
             r.state["snapshot"].copy_(r.x)
 
-    def average_(self, r: Replica) -> None:
-        """Every worker reads the shared parameters."""
-        r.x.copy_(self.consensus(r))
-        self.restart(r)
-
-    def consensus(self, r: Replica) -> Tensor:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """The shared parameters, after all workers have pushed their updates."""
         if r.comm.size == 1:
             return r.x

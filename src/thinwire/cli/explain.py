@@ -167,7 +167,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         defaults = tasks.load(given["task"] or "text", data=given["data"]).defaults
         make = maker_of(defaults.optimizer, defaults.momentum)
         try:
-            strategy.check_optimizer(make([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))]))
+            parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+            strategy.check(self.workers, make([parameter]))
         except ConfigError:
             return None
         return make

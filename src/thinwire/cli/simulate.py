@@ -92,7 +92,7 @@ class Simulate:
         training = Training(
             strategy,
             steps=self.steps,
-            make_optimizer=_maker(strategy),
+            make_optimizer=_maker(strategy, self.workers),
             parameters=int(self.parameters),
             task=self.task,
             numbers="meta" if self.meta else "real",
@@ -144,13 +144,13 @@ class Simulate:
             )
 
 
-def _maker(strategy: Strategy) -> MakeOptimizer:
+def _maker(strategy: Strategy, workers: int) -> MakeOptimizer:
     """Makes plain SGD, or an optimizer that the strategy needs."""
     from torch import nn
 
     from thinwire.planning.plan.traffic import default_optimizer
 
-    return lambda parameters: default_optimizer(strategy, nn.ParameterList(parameters))
+    return lambda parameters: default_optimizer(strategy, nn.ParameterList(parameters), workers)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ name. Each part holds the step, the number of parts, and an id that rank 0 draws
 runs never load together. Ranks need not share a disk.
 
 The same number of workers continues bit for bit. Another number continues from the consensus of the old workers:
-`Strategy.resume_point` for the parameters, `Strategy.resized` for the strategy's state, and means for the optimizer's
+`Strategy.average` for the parameters, `Strategy.resized` for the strategy's state, and means for the optimizer's
 state and buffers. All ranks check what they have read before any of them changes anything.
 """
 

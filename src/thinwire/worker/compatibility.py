@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer, SparseAdam
 from thinwire.core.replica.moments import parts_of
 from thinwire.core.replica.shards import is_sharded
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, check_workers, codecs_of, nested
+from thinwire.methods.strategies.base import Strategy, check_blocks, check_workers, codecs_of, nested
 from thinwire.methods.strategies.recipe import parse
 from thinwire.methods.strategies.user_classes import check_user_classes
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -50,8 +50,7 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
         ConfigError: with the value, the rule and the fix.
     """
     check_user_classes(strategy)
-    check_workers(strategy, size)
-    strategy.check_optimizer(optimizer)
+    check_workers(strategy, size, optimizer)
     check_parameter_moves(strategy, optimizer)
     if size > 1 or strategy.traits.reads_gradient:  # a worker alone exchanges nothing
         check_sparse(strategy, optimizer)
@@ -168,7 +167,7 @@ def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled
                 f"{type(method).__name__} {here}: its results depend on timing, so the blocks of one model would "
                 "belong to different steps; use PushSum() or SlowMo()"
             )
-    strategy.check_blocks(here)
+    check_blocks(strategy, here)
     if getattr(optimizer, "needs_whole_tensors", False):
         raise ConfigError(
             f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors; use "

@@ -66,7 +66,7 @@ def _agree(worker: WorkerState, *, averaged: bool) -> None:
     with torch.no_grad():
         if not averaged:
             for replica in worker.replicas:
-                replica.x.copy_(worker.strategy.consensus(replica))
+                replica.x.copy_(worker.strategy.average(replica))
         average_buffers(worker)
 
 

@@ -33,7 +33,7 @@ from thinwire.elastic.sampler import MembershipInterval
 from thinwire.elastic.unconnected import Unconnected
 from thinwire.elastic.view import Progress, View, last_kept_round
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
-from thinwire.methods.strategies.base import Strategy, check_workers, nested
+from thinwire.methods.strategies.base import Strategy, check_workers, nested, starts_again, weight_of
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.guards import rebase
 from thinwire.worker.handover import Arrivals, Offered, can_copy, hand_over
@@ -161,7 +161,7 @@ class Elastic:
         self._worker = worker
         strategy = worker.strategy
         # Their workers exchange with neighbors, each at its own time, so that not every step is a round.
-        self._neighbours = any(each.traits.restarts_on_resize for each in nested(strategy))
+        self._neighbours = starts_again(strategy)
         # Which of them send at a step depends on the rank, so a rank that sent nothing does not know whether all ranks
         # sent nothing.
         self._uneven = not self._neighbours and strategy.traits.topology is not None
@@ -227,8 +227,8 @@ class Elastic:
         elif self._neighbours and self._membership.requests() > self.view.requests:
             self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
         elif self._waits() or self._may_send(step):
-            ends = not self._neighbours or self.worker.strategy.averages_at(step)
-            if self._arrivals is not None and self.worker.strategy.averages_at(step):
+            ends = not self._neighbours or self.worker.strategy.traits.averages_at(step)
+            if self._arrivals is not None and self.worker.strategy.traits.averages_at(step):
                 self._admit(self._arrivals)
             self.round(
                 hook,
@@ -278,7 +278,7 @@ class Elastic:
             for r in self.worker.replicas:
                 r.x.zero_()
                 r.samples = 0.0
-                if (weight := self.worker.strategy.weight(r)) is not None:
+                if (weight := weight_of(self.worker.strategy, r)) is not None:
                     weight.zero_()
             try:
                 self._round, self._done = self._round + 1, False
@@ -471,12 +471,12 @@ class Elastic:
     def _steps_in_average(self, step: int) -> int | None:
         """How many steps of all workers the round after so many steps contains; None where it is no average."""
         strategy = self.worker.strategy
-        if strategy.averages_at(step):
+        if strategy.traits.averages_at(step):
             return step
         traits = strategy.traits
-        if traits.fragments > 1:
+        if traits.rounds.fragments > 1:
             return max(0, step - (traits.period or 1))
-        return None if traits.local_rounds else step
+        return None if traits.rounds.local else step
 
     def _waits(self) -> bool:
         """Whether messages are in flight."""
@@ -484,11 +484,11 @@ class Elastic:
 
     def _may_send(self, step: int) -> bool:
         """Whether a hook after so many steps may communicate; where it cannot, nothing has to be kept for it."""
-        if self.worker.strategy.averages_at(step):
+        if self.worker.strategy.traits.averages_at(step):
             return True
         return any(
             # Fragments of the parameters are averaged at steps between, and so are figures that depend on timing.
-            not each.period or each.fragments > 1 or each.timing_dependent or step % each.period == 0
+            not each.period or each.rounds.fragments > 1 or each.timing_dependent or step % each.period == 0
             for each in (part.traits for part in self._parts)
         )
 

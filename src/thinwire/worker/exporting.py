@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
 from thinwire.methods.strategies.recipe import parse
 from thinwire.worker import checkpoint
 from thinwire.worker.parameters import own_name
-from thinwire.worker.replica_state import STRATEGY, mean_of, resume_point
+from thinwire.worker.replica_state import STRATEGY, average_of, mean_of
 from thinwire.worker.state import WorkerState
 
 _SUFFIX = ".safetensors"
@@ -102,14 +102,14 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
         for i, replica in enumerate(states[0]["replicas"]):
             segments = _segments(replica["layout"], states[0]["parameters"])
             xs = [flatten([state["parameters"][s.name] for s in segments], segments) for state in states]
-            x = resume_point(
+            x = average_of(
                 strategy,
                 xs,
                 [state["replicas"][i] for state in states],
                 segments,
                 step=states[0]["step"],
                 seed=int(states[0]["identity"]["the seed"]),
-                consensus=True,
+                at="now",
             )
             named |= {s.name: view for s, view in zip(segments, views(x, segments), strict=True)}
         tensors = {name: _dense(named[x]) if x is not None else None for name, x in first["names"].items()}

@@ -73,7 +73,7 @@ class _Owner:
         if worker is None or worker.drift_reported or worker.lent or not worker.step:
             return
         strategy = worker.strategy
-        if strategy.traits.equal_replicas or strategy.averages_at(worker.step):
+        if strategy.traits.equal_replicas or strategy.traits.averages_at(worker.step):
             return
         worker.drift_reported = True
         _LOGGER.warning(

@@ -135,10 +135,10 @@ def can_copy(worker: WorkerState) -> bool:
     Others send a part of their state at every step; a joining worker gets all of it while they wait.
     """
     strategy = worker.strategy
-    weighted = any(strategy.weight(r) is not None for r in worker.replicas)
+    rounds = strategy.traits.rounds
     coded = any(True for each in nested(strategy) for _ in codecs_of(each))
     period = lcm(*(each.traits.period or 1 for each in nested(strategy)))
-    return strategy.traits.local_rounds and strategy.averages_at(period) and not (weighted and coded)
+    return rounds.local and strategy.traits.averages_at(period) and not (rounds.weight and coded)
 
 
 class Arrivals:

@@ -35,7 +35,7 @@ from thinwire.core.replica.state import (
 from thinwire.core.storage.tree import HEADER, from_tensors, to_tensors
 from thinwire.errors import CheckpointError
 from thinwire.methods.codecs.feedback import residual_sizes
-from thinwire.methods.strategies.base import Strategy, codecs_of, gradient_buffer, nested
+from thinwire.methods.strategies.base import At, Strategy, codecs_of, gradient_buffer, nested, starts_again
 from thinwire.registry import canonical
 from thinwire.worker.guards import rebase
 from thinwire.worker.handshake import describe_tensor, fingerprint
@@ -251,7 +251,7 @@ def unpack(state: Mapping[str, Any], worker: WorkerState, *, same_size: bool = T
                 replace_state(replica, {}, {})
                 worker.strategy.start(replica)
                 strategy = {**replica.state, **strategy}
-                if any(each.traits.restarts_on_resize for each in nested(worker.strategy)):
+                if starts_again(worker.strategy):
                     inflight = None
             # In one call, because a message of a rank that trains already may be handled meanwhile.
             replace_state(replica, strategy, inflight)
@@ -593,10 +593,10 @@ def _resized_vector(states: Sequence[State], worker: WorkerState, i: int) -> Ten
     saved = [state["replicas"][i] for state in states]
     xs = [flatten([state["parameters"][segment.name] for segment in segments], segments) for state in states]
     # Equal vectors are not averaged: their mean could be rounded.
-    if all(torch.equal(x, xs[0]) for x in xs) and not any(s.traits.restarts_on_resize for s in nested(worker.strategy)):
+    if all(torch.equal(x, xs[0]) for x in xs) and not starts_again(worker.strategy):
         return xs[0]
     rate = replica.lr
-    return resume_point(
+    return average_of(
         worker.strategy,
         xs,
         saved,
@@ -608,7 +608,7 @@ def _resized_vector(states: Sequence[State], worker: WorkerState, i: int) -> Ten
     )
 
 
-def resume_point(
+def average_of(
     strategy: Strategy,
     xs: Sequence[Tensor],
     saved: Sequence[Mapping[str, Any]],
@@ -618,7 +618,7 @@ def resume_point(
     seed: int,
     lr: float | Tensor = 0.0,
     timeout: float = 60.0,
-    consensus: bool = False,
+    at: At = "resume",
 ) -> Tensor:
     """Compute the consensus of the old workers with the strategy itself, on threads.
 
@@ -631,7 +631,7 @@ def resume_point(
         seed: of the run.
         lr: the learning rate.
         timeout: of their calls, in seconds.
-        consensus: whether to return the parameters that they would evaluate, instead of those to continue from.
+        at: what the average is for.
     """
 
     def compute(comm: Comm) -> Tensor:
@@ -641,7 +641,7 @@ def resume_point(
         r.state.update({name: y.clone() for name, y in own["state"].items()})
         r.inflight.update({name: completed([y.clone() for y in ys]) for name, ys in own["inflight"].items()})
         with torch.no_grad():
-            return (strategy.consensus if consensus else strategy.resume_point)(r).clone()
+            return strategy.average(r, at).clone()
 
     found = run_threads(len(xs), compute, timeout=timeout)[0]
     if found.shape != xs[0].shape or found.dtype != xs[0].dtype:

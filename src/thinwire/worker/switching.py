@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Continue with another strategy, at a step that all ranks agree on.
 
-The new strategy starts where the old one's round would end, at its `Strategy.end_point`. State of the old strategy is
+The new strategy starts where the old one's round would end, at its `Strategy.average`. State of the old strategy is
 kept if the new one has the same class and uses it in the same sense; `kept` is that rule.
 """
 
@@ -21,7 +21,7 @@ from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.codecs.feedback import ErrorFeedback, residual_sizes
-from thinwire.methods.strategies.base import Strategy, nested, pace_rule
+from thinwire.methods.strategies.base import Strategy, pace_rule, starts_again
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
     check_arguments,
@@ -223,11 +223,11 @@ def _let_optimizers_meet(worker: WorkerState) -> None:
 def _point(worker: WorkerState, before: Strategy, replica: Replica) -> Tensor:
     """Return the point from which all workers continue."""
     # Equal parameters are not averaged: their mean could be rounded.
-    if before.traits.equal_replicas and not any(each.traits.restarts_on_resize for each in nested(before)):
+    if before.traits.equal_replicas and not starts_again(before):
         return replica.x.clone()
     with torch.no_grad():
         replica.wait_pending()
-        return before.end_point(replica).clone()
+        return before.average(replica, "end").clone()
 
 
 def _begun(
@@ -241,8 +241,8 @@ def _begun(
         r.step, r.active = old.step, old.active
         new.start(r)
         started = {name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()}
-        weight = worker.strategy.weight(old)
-        held = {name: x for name, x in old.state.items() if x is not weight}
+        weight = worker.strategy.traits.rounds.weight
+        held = {name: x for name, x in old.state.items() if name != weight}
         names = kept(worker.strategy, new, held, r)
         for name in names:
             r.state[name] = held[name]
@@ -261,7 +261,7 @@ def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: R
     Kept is what belongs to a strategy of the same class at the same place of the recipe, if its size is the same:
     momenta, counters, and residuals where both codecs have error feedback. `Strategy.restart` then sets what refers to
     earlier parameters, such as an anchor, to the current ones. Strategies whose state belongs to single workers
-    (`restarts_on_resize`) or to moments in time (`timing_dependent`) start fresh.
+    (`on_resize` "start") or to moments in time (`timing_dependent`) start fresh.
 
     Args:
         before: the old strategy.
@@ -303,7 +303,7 @@ def _pairs(before: Strategy, after: Strategy) -> Iterator[tuple[Strategy, Strate
 
 
 def _begins_anew(strategy: Strategy) -> bool:
-    return strategy.traits.timing_dependent or strategy.traits.restarts_on_resize
+    return strategy.traits.timing_dependent or strategy.traits.on_resize == "start"
 
 
 def _both_feed_back(mine: Strategy, theirs: Strategy) -> bool:

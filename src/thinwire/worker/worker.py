@@ -229,7 +229,7 @@ class Worker(ElasticState):
         """Continue with another strategy from the next step on; every rank must call, after the same step.
 
         All workers continue from one point: their parameters, if the old strategy keeps them equal; otherwise the point
-        where its round would end now (`Strategy.end_point`), including messages in flight. State of the old strategy
+        where its round would end now (`Strategy.average`), including messages in flight. State of the old strategy
         that the new one uses in the same sense is kept; the reference of training has the table. Buffers are unchanged,
         and so is the optimizer state, unless workers continue with equal parameters: then its moments become their
         means. Checkpoints from then on belong to the new strategy.
@@ -279,7 +279,7 @@ class Worker(ElasticState):
         with evaluating():
             # Workers that have just averaged agree on their own parameters, unless these were changed since.
             self.shards.read()
-            averages = self.strategy.averages_at(self.step)
+            averages = self.strategy.traits.averages_at(self.step)
             averaged = self._together(lambda: self._wait_in_step("consensus()", compares=averages))
             if any(True for _ in self.model.buffers()):
                 check_all_there(self, "consensus() of a model with buffers, such as BatchNorm's")
@@ -391,7 +391,7 @@ class Worker(ElasticState):
         """Continue from the newest complete checkpoint in `folder`; returns the `extra` saved with it.
 
         Another number of workers may have written it, if every rank sees all parts: the parameters are then those that
-        the workers agreed on (`Strategy.resume_point`), optimizers' moments and buffers are means, and the strategy's
+        the workers agreed on (`Strategy.average`), optimizers' moments and buffers are means, and the strategy's
         state is redistributed (`Strategy.resized`). Torch's random generators are unchanged, and data must be
         divided again. A new rank gets rank 0's `extra`. After "auto" the strategy of the save continues.
         A worker that has just joined an elastic run keeps the state of the run and only gets rank 0's `extra`.

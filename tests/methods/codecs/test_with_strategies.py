@@ -14,7 +14,7 @@ import thinwire
 from tests.engine import attach, batches, flat, net, steps
 from tests.oracles import codecs as oracles
 from tests.pool import run_processes
-from tests.problems import Regression, distance, quadratic, together, train, watched
+from tests.problems import Regression, average_outside, distance, quadratic, together, train, watched
 from thinwire import (
     EASGD,
     AllReduce,
@@ -286,7 +286,7 @@ def test_an_average_of_coded_cocod_lacks_what_the_residuals_hold_and_nothing_els
             r.x += move
             r.step += 1
             strategy.after_step(r)
-        strategy.average_(r)
+        average_outside(strategy, r)
         for name, x in r.state.items():
             if name.startswith("server_error/"):
                 start, stop = map(int, name.removeprefix("server_error/").split("-"))

@@ -86,12 +86,12 @@ def test_signs_of_gradients_under_adam_are_refused_on_all_ranks_with_what_to_use
 
 @pytest.mark.parametrize("codec", [None, ErrorFeedback(thinwire.TopK(0.1)), Quantize(2), TernGrad()], ids=str)
 def test_codes_that_keep_sizes_are_accepted_under_adam(codec: Codec | None) -> None:
-    AllReduce(codec).check_optimizer(torch.optim.AdamW(weights()))
+    AllReduce(codec).check(2, torch.optim.AdamW(weights()))
 
 
 @pytest.mark.parametrize("codec", SIGNS, ids=str)
 def test_signs_are_accepted_under_sgd_and_of_displacements(codec: Codec) -> None:
-    AllReduce(codec).check_optimizer(torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
+    AllReduce(codec).check(2, torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
     if codec.keeps_size:
         LocalSGD(codec=codec).check(2)
-        LocalSGD(codec=codec).check_optimizer(torch.optim.AdamW(weights()))
+        LocalSGD(codec=codec).check(2, torch.optim.AdamW(weights()))

@@ -80,12 +80,12 @@ def test_a_second_momentum_is_refused(strategy: Strategy) -> None:
     ]
     for optimizer, words in refused:
         with pytest.raises(ConfigError, match=words.replace("NAME", name)):
-            strategy.check_optimizer(optimizer)
+            strategy.check(4, optimizer)
     groups = [{"params": weights}, {"params": [torch.nn.Parameter(torch.zeros(1))], "momentum": 0.7}]
     with pytest.raises(ConfigError, match=r"momentum=0.7"):
-        strategy.check_optimizer(torch.optim.SGD(groups, lr=0.1))
+        strategy.check(4, torch.optim.SGD(groups, lr=0.1))
     for fine in (torch.optim.SGD(weights, lr=0.1), torch.optim.Adagrad(weights), torch.optim.RMSprop(weights)):
-        strategy.check_optimizer(fine)
+        strategy.check(4, fine)
     with pytest.raises(ConfigError, match=f"its own momentum.*{name}|{name}.*its own momentum"):
         thinwire.run_threads(2, lambda c: attach(c, strategy))
 

@@ -20,7 +20,7 @@ from tests.oracles.codecs import Agreed, Decaying, TwoStages, largest_of_chunks,
 from tests.oracles.common import Descent
 from tests.oracles.diloco import Rule, descent, streaming_diloco
 from tests.pool import run_processes
-from tests.problems import Regression, distance, flat, together, train
+from tests.problems import Regression, average_outside, distance, flat, together, train
 from thinwire import (
     AllReduce,
     ChunkedTopK,
@@ -246,7 +246,7 @@ def test_an_average_is_where_all_fragments_begin_a_round(place: Callable[[Strate
         for step in range(13):
             if step == 6:
                 r.x.fill_(comm.rank)
-                strategy.average_(r)
+                average_outside(strategy, r)
             model.weight.grad = torch.full_like(model.weight, float(comm.rank) if step < 6 else 0.0)
             optimizer.step()
         return r.x.clone()

@@ -15,7 +15,7 @@ from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, toget
 from tests.oracles.common import Descent
 from tests.oracles.leader import eamsgd, easgd
 from tests.pool import run_processes
-from tests.problems import Quadratic, Regression, distance, flat
+from tests.problems import Quadratic, Regression, average_outside, distance, flat
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.methods.strategies.local.elastic_averaging import EASGD
 from thinwire.planning.plan.traffic import DryRun
@@ -198,7 +198,7 @@ def test_an_average_of_all_moves_the_centre_there_too(momentum: float) -> None:
     def body(comm: Comm) -> tuple[Tensor, thinwire.Replica]:
         (r,) = go_on(begin(comm, strategy, problem, starts), problem, RATES[:5]).replicas
         before = r.state.get("position", r.x).clone()
-        strategy.average_(r)
+        average_outside(strategy, r)
         return before, r
 
     rows = run_threads(3, body)

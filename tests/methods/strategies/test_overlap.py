@@ -18,7 +18,7 @@ from tests.grids import fast_where
 from tests.oracles import overlap as oracles
 from tests.oracles.common import Descent
 from tests.pool import run_processes
-from tests.problems import Regression, distance, flat, quadratic, together, train, watched
+from tests.problems import Regression, average_outside, distance, flat, quadratic, together, train, watched
 from thinwire import (
     AllReduce,
     CoCoD,
@@ -421,7 +421,7 @@ def test_after_an_average_from_outside_the_anchor_does_not_go_on_moving(strategy
 
         for _ in range(4 * strategy.period):
             step()
-        strategy.average_(r)
+        average_outside(strategy, r)
         average = r.x.clone()
         for group in optimizer.param_groups:
             group["lr"] = 0.0

@@ -19,7 +19,18 @@ from tests.methods.strategies.async_runs import CachedIrregular, Lopsided, StepB
 from tests.oracles import common as oracles
 from tests.oracles.common import Descent
 from tests.oracles.push_sum import overlap_push_sum, seldom_overlap_push_sum
-from tests.problems import Irregular, Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from tests.problems import (
+    Irregular,
+    Quadratic,
+    Regression,
+    average_outside,
+    distance,
+    flat,
+    quadratic,
+    together,
+    train,
+    watched,
+)
 from thinwire import (
     AllReduce,
     Comm,
@@ -351,7 +362,7 @@ def test_the_consensus_includes_what_is_in_flight_and_changes_nothing(strategy: 
         assert all(torch.equal(a, b) for a, b in zip(before, now, strict=True))
         own = numerator(r.state["mass"]).clone()
         with torch.no_grad():
-            strategy.average_(r)
+            average_outside(strategy, r)
         assert not r.inflight
         assert float(weight_of(r)) == 1
         assert torch.equal(r.x, agreed)

@@ -67,7 +67,7 @@ def run_in_order(
             r.state["version_read"].zero_()
         comm.all_gather(torch.zeros(1)).wait()
         schedule.run(comm.rank, lambda: step(-rate * gradient(comm.rank, r.x)))
-        x = strategy.consensus(r)
+        x = strategy.average(r)
         count = int(r.state["version"])
         comm.close_mailbox(r)
         return x, [count]
@@ -134,7 +134,7 @@ def test_no_update_is_lost_at_any_speeds(size: int) -> None:
             r.x.add_(update)
             r.step += 1
             strategy.after_step(r)
-        x = strategy.consensus(r)
+        x = strategy.average(r)
         comm.close_mailbox(r)
         return x, float(r.state["version"])
 

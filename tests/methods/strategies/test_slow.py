@@ -17,6 +17,7 @@ from tests.problems import (
     Irregular,
     Quadratic,
     Regression,
+    average_outside,
     distance,
     flat,
     quadratic,
@@ -56,7 +57,7 @@ class Averaged(Strategy):
     def after_step(self, r: Replica) -> None:
         self.base.after_step(r)
         if r.step % self.period == 0:
-            self.base.average_(r)
+            average_outside(self.base, r)
 
 
 @pytest.mark.parametrize("base", [Local(), PushSum(), PushSum(Irregular()), Gossip(), Gossip(order="after")], ids=str)

@@ -239,9 +239,9 @@ class WithSecret(torch.optim.SGD):
 def test_optimizers_that_cannot_be_made_anew_are_refused_where_that_would_be_needed() -> None:
     model = nn.Linear(2, 2)
     optimizer = WithSecret(model.parameters(), secret=2)
-    SlowMo().check_optimizer(optimizer)
+    SlowMo().check(2, optimizer)
     with pytest.raises(ConfigError, match="WithSecret: cannot be created from its parameter groups"):
-        SlowMo(buffers="reset").check_optimizer(optimizer)
+        SlowMo(buffers="reset").check(2, optimizer)
     with pytest.raises(ConfigError, match="LBFGS: its state is unknown"):
         thinwire.attach(model, torch.optim.LBFGS(model.parameters()), SlowMo(buffers="average"))
     assert not fresh_optimizer(torch.optim.SGD(model.parameters(), lr=0.1)).state

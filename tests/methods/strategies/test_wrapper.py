@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from thinwire import CountingComm, Replica, Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.strategies.wrapper import SOURCES, Wrapper
 
 TRAITS = sorted(each.name for each in fields(Traits))
+PLAIN_TRAITS = [name for name in TRAITS if name != "rounds"]
 HOOKS = sorted(name for name, what in vars(Strategy).items() if inspect.isfunction(what) and name[0] != "_")
 
 
@@ -33,7 +34,7 @@ def replica() -> Replica:
 def arguments(r: Replica) -> dict[str, Any]:
     """One of each kind that hooks are given."""
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
-    few = {"size": 4, "step": 5, "before": 3, "blocks": "in blocks"}
+    few = {"size": 4, "at": "resume", "before": 3, "blocks": "in blocks"}
     return {"r": r, "part": slice(0, 2), "x": r.x, "optimizer": optimizer, **few}
 
 
@@ -80,9 +81,16 @@ def test_a_hook_of_its_own_is_that_of_every_strategy(hook: str) -> None:
     assert getattr(Wrapper, hook) is getattr(Strategy, hook)
 
 
-@pytest.mark.parametrize("name", TRAITS)
+@pytest.mark.parametrize("name", PLAIN_TRAITS)
 @pytest.mark.parametrize("value", [0, 1])
 def test_every_trait_is_the_base_s_or_that_of_every_strategy(name: str, value: int) -> None:
     odd = Traits(**{name: value})
     kind = type("Odd", (Strategy,), {"traits": odd})
     assert getattr(Around(kind()).traits, name) == getattr(odd if SOURCES[name] == "base" else Traits(), name)
+
+
+def test_rounds_are_the_base_s_with_the_weight_where_the_base_keeps_it() -> None:
+    rounds = Rounds(ends=(4, 6), warmup=2, local=True, weight="samples", estimates=True, postpones=True)
+    found = Around(type("Odd", (Strategy,), {"traits": Traits(rounds=rounds)})()).traits.rounds
+    assert found == replace(rounds, weight="base/samples", postpones=False)
+    assert Around(Around(Strategy())).traits.rounds == Rounds()

@@ -133,7 +133,7 @@ def work(comm: SimulatedComm, setting: Setting, seen: Seen, wrong: object) -> Te
 
     def look(worker: Worker) -> None:
         r = worker.replicas[0]
-        if strategy.averages_at(worker.step) and not strategy.traits.skips_steps:
+        if strategy.traits.averages_at(worker.step) and not strategy.traits.skips_steps:
             rows = comm.all_gather(r.x.clone()).wait()
             if any(not torch.equal(row, rows[0]) for row in rows):
                 say(f"replicas differ after step {worker.step}, where all go on from one average")

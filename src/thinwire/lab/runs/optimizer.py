@@ -72,5 +72,5 @@ def check_optimizer(recipe: Recipe, settings: Settings) -> None:
     """
     if isinstance(recipe, Strategy):
         optimizer = make_optimizer(nn.Linear(1, 1), settings)
-        recipe.check_optimizer(optimizer)
+        recipe.check(settings.copies, optimizer)
         check_parameter_moves(recipe, optimizer)

@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,16 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
+from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.codecs.feedback import resize_alike
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.reduce.leaving import hand_on_residuals
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import Recipe
+
+At = Literal["now", "resume", "end", "outer"]
+"""What an average is for; see `Strategy.average`."""
 
 
 class Strategy(Recipe, ABC):
@@ -46,7 +50,7 @@ class Strategy(Recipe, ABC):
         ... class EverySecondStep(thinwire.Strategy):
         ...     def after_step(self, r):
         ...         if r.step % 2 == 0:
-        ...             self.average_(r)
+        ...             r.x.copy_(self.average(r))
         >>> def train(comm):
         ...     model = torch.nn.Linear(1, 1, bias=False)
         ...     torch.nn.init.zeros_(model.weight)
@@ -69,28 +73,15 @@ class Strategy(Recipe, ABC):
         """The defaults: it averages parameters in its hooks, and nothing more is known of it."""
         return Traits()
 
-    def check(self, size: int) -> None:
-        """Refuse a number of workers that the recipe does not work with, before anything is sent.
-
-        Raises:
-            ConfigError: with the value, the rule and the fix.
-        """
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that does not work with this recipe, such as one with a second momentum.
-
-        Raises:
-            ConfigError: with the value, the rule and the fix.
-        """
-
-    def check_blocks(self, blocks: str) -> None:
-        """Refuse vectors of which this is one block: of tensor parallelism, or a fragment of `Streaming`.
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse what the recipe does not work with, before anything is sent.
 
         Args:
-            blocks: how it is split, for the error.
+            size: the number of workers.
+            optimizer: of each worker; None where it is not known yet.
 
         Raises:
-            ConfigError: it needs the norm or the whole gradient of the model.
+            ConfigError: with the value, the rule and the fix.
         """
 
     def start(self, r: Replica) -> None:
@@ -113,68 +104,49 @@ class Strategy(Recipe, ABC):
     def restart(self, r: Replica) -> None:
         """Restart a round at `r.x`, which something else has just set, such as the slow step of a wrapper.
 
-        Drop what is in flight, and set what refers to the parameters as they were, such as an anchor, to the new ones;
-        momenta and residuals stay. All ranks call it together, with equal parameters unless `holds_average`.
+        Drop messages in flight, and set to the new parameters what refers to the old ones, such as an anchor. Momenta
+        and residuals stay. All ranks call it together, with equal parameters unless `Rounds.estimates`.
         """
+
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """Return the average of all workers' parameters, equal on all ranks; all call it together.
+
+        `Traits.averages_at` says when all workers continue from it anyway.
+
+        Args:
+            r: the replica, which stays unchanged, but for "outer".
+            at: what the average is for.
+
+                - "now": the model to evaluate and export.
+                - "resume": another number of workers continues from it, with the old workers' state and messages in
+                  flight as they were saved.
+                - "end": the round ends here. Messages in flight, which have arrived, and sums of the round are dropped
+                  afterwards, so it must contain what they add. Momenta and residuals stay.
+                - "outer": a strategy around this one ends its own round here, and calls `restart` afterwards. It may
+                  change `r` as the end of a round does, and may be `r.x` itself.
+        """
+        if self.traits.equal_replicas:
+            return r.x
+        if at != "outer":
+            return mean_(r.comm, r.x.clone()).wait()
+        r.wait_pending()  # messages may be sent from the memory of the parameters
+        return mean_(r.comm, r.x).wait()
 
     def lost(self, r: Replica) -> Sequence[int]:
         """The ranks that are lost, and that this strategy goes on without, by itself; no call waits for them."""
         return ()
-
-    def holds_average(self, size: int) -> bool:
-        """Whether each worker's own `r.x` is its estimate of the average, as `SlowMo(exact=False)` takes it to be.
-
-        It is not where a share of the average is in flight or in the state, nor where the state refers to a point that
-        all workers have in common.
-
-        Args:
-            size: the number of workers.
-        """
-        return self.traits.equal_replicas
-
-    def average_(self, r: Replica) -> None:
-        """Replace `r.x` on every rank by the exact average over workers, messages in flight included."""
-        if not self.traits.equal_replicas:
-            mean_(r.comm, r.x).wait()
-
-    def averages_at(self, step: int) -> bool:
-        """Whether all workers go on from one average of their parameters after that many steps."""
-        return False
-
-    def weight(self, r: Replica) -> Tensor | None:
-        """This worker's weight in averages of the parameters, a number; None where all workers weigh the same."""
-        return None
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The vector to evaluate and export, equal on all ranks; `r` is not changed."""
-        return r.x if self.traits.equal_replicas else mean_(r.comm, r.x.clone()).wait()
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """The parameters from which another number of workers goes on, equal on all ranks; `r` is not changed.
-
-        A collective call of the workers that were, with their state and messages in flight as they were saved.
-        """
-        return self.consensus(r)
-
-    def end_point(self, r: Replica) -> Tensor:
-        """The parameters from which all go on if the round ends here, equal on all ranks; `r.x` is not changed.
-
-        A collective call, when messages in flight have been waited for. What is in flight, and a sum of the round, are
-        dropped after it, so that it must hold what they say; at `resume_point` they go on. Residuals stay as they are.
-        """
-        return self.resume_point(r)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The state of each of `size` workers, from the state that every worker of an earlier run saved.
 
         Here what is equal on all workers stays; of the rest each new worker gets the mean, so that what a mean over
         workers would find is kept: momenta, residuals of error feedback (`resize_errors`), points where workers were.
-        What the result lacks is as `start` makes it at the parameters of `resume_point`.
+        What the result lacks is as `start` makes it, at the average for "resume".
 
         Returns:
             None where the state cannot be redistributed.
         """
-        if self.traits.restarts_on_resize:
+        if self.traits.on_resize == "start":
             return [{} for _ in range(size)]
         return resize_alike(states, size)
 
@@ -188,9 +160,9 @@ class Strategy(Recipe, ABC):
             r: the replica, among the ranks of before.
             leaving: the ranks that leave; at least one stays.
         """
-        if not (self.traits.equal_replicas or self.averages_at(r.step)):
+        if not (self.traits.equal_replicas or self.traits.averages_at(r.step)):
             r.wait_pending()
-            r.x.copy_(self.end_point(r))
+            r.x.copy_(self.average(r, "end"))
             self.restart(r)
         hand_on_residuals(r.comm, r.state, leaving)
 
@@ -211,7 +183,7 @@ class Strategy(Recipe, ABC):
             What was lost, by name.
         """
         dropped = {"dropped_messages": float(len(r.inflight))} if r.inflight else {}
-        if any(each.traits.restarts_on_resize for each in nested(self)):
+        if starts_again(self):
             carried = self.resized([dict(r.state)], 1)
             r.inflight.clear()
             r.x.copy_(mean_(r.comm, r.x.clone()).wait())
@@ -219,7 +191,7 @@ class Strategy(Recipe, ABC):
             r.equal_start = True
             self.start(r)
             r.state.update(carried[0] if carried else {})
-        elif r.inflight or any(each.traits.tracks_mean for each in nested(self)):
+        elif r.inflight or any(each.traits.on_resize == "restart" for each in nested(self)):
             r.inflight.clear()
             # Equal parameters need no mean. Some workers may have used the message that others still have in flight, so
             # that not all would take part in one.
@@ -238,6 +210,12 @@ class Strategy(Recipe, ABC):
             r: the replica.
             before: the number of workers before; 0 on one that has just joined, with another worker's state.
         """
+
+
+def weight_of(strategy: Strategy, r: Replica) -> Tensor | None:
+    """This worker's weight in averages of the parameters, a number; None where all workers weigh the same."""
+    name = strategy.traits.rounds.weight
+    return r.state[name] if name else None
 
 
 def pace_rule(strategy: Strategy) -> str:
@@ -265,16 +243,36 @@ def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:
                 yield from codecs_of(value)
 
 
-def check_workers(strategy: Strategy, size: int) -> None:
-    """Refuse a number of workers that a strategy, its base or one of its codecs does not work with.
+def check_workers(strategy: Strategy, size: int, optimizer: Optimizer | None = None) -> None:
+    """Refuse a number of workers or an optimizer that a strategy, its base or one of its codecs does not work with.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
     """
-    strategy.check(size)
+    strategy.check(size, optimizer)
     for part in nested(strategy):
         for codec in codecs_of(part):
             codec.check(size)
+
+
+def check_blocks(strategy: Strategy, blocks: str) -> None:
+    """Refuse a strategy that needs the whole gradient, where each of its vectors is one block of it.
+
+    Args:
+        strategy: the recipe.
+        blocks: how the model is split, for the error.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    for each in nested(strategy):
+        if each.traits.needs_whole:
+            raise ConfigError(f"{each} {blocks}: {each.traits.needs_whole}")
+
+
+def starts_again(strategy: Strategy) -> bool:
+    """Whether a strategy, or one that it is made of, starts from scratch among another number of workers."""
+    return any(each.traits.on_resize == "start" for each in nested(strategy))
 
 
 def nested(strategy: Strategy) -> Iterator[Strategy]:

@@ -10,6 +10,7 @@ from inspect import signature
 from typing import Any, Literal
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
@@ -21,34 +22,25 @@ _PREFIX = "base/"
 SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "period": "base",
     "steady_from": "base",
-    "fragments": "base",
-    "delay": "base",
     "topology": "base",
     "sends_gradients": "base",
     "reads_gradient": "base",
-    "moves_parameters": "base",
-    "optimizer_state": "base",
     "equal_replicas": "base",
     "needs_equal_start": "base",
-    "sample_weighted": "base",
-    "local_rounds": "base",
+    "rounds": "base",
     "skips_steps": "base",
-    "skips_nonfinite": "base",
     "timing_dependent": "base",
     "data_dependent_bytes": "base",
     "elementwise": "base",
     "lr_factor": "base",
     # These describe one class alone; code that reads them looks at the base too.
-    "restarts_on_resize": "own",
-    "tracks_mean": "own",
+    "on_resize": "own",
     "feeds_back": "own",
     "growing": "own",
     "inelastic": "own",
-    "postpones": "own",  # a class that postpones reads `Replica.postponed` itself
+    "needs_whole": "own",
     # Hooks.
     "check": "both",
-    "check_optimizer": "base",
-    "check_blocks": "base",
     "start": "base",
     "on_gradient": "base",
     "before_step": "base",
@@ -56,13 +48,7 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "restart": "base",
     "regroup": "base",
     "lost": "base",
-    "holds_average": "base",
-    "average_": "base",
-    "averages_at": "base",
-    "weight": "base",
-    "consensus": "base",
-    "resume_point": "base",
-    "end_point": "base",
+    "average": "base",
     "resized": "both",
     "before_leave": "own",  # it reads the state of both
     "change_view": "own",  # the wrapper's state refers to the base's parameters, and restarts when these do
@@ -112,14 +98,16 @@ class Wrapper(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """The base's, but for those that describe one class alone."""
-        plain = Traits()
-        return replace(self.base.traits, **{name: getattr(plain, name) for name in _OWN_TRAITS})
+        plain, rounds = Traits(), self.base.traits.rounds
+        # A class that postpones reads `Replica.postponed` itself. The weight lies in the base's state.
+        rounds = replace(rounds, postpones=False, weight=rounds.weight and _PREFIX + rounds.weight)
+        return replace(self.base.traits, rounds=rounds, **{name: getattr(plain, name) for name in _OWN_TRAITS})
 
     def inner(self, r: Replica) -> Replica:
         """The replica that the base is given: the same vectors, other names."""
         return r.part("base")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """As the base; and refuse one whose late workers leave out steps, and a second wrapper of the same kind."""
         if any(type(each) is type(self) for each in nested(self.base)):
             name = type(self).__name__
@@ -129,7 +117,7 @@ class Wrapper(Strategy):
                 f"{type(self).__name__} around {self.base}: a late worker leaves out steps, which the strategy around "
                 "it would miss; use it alone, or AllReduce() as the base"
             )
-        self.base.check(size)
+        self.base.check(size, optimizer)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The base's state as the base redistributes it; the wrapper's own as any strategy's."""

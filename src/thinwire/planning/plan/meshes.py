@@ -165,7 +165,11 @@ def predict_mesh(
         mesh = _mesh(comm, shape)
         split = model.make()
         parallelize_2d(split, mesh.block)
-        made = default_optimizer(AllReduce(), split) if optimizer is None else optimizer(list(split.parameters()))
+        made = (
+            default_optimizer(AllReduce(), split, shape.workers)
+            if optimizer is None
+            else optimizer(list(split.parameters()))
+        )
         worker = attach(split, made, AllReduce(), mesh=mesh)
         comms = (mesh.data, mesh.block.along_row, mesh.block.along_column, mesh.block.whole)
         symbols = mesh.block.rows_of(model.symbols(samples))

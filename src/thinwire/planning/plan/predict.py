@@ -207,7 +207,11 @@ class Simulated:
     def _worker(self, comm: SimulatedComm, *, meta: bool) -> tuple[Worker, list[nn.Parameter]]:
         device = "meta" if meta else "cpu"
         model = nn.ParameterList([torch.zeros(*shape, device=device, dtype=self.dtype) for shape in self.shapes])
-        made = default_optimizer(self.strategy, model) if self.optimizer is None else self.optimizer(list(model))
+        made = (
+            default_optimizer(self.strategy, model, comm.size)
+            if self.optimizer is None
+            else self.optimizer(list(model))
+        )
         worker = attach(model, made, self.strategy, comm=comm, bucket_bytes=self.bucket_bytes)
         # Without gradients, where the optimizer could not step on meta tensors.
         without = meta and self.optimizer is not None and reads_numbers(self.optimizer, model)
@@ -363,7 +367,7 @@ def _timed_steps(
 ) -> list[float]:
     """Steps on real tensors with a comm that sends nothing."""
     model = nn.ParameterList([torch.randn(*shape, dtype=dtype, device="cpu") * 0.02 for shape in shapes])
-    made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
+    made = default_optimizer(strategy, model, workers) if optimizer is None else optimizer(list(model))
     worker = attach(model, made, strategy, comm=EchoComm(0, workers), bucket_bytes=bucket_bytes)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model]
     found: list[float] = []

@@ -294,11 +294,8 @@ class Planner:
         strategy = parse(recipe)
         accuracy = self.table.of(recipe)
         try:
-            check_workers(strategy, job.workers)
-            if job.optimizer is not None:
-                strategy.check_optimizer(
-                    job.optimizer([torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))])
-                )
+            parameter = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32, device="cpu"))
+            check_workers(strategy, job.workers, None if job.optimizer is None else job.optimizer([parameter]))
             found = predict(
                 strategy,
                 parameters=job.shapes,

@@ -196,7 +196,7 @@ class DryRun:
         empty = [torch.empty(shape, dtype=each, device="meta") for shape, each in zip(shapes, dtypes, strict=True)]
         model = nn.ParameterList(empty)
         self.comm = RecordingComm(rank, workers)
-        made = default_optimizer(strategy, model) if optimizer is None else optimizer(list(model))
+        made = default_optimizer(strategy, model, workers) if optimizer is None else optimizer(list(model))
         self.worker = attach(model, made, strategy, comm=self.comm, bucket_bytes=bucket_bytes)
         self._gradients = [(parameter, torch.empty_like(parameter)) for parameter in model]
         made.register_step_pre_hook(self._drop_gradients)
@@ -300,7 +300,7 @@ def reads_numbers(make: MakeOptimizer, model: nn.ParameterList) -> bool:
     return False
 
 
-def default_optimizer(strategy: Strategy, model: nn.Module) -> Optimizer:
+def default_optimizer(strategy: Strategy, model: nn.Module, workers: int) -> Optimizer:
     """The first of plain SGD and the optimizers of the 1-bit family that a strategy takes.
 
     Raises:
@@ -310,7 +310,7 @@ def default_optimizer(strategy: Strategy, model: nn.Module) -> Optimizer:
     for kind in (SGD, OneBitAdam, OneBitLamb, ZeroOneAdam):
         optimizer = kind(model.parameters(), lr=1.0)
         try:
-            strategy.check_optimizer(optimizer)
+            strategy.check(workers, optimizer)
         except ConfigError as error:
             refusal = error
         else:

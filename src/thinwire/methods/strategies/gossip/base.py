@@ -13,7 +13,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.methods.topology.certificate import Disagreement, check_average_kept, check_stable
 from thinwire.methods.topology.exact_weights import exact_weights
@@ -37,7 +37,9 @@ class DecentralisedMomentum(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(topology=self.topology, lr_factor=1 / (1 - self.momentum))
+        # Each worker mixes before its step ends, and nothing is in flight after it.
+        rounds = Rounds(estimates=True)
+        return Traits(topology=self.topology, rounds=rounds, lr_factor=1 / (1 - self.momentum))
 
     def __post_init__(self) -> None:
         """Check the types and the momentum."""
@@ -49,15 +51,13 @@ class DecentralisedMomentum(Strategy):
         """How differences between workers evolve, given a momentum; None where they vanish on every allowed graph."""
         return None
 
-    def check(self, size: int) -> None:
-        """Refuse graphs that do not keep the average, and those on which this momentum diverges."""
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse graphs that do not keep the average or on which this momentum diverges, and a second momentum."""
         check_average_kept(self, self.topology, size)
         if self.differences is not None:
             check_stable(self, self.topology, size, self.differences, self.momentum)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second momentum."""
-        refuse_momentum(optimizer, self, "Gossip(order='after')")
+        if optimizer is not None:
+            refuse_momentum(optimizer, self, "Gossip(order='after')")
 
     def start(self, r: Replica) -> None:
         """Allocate the state; refuse parameters in which small differences are lost to rounding."""
@@ -76,10 +76,6 @@ class DecentralisedMomentum(Strategy):
 
     # `restart` does nothing: the anchor is saved again before each step. The momentum stays, as the optimizer's does;
     # it is in units of a gradient, and does not refer to the parameters.
-
-    def holds_average(self, size: int) -> bool:
-        """Each worker mixes before its step ends, and nothing is in flight after it."""
-        return True
 
     @abstractmethod
     def after_step(self, r: Replica) -> None:

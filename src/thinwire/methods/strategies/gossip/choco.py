@@ -4,6 +4,7 @@
 from functools import cached_property
 
 import torch
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
@@ -78,7 +79,7 @@ class Choco(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(topology=self.topology, restarts_on_resize=True, feeds_back=True)
+        return Traits(topology=self.topology, on_resize="start", feeds_back=True)
 
     def __post_init__(self) -> None:
         """Check the types, the step size and the codec."""
@@ -94,7 +95,7 @@ class Choco(Strategy):
                 "OneBit(), TopK(), or more bits in smaller blocks"
             )
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse graphs that change, do not connect, or do not keep the average."""
         check_average_kept(self, self.topology, size)
         if self.topology.period(size) > 1:

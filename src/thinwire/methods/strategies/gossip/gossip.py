@@ -4,10 +4,12 @@
 from functools import cached_property
 from typing import Literal
 
+from torch.optim import Optimizer
+
 from thinwire.core.replica.replica import Replica
-from thinwire.methods.reduce.compressed_all_reduce import gossip_, mean_, mix_
+from thinwire.methods.reduce.compressed_all_reduce import gossip_, mix_
 from thinwire.methods.strategies.base import Strategy
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.topology.base import Topology
 from thinwire.methods.topology.certificate import check_average_kept
 from thinwire.methods.topology.exact_weights import exact_weights
@@ -65,9 +67,11 @@ class Gossip(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(topology=self.topology, elementwise=True, restarts_on_resize=True)
+        # In the order "while", messages in flight are still to be mixed in.
+        rounds = Rounds(estimates=self.order == "after")
+        return Traits(topology=self.topology, elementwise=True, rounds=rounds, on_resize="start")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse graphs that do not exist, do not connect, or do not keep the average."""
         check_average_kept(self, self.topology, size)
 
@@ -100,16 +104,6 @@ class Gossip(Strategy):
     def restart(self, r: Replica) -> None:
         """Drop the messages in flight, which hold older parameters; mixing equal ones changes nothing."""
         r.collect("neighbours")
-
-    def holds_average(self, size: int) -> bool:
-        """In the order "after"; in the other one, messages in flight are still to be mixed in."""
-        return self.order == "after"
-
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers; messages in flight move the workers, but not their mean."""
-        # Collected first: the messages are sent from the parameters' memory.
-        self.restart(r)
-        mean_(r.comm, r.x).wait()
 
     def _launch(self, r: Replica) -> None:
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)

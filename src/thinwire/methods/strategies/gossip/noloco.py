@@ -6,10 +6,10 @@ from functools import cached_property
 from math import inf
 
 import torch
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Topology
@@ -86,7 +86,7 @@ class NoLoCo(Strategy):
             elementwise=True,
             lr_factor=self.lr / (1 - self.momentum),
             # The velocity and the points belong to single workers.
-            restarts_on_resize=True,
+            on_resize="start",
         )
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class NoLoCo(Strategy):
         pull = self.lr if self.pull is None else self.pull
         return lambda b: Disagreement(((pull, 0), (pull, 0)), ((1 - pull, b), (-pull, b)))
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse graphs that do not keep the average, and those on which workers would drift apart."""
         check_average_kept(self, self.topology, size)
         check_stable(self, self.topology, size, self.differences, self.momentum)
@@ -149,8 +149,3 @@ class NoLoCo(Strategy):
     def restart(self, r: Replica) -> None:
         """Begin a round at the parameters; the velocity is a way, and refers to no point."""
         r.state["anchor"].copy_(r.x)
-
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers' parameters, where a round starts."""
-        mean_(r.comm, r.x).wait()
-        self.restart(r)

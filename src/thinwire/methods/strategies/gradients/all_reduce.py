@@ -62,18 +62,15 @@ class AllReduce(Strategy):
         return Traits(
             sends_gradients=True,
             equal_replicas=True,
-            moves_parameters=False,
             lr_factor=1.0 if sends_all(self.codec) else None,
             elementwise=True,
         )
 
-    def check(self, size: int) -> None:
-        """Refuse a biased codec without error feedback, whose residual would be lost."""
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse a biased codec without error feedback, and signs under an optimizer that divides by sizes."""
         check_feedback(self.codec)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse signs of gradients where the optimizer divides each element by its own size."""
-        check_signs(self, self.codec, optimizer)
+        if optimizer is not None:
+            check_signs(self, self.codec, optimizer)
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
         """Launch the mean of one bucket."""

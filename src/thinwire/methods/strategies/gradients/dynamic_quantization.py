@@ -104,7 +104,6 @@ class DQSGD(Strategy):
             sends_gradients=True,
             data_dependent_bytes=self.rule.least < self.rule.most,
             equal_replicas=True,
-            moves_parameters=False,
             growing=("plan", "sent", "last_squares", "squares"),
         )
 

@@ -110,9 +110,7 @@ class FetchSGD(Strategy):
         """See `Traits`."""
         return Traits(
             reads_gradient=True,
-            skips_nonfinite=True,
             equal_replicas=True,
-            moves_parameters=False,
             # As published, how much is lost in shared cells depends on the gradients.
             lr_factor=1 / (1 - self.momentum) if self.conserving else None,
         )
@@ -124,9 +122,10 @@ class FetchSGD(Strategy):
         if self.second_round < 1:
             raise ConfigError(f"second_round={self.second_round}: at least 1 candidate for each coordinate; 4 is usual")
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse every optimizer but plain SGD, because the strategy applies the momentum itself."""
-        check_plain_sgd(type(self).__name__, optimizer)
+        if optimizer is not None:
+            check_plain_sgd(type(self).__name__, optimizer)
 
     def start(self, r: Replica) -> None:
         """Allocate the sketches, and with `conserving` the vectors, all zero."""

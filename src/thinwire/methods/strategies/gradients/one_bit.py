@@ -105,14 +105,18 @@ class CompressedMomentum(Strategy):
         return Traits(
             sends_gradients=True,
             reads_gradient=True,
-            skips_nonfinite=True,
             data_dependent_bytes=self.warmup_steps is None,
             steady_from=self.warmup_steps or 0,
             equal_replicas=True,
-            moves_parameters=False,
             lr_factor=1.0 if self.feedback else None,
             feeds_back=self.feedback,
             growing=(_PREFIX,),
+            needs_whole=(
+                "a rank knows the norm of its own block only; give warmup_steps a number, and clip with "
+                "clip_gradient_norm_(model, max_norm, mesh) before optimizer.step()"
+                if self.max_norm is not None or self.warmup_steps is None
+                else ""
+            ),
         )
 
     def __post_init__(self) -> None:
@@ -133,20 +137,12 @@ class CompressedMomentum(Strategy):
                 "first codes have been sent; keep one of the two"
             )
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse one whose variance cannot be frozen."""
-        if not isinstance(optimizer, FreezingOptimizer):
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse an optimizer whose variance cannot be frozen."""
+        if optimizer is not None and not isinstance(optimizer, FreezingOptimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} under CompressedMomentum: its variance cannot be frozen; use "
                 "OneBitLamb or OneBitAdam, or AllReduce(codec=...) to compress gradients"
-            )
-
-    def check_blocks(self, blocks: str) -> None:
-        """Refuse what depends on the norm of the whole gradient."""
-        if self.max_norm is not None or self.warmup_steps is None:
-            raise ConfigError(
-                f"{self} {blocks}: a rank knows the norm of its own block only; give warmup_steps a number, and "
-                "clip with clip_gradient_norm_(model, max_norm, mesh) before optimizer.step()"
             )
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:

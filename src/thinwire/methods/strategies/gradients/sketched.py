@@ -116,9 +116,7 @@ class SketchedSGD(Strategy):
         """See `Traits`."""
         return Traits(
             reads_gradient=True,
-            skips_nonfinite=True,
             equal_replicas=True,
-            moves_parameters=False,
             lr_factor=self._lr_factor(),
         )
 
@@ -131,9 +129,10 @@ class SketchedSGD(Strategy):
         if self.dense_below < 0:
             raise ConfigError(f"dense_below={self.dense_below}: must be at least 0 elements; 1024 is usual")
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse everything but plain SGD, as momentum is the strategy's own."""
-        check_plain_sgd(type(self).__name__, optimizer)
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse every optimizer but plain SGD, because momentum is the strategy's own."""
+        if optimizer is not None:
+            check_plain_sgd(type(self).__name__, optimizer)
 
     def _lr_factor(self) -> float | None:
         """That of the momentum where nothing of it is lost; how much masking takes depends on the gradients."""

@@ -83,10 +83,8 @@ class ZeroOne(Strategy):
         return Traits(
             sends_gradients=True,
             reads_gradient=True,
-            skips_nonfinite=True,
             steady_from=self._widest_from,
             needs_equal_start=True,
-            moves_parameters=False,
             feeds_back=True,
         )
 
@@ -100,9 +98,9 @@ class ZeroOne(Strategy):
         if self.most_local < 1 or self.most_local & (self.most_local - 1):
             raise ConfigError(f"most_local={self.most_local}: gaps double, so it must be a power of two; 16 is usual")
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse every optimizer but `ZeroOneAdam`."""
-        if not isinstance(optimizer, ZeroOneAdam):
+        if optimizer is not None and not isinstance(optimizer, ZeroOneAdam):
             raise ConfigError(
                 f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronise; use ZeroOneAdam"
             )
@@ -162,7 +160,7 @@ class ZeroOne(Strategy):
 
     def _prepare(self, r: Replica) -> None:
         optimizer = replica_view(r).optimizer
-        assert isinstance(optimizer, ZeroOneAdam)  # by `check_optimizer`
+        assert isinstance(optimizer, ZeroOneAdam)  # by `check`
         optimizer.set_local(local=not self.synchronises(r.step))
         if self.averages_gradients(r.step):
             optimizer.unfreeze()

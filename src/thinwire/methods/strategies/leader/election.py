@@ -20,6 +20,7 @@ from thinwire.core.kernels.decisions import decide
 from thinwire.core.replica.replica import Replica, as_number
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
+from thinwire.methods.strategies.base import At, Strategy
 
 _LOW_BITS = 0x7FFFFFFF
 _NOT_FINITE = 0x7F800000  # the bits of infinity: above those of every finite score
@@ -249,9 +250,15 @@ def broadcast_leader(r: Replica, leader: int) -> Tensor:
     return r.comm.broadcast_(x, leader).wait()
 
 
-def leader_or_mean(r: Replica, score: Tensor | None) -> Tensor:
-    """A new vector, equal on all ranks: the best worker's parameters, or the mean of all where no score is finite."""
-    least = key_of(r, r.comm.all_reduce_(encode_key(r, score), op="min").wait())
+def leader_or_mean(strategy: Strategy, r: Replica, at: At, metric: ScoreSource) -> Tensor:
+    """The best worker's parameters, equal on all ranks, or the mean of all where no score is finite.
+
+    An outer step starts from the mean. With a `ScoreFunction` other workers continue from it too, because that scores
+    the workers of this run.
+    """
+    if r.comm.size == 1 or at == "outer" or (at != "now" and isinstance(metric, ScoreFunction)):
+        return Strategy.average(strategy, r, at)
+    least = key_of(r, r.comm.all_reduce_(encode_key(r, local_score(r, metric)), op="min").wait())
     if least >> 32 >= _NOT_FINITE:
         return mean_(r.comm, r.x.clone()).wait()
     return r.comm.broadcast_(r.x.clone(), least & _RANKS).wait()

@@ -8,9 +8,8 @@ from torch import Tensor
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
-    ScoreFunction,
     ScoreSource,
     broadcast_leader,
     elect_or_warn,
@@ -102,12 +101,6 @@ class LeaderSGD(Strategy):
         if z is not r.x:
             r.x.lerp_(z, self.pull)
 
-    def consensus(self, r: Replica) -> Tensor:
-        """The leader of the moment, or the mean."""
-        if self.result == "mean" or r.comm.size == 1:
-            return Strategy.consensus(self, r)
-        return leader_or_mean(r, local_score(r, self.metric))
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
-        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The leader of the moment, or the mean of all workers, as `result` says."""
+        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)

@@ -9,7 +9,7 @@ from torch import Tensor
 from thinwire.core.replica.displacement import descend_
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
     elect_or_warn,
     init_scores,
@@ -92,6 +92,6 @@ class LeaderGradientDescent(Strategy):
         if not mine:
             descend_(r.x, anchor.sub_(z), r.lr, self.pull)
 
-    def consensus(self, r: Replica) -> Tensor:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """The leader of the last step."""
-        return Strategy.consensus(self, r) if r.comm.size == 1 else leader_or_mean(r, local_score(r, "window"))
+        return leader_or_mean(self, r, at, "window")

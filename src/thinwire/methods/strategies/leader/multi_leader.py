@@ -7,12 +7,12 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
-    ScoreFunction,
     ScoreSource,
     best_rank,
     chain_broadcast_,
@@ -114,7 +114,7 @@ class MultiLeaderSGD(Strategy):
                 f"{4 * self.period}"
             )
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse a number of ranks that is no multiple of the node size."""
         if size % self.node_size:
             raise ConfigError(
@@ -145,15 +145,9 @@ class MultiLeaderSGD(Strategy):
         if leader is not None:
             r.metrics["leader"] = float(leader)
 
-    def consensus(self, r: Replica) -> Tensor:
-        """The leader of the moment, or the mean."""
-        if self.result == "mean" or r.comm.size == 1:
-            return Strategy.consensus(self, r)
-        return leader_or_mean(r, local_score(r, self.metric))
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """The leader of the moment, or the mean; with a `ScoreFunction` the mean, as that scores this run's workers."""
-        return Strategy.consensus(self, r) if isinstance(self.metric, ScoreFunction) else self.consensus(r)
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The leader of the moment, or the mean of all workers, as `result` says."""
+        return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
 
     def _follow_(self, r: Replica, leader: int | None, pull: float, members: Sequence[int]) -> None:
         """Move some ranks, this one among them, a part of the way to one of them."""

@@ -5,14 +5,15 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.local.coded_means import mean_from
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 
@@ -74,14 +75,16 @@ class CoCoD(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(period=self.period, postpones=True, lr_factor=1.0 if sends_all(self.codec) else None)
+        return Traits(
+            period=self.period, rounds=Rounds(postpones=True), lr_factor=1.0 if sends_all(self.codec) else None
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the period."""
         if self.period < 1:
             raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the codec can compress differences; a biased one needs error feedback."""
         check_differences(self.codec)
 
@@ -125,16 +128,11 @@ class CoCoD(Strategy):
         # x + (mean - start) is mean + (x - start), without a vector for the steps of the round.
         r.x.add_(mean[0].sub_(r.state["start"]))
 
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers' parameters, where a round starts."""
-        r.x.copy_(self.end_point(r))
-        self.restart(r)
-
-    def end_point(self, r: Replica) -> Tensor:
-        """The mean of all workers' parameters, with the compressed mean that is in flight."""
-        # The mean in flight would move the workers, but not their mean: the differences to it add up to zero. A coded
-        # one moves their mean too, by the change of the residuals, which belong to it from then on.
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The mean of all workers' parameters; at the end of a round, with the compressed mean that is in flight."""
+        # The mean in flight would move the workers, but not their mean: the differences to it add up to zero. A
+        # compressed one moves their mean too, by the change of the residuals, which belong to it from then on.
         x, mean = r.x.clone(), r.inflight.get("mean")
-        if self.codec is not None and mean is not None:
+        if at in ("end", "outer") and self.codec is not None and mean is not None:
             x.add_(mean.wait()[0] - r.state["start"])
         return mean_(r.comm, x).wait()

@@ -9,6 +9,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.flat import Segment
@@ -16,7 +17,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
     forget_residuals,
@@ -126,13 +127,17 @@ class DiLoCo(OuterStep):
         """See `Traits`."""
         return replace(
             super().traits,
-            fragments=self.fragments,
-            delay=self.delay or self.base.traits.delay,
-            sample_weighted=self.weights == "samples" or self.base.traits.sample_weighted,
             elementwise=False,
-            local_rounds=self.base.traits.local_rounds and self.ends_together,
+            rounds=replace(
+                super().traits.rounds,
+                ends=super().traits.rounds.ends if self.ends_together else (),
+                local=self.base.traits.rounds.local and self.ends_together,
+                weight="samples" if self.weights == "samples" and self.fragments == 1 else "",
+                fragments=self.fragments,
+                delay=self.delay or self.base.traits.rounds.delay,
+            ),
             # Workers send how far they have come since their last message, where they keep a part of that.
-            tracks_mean=tracks(self.codec) and self.mixing > 0,
+            on_resize="restart" if self._tracks_mean else "keep",
             lr_factor=self._lr_factor(),
         )
 
@@ -155,7 +160,7 @@ class DiLoCo(OuterStep):
                 f"weights={self.weights!r}: the base averages all parameters at once and in its own way; use "
                 "base=Local(), or fragments=1, delay=0, mixing=0.0, weights='equal'"
             )
-        if self.traits.tracks_mean and self.weights == "samples":
+        if self._tracks_mean and self.weights == "samples":
             raise ConfigError(
                 f"codec={self.codec} with mixing={self.mixing}, weights='samples': with error feedback workers send "
                 "how far they have come since their last message, which adds up to their mean only while weights stay "
@@ -167,6 +172,11 @@ class DiLoCo(OuterStep):
         """Return True if a round ends for all parameters at one step, with equal parameters."""
         return self.fragments == 1 and self.delay == 0 and self.mixing == 0
 
+    @property
+    def _tracks_mean(self) -> bool:
+        """Whether it keeps a mean to which workers add what they have not sent, as they do not return to it."""
+        return tracks(self.codec) and self.mixing > 0
+
     def _lr_factor(self) -> float | None:
         """In steady state, where the steps of the delay count as far as workers keep them."""
         factor = factor_of_rounds(self.base, self.codec)
@@ -176,9 +186,9 @@ class DiLoCo(OuterStep):
         lost = (1 - own) * self.delay / self.period
         return factor * scale * (1 - lost) / (1 - own + own * scale)
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """As the base; and refuse a codec that forgets where workers never come together."""
-        super().check(size)
+        super().check(size, optimizer)
         # With less mixing every round takes a part of what was forgotten out of the workers too.
         if self.mixing == 1:
             check_tracked(self.codec)
@@ -199,7 +209,7 @@ class DiLoCo(OuterStep):
             super().start(fragment, where)
             if self.weights == "samples":
                 fragment.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
-            if self.codec is not None and self.traits.tracks_mean:
+            if self.codec is not None and self._tracks_mean:
                 track(fragment, self.codec, fragment.state["anchor"], pulled=True)
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
@@ -225,7 +235,7 @@ class DiLoCo(OuterStep):
         for fragment, _ in self._fragments(r):
             fragment.collect("average")
             super().restart(fragment, where)
-            if self.traits.tracks_mean:
+            if self._tracks_mean:
                 restart_mean(fragment, self.codec, pulled=True)
             if self.weights == "samples":
                 fragment.state["samples"].zero_()
@@ -233,47 +243,26 @@ class DiLoCo(OuterStep):
     def regroup(self, r: Replica, before: int) -> None:
         """As the base; and owe nothing to the mean, which had a part of workers that are lost."""
         super().regroup(r, before)
-        if self.traits.tracks_mean:
+        if self._tracks_mean:
             for fragment, _ in self._fragments(r):
                 forget_residuals(fragment)
 
-    def averages_at(self, step: int) -> bool:
-        """At the end of a round, if all parameters end it at once; and where the base does."""
-        return self.ends_together and super().averages_at(step)
-
-    def weight(self, r: Replica) -> Tensor | None:
-        """The samples that this worker has used since it last sent, if workers are weighted by them."""
-        return r.state["samples"] if self.weights == "samples" and self.fragments == 1 else None
-
-    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base; otherwise the workers' mean, where all fragments start a round."""
-        if self.ends_together and self.weights == "equal":
-            super().average_(r, where)
-        else:
-            r.x.copy_(self.end_point(r))
-            self.restart(r, where)
-
-    def consensus(self, r: Replica) -> Tensor:
-        """As the base; with weights, the mean of all workers' parameters, weighted as the averages are."""
-        if self.weights == "equal":
-            return super().consensus(r)
-        parts = [weighted_mean(r.comm, part.x, part.state["samples"]) for part, _ in self._fragments(r)]
-        return torch.cat([part.wait() for part in parts])
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """As the base; with weights, as `consensus`."""
-        return super().resume_point(r) if self.weights == "equal" else self.consensus(r)
-
-    def end_point(self, r: Replica) -> Tensor:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """The workers' mean; without mixing a message with error feedback takes the place of the steps after it."""
-        point, start = super().end_point(r) if self.weights == "equal" else self.consensus(r), 0
-        for part, _ in self._fragments(r):
-            stop, sent = start + part.x.numel(), part.inflight.get("average")
-            # The residual is what this message has left out, so that what it says must count too; and as the outer
-            # parameters would have taken their place, where workers were when they sent it is not known any more.
-            if sent is not None and tracks(self.codec) and not self.traits.tracks_mean:
-                point[start:stop].copy_(sent.wait()[0])
-            start = stop
+        if self.weights == "equal":
+            point = super().average(r, at)
+        else:
+            parts = [weighted_mean(r.comm, part.x, part.state["samples"]) for part, _ in self._fragments(r)]
+            point = torch.cat([part.wait() for part in parts])
+        if at in ("end", "outer") and tracks(self.codec) and not self._tracks_mean:
+            start = 0
+            for part, _ in self._fragments(r):
+                stop, sent = start + part.x.numel(), part.inflight.get("average")
+                # The residual is what this message has left out, so that what it says must count too; and as the outer
+                # parameters would have taken their place, where workers were when they sent it is not known any more.
+                if sent is not None:
+                    point[start:stop].copy_(sent.wait()[0])
+                start = stop
         return point
 
     @property
@@ -319,7 +308,7 @@ class DiLoCo(OuterStep):
             share = 1.0
         if self.codec is not None:
             anchor = r.state["anchor"].to(r.x.device)
-            if self.traits.tracks_mean:
+            if self._tracks_mean:
                 return tracked_mean(r, r.x, anchor, self.codec)
             return mean_from(r, r.x, anchor, self.codec, share)
         return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
@@ -341,7 +330,7 @@ class DiLoCo(OuterStep):
         elif self.mixing < 1:
             point = self._take_(r, torch.empty_like(r.x), where) if where.sharded else anchor.to(r.x)
             r.x.lerp_(point, 1 - self.mixing)
-        if self.traits.tracks_mean:
+        if self._tracks_mean:
             pull_mean_(r, self.codec, anchor, 1 - self.mixing)
         if self.ends_together:
             self.base.restart(self.inner(r))

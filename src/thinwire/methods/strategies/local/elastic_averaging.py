@@ -12,7 +12,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
     common_point,
@@ -87,7 +87,9 @@ class EASGD(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(period=self.period, tracks_mean=tracks(self.codec), lr_factor=self._lr_factor())
+        return Traits(
+            period=self.period, on_resize="restart" if tracks(self.codec) else "keep", lr_factor=self._lr_factor()
+        )
 
     def __post_init__(self) -> None:
         """Check the types and the ranges."""
@@ -123,18 +125,15 @@ class EASGD(Strategy):
         overshoot = inf if beta == 1 else 1 - alpha + (1 - alpha * beta) / (1 - beta)
         return min(2 - 2 * alpha / (2 - beta), overshoot, 2 - alpha)
 
-    def check(self, size: int) -> None:
-        """Refuse pulls under which no learning rate is stable, and codecs that cannot compress differences."""
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse unstable pulls, codecs that differences cannot be compressed with, and a second momentum."""
         check_tracked(self.codec)
         if self.largest_step(size) <= 0:
             raise ConfigError(
                 f"pull={self.pull}, centre_pull={self.centre_pull}: workers and centre would oscillate forever; "
                 "their sum must be below 2"
             )
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse a second momentum."""
-        if self.momentum:
+        if optimizer is not None and self.momentum:
             refuse_momentum(optimizer, self, f"EASGD(period={self.period}, momentum=0)")
 
     def start(self, r: Replica) -> None:
@@ -184,18 +183,14 @@ class EASGD(Strategy):
             r.state[name].copy_(r.x)
         restart_mean(r, self.codec)
 
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers, and the centre moves there too; all velocities become zero."""
-        r.x.copy_(mean_(r.comm, r.state.get("position", r.x).clone()).wait())
-        self.restart(r)
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The centre, with the mean that is in flight."""
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The centre, with the mean that is in flight; where workers continue from it, their mean."""
+        if at != "now":
+            # An outer step starts from the workers, and all velocities become zero. Elsewhere the centre stays where it
+            # is, as do velocities and residuals on average.
+            x = r.state.get("position", r.x) if at == "outer" else r.x
+            return mean_(r.comm, x.clone()).wait()
         centre, mean = r.state["centre"], r.inflight.get("mean")
         if mean is not None:
             centre = centre.lerp(mean.wait()[0], self.centre_pull)
         return centre.to(r.x.dtype, copy=True)
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """The workers' mean; the centre stays where it is, as do velocities and residuals on average."""
-        return mean_(r.comm, r.x.clone()).wait()

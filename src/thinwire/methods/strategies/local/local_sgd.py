@@ -6,14 +6,15 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.local.means import weighted_mean_
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 
@@ -77,11 +78,7 @@ class Local(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(moves_parameters=False, local_rounds=True, elementwise=True)
-
-    def holds_average(self, size: int) -> bool:
-        """Each worker has only its own parameters."""
-        return True
+        return Traits(elementwise=True, rounds=Rounds(local=True, estimates=True))
 
 
 @registered
@@ -149,11 +146,17 @@ class LocalSGD(Strategy):
         """See `Traits`."""
         return Traits(
             elementwise=True,
-            local_rounds=True,
-            postpones=True,
             period=self.period,
             steady_from=self.warmup_steps,
-            sample_weighted=self.weights == "samples",
+            rounds=Rounds(
+                ends=(self.period,),
+                warmup=self.warmup_steps,
+                local=True,
+                weight="samples" if self.weights == "samples" else "",
+                # A codec encodes differences from a point that is common to all workers.
+                estimates=self.codec is None,
+                postpones=True,
+            ),
             lr_factor=1.0 if sends_all(self.codec) else None,
         )
 
@@ -167,7 +170,7 @@ class LocalSGD(Strategy):
                 f"codec={self.codec} with weights='samples': a codec works with plain means only; keep one of them"
             )
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the codec can compress differences; a biased one needs error feedback."""
         check_differences(self.codec)
 
@@ -182,7 +185,7 @@ class LocalSGD(Strategy):
         """Average when a period is over."""
         if self.weights == "samples":
             r.state["samples"] += r.samples
-        if self.averages_at(r.step) and not r.postponed:
+        if self.traits.averages_at(r.step) and not r.postponed:
             self._average_all_(r)
 
     def restart(self, r: Replica) -> None:
@@ -191,28 +194,15 @@ class LocalSGD(Strategy):
         if self.codec is not None:
             r.state["anchor"].copy_(r.x)
 
-    def holds_average(self, size: int) -> bool:
-        """Yes, without a codec, which encodes differences from a point that is common to all workers."""
-        return self.codec is None
-
-    def average_(self, r: Replica) -> None:
-        """Average over all workers, unless this step has already done so."""
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The mean of all workers' parameters, weighted by samples where the averages are."""
+        if at != "outer":
+            # Uncompressed even where there is a codec, because its residual must not change here.
+            return self._mean_(r, r.x.clone())
         # A second average of equal parameters would send the same bytes for nothing.
-        if r.postponed or not self.averages_at(r.step):
+        if r.postponed or not self.traits.averages_at(r.step):
             self._average_all_(r)
-
-    def averages_at(self, step: int) -> bool:
-        """At the end of every period, and of every step of the warm-up."""
-        return 0 < step <= self.warmup_steps or (step > 0 and step % self.period == 0)
-
-    def weight(self, r: Replica) -> Tensor | None:
-        """The samples that this worker has used since the last average, if workers are weighted by them."""
-        return r.state["samples"] if self.weights == "samples" else None
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The mean of all workers' parameters, weighted as the averages are."""
-        # Uncompressed even where there is a codec, because its residual must not change here.
-        return self._mean_(r, r.x.clone())
+        return r.x
 
     def _average_all_(self, r: Replica) -> None:
         if self.codec is None:

@@ -13,7 +13,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
 
@@ -97,20 +97,18 @@ class MinibatchLocalSGD(Strategy):
         if not 0 <= self.inner < inf:
             raise ConfigError(f"inner={self.inner}: must be finite and not negative; 0 is minibatch, 1 is Local SGD")
 
-    def check(self, size: int) -> None:
-        """Check that the codec can compress sums; a biased one needs error feedback."""
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """Refuse codecs that sums cannot be compressed with, and any optimizer but plain SGD."""
         check_differences(self.codec)
-
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Refuse any but plain SGD."""
-        if not isinstance(optimizer, SGD):
-            raise ConfigError(
-                f"{type(optimizer).__name__} under {self}: its step is not along a sum of gradients; {_INSTEAD}"
-            )
-        for group in optimizer.param_groups:
-            for name in ("momentum", "weight_decay", "maximize"):
-                if group[name]:
-                    raise ConfigError(f"SGD({name}={group[name]}) under {self}: takes plain SGD; {_FIXES[name]}")
+        if optimizer is not None:
+            if not isinstance(optimizer, SGD):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} under {self}: its step is not along a sum of gradients; {_INSTEAD}"
+                )
+            for group in optimizer.param_groups:
+                for name in ("momentum", "weight_decay", "maximize"):
+                    if group[name]:
+                        raise ConfigError(f"SGD({name}={group[name]}) under {self}: takes plain SGD; {_FIXES[name]}")
 
     def start(self, r: Replica) -> None:
         """Allocate the sum."""
@@ -138,7 +136,7 @@ class MinibatchLocalSGD(Strategy):
     def after_step(self, r: Replica) -> None:
         """The outer step, when the round is over."""
         if r.step % self.period == 0:
-            self.average_(r)
+            self._end_round_(r)
 
     def restart(self, r: Replica) -> None:
         """Start a round at the parameters; sums of an earlier round belong to other parameters and are dropped."""
@@ -147,8 +145,20 @@ class MinibatchLocalSGD(Strategy):
             r.state.pop(name, None)
         r.state["gathered"].zero_()
 
-    def average_(self, r: Replica) -> None:
-        """End the round here, with the outer step along the sum so far."""
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The mean of the workers' parameters; at the end of a round, where the outer step along the sum leads."""
+        if at == "outer":
+            self._end_round_(r)
+            return r.x
+        if at == "end" and "unit" in r.state:
+            # Without the codec, whose residual must not change here.
+            mean = mean_(r.comm, r.state["gathered"].to(r.x.dtype, copy=True)).wait()
+            return self._descend_(r.state.get("begin", r.x).clone(), mean, r.state["unit"])
+        # Without inner steps the parameters are equal already.
+        return mean_(r.comm, r.x.clone()).wait() if self.inner else r.x
+
+    def _end_round_(self, r: Replica) -> None:
+        """Take the outer step along the sum so far."""
         if "unit" not in r.state:
             return
         rate, total = r.state.pop("unit"), r.state["gathered"]
@@ -162,21 +172,10 @@ class MinibatchLocalSGD(Strategy):
         self._descend_(r.x, mean, rate)
         total.zero_()
 
-    def end_point(self, r: Replica) -> Tensor:
-        """Where the outer step along the sum so far would lead, without the codec."""
-        if "unit" not in r.state:
-            return self.resume_point(r)
-        mean = mean_(r.comm, r.state["gathered"].to(r.x.dtype, copy=True)).wait()
-        return self._descend_(r.state.get("begin", r.x).clone(), mean, r.state["unit"])
-
     def _descend_(self, x: Tensor, mean: Tensor, rate: Tensor) -> Tensor:
         """The outer step, in place."""
         # A learning rate per parameter is a vector; a common one is faster as a plain number.
         return descend_(x, mean, rate if rate.dim() else float(rate))
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The mean of the workers' parameters; without inner steps these are equal already."""
-        return mean_(r.comm, r.x.clone()).wait() if self.inner else r.x
 
 
 _INSTEAD = (

@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.kernels.decisions import device_for
@@ -22,6 +23,7 @@ from thinwire.methods.strategies.local.local_sgd import check_period, common_sta
 from thinwire.methods.strategies.local.means import all_gather_, own_shard, reduce_scatter
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
+from thinwire.methods.topology.base import doubly_stochastic
 
 
 @dataclass(frozen=True)
@@ -68,8 +70,20 @@ def scaled_by(base: Strategy, codec: Codec | None, lr: float, momentum: float) -
 
 
 def _is_plain(base: Strategy) -> bool:
-    """Return True if the base's average is the plain mean of the parameters, with nothing in flight."""
-    return type(base).average_ is Strategy.average_ and not base.traits.equal_replicas
+    """Whether an outer step starts from the mean of the base's parameters, with nothing to add to them."""
+    if isinstance(base, Wrapper) or base.traits.equal_replicas or base.traits.timing_dependent:
+        return False
+    # Without a `restart` of its own nothing refers to the parameters, whatever model is evaluated.
+    return type(base).average is Strategy.average or type(base).restart is Strategy.restart
+
+
+def estimates(base: Strategy, size: int) -> bool:
+    """Whether each of `size` workers' own parameters are its estimate of the average."""
+    traits = base.traits
+    if traits.equal_replicas or not traits.rounds.estimates or traits.topology is None:
+        return traits.equal_replicas or traits.rounds.estimates
+    # On other graphs the sum over workers is kept by weights, which parameters alone do not show.
+    return size == 1 or doubly_stochastic(traits.topology, size)
 
 
 class OuterStep(Wrapper):
@@ -95,7 +109,9 @@ class OuterStep(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return replace(super().traits, moves_parameters=True, period=self.period, postpones=True)
+        found, own = super().traits, (self.period,) if self.exact else ()
+        rounds = replace(found.rounds, ends=(*own, *found.rounds.ends), postpones=True)
+        return replace(found, period=self.period, rounds=rounds)
 
     def __post_init__(self) -> None:
         """Check the period, the base, and whether a codec can be used."""
@@ -118,11 +134,11 @@ class OuterStep(Wrapper):
             average: the workers' average at its end, on the anchor's device.
         """
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Run the check of the base, and check that the codec can compress differences."""
         check_differences(self.codec)
-        super().check(size)
-        if not self.exact and not self.base.holds_average(size):
+        super().check(size, optimizer)
+        if not self.exact and not estimates(self.base, size):
             raise ConfigError(
                 f"exact=False with base={self.base} and {size} workers: a worker's own parameters are not its estimate "
                 "of the average there, as a part of it is in flight, or the base refers to a point that all workers "
@@ -178,28 +194,18 @@ class OuterStep(Wrapper):
         r.state["anchor"].copy_(where.part_of(r.comm, r.x))
         self.begin_round(r)
 
-    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base."""
-        self.base.average_(self.inner(r))
-
-    def averages_at(self, step: int) -> bool:
-        """At the end of a round, and where the base does."""
-        return (self.exact and step > 0 and step % self.period == 0) or self.base.averages_at(step)
-
     def _average(self, r: Replica, where: Placement) -> Tensor:
         """The workers' average, or this worker's part of it, on the device of the anchor."""
         anchor = r.state["anchor"]
+        # Messages in flight may still read the parameters, which the outer step is about to change.
+        r.wait_pending()
         if self.codec is not None:
             return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
         if where.sharded and _is_plain(self.base):
             # A plain mean needs only the first half of an all-reduce here; the second follows after the outer step.
             return reduce_scatter(r.comm, r.x).wait().to(anchor)
-        if self.exact:
-            self.base.average_(self.inner(r))
-        else:
-            # Messages in flight may still read the parameters, which the outer step is about to change.
-            r.wait_pending()
-        return where.part_of(r.comm, r.x).to(anchor)
+        average = self.base.average(self.inner(r), "outer") if self.exact else r.x
+        return where.part_of(r.comm, average).to(anchor)
 
 
 class Placed(Wrapper):
@@ -243,7 +249,3 @@ class Placed(Wrapper):
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
         """As the base, with its state in its place."""
         self.outer.restart(self.inner(r), self.placed(where))
-
-    def average_(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base, with its state in its place."""
-        self.outer.average_(self.inner(r), self.placed(where))

@@ -6,12 +6,12 @@ from math import inf
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.comm.work import completed
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
-from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
@@ -20,7 +20,7 @@ from thinwire.methods.strategies.local.coded_means import (
     tracked_mean,
     tracks,
 )
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.registry import registered
 
 
@@ -100,9 +100,8 @@ class OverlapLocalSGD(Strategy):
         """See `Traits`."""
         return Traits(
             period=self.period,
-            delay=self._delay,
-            postpones=True,
-            tracks_mean=tracks(self.codec),
+            rounds=Rounds(delay=self._delay, postpones=True),
+            on_resize="restart" if tracks(self.codec) else "keep",
             lr_factor=1.0 if self.compensate else self.progress,
         )
 
@@ -137,7 +136,7 @@ class OverlapLocalSGD(Strategy):
         drag = self.pull * (1 - self.momentum)
         return self.lr * (1 - self.pull * self._delay / self.period) / (drag + self.lr * (1 - self.pull))
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the codec can compress differences; a biased one needs error feedback."""
         check_tracked(self.codec)
 
@@ -191,8 +190,3 @@ class OverlapLocalSGD(Strategy):
         r.state["velocity"].zero_()
         restart_mean(r, self.codec)
         r.launch("mean", completed([r.state["anchor"].clone()]))
-
-    def average_(self, r: Replica) -> None:
-        """The mean of all workers' parameters, where a round starts; drops the mean in flight, which is older."""
-        mean_(r.comm, r.x).wait()
-        self.restart(r)

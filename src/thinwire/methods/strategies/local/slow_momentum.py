@@ -78,10 +78,11 @@ class SlowMo(OuterStep):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
+        found = super().traits
         return replace(
-            super().traits,
+            found,
+            rounds=replace(found.rounds, optimizer_state=self.buffers),
             elementwise=self.base.traits.elementwise and self.buffers == "maintain",
-            optimizer_state=self.buffers,
             growing=("lr_sum",),
             lr_factor=scaled_by(self.base, self.codec, self.lr, self.momentum),
         )
@@ -94,10 +95,10 @@ class SlowMo(OuterStep):
         if not 0 < self.lr < inf:
             raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """As the base; and refuse one whose state cannot be reset or averaged, where `buffers` asks for that."""
-        super().check_optimizer(optimizer)
-        if self.buffers != "maintain":
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """As the base; and refuse an optimizer whose state cannot be reset or averaged, where `buffers` asks for it."""
+        super().check(size, optimizer)
+        if optimizer is not None and self.buffers != "maintain":
             (fresh_optimizer if self.buffers == "reset" else moment_names)(optimizer)
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:

@@ -7,10 +7,11 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, nested
+from thinwire.methods.strategies.base import At, Strategy, check_blocks, nested
 from thinwire.methods.strategies.local.overlap_local_sgd import OverlapLocalSGD
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -65,7 +66,10 @@ class Streaming(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return replace(super().traits, fragments=self.fragments, local_rounds=False)
+        found = super().traits
+        # Fragments are averaged at steps of their own, and each has a weight of its own.
+        rounds = replace(found.rounds, ends=(), local=False, weight="", fragments=self.fragments)
+        return replace(found, rounds=rounds)
 
     def __post_init__(self) -> None:
         """Check the types, and that the base works on fragments."""
@@ -90,13 +94,13 @@ class Streaming(Wrapper):
                 f"base={self.base}: fragments that are steps ahead would leave out a part of the warm-up; use "
                 "warmup_steps=0"
             )
-        if self.base.traits.optimizer_state != "maintain":
+        if self.base.traits.rounds.optimizer_state != "maintain":
             raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """As the base; and refuse one that needs the whole vector at once."""
-        super().check(size)
-        self.base.check_blocks(f"in {self.fragments} fragments")
+        super().check(size, optimizer)
+        check_blocks(self.base, f"in {self.fragments} fragments")
 
     def start(self, r: Replica) -> None:
         """As the base, for each fragment."""
@@ -123,30 +127,9 @@ class Streaming(Wrapper):
         for fragment in self._fragments(r):
             self.base.regroup(fragment, before)
 
-    def average_(self, r: Replica) -> None:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """As the base, for each fragment."""
-        for fragment in self._fragments(r):
-            self.base.average_(fragment)
-
-    def averages_at(self, step: int) -> bool:
-        """Never: fragments are averaged at steps of their own."""
-        return False
-
-    def weight(self, r: Replica) -> Tensor | None:
-        """None: each fragment has its own."""
-        return None
-
-    def consensus(self, r: Replica) -> Tensor:
-        """As the base, for each fragment."""
-        return torch.cat([self.base.consensus(fragment) for fragment in self._fragments(r)])
-
-    def resume_point(self, r: Replica) -> Tensor:
-        """As the base, for each fragment."""
-        return torch.cat([self.base.resume_point(fragment) for fragment in self._fragments(r)])
-
-    def end_point(self, r: Replica) -> Tensor:
-        """As the base, for each fragment."""
-        return torch.cat([self.base.end_point(fragment) for fragment in self._fragments(r)])
+        return torch.cat([self.base.average(fragment, at) for fragment in self._fragments(r)])
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """As the base, for each fragment."""

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from functools import cached_property
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.point_to_point import open_mailbox
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Peers, Topology, check_edges
@@ -79,14 +80,14 @@ class EagerPushSum(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(topology=self.topology, timing_dependent=True, restarts_on_resize=True)
+        return Traits(topology=self.topology, timing_dependent=True, on_resize="start")
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse graphs that do not exist, are not connected, or do not conserve mass."""
         check_edges(self.topology, size)
 
@@ -125,22 +126,11 @@ class EagerPushSum(Strategy):
             r.state["mass"] = mass_of(r.x)
             r.state["debiased"].copy_(r.x)
 
-    def average_(self, r: Replica) -> None:
-        """Add all messages in flight, then average; every weight becomes one."""
-        if r.comm.size == 1:
-            return
-        mass = r.state["mass"]
-        for name, _, share in self._in_flight(r):
-            mix_mass_(mass, r.inflight.pop(name).wait(), _only(share))
-        # Weights need no message: their sum over workers is the number of workers.
-        r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
-        debias_(r, r.state["mass"])
-
-    def consensus(self, r: Replica) -> Tensor:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """The total mass, messages in flight included, over the total weight, which is the number of workers."""
         if r.comm.size == 1:
-            return r.x.clone()
-        mass = r.state["mass"].clone()
+            return r.x
+        mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
         for name, _, share in self._in_flight(r):
             mix_mass_(mass, r.inflight[name].wait(), _only(share))
         return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)

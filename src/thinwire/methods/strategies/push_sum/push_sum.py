@@ -5,14 +5,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_, mix_
 from thinwire.methods.reduce.leaving import hand_on
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.push_sum.mass import debias_, inherit_mass_, mass_of, mix_mass_, numerator, weight
-from thinwire.methods.strategies.traits import Traits
+from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.topology.base import Peers, Topology, check_edges, doubly_stochastic
 from thinwire.methods.topology.exact_weights import exact_weights
 from thinwire.methods.topology.exponential import OnePeerExponential
@@ -84,7 +85,9 @@ class PushSum(Strategy):
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        return Traits(topology=self.topology, elementwise=True, restarts_on_resize=True)
+        # Where weights do not stay one, `estimates` of outer_step.py sees it by the graph.
+        rounds = Rounds(estimates=not self.staleness)
+        return Traits(topology=self.topology, elementwise=True, rounds=rounds, on_resize="start")
 
     def __post_init__(self) -> None:
         """Check the types and the staleness."""
@@ -93,7 +96,7 @@ class PushSum(Strategy):
         if self.staleness < 0:
             raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse graphs that do not exist, are not connected, or do not conserve mass."""
         check_edges(self.topology, size)
 
@@ -114,19 +117,15 @@ class PushSum(Strategy):
         self._push_(r, mass)
         debias_(r, mass)
 
-    def average_(self, r: Replica) -> None:
-        """Add the messages in flight, then average; every weight becomes one."""
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """The total mass, messages in flight included, over the total weight, which is the number of workers."""
         if self._weightless(r.comm.size):
             # The biased form knows no mass: it trains at `x`, so it is `x` that is averaged.
-            Strategy.average_(self, r)
-            self.restart(r)
-            return
-        mass = r.state["mass"]
+            return Strategy.average(self, r, at)
+        mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
         for name, shares in self._in_flight(r):
-            mix_mass_(mass, r.inflight.pop(name).wait(), shares)
-        # Weights need no message: their sum over workers is the number of workers.
-        r.state["mass"] = mass_of(mean_(r.comm, numerator(mass)).wait())
-        debias_(r, r.state["mass"])
+            mix_mass_(mass, r.inflight[name].wait(), shares)
+        return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
 
     def restart(self, r: Replica) -> None:
         """Every worker has the parameters with the weight one, and nothing is in flight: the sum of weights is kept."""
@@ -172,19 +171,6 @@ class PushSum(Strategy):
         del r.state["mass"], r.state["debiased"]  # one that is alone needs neither
         self.start(r)
         return {"lost_weight": before - float(held)} if before else {}
-
-    def holds_average(self, size: int) -> bool:
-        """Where every weight stays one, and no share is in flight."""
-        return self._weightless(size) and not self.staleness
-
-    def consensus(self, r: Replica) -> Tensor:
-        """The total mass, messages in flight included, over the total weight, which is the number of workers."""
-        if self._weightless(r.comm.size):
-            return Strategy.consensus(self, r)
-        mass = r.state["mass"].clone()
-        for name, shares in self._in_flight(r):
-            mix_mass_(mass, r.inflight[name].wait(), shares)
-        return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
 
     def _push_(self, r: Replica, mass: Tensor) -> None:
         """Send the vector, keep this worker's own share, and add the shares sent `staleness` steps ago."""

@@ -23,7 +23,7 @@ from thinwire.methods.codecs.feedback import ErrorFeedback, residual_of
 from thinwire.methods.codecs.levels import Levels, levels_of
 from thinwire.methods.codecs.nearest import Nearest
 from thinwire.methods.reduce.compressed_all_reduce import mean_
-from thinwire.methods.strategies.base import Strategy, codecs_of, gradient_buffer, nested
+from thinwire.methods.strategies.base import At, Strategy, codecs_of, gradient_buffer, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.strategies.local.local_sgd import Local, LocalSGD
 from thinwire.methods.strategies.traits import Traits
@@ -119,12 +119,12 @@ class Budget(Wrapper):
             super().traits,
             timing_dependent=self.base.traits.timing_dependent or not self.per_step,
             data_dependent_bytes=self.base.traits.data_dependent_bytes or not self.per_step,
-            # Where a round ends is not known before, but all workers find the same.
-            local_rounds=False,
+            # Where a round ends depends on what is left to spend; all workers find the same.
+            rounds=replace(super().traits.rounds, ends=(), local=False),
             inelastic="",
             growing=("buckets",),
             # A delay is a smaller share of a longer round.
-            lr_factor=None if self.base.traits.delay else self.base.traits.lr_factor,
+            lr_factor=None if self.base.traits.rounds.delay else self.base.traits.lr_factor,
         )
 
     def __post_init__(self) -> None:
@@ -133,19 +133,19 @@ class Budget(Wrapper):
             raise ConfigError(
                 f"budget={self.budget!r}: a number of bytes per second or step; such as 2MB/s, 500kB/step"
             )
-        if not (self.base.traits.postpones or (self._exchanges and self._levels is not None)):
+        if not (self.base.traits.rounds.postpones or (self._exchanges and self._levels is not None)):
             raise ConfigError(
                 f"base={self.base}: there is nothing to choose; use AllReduce() with a codec that has bits, a rank or "
                 "elements that are kept, such as AllReduce(ErrorFeedback(Nearest())), or LocalSGD(), SlowMo(), "
                 "DiLoCo(), OverlapLocalSGD() or CoCoD()"
             )
         inside = [each for each in nested(self.base) if each is not self.base and each != Local()]
-        if unpaid := [each for each in inside if not each.traits.postpones]:
+        if unpaid := [each for each in inside if not each.traits.rounds.postpones]:
             raise ConfigError(
                 f"base={self.base}: {unpaid[0]} sends at steps of its own, whatever is left to spend; use Local() "
                 "there, or a strategy whose means can wait, such as LocalSGD()"
             )
-        if self.base.traits.optimizer_state == "average":
+        if self.base.traits.rounds.optimizer_state == "average":
             raise ConfigError(
                 f"base={self.base}: the averages of the optimizer's moments are not in the budget; use "
                 "buffers='maintain' or 'reset'"
@@ -223,17 +223,14 @@ class Budget(Wrapper):
             self._share_seconds(r)
         r.metrics.update(_of(r).shown)
 
-    def averages_at(self, step: int) -> bool:
-        """Return the base's answer for gradients, else False: the end of a round depends on the balance."""
-        return self._exchanges and self.base.averages_at(step)
-
-    def average_(self, r: Replica) -> None:
+    def average(self, r: Replica, at: At = "now") -> Tensor:
         """As the base, wherever the round is; not paid from the balance."""
         inner = self.inner(r)
         # The base's period does not determine whether its round has ended at this step.
         inner.postponed = True
-        self.base.average_(inner)
+        average = self.base.average(inner, at)
         inner.postponed = False
+        return average
 
     def regroup(self, r: Replica, before: int) -> None:
         """As the base; and let all have as much to spend, or they would choose messages of different sizes.

@@ -5,11 +5,12 @@ from dataclasses import replace
 from functools import cached_property
 
 import torch
+from torch.optim import Optimizer
 
 from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy
+from thinwire.methods.strategies.base import Strategy, weight_of
 from thinwire.methods.strategies.local.local_sgd import LocalSGD, check_period
 from thinwire.methods.strategies.local.means import ring_all_reduce_, weighted_mean_
 from thinwire.methods.strategies.traits import Traits
@@ -69,9 +70,8 @@ class NodeAverage(Wrapper):
         return replace(
             super().traits,
             period=self.period,
-            moves_parameters=True,
             inelastic="its nodes are neighbouring ranks, whose numbers change when one is lost; use its base",
-            local_rounds=False,  # the nodes' averages are communication of its own
+            rounds=replace(super().traits.rounds, local=False),  # the nodes' averages are communication of its own
         )
 
     def __post_init__(self) -> None:
@@ -80,7 +80,7 @@ class NodeAverage(Wrapper):
         if self.node_size < 1:
             raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
         longer = self.base.traits.period
-        if longer is None or not self.base.averages_at(longer) or not self.base.traits.local_rounds:
+        if longer is None or not self.base.traits.averages_at(longer) or not self.base.traits.rounds.local:
             raise ConfigError(
                 f"base={self.base}: must be local steps with averages over all workers; use LocalSGD(), or SlowMo() or "
                 "DiLoCo() around LocalSGD() or Local()"
@@ -90,20 +90,20 @@ class NodeAverage(Wrapper):
                 f"period={self.period}: must divide the base's period={longer}, over which all workers average"
             )
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """As the base; and refuse a number of workers that does not fill whole nodes."""
         check_nodes(self.node_size, size)
-        super().check(size)
+        super().check(size, optimizer)
 
     def after_step(self, r: Replica) -> None:
         """As the base; then average within the node, where that is due and the base has not averaged over all."""
         super().after_step(r)
-        if r.step % self.period or self.base.averages_at(r.step):
+        if r.step % self.period or self.base.traits.averages_at(r.step):
             return
         first = r.comm.rank - r.comm.rank % self.node_size
         node = range(first, first + self.node_size)
         # The base is not restarted: its anchor is common to all workers, and must not become a node's.
-        weight = self.base.weight(self.inner(r))
+        weight = weight_of(self.base, self.inner(r))
         if weight is None and r.x.dtype == torch.float16:
             # In fp16 a sum overflows where the mean is finite.
             ring_all_reduce_(r.comm, r.x.div_(self.node_size), node)

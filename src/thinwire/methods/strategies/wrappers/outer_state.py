@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from thinwire.methods.strategies.base import Strategy, nested
 from thinwire.methods.strategies.local.outer_step import Placed, Placement
@@ -57,10 +58,10 @@ class Sharded(Placed):
             elementwise=False,
         )
 
-    def check(self, size: int) -> None:
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """As the base; and refuse one whose outer step needs the whole vector."""
         self.check_sharded()
-        super().check(size)
+        super().check(size, optimizer)
 
     def placed(self, where: Placement) -> Placement:
         """A part of it on each worker."""

@@ -96,11 +96,9 @@ class Paced(Wrapper):
         """See `Traits`."""
         return replace(
             super().traits,
-            moves_parameters=True,
-            local_rounds=False,
+            rounds=replace(super().traits.rounds, local=False),
             elementwise=False,
             skips_steps=True,
-            sample_weighted=self.weights == "samples",
             timing_dependent=not self.steps,
             # Where workers leave out steps, it depends on who does.
             lr_factor=self.base.traits.lr_factor if set(self.steps) == {self.base.traits.period} else None,
@@ -109,10 +107,10 @@ class Paced(Wrapper):
     def __post_init__(self) -> None:
         """Check that the base takes local steps and ends its rounds with plain means."""
         period = self.base.traits.period
-        averages = [] if period is None else [k for k in range(1, period + 1) if self.base.averages_at(k)]
+        averages = [] if period is None else [k for k in range(1, period + 1) if self.base.traits.averages_at(k)]
         codec = any(isinstance(value, Codec) for each in nested(self.base) for value in vars(each).values())
-        weighted = self.base.traits.sample_weighted
-        if not self.base.traits.local_rounds or weighted or averages != [period] or codec:
+        weighted = any(each.traits.rounds.weight for each in nested(self.base))
+        if not self.base.traits.rounds.local or weighted or averages != [period] or codec:
             raise ConfigError(
                 f"base={self.base}: must be rounds of local steps, all alike, that end with a mean of the parameters "
                 "as they are; use LocalSGD(), or SlowMo() or DiLoCo() around Local()"

@@ -12,7 +12,7 @@ from torch.optim import SGD, Optimizer
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.base import Strategy, codecs_of
+from thinwire.methods.strategies.base import At, Strategy, codecs_of, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.wrapper import Wrapper
@@ -85,8 +85,14 @@ class Probe(Wrapper):
         """See `Traits`."""
         return replace(
             super().traits,
-            local_rounds=False,  # a node's average would pass for steps of this worker
+            # A node's average would pass for steps of this worker.
+            rounds=replace(super().traits.rounds, local=False),
             growing=("lr_sum",),
+            # Each block would be measured by itself, and the figures of one of them reported as the model's.
+            needs_whole=(
+                "its figures are sums over the whole gradient, of which each holds a part; measure the undivided model "
+                "for some steps instead"
+            ),
         )
 
     def __post_init__(self) -> None:
@@ -95,14 +101,14 @@ class Probe(Wrapper):
             raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
         if not 0 <= self.keep < 1:
             raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
-        if self.base.traits.sample_weighted:
+        if any(each.traits.rounds.weight for each in nested(self.base)):
             raise ConfigError(f"base={self.base}: the probe measures plain means; use LocalSGD without weights")
         if self.base.traits.sends_gradients and self.base.traits.reads_gradient:
             raise ConfigError(
                 f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
                 "AllReduce() for some steps instead"
             )
-        averages = self.base.traits.local_rounds and not isinstance(self.base, Wrapper)
+        averages = self.base.traits.rounds.local and not isinstance(self.base, Wrapper)
         if isinstance(self.base, Probe) or not (self.base.traits.sends_gradients or averages):
             raise ConfigError(
                 f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
@@ -128,22 +134,15 @@ class Probe(Wrapper):
             f"{found}; measure AllReduce() for some steps instead"
         )
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Run the check of the base; if it averages parameters, require SGD without momentum."""
-        super().check_optimizer(optimizer)
+    def check(self, size: int, optimizer: Optimizer | None = None) -> None:
+        """As the base; and refuse every optimizer but SGD without momentum where the base averages parameters."""
+        super().check(size, optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
-        if not self.traits.sends_gradients and not plain:
+        if optimizer is not None and not self.traits.sends_gradients and not plain:
             raise ConfigError(
                 f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which takes "
                 "SGD without momentum; measure AllReduce() for some steps instead"
             )
-
-    def check_blocks(self, blocks: str) -> None:
-        """Refuse blocks: each would be measured by itself, and the figures of one of them reported as the model's."""
-        raise ConfigError(
-            f"{self} {blocks}: its figures are sums over the whole gradient, of which each holds a part; measure the "
-            "undivided model for some steps instead"
-        )
 
     def start(self, r: Replica) -> None:
         """Start the base; allocate two deviations and, if it averages parameters, those of the start of a round."""
@@ -202,7 +201,7 @@ class Probe(Wrapper):
             return
         r.state["lr_sum"] = r.state["lr_sum"] + r.lr
         r.state["steps"] += 1
-        if self.base.averages_at(r.step):
+        if self.base.traits.averages_at(r.step):
             self._end_round(r, super().after_step)
         else:
             super().after_step(r)
@@ -213,12 +212,13 @@ class Probe(Wrapper):
         if not self.traits.sends_gradients:
             self._begin_round(r)
 
-    def average_(self, r: Replica) -> None:
-        """Average as the base does; if it averages parameters, this ends a round that has started."""
-        if self.traits.sends_gradients or not r.state["steps"]:
-            super().average_(r)
-        else:
-            self._end_round(r, super().average_)
+    def average(self, r: Replica, at: At = "now") -> Tensor:
+        """As the base; where it averages parameters, an outer step ends a round that has started."""
+        average = super().average
+        if at != "outer" or self.traits.sends_gradients or not r.state["steps"]:
+            return average(r, at)
+        self._end_round(r, lambda r: r.x.copy_(average(r, at)))
+        return r.x
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
         """The base's state, and the estimates so far; a measurement that has begun is dropped."""
@@ -230,7 +230,7 @@ class Probe(Wrapper):
         r.state["lr_sum"] = torch.zeros((), dtype=torch.float64, device="cpu")
         r.state["steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
 
-    def _end_round(self, r: Replica, average_: Callable[[Replica], None]) -> None:
+    def _end_round(self, r: Replica, average_: Callable[[Replica], object]) -> None:
         """Average as the base does, and keep the deviation of this worker's mean gradient."""
         stage = self._stage(int(r.state["rounds"]))
         if stage == 0 or r.comm.size == 1:
