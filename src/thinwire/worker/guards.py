@@ -409,7 +409,7 @@ def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:
         if owner.optimizer() is not optimizer and not owner.stepping:
             owner.refuse(
                 f"{type(optimizer).__name__} moves parameters that are attached with another optimizer, {owner.name}: "
-                f"its steps exchange nothing, so workers would diverge. Call the step of the attached one, or "
+                f"its steps exchange nothing, so workers would diverge; call the step of the attached one, or "
                 "attach this one instead"
             )
         return
