@@ -38,6 +38,7 @@ from thinwire.lab.tasks.models.gpt import GPT, GPTSize
 from thinwire.planning import simulate
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, TABLE
 from thinwire.planning.simulate import SimulatedComm
+from thinwire.worker.worker import internals_of
 
 WORKERS = 4
 AVERAGED = 3
@@ -119,7 +120,7 @@ def losses(run: Run, *, steps: int, target: float | None = None) -> list[float]:
                 comm.all_reduce_(torch.zeros(1)).wait()
                 if target is not None and reached(found, target):
                     break
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         worker.detach()
 
     simulate.run(WORKERS, work, network=simulate.Network(bits_per_second=1e12, latency=1e-6), seed=seed)

@@ -191,7 +191,7 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
     worker = thinwire.attach(model, optimizer, plan.recipe, elastic=True, timeout=plan.timeout)
     notice = Notice(worker, every=3)
     sampler = ElasticSampler(EPOCH, seed=plan.number)
-    tell(begins=worker.step, name=worker.worker_id)
+    tell(begins=worker.step, name=worker.elastic.worker_id)
     rng = random.Random(number)
 
     def evaluate() -> None:
@@ -213,7 +213,7 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
         if not plan.eval_first:
             evaluate()
         if plan.save_every and worker.step % plan.save_every == 0:
-            alone = worker.has_just_joined
+            alone = worker.elastic.has_just_joined
             worker.save(folder, keep=3)
             if not alone:
                 tell(saved=worker.step)
@@ -224,7 +224,7 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
     with worker.consensus() as agreed:
         found = vector(agreed)
     # The others may have ended just now, which is a loss after the last step.
-    known = [crew for crew in worker.crews if crew.begins <= worker.step]
+    known = [crew for crew in worker.elastic.crews() if crew.begins <= worker.step]
     crews = [[crew.begins, list(crew.members), list(crew.left), crew.unused_from] for crew in known]
     lost = [[epoch, which] for epoch, numbers in sampler.lost(worker).items() for which in numbers]
     tell(end={"model": found, "crews": crews, "lost": lost, "dealt": sampler.assignment(worker)})
@@ -430,7 +430,7 @@ class Run:
             MembershipInterval(begins, tuple(members), tuple(left), unused) for begins, members, left, unused in crews
         ]
         known = [crew for crew in known if crew.begins <= step]
-        worker: Any = SimpleNamespace(step=step, crews=known, worker_id=name)
+        worker: Any = SimpleNamespace(step=step, elastic=SimpleNamespace(crews=lambda: known, worker_id=name))
         return [ElasticSampler(EPOCH, seed=self.plan.number).assignment(worker)]
 
     def dealt_in(self, epoch: int, here: set[int]) -> set[int]:

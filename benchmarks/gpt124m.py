@@ -27,6 +27,7 @@ import thinwire
 from thinwire.lab.emulate import Network, parse_links, run_workers
 from thinwire.lab.tasks.models.base import build
 from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES
+from thinwire.worker.worker import internals_of
 
 VOCABULARY = 50_257
 RECIPE = "DiLoCo(period=8, fragments=4, delay=2, mixing=0.5, codec=Quantize(4))"
@@ -105,7 +106,7 @@ def train(options: argparse.Namespace) -> None:
         seconds.append(time.perf_counter() - start)
         losses.append(loss.item())
         print(f"step {step}: loss {losses[-1]:.3f}, {seconds[-1]:.2f} s", flush=True)
-    worker.wait_pending()
+    internals_of(worker).wait_pending()
     parameters = sum(p.numel() for p in model.parameters())
     found = {
         "rank": rank,

@@ -30,7 +30,7 @@ from benchmarks.paired import start
 from thinwire.lab.emulate import Network, Straggler, available, parse_links, run_workers
 from thinwire.lab.tasks import Task, load
 from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 WORKERS = 4
 PERIOD = 8
@@ -160,7 +160,7 @@ def train(task: Task, contender: Contender, *, lr: float, seed: int, seconds: fl
         loss.backward()
         worker.record_batch(loss=loss)
         optimizer.step()
-    worker.wait_pending()
+    internals_of(worker).wait_pending()
     dist.barrier()
     taken = clock.elapsed
     return Run(held_out(task, worker), worker.step, taken)

@@ -41,6 +41,7 @@ from thinwire.lab.runs.comparison import short_name
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.runs.folder import RunFolder
 from thinwire.lab.runs.launcher import launch
+from thinwire.worker.worker import internals_of
 
 WORKERS, PERIOD = 4, 8
 ALONE, LOCAL = "Local()", f"LocalSGD(period={PERIOD})"
@@ -70,7 +71,7 @@ def contender(task: Any, recipe: str) -> Contender:
         task.loss(model, batch).backward()
         optimizer.step()
 
-    return Contender(once, worker.wait_pending)
+    return Contender(once, internals_of(worker).wait_pending)
 
 
 def work(rounds: int) -> None:

@@ -18,6 +18,7 @@ from tests.oracles.updates import AdamW, Update
 from tests.problems import Regression, flat
 from thinwire import Comm, Strategy, Worker
 from thinwire.asynchronous.quorum.log import memberships
+from thinwire.worker.worker import internals_of
 
 Oracle = Callable[["Setting"], Tensor]
 """All workers' parameters at the end of a run, one row for each."""
@@ -171,7 +172,7 @@ def go_on(
         worker.record_batch(loss=total)
         worker.optimizer.step()
         if setting.case.lockstep:
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
         if after_step is not None:
             after_step(worker)
     return worker

@@ -16,6 +16,7 @@ from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, begin, go_on, smallest, with_
 from thinwire import Comm
 from thinwire.planning.plan.traffic import topologies
+from thinwire.worker.worker import internals_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "switching.md"
 MARKS = ("<!-- table: switch -->\n", "<!-- /table -->\n")
@@ -28,7 +29,7 @@ def names_of(each: Case) -> tuple[list[str], list[str], list[str]]:
     def body(comm: Comm) -> tuple[list[str], list[str], list[str]]:
         worker = go_on(begin(comm, setting), setting, 5)
         worker.optimizer.zero_grad()
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         before = {name: x.clone() for name, x in worker.replicas[0].state.items()}
         done = worker.switch(each.strategy)
         after = worker.replicas[0].state

@@ -40,6 +40,7 @@ from thinwire import (
     Worker,
 )
 from thinwire.methods.strategies.base import nested
+from thinwire.worker.worker import internals_of
 
 SIZE, ELEMENTS, LR, AGAIN = 3, 24, 0.1, 5
 SIGNS: Codec = ErrorFeedback(OneBit(8))
@@ -151,7 +152,7 @@ def test_a_switch_at_any_step_loses_nothing_and_counts_nothing_twice(strategy: S
         worker = begin(comm, strategy)
         go_on(worker, stop)
         if waited:
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
         worker.switch(strategy)
         first = whole(worker)
         go_on(worker, stop + AGAIN)
@@ -239,7 +240,7 @@ def test_with_weights_another_number_of_workers_and_a_switch_go_on_from_the_weig
         (replica,) = worker.replicas
         x = replica.x.clone()
         with torch.no_grad():
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
             points = [worker.strategy.average(replica, at).clone() for at in ("resume", "end")]
             return x, *points
 

@@ -11,6 +11,7 @@ from tests.battery.cases import STRATEGIES, is_first
 from tests.battery.runs import Case, alike, begin, everything, go_on, smallest, with_
 from tests.grids import fast_where
 from thinwire import Comm, ConfigError
+from thinwire.worker.worker import internals_of
 
 
 @pytest.mark.parametrize("each", fast_where(is_first, STRATEGIES), ids=str)
@@ -22,7 +23,7 @@ def test_weights_loaded_after_attach_are_the_start(each: Case) -> None:
         if late:
             worker.model.load_state_dict(setting.problem.model().state_dict())
         go_on(worker, setting)
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         found = everything(worker)
         worker.detach()
         return found

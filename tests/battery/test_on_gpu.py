@@ -30,6 +30,7 @@ from thinwire import (
 )
 from thinwire.core.kernels import all_finite
 from thinwire.worker import buckets
+from thinwire.worker.worker import internals_of
 
 MAKE_MODEL = Regression.model
 # With code of their own for a GPU, or state that moves; and a plain form of gradients, of messages and of momentum.
@@ -55,7 +56,7 @@ def trained(worker: Worker, setting: Setting, last: int, device: str) -> Worker:
         worker.record_batch(loss=loss.detach())
         worker.optimizer.step()
         if setting.case.lockstep:
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
     return worker
 
 
@@ -121,8 +122,8 @@ def test_gradients_that_are_not_finite_are_found_in_one_look_and_named(monkeypat
         model = torch.nn.Sequential(torch.nn.Linear(4, 40), torch.nn.Linear(40, 4), torch.nn.Linear(4, 1)).to("cuda:0")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         worker = thinwire.attach(model, optimizer, thinwire.AllReduce(), comm=as_over_nccl(comm), bucket_bytes=40)
-        assert worker.backward is not None
-        assert len(worker.backward.buckets) > 2
+        assert internals_of(worker).backward is not None
+        assert len(internals_of(worker).backward.buckets) > 2
         x = torch.ones(2, 4, device=GPU)
         model(x).sum().backward()
         optimizer.step()

@@ -17,6 +17,7 @@ from tests.battery.runs import Case, Setting, begin, go_on, with_
 from tests.problems import flat
 from thinwire import EASGD, AllReduce, Comm, LocalSGD, Worker
 from thinwire.methods.strategies.base import nested
+from thinwire.worker.worker import internals_of
 
 MIDDLE, SECOND, LAST = 5, 8, 10
 
@@ -62,7 +63,7 @@ def stage(setting: Setting, folder: Path, last: int, *, resume: bool) -> list[di
             found["mass"] = mass_of(worker)
             found["step"] = worker.step
         go_on(worker, setting, last)
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         with worker.consensus() as model:
             found["agreed"] = flat(model)
         found["x"] = flat(worker.model)

@@ -17,6 +17,7 @@ from tests.grids import fast_where
 from tests.problems import flat
 from thinwire import EASGD, AllReduce, CoCoD, Comm, LocalSGD, MinibatchLocalSGD, PushSum, Strategy
 from thinwire.methods.strategies.base import nested
+from thinwire.worker.worker import internals_of
 
 OTHERS = [AllReduce(), LocalSGD(2), PushSum()]
 FIRST, SECOND, LAST = 5, 9, 13
@@ -36,7 +37,7 @@ def test_it_gives_way_to_another_and_takes_over_again(each: Case, other: Strateg
     def body(comm: Comm) -> dict[str, Tensor | float | None]:
         worker = go_on(begin(comm, setting), setting, FIRST)
         worker.optimizer.zero_grad()
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         with worker.consensus() as model:
             agreed = flat(model)
         found: dict[str, Tensor | float | None] = {"x": flat(worker.model), "agreed": agreed}
@@ -50,7 +51,7 @@ def test_it_gives_way_to_another_and_takes_over_again(each: Case, other: Strateg
         worker.switch(each.strategy)
         found["begun again"] = flat(worker.model)
         go_on(worker, setting)
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         with worker.consensus() as model:
             found["result"] = flat(model)
         found["end"] = flat(worker.model)

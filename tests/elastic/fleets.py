@@ -144,7 +144,8 @@ def run_fleet(
             options: dict[str, Any] = {"bucket_bytes": 48, **settings}
             worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=timeout, **options)
             end.epochs.append((worker.view.epoch, worker.view.members))
-            worker.on_view(lambda view: end.epochs.append((view.epoch, view.members)))
+            assert worker.elastic is not None
+            worker.elastic.on_view.append(lambda view: end.epochs.append((view.epoch, view.members)))
             for kill in kills:
                 if kill.rank == number:
                     _Trap(worker, kill, connector)
@@ -178,7 +179,8 @@ def run_fleet(
                 after(worker)
                 end.trace[worker.step] = worker.replicas[0].x.clone()
             if sampler is not None:
-                end.lost, end.crews = sampler.lost(worker), worker.crews
+                assert worker.elastic is not None
+                end.lost, end.crews = sampler.lost(worker), worker.elastic.crews()
             with worker.consensus():
                 end.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
             end.x = worker.replicas[0].x.clone()

@@ -156,7 +156,8 @@ def _train(outbox: Connection, recipe: str, steps: int, widths: tuple[int, ...],
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     worker = thinwire.attach(model, optimizer, recipe, elastic=True, timeout=20)
     outbox.send(("view", time.monotonic(), worker.view.epoch, worker.size))
-    worker.on_view(lambda view: outbox.send(("view", time.monotonic(), view.epoch, view.size)))
+    assert worker.elastic is not None
+    worker.elastic.on_view.append(lambda view: outbox.send(("view", time.monotonic(), view.epoch, view.size)))
     draw = torch.Generator().manual_seed(int(os.environ["THINWIRE_RANK"]))
     while worker.step < steps:
         x = torch.randn(8, widths[0], generator=draw)

@@ -210,7 +210,7 @@ def test_a_worker_joins_while_the_others_evaluate_and_save(strategy: Strategy, f
         with worker.consensus():
             pass
         if worker.step % 3 == 0:
-            if worker.has_just_joined:
+            if worker.elastic.has_just_joined:
                 alone.append(worker.step)
             worker.save(tmp_path, keep=None)
 
@@ -270,7 +270,7 @@ def test_load_on_a_worker_that_has_just_joined_keeps_the_state_of_the_run(tmp_pa
     def resume(worker: Worker) -> None:
         if worker.step == 2 and not (tmp_path / "step-00000002").exists():
             worker.save(tmp_path, extra={"epoch": 7})
-        if worker.has_just_joined:
+        if worker.elastic.has_just_joined:
             steps.append(worker.step)
             found.append(worker.load(tmp_path))
             assert worker.step == steps[-1]

@@ -46,6 +46,7 @@ from thinwire.methods.strategies.gradients.dynamic_quantization import _Quantiza
 from thinwire.methods.strategies.gradients.sketches import Table
 from thinwire.worker.elastic import Elastic
 from thinwire.worker.handover import hand_over
+from thinwire.worker.worker import internals_of
 
 STRATEGIES: list[Strategy] = [
     AllReduce(),
@@ -341,7 +342,7 @@ def test_a_joiner_gets_the_residual_of_a_worker_and_none_of_a_server() -> None:
         state = worker.replicas[0].state
         if comm.rank == 2:
             state.clear()
-        hand_over(worker, [2], 0)
+        hand_over(internals_of(worker), [2], 0)
         return [name.partition("/")[0] for name in state], state["error"].clone()
 
     (there, error), _, (joined, copy) = thinwire.run_threads(3, body)
@@ -356,12 +357,12 @@ def test_a_joiner_refuses_a_state_that_does_not_fit_before_it_changes_anything()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         worker = thinwire.attach(model, optimizer, "SlowMo(period=2)", comm=comm)
         if comm.rank == 0:
-            hand_over(worker, [1], 0)
+            hand_over(internals_of(worker), [1], 0)
             return True
         before = model.weight.detach().clone()
-        worker.seed = 7
+        internals_of(worker).seed = 7
         with pytest.raises(CheckpointError, match=r"the seed is 0 .* and 7 in this run"):
-            hand_over(worker, [1], 0)
+            hand_over(internals_of(worker), [1], 0)
         return torch.equal(model.weight, before) and not optimizer.state
 
     assert thinwire.run_threads(2, body) == [True, True]

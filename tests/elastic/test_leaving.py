@@ -87,7 +87,7 @@ def run(
         try:
             model = net(number).to(dtype)
             worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=10, bucket_bytes=48)
-            worker.on_view(lambda view: part.views.append((view.members, dict(view.left))))
+            worker.elastic.on_view.append(lambda view: part.views.append((view.members, dict(view.left))))
             notice = Notice(worker, every=every, signals=())
             if folder is not None and any(folder.iterdir()):
                 worker.load(folder)

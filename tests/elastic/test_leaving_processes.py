@@ -38,7 +38,7 @@ def work(outbox: Connection, rank: int, size: int, store: str, recipe: str, stay
         left.update(view.left)
         held.append(float(weight(worker.replicas[0].state["mass"])))
 
-    worker.on_view(seen)
+    worker.elastic.on_view.append(seen)
     while worker.step < STEPS:
         x, y = batch(rank, worker.step)
         (model(x) - y).square().mean().backward()

@@ -55,7 +55,7 @@ def test_a_stray_write_to_the_store_changes_nothing(stray: str, strategy: Strate
     network, written = ThreadNetwork(), list[int]()
 
     def write(worker: Worker) -> None:
-        if worker.worker_id == "w0" and worker.step == 2:
+        if worker.elastic.worker_id == "w0" and worker.step == 2:
             STRAY[stray](network.store)
             written.append(worker.step)
 
@@ -69,7 +69,7 @@ def test_a_worker_joins_in_spite_of_a_stray_write(stray: str) -> None:
     network, written = ThreadNetwork(), list[int]()
 
     def write(worker: Worker) -> None:
-        if worker.worker_id == "w0" and worker.step == 2:
+        if worker.elastic.worker_id == "w0" and worker.step == 2:
             STRAY[stray](network.store)
             written.append(worker.step)
 

@@ -20,6 +20,7 @@ from tests.battery.runs import BUCKET_BYTES
 from tests.faults.drawn import LOOK, Fault, Phase
 from tests.problems import flat
 from thinwire import Comm, GroupComm, ThinwireError, ThreadComm, Worker
+from thinwire.worker.worker import internals_of
 
 
 class CaughtError(Exception):
@@ -159,7 +160,7 @@ def _train(worker: Worker, fault: Fault, trap: Trap, folder: str) -> None:
             worker.optimizer.zero_grad()
             place -= fault.kind == "repeated batch"
         if fault.case.lockstep:
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
 
 
 def _one_step(worker: Worker, fault: Fault, trap: Trap, step: int) -> None:

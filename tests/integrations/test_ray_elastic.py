@@ -38,10 +38,10 @@ def loop(settings: dict[str, Any]) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     worker = thinwire.attach(model, optimizer, settings["recipe"], elastic=True, timeout=60)
     sizes = [worker.size]
-    worker.on_view(lambda view: sizes.append(view.size))
+    worker.elastic.on_view.append(lambda view: sizes.append(view.size))
 
     def ends_at() -> int | None:
-        joins = [crew.begins for crew in worker.crews[1:] if len(crew.members) == settings["workers"]]
+        joins = [crew.begins for crew in worker.elastic.crews()[1:] if len(crew.members) == settings["workers"]]
         return joins[0] + 20 if joins else None
 
     while (last := ends_at()) is None or worker.step < last:

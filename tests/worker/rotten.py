@@ -38,6 +38,7 @@ from thinwire import (
     run_threads,
 )
 from thinwire.core.storage.rank_file import RankFile
+from thinwire.worker.worker import internals_of
 
 SIZE, EARLIER, STEP = 2, 3, 5
 RECIPES: list[Strategy] = [
@@ -424,7 +425,7 @@ def saved(folder: Path, strategy: Strategy) -> None:
 
 def snapshot_of(worker: Worker) -> list[Any]:
     """All that `load` could change, down to torch's random generator."""
-    worker.wait_pending()
+    internals_of(worker).wait_pending()
     replica = worker.replicas[0]
     state = [[name, x.clone()] for name, x in replica.state.items()]
     inflight = [[name, [x.clone() for x in work.wait()]] for name, work in replica.inflight.items()]

@@ -411,6 +411,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 import thinwire
+from thinwire.worker.worker import internals_of
 
 STEPS, WIDTH = 8, 300
 
@@ -429,7 +430,7 @@ for _ in range(STEPS):
     optimizer.zero_grad()
     model(torch.ones(2, WIDTH)).square().mean().backward()
     optimizer.step()
-worker.wait_pending()
+internals_of(worker).wait_pending()
 dist.barrier()
 time.sleep(0.05)
 print(json.dumps([sent() - before, worker.comm.meter.payload_bytes - payload]), flush=True)

@@ -20,6 +20,7 @@ from thinwire import CheckpointError
 from thinwire.core.comm.group import comm_for
 from thinwire.integrations import dcp as ours
 from thinwire.worker.replica_state import pack, same
+from thinwire.worker.worker import internals_of
 
 MIDDLE, SECOND, LAST = 5, 8, 11
 
@@ -39,12 +40,12 @@ def stage(folder: str, last: int, resume: bool, of_three: bool) -> list[str]:
         if resume:
             before = MIDDLE if last == SECOND else SECOND
             ours.load(worker, f"{folder}/{i}-{before}")
-            loaded = pack(worker)
+            loaded = pack(internals_of(worker))
             worker.load(own)
-            if worker.step != before or not same(loaded, pack(worker)):
+            if worker.step != before or not same(loaded, pack(internals_of(worker))):
                 wrong.append(str(each))
         go_on(worker, setting, last)
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         dist.barrier()
         if last < LAST:
             dcp.save({"worker": worker.state_dict(model=True, optimizer=True)}, checkpoint_id=at)
@@ -87,7 +88,8 @@ def by_plain_calls(folder: str) -> list[bool]:
     state = worker.state_dict(model=True, optimizer=True)
     dcp.save({"app": {"worker": state, "epoch": 3}}, checkpoint_id=f"{folder}/nested")
     dcp.save({"worker": state, "epoch": 3}, checkpoint_id=f"{folder}/saved")
-    earlier = {f"rank-{worker.comm.rank:04d}": (pack(worker),)}  # as worker.state_dict() was before it was flat
+    # As worker.state_dict() was before it was flat.
+    earlier = {f"rank-{worker.comm.rank:04d}": (pack(internals_of(worker)),)}
     dcp.save({"worker": earlier}, checkpoint_id=f"{folder}/earlier")
     writing = dcp.async_save({"worker": state}, checkpoint_id=f"{folder}/async")
     whole = steps(worker, 6, 12)
@@ -174,12 +176,12 @@ def of_shards(folder: str) -> bool:
     worker = begun()
     steps(worker, 0, 5)
     dcp.save({"worker": worker.state_dict(model=True, optimizer=True)}, checkpoint_id=folder)
-    saved = pack(worker)
+    saved = pack(internals_of(worker))
     worker.detach()
     again = begun()
     steps(again, 0, 2)
     ours.load(again, folder)
-    found = same(pack(again), saved)
+    found = same(pack(internals_of(again)), saved)
     again.detach()
     return found
 

@@ -32,6 +32,7 @@ from thinwire import (
     Worker,
 )
 from thinwire.core.comm.work import Work
+from thinwire.worker.worker import internals_of
 
 FIRST, LAST = "0.weight", "2.bias"
 COUNT = 6
@@ -275,7 +276,7 @@ def test_a_pass_that_was_interrupted_while_it_waited_is_not_continued() -> None:
         with pytest.raises(KeyboardInterrupt) as kept:
             (worker.model(x) - y).square().mean().backward()
         patch.setattr(comm, "all_reduce_", launch)
-    for bucket in worker.backward.buckets if worker.backward else []:
+    for bucket in internals_of(worker).backward.buckets if internals_of(worker).backward else []:
         bucket.work = None
     with pytest.raises(CommError, match="step 0: a backward pass was interrupted while it waited"):
         (worker.model(x) - y).square().mean().backward()

@@ -13,6 +13,7 @@ from torch import Tensor
 from tests.engine import Batch, Mixed, attach, batch, batches, drawn, flat, momentum, net, steps
 from thinwire import AllReduce, Bf16, Comm, Gossip, Local, LocalSGD, PushSum, SlowMo, Strategy, run_threads
 from thinwire.worker.joining import step_without_batch
+from thinwire.worker.worker import internals_of
 
 LENGTHS = [3, 5, 4]
 STRATEGIES = [
@@ -129,7 +130,7 @@ def test_leaving_the_loop_early_restores_the_mean_over_all() -> None:
             loop.close()
         else:
             steps(worker, [next(loop)])
-            step_without_batch(worker)
+            step_without_batch(internals_of(worker))
             loop.close()
         return worker.replicas[0].active
 

@@ -43,6 +43,7 @@ from thinwire.methods.strategies.gradients.sketched import SketchedSGD
 from thinwire.methods.strategies.gradients.zero_one import ZeroOne
 from thinwire.worker.checkpoint import load, saved_size
 from thinwire.worker.replica_state import same
+from thinwire.worker.worker import internals_of
 
 Residual = Callable[[list[dict[str, Tensor]]], Tensor]
 SGD = torch.optim.SGD
@@ -94,7 +95,7 @@ def stage(
 
     def body(comm: Comm) -> dict[str, Any]:
         worker = begun(comm, strategy, problem.model(), kind, lr=0.02)
-        extra = load(worker, folder) if resume else {}
+        extra = load(internals_of(worker), folder) if resume else {}
         assert worker.step == first
         found = {"extra": extra, "before": memory(worker)}
         taken(worker, problem, first, last)
@@ -154,7 +155,7 @@ def test_backup_workers_keep_their_log(before: int, after: int, tmp_path: Path) 
         problem = Regression(9, 40, torch.float32)
         worker = begun(comm, BackupWorkers(backups=1), problem.model(), SGD, lr=0.02)
         if resume:
-            load(worker, tmp_path)
+            load(internals_of(worker), tmp_path)
         # A late worker leaves out steps.
         while worker.step < (6 if resume else 3):
             taken(worker, problem, worker.step, worker.step + 1)
@@ -209,7 +210,7 @@ def of_single_numbers(size: int, folder: Path, kind: Any, resume: bool) -> list[
         model = drawn(Small())
         worker = attach(comm, LocalSGD(100), model=model, optimizer=lambda model: kind(model.parameters(), lr=0.02))
         if resume:
-            load(worker, folder)
+            load(internals_of(worker), folder)
         else:
             steps(worker, batches(comm.rank, 2))
             for state in worker.optimizer.state.values():
@@ -254,7 +255,7 @@ def in_turn(folder: str, strategies: list[Strategy], resume: bool) -> list[bool]
     for i, strategy in enumerate(strategies):
         worker = begun(None, strategy, problem.model(), SGD, lr=0.02)
         if resume:
-            load(worker, Path(folder) / str(i))
+            load(internals_of(worker), Path(folder) / str(i))
         first = worker.step
         while worker.step < first + 3:
             worker.optimizer.zero_grad()
@@ -309,7 +310,7 @@ def diverged(size: int, folder: Path, load_it: bool) -> list[Tensor]:
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, AllReduce(), Regression(4, 40, torch.float32).model(), SGD, lr=0.02, momentum=0.9)
         if load_it:
-            load(worker, folder)
+            load(internals_of(worker), folder)
             return memory(worker)[2]
         taken(worker, Regression(4, 40, torch.float32), 0, 2)
         next(iter(worker.optimizer.state.values()))["momentum_buffer"].view(-1)[0] = torch.nan

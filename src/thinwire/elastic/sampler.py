@@ -35,6 +35,19 @@ class MembershipInterval:
     unused_from: int | None = None
 
 
+class Views(Protocol):
+    """What an elastic worker knows of the others."""
+
+    @property
+    def worker_id(self) -> str:
+        """Return the id of this worker among the members."""
+        ...
+
+    def crews(self) -> list[MembershipInterval]:
+        """Return the members by step, the same on all workers."""
+        ...
+
+
 class ElasticWorker(Protocol):
     """The part of an elastic worker that the sampler reads."""
 
@@ -44,14 +57,15 @@ class ElasticWorker(Protocol):
         ...
 
     @property
-    def crews(self) -> list[MembershipInterval]:
-        """Return the members by step, the same on all workers."""
+    def elastic(self) -> Views | None:
+        """Return what it knows of the others; None for a worker with fixed ranks."""
         ...
 
-    @property
-    def worker_id(self) -> str:
-        """Return the id of this worker among the members."""
-        ...
+
+def _views_of(worker: ElasticWorker) -> Views:
+    if worker.elastic is None:
+        raise ConfigError("ElasticSampler: this worker has fixed ranks. Use worker.sampler(dataset)")
+    return worker.elastic
 
 
 class ElasticSampler:
@@ -121,8 +135,8 @@ class ElasticSampler:
             >>> crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(2, ("a",), unused_from=1)]  # loses b
             >>> def assigned_to(worker_id, steps):
             ...     sampler = ElasticSampler(batches=4)
-            ...     worker = lambda step: SimpleNamespace(step=step, crews=crews, worker_id=worker_id)
-            ...     return [sampler.share(worker(step)) for step in steps]
+            ...     views = SimpleNamespace(crews=lambda: crews, worker_id=worker_id)
+            ...     return [sampler.share(SimpleNamespace(step=step, elastic=views)) for step in steps]
             >>> a, b = assigned_to("a", range(3)), assigned_to("b", range(2))
             >>> sorted({*a, *b[:1]}), a[2] == b[1]
             ([0, 1, 2, 3], True)
@@ -140,7 +154,8 @@ class ElasticSampler:
         assigned = self._next(len(members))
         self._queue.extendleft(reversed(assigned))
         # A worker that is no longer a member has been left out, and learns of it in its next round.
-        return assigned[members.index(worker.worker_id) if worker.worker_id in members else 0]
+        own = _views_of(worker).worker_id
+        return assigned[members.index(own) if own in members else 0]
 
     def lost(self, worker: ElasticWorker) -> dict[int, list[int]]:
         """List the batches, by epoch, of lost workers that are in no model and not assigned again yet.
@@ -155,11 +170,12 @@ class ElasticSampler:
             >>> from types import SimpleNamespace
             >>> crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(3, ("a",), unused_from=1)]
             >>> sampler = ElasticSampler(batches=12)
-            >>> b = [ElasticSampler(batches=12).share(SimpleNamespace(step=step, crews=crews[:1], worker_id="b"))
-            ...      for step in range(3)]
-            >>> sampler.lost(SimpleNamespace(step=3, crews=crews, worker_id="a")) == {0: b[1:]}
+            >>> def worker(step, crews, worker_id):
+            ...     return SimpleNamespace(step=step, elastic=SimpleNamespace(crews=lambda: crews, worker_id=worker_id))
+            >>> b = [ElasticSampler(batches=12).share(worker(step, crews[:1], "b")) for step in range(3)]
+            >>> sampler.lost(worker(3, crews, "a")) == {0: b[1:]}
             True
-            >>> sampler.lost(SimpleNamespace(step=4, crews=crews, worker_id="a")) == {0: b[2:]}
+            >>> sampler.lost(worker(4, crews, "a")) == {0: b[2:]}
             True
         """
         self._replay(worker)
@@ -171,7 +187,7 @@ class ElasticSampler:
 
     def _replay(self, worker: ElasticWorker) -> None:
         """Assign the batches of all steps before the worker's next one."""
-        crews = worker.crews
+        crews = _views_of(worker).crews()
         known = len(self._crews)
         if (
             self._step > worker.step

@@ -16,7 +16,7 @@ from thinwire.integrations.loggers import check_every, log_to
 from thinwire.integrations.session import FOLDER, Session, needs, plain_model
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.checkpoint import together
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 with needs("accelerate"):
     from accelerate import Accelerator
@@ -104,16 +104,16 @@ def attach(
 
     def before_load(models: list[nn.Module], folder: str) -> None:
         # Before anything is loaded: of such a folder the accelerator would take the optimizer's state, and not this.
-        together(worker, Path(folder), lambda: _check_saved(folder, place))
+        together(internals_of(worker), Path(folder), lambda: _check_saved(folder, place))
         # Its parameters are parts of one vector, which safetensors does not load into; the worker's own state has them.
         models[:] = [each for each in models if plain_model(each) is not worker.model]
         loaded.folder = folder
 
     copy_weights(accelerator, worker)
-    worker.undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
-    worker.undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
+    internals_of(worker).undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
+    internals_of(worker).undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
     accelerator.register_for_checkpointing(loaded)
-    worker.undo.callback(accelerator._custom_objects.remove, loaded)  # pyright: ignore[reportPrivateUsage]
+    internals_of(worker).undo.callback(accelerator._custom_objects.remove, loaded)  # pyright: ignore[reportPrivateUsage]
     if accelerator.is_main_process:
         log_to(worker, _Trackers(accelerator), every=log_every)
     return worker

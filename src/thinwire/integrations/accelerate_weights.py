@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thinwire.integrations.session import plain_model
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 
 class _Copies:
@@ -59,4 +59,4 @@ def copy_weights(accelerator: Any, worker: Worker) -> None:
         if not copies.models:
             vars(accelerator).pop("get_state_dict", None)
 
-    worker.undo.callback(remove)
+    internals_of(worker).undo.callback(remove)

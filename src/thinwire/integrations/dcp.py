@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from thinwire.core.storage.files import local_path
 from thinwire.errors import CheckpointError
 from thinwire.worker.replica_state import part_name
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 
 def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options: Any) -> None:
@@ -48,7 +48,7 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
         metadata = reader.read_metadata().state_dict_metadata
     except OSError as error:
         raise CheckpointError(f"{folder}: holds no checkpoint of torch.distributed.checkpoint ({error})") from error
-    own = part_name(worker, worker.comm.rank)
+    own = part_name(internals_of(worker), worker.comm.rank)
     stem = own[: -len("0000")]
     keys = [key for key in metadata if key.startswith(f"{name}.{stem}")]
     parts = {key: key.removeprefix(f"{name}.").partition("/")[0] for key in keys}

@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.integrations.lightning_folders import WorkerFolders
 from thinwire.integrations.session import Session, needs, plain_optimizer
 from thinwire.methods.strategies.base import Strategy as Recipe
+from thinwire.worker.worker import internals_of
 
 with needs("lightning"):
     import lightning.pytorch as pl
@@ -57,8 +58,9 @@ class Callback(pl.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
         """Send gradients in the last of the batches that a step accumulates."""
-        if self.session is not None and self.session.worker.backward is not None:
-            self.session.worker.backward.syncing = not trainer.fit_loop.epoch_loop._should_accumulate()
+        backward = None if self.session is None else internals_of(self.session.worker).backward
+        if backward is not None:
+            backward.syncing = not trainer.fit_loop.epoch_loop._should_accumulate()
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Validate the model that all workers agree on."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from thinwire.integrations.session import Session
 from thinwire.worker.checkpoint import gathered
+from thinwire.worker.worker import internals_of
 
 
 class WorkerFolders:
@@ -29,7 +30,7 @@ class WorkerFolders:
         session.call_before(strategy, "remove_checkpoint", self._remove)
 
     def _save(self, checkpoint: Any, filepath: Any, *_: Any, **__: Any) -> None:
-        told = gathered(self._session.worker, {"path": str(filepath), "removed": self._removed})[0]
+        told = gathered(internals_of(self._session.worker), {"path": str(filepath), "removed": self._removed})[0]
         self._removed.clear()
         for path in told["removed"]:
             _remove_folder(path)

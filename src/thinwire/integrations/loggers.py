@@ -10,7 +10,7 @@ from typing import Any, Protocol
 from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import figures_of, needs
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 
 class Logger(Protocol):
@@ -116,4 +116,4 @@ def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
         last = worker.step
 
     # After the worker's own hook, which has counted the step.
-    worker.undo.callback(worker.optimizer.register_step_post_hook(after_step).remove)
+    internals_of(worker).undo.callback(worker.optimizer.register_step_post_hook(after_step).remove)

@@ -21,7 +21,7 @@ from thinwire.integrations.session import Session, needs
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
 from thinwire.registry import canonical
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 with needs("ray[train]"):
     import ray.train
@@ -83,7 +83,7 @@ def attach(model: nn.Module, optimizer: Any, strategy: Strategy | str | None = N
         raise ConfigError('no strategy: pass TorchTrainer(..., torch_config=Config("DiLoCo(period=32)"))')
     session = Session(model, optimizer, recipe, options)
     _sessions[id(session.worker)] = session
-    session.worker.undo.callback(_sessions.pop, id(session.worker), None)
+    internals_of(session.worker).undo.callback(_sessions.pop, id(session.worker), None)
     if (checkpoint := ray.train.get_checkpoint()) is not None:
         with checkpoint.as_directory() as folder:
             session.load(folder)

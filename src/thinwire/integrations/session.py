@@ -20,7 +20,7 @@ from thinwire.errors import CheckpointError, ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 from thinwire.worker.checkpoint import remove_others
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 FOLDER = "thinwire"
 """The subfolder for every rank's state in a checkpoint folder of another tool."""
@@ -128,17 +128,17 @@ class Session:
         self.holding = False
         self.figures = figures_of(self.worker)
         _open[id(self.worker.model)] = self
-        self.worker.undo.callback(_open.pop, id(self.worker.model), None)
-        self.worker.undo.callback(_separate, self.worker)
+        internals_of(self.worker).undo.callback(_open.pop, id(self.worker.model), None)
+        internals_of(self.worker).undo.callback(_separate, self.worker)
         if syncs is not None:
 
             def follow(module: nn.Module, _: object) -> None:
                 # The exchange is another one after `worker.switch`.
-                backward = self.worker.backward
+                backward = internals_of(self.worker).backward
                 if backward is not None and module.training and torch.is_grad_enabled():
                     backward.syncing = syncs()
 
-            self.worker.undo.callback(self.worker.model.register_forward_pre_hook(follow).remove)
+            internals_of(self.worker).undo.callback(self.worker.model.register_forward_pre_hook(follow).remove)
 
     def call_before(self, owner: Any, name: str, first: Callable[..., None]) -> None:
         """Call a function before each call of a method of the tool's, with its arguments, until the worker detaches.
@@ -155,7 +155,7 @@ class Session:
             return method(*args, **more)
 
         setattr(owner, name, both)
-        self.worker.undo.callback(vars(owner).pop, name, None)
+        internals_of(self.worker).undo.callback(vars(owner).pop, name, None)
 
     def agree_in(self, owner: Any, name: str) -> None:
         """Let a method that returns the model's weights by name return those that all workers agree on.
@@ -176,7 +176,7 @@ class Session:
                     self.release()
 
         setattr(owner, name, agreed)
-        self.worker.undo.callback(vars(owner).pop, name, None)
+        internals_of(self.worker).undo.callback(vars(owner).pop, name, None)
 
     def hold(self) -> None:
         """Put the consensus model in place until `release`; every rank must call."""
@@ -194,7 +194,7 @@ class Session:
         """Write every rank's state into a checkpoint folder of the tool, in place of any that was there."""
         self.release()
         # The tool's checkpoint is one: states beside it are of what had its name before.
-        remove_others(self.worker, self.worker.save(Path(folder) / self._place, keep=None))
+        remove_others(internals_of(self.worker), self.worker.save(Path(folder) / self._place, keep=None))
 
     def load(self, folder: str | Path) -> None:
         """Continue from a checkpoint folder of the tool.
@@ -236,13 +236,13 @@ class Session:
         for replica in self.worker.replicas:
             for part in replica.tree():
                 self.worker.comm.close_mailbox(part)
-        self.worker.undo.close()
+        internals_of(self.worker).undo.close()
 
 
 def _separate(worker: Worker) -> None:
     """Give each parameter memory of its own again, without which some tools take all of them for one tied tensor."""
     with suppress(torch.OutOfMemoryError):  # they can be used as they are
-        for parameters, _ in worker.layouts:
+        for parameters, _ in internals_of(worker).layouts:
             for parameter in parameters:
                 if not is_sharded(parameter):
                     parameter.data = parameter.data.clone()

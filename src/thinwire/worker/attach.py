@@ -32,8 +32,8 @@ from thinwire.worker.compatibility import (
     check_skipped_steps,
     check_start,
 )
-from thinwire.worker.consensus import broadcast_others
-from thinwire.worker.elastic import agree_with, enter, leaves_on_failure
+from thinwire.worker.consensus import broadcast_others, check_in_step
+from thinwire.worker.elastic import agree_with, enter, leaves_on_failure, together
 from thinwire.worker.exchanging import share_skips, stop_watching, watch_gradients
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.handshake import agree, equal_on_all, facts_of
@@ -162,10 +162,10 @@ def attach(
         agree_with(views, comm, facts, device)
         if automatic:
             strategy, watch = choose_strategy(optimizer, named, comm)
-        worker = Worker(model, optimizer, strategy, comm, seed=seed)
+        state = WorkerState(model, optimizer, strategy, comm, seed=seed)
         if given is None:
-            worker.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
-        worker.bucket_bytes, worker.find_unused, worker.scaler, worker.mesh = bucket_bytes, find_unused, scaler, mesh
+            state.undo.callback(comm.disconnect)  # the last of all, as `undo` runs callbacks in reverse
+        state.bucket_bytes, state.find_unused, state.scaler, state.mesh = bucket_bytes, find_unused, scaler, mesh
         comm.in_step = comm.in_step and not strategy.traits.timing_dependent
         comm.rule = pace_rule(strategy) if strategy.traits.meets_every > 1 else RULE
         check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
@@ -178,26 +178,30 @@ def attach(
         if mesh is not None:
             check_mesh(strategy, optimizer, mesh.block, scaled=scaled)
             agree(mesh.block.whole, facts, device)
-            worker.block = mesh.folder
-        make_replicas(worker, named, mesh)
+            state.block = mesh.folder
+        make_replicas(state, named, mesh)
         if views is None or not views.joins:  # a joining worker copies parameters and state from another one
-            start(worker, init)
-        worker.nonfinite = nonfinite
+            start(state, init)
+        state.nonfinite = nonfinite
         if views is not None:
-            worker.elastic, worker.survives, worker.start_step = views, views.gradients, views.start_step
-        watch_gradients(worker)
-        worker.undo.callback(stop_watching, worker)
-        hooks = Step(worker, rounds=views, compare=worker._compare)  # pyright: ignore[reportPrivateUsage]
-        worker._hooks = hooks  # pyright: ignore[reportPrivateUsage]
+            state.survives, state.start_step = views.gradients, views.start_step
+        watch_gradients(state)
+        state.undo.callback(stop_watching, state)
+
+        def compare() -> None:
+            together(state, views, lambda: check_in_step(state, "a comparison of weights"))
+
+        hooks = Step(state, rounds=views, compare=compare)
         if views is not None:
-            views.begin(worker, hooks.strategy_after)
-        worker.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in worker.replicas]
-        hooks.watch(Attachment(worker, inside_ddp), FirstSteps(worker, init))
-        share_skips(worker)
-        worker.automatic = automatic
+            views.begin(state, hooks.strategy_after)
+        state.started += [{name: (x.dtype, tuple(x.shape)) for name, x in r.state.items()} for r in state.replicas]
+        hooks.watch(Attachment(state, inside_ddp), FirstSteps(state, init))
+        share_skips(state)
+        state.automatic = automatic
+        worker = Worker(state, hooks, views)
         if watch is not None:
             watch(worker)
-        worker.account.begin()
+        state.account.begin()
         return worker
 
 

@@ -17,7 +17,7 @@ from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError, MismatchError, PeerLostError
 from thinwire.worker.guards import refuse
-from thinwire.worker.handshake import agree, describe_tensor, hash_of
+from thinwire.worker.handshake import agree, describe_tensor, fingerprint, hash_of
 from thinwire.worker.parameters import by_kind, named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
 
@@ -82,6 +82,46 @@ def refuse_while_lent(worker: WorkerState, call: str) -> None:
             f"{call} within consensus(), where the model temporarily has the parameters that all workers agree on. "
             "Leave the `with` block first",
         )
+
+
+# -- calls that all ranks make -----------------------------------------------------------------------------------------
+
+
+def check_in_step(worker: WorkerState, call: str, *, compares: bool = False) -> bool:
+    """Check that all ranks make this call at the same step.
+
+    Returns:
+        Whether parameters were compared, and are equal on all ranks; the same on all ranks.
+    """
+    comm, traits = worker.comm, worker.strategy.traits
+    number = fingerprint(r.x for r in worker.replicas) if compares or traits.equal_replicas else 0
+    in_step = comm.in_step
+    # Workers that go at their own pace may call this only where all are at one step.
+    comm.in_step = in_step or (traits.meets_every > 1 and call != "detach()")
+    try:
+        odd = comm.check_in_step(call, fingerprint=number).wait()
+    finally:
+        comm.in_step = in_step
+    if odd and traits.equal_replicas:
+        settle(worker, odd)
+    return compares and not odd
+
+
+def wait_in_step(worker: WorkerState, call: str, *, compares: bool = False) -> bool:
+    """Check that all ranks make this call at the same step, and wait for all messages in flight.
+
+    Returns:
+        Whether parameters were compared, and are equal on all ranks.
+    """
+    # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
+    # call. Workers at their own pace reach the same step only by waiting.
+    if worker.strategy.traits.timing_dependent:
+        worker.wait_pending()
+    equal = False
+    if not lost_ranks(worker):  # the others have come to the same step by waiting
+        equal = check_in_step(worker, call, compares=compares)
+    worker.wait_pending()
+    return equal
 
 
 # -- lost ranks --------------------------------------------------------------------------------------------------------

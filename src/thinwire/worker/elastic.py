@@ -32,7 +32,7 @@ from thinwire.elastic.patience import Patience
 from thinwire.elastic.sampler import MembershipInterval
 from thinwire.elastic.unconnected import Unconnected
 from thinwire.elastic.view import Progress, View, last_kept_round
-from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
+from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
 from thinwire.methods.strategies.base import Strategy, check_workers, nested, starts_again, weight_of
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.guards import rebase
@@ -789,92 +789,13 @@ def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.de
         views.agree(facts, device)
 
 
-class ElasticState(WorkerState):
-    """The members of an elastic run, as a worker sees them.
+def together(worker: WorkerState, views: Elastic | None, call: Callable[[], T]) -> T:
+    """Run what all ranks do together; elastic workers run it again if one of them is lost in it.
 
-    Attributes:
-        elastic: the views, and the rounds that survive a loss; None where the ranks are fixed.
+    A failed backward pass is ended before, in a round of its own: other workers may have been in one meanwhile.
     """
-
-    elastic: Elastic | None = None
-
-    @property
-    def view(self) -> View:
-        """The workers that train together, under `attach(elastic=True)`; its `members` are in the order of ranks.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError("view: only workers of attach(elastic=True) have views; use worker.comm.rank and .size")
-        return self.elastic.view
-
-    @property
-    def worker_id(self) -> str:
-        """This worker's id among `view.members`, under `attach(elastic=True)`; unlike the rank it never changes.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError("worker_id: only workers of attach(elastic=True) have views; use worker.comm.rank")
-        return self.elastic.worker_id
-
-    @property
-    def rank(self) -> int:
-        """This worker's number among those that train together, from 0; under `elastic=True` it changes with views."""
-        rank = None if self.elastic is None else self.elastic.view.rank(self.elastic.worker_id)
-        return self.comm.rank if rank is None else rank
-
-    @property
-    def size(self) -> int:
-        """How many workers train together; under `elastic=True` it changes with views."""
-        return self.comm.size if self.elastic is None else self.elastic.view.size
-
-    @property
-    def has_just_joined(self) -> bool:
-        """Whether this worker has joined an elastic run and taken no step in it yet."""
-        return self.elastic is not None and self.elastic.has_just_joined
-
-    @property
-    def crews(self) -> list[MembershipInterval]:
-        """Return the members by step under `attach(elastic=True)`; `ElasticSampler.share` assigns data by it.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError(
-                "crews: only workers of attach(elastic=True) have views; all ranks take part in all steps"
-            )
-        return self.elastic.crews()
-
-    def on_view(self, call: Callable[[View], None]) -> None:
-        """Call a function with each new view, on every worker in it, between two steps or in a step that is repeated.
-
-        Args:
-            call: for example one that reassigns the data; it must not communicate.
-
-        Raises:
-            ConfigError: this worker is not elastic.
-        """
-        if self.elastic is None:
-            raise ConfigError("on_view: only workers of attach(elastic=True) have views")
-        self.elastic.on_view.append(call)
-
-    def _before(self, hook: Callable[[], None]) -> None:
-        hook() if self.elastic is None else self.elastic.before_step(hook)
-
-    def _after(self, hook: Callable[[], None]) -> None:
-        hook() if self.elastic is None else self.elastic.after_step(hook)
-
-    def _together(self, call: Callable[[], T]) -> T:
-        """Run a common call of all ranks; an elastic worker repeats it if a worker is lost.
-
-        A backward pass that has failed is ended before, in a round of its own: others may have been in one meanwhile.
-        """
-        self.end_failed_pass()
-        return call() if self.elastic is None else self.elastic.together(call)
+    worker.end_failed_pass()
+    return call() if views is None else views.together(call)
 
 
 def _silent(strategy: Strategy) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from thinwire.core.comm.forks import protect
 from thinwire.errors import ConfigError
 from thinwire.worker.handshake import gather_texts
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 LEFT_WITH_NOTICE = 75
 """The exit code of a program that has saved and wants to be started again (EX_TEMPFAIL)."""
@@ -155,9 +155,9 @@ class Notice:
 
     def _ask(self) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device
-        if worker.has_just_joined:
+        if worker.elastic is not None and worker.elastic.has_just_joined:
             return {}  # the others have asked after the step before
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         texts = gather_texts(worker.comm, (self.received or "").encode(), device)
         names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.elastic.peers
         return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}

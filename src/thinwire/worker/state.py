@@ -209,6 +209,20 @@ class WorkerState:
         for replica in self.replicas:
             replica.wait_pending()
 
+    def metrics(self, *, clear: bool = False) -> dict[str, float]:
+        """The strategy's latest measurements by name; with several flat vectors, the largest of each.
+
+        Args:
+            clear: whether they are forgotten, so that the next call has newer ones only.
+        """
+        found: dict[str, float] = {}
+        for replica in self.replicas:
+            for name, value in replica.metrics.items():
+                found[name] = max(found.get(name, float("-inf")), float(value))
+            if clear:
+                replica.metrics.clear()
+        return found
+
     def end_failed_pass(self, *, stepped: bool = False) -> None:
         """Let all ranks agree on a failed backward pass; see `Backward.end_failed`."""
         if self.backward is not None:

@@ -282,7 +282,7 @@ class Step:
                 raise error  # as all ranks do
             worker.comm.raise_on_all(error)
         for replica in worker.replicas:
-            replica.metrics["skipped_steps"] = 1.0
+            replica.count("skipped_steps")
         if common or not strategy.traits.skips_nonfinite:
             drop_gradients(worker)
         return common

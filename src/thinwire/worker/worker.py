@@ -4,35 +4,42 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DistributedSampler
 
-from thinwire.core.replica.replica import as_number
+from thinwire.core.comm.base import Comm
+from thinwire.core.replica.replica import Replica, as_number
 from thinwire.core.replica.shards import is_sharded
+from thinwire.elastic.view import View
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker import checkpoint, exporting, joining, replica_state, switching
-from thinwire.worker.consensus import check_all_there, lends, lost_ranks, refuse_while_lent, settle
-from thinwire.worker.elastic import ElasticState
+from thinwire.worker.consensus import check_all_there, lends, refuse_while_lent, wait_in_step
+from thinwire.worker.elastic import Elastic, together
 from thinwire.worker.guards import rebase
-from thinwire.worker.handshake import fingerprint
-from thinwire.worker.state import Stats
+from thinwire.worker.state import Stats, WorkerState
 from thinwire.worker.step import Step
 from thinwire.worker.switching import Switched
 
 Batch = TypeVar("Batch")
+T = TypeVar("T")
 
 
-class Worker(ElasticState):
+class Worker:
     """One worker's model under a strategy; returned by `attach`.
 
     The training loop does not change. A model whose parameters have several dtypes or devices has one flat vector,
-    and one replica, for each.
+    and one replica, for each. `with attach(...) as worker:` detaches at the end.
+
+    Attributes:
+        elastic: of a worker under `attach(elastic=True)`: its id, who took part when, and calls on each new view; None
+            where the ranks are fixed.
 
     Example:
         Between averages the workers' parameters differ; inside `consensus()` the model is their average.
@@ -52,45 +59,80 @@ class Worker(ElasticState):
         [(1, -0.5, -0.75), (1, -1.0, -0.75)]
     """
 
-    _hooks: Step
+    def __init__(self, state: WorkerState, hooks: Step, elastic: Elastic | None) -> None:
+        self._state = state
+        self._hooks = hooks
+        self.elastic = elastic
+        self._detached = False
 
-    def _compare(self) -> None:
-        self._together(lambda: self._check_in_step("a comparison of weights"))
+    def __repr__(self) -> str:
+        """The strategy, the rank and the step."""
+        ended = ", detached" if self._detached else ""
+        return f"<Worker rank {self.rank} of {self.size}, step {self.step}, {self.strategy}{ended}>"
 
-    def _check_in_step(self, call: str, *, compares: bool = False) -> bool:
-        """Check that all ranks make this call at the same step.
+    def __enter__(self) -> Self:
+        """Return the worker; the end of the block calls `detach`."""
+        return self
 
-        Returns:
-            Whether parameters were compared, and are equal on all ranks; the same on all ranks.
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Detach; after an exception without waiting for other ranks, which then fail too and do not hang."""
+        self._detach(waits=kind is None)
+
+    # -- what it is ------------------------------------------------------------------------------------------------
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, which was passed to `attach`."""
+        return self._state.model
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The optimizer, which was passed to `attach`."""
+        return self._state.optimizer
+
+    @property
+    def strategy(self) -> Strategy:
+        """The present strategy."""
+        return self._state.strategy
+
+    @property
+    def comm(self) -> Comm:
+        """The ranks; `comm.meter` counts bytes and seconds."""
+        return self._state.comm
+
+    @property
+    def replicas(self) -> Sequence[Replica]:
+        """What the strategy sees: a flat vector of parameters and its state, for each dtype and device."""
+        return self._state.replicas
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self._state.step
+
+    @property
+    def rank(self) -> int:
+        """This worker's number among those that train together, from 0; under `elastic=True` it changes with views."""
+        rank = None if self.elastic is None else self.elastic.view.rank(self.elastic.worker_id)
+        return self.comm.rank if rank is None else rank
+
+    @property
+    def size(self) -> int:
+        """How many workers train together; under `elastic=True` it changes with views."""
+        return self.comm.size if self.elastic is None else self.elastic.view.size
+
+    @property
+    def view(self) -> View:
+        """The workers that train together, under `attach(elastic=True)`; its `members` are in the order of ranks.
+
+        Raises:
+            ConfigError: this worker is not elastic.
         """
-        equal_replicas = self.strategy.traits.equal_replicas
-        number = fingerprint(r.x for r in self.replicas) if compares or equal_replicas else 0
-        in_step = self.comm.in_step
-        # Workers that go at their own pace may call this only where all are at one step.
-        self.comm.in_step = in_step or (self.strategy.traits.meets_every > 1 and call != "detach()")
-        try:
-            odd = self.comm.check_in_step(call, fingerprint=number).wait()
-        finally:
-            self.comm.in_step = in_step
-        if odd and equal_replicas:
-            settle(self, odd)
-        return compares and not odd
+        if self.elastic is None:
+            raise ConfigError("view: only workers of attach(elastic=True) have views; use worker.rank and worker.size")
+        return self.elastic.view
 
-    def _wait_in_step(self, call: str, *, compares: bool = False) -> bool:
-        """Check that all ranks make this call at the same step, and wait for all messages in flight.
-
-        Returns:
-            Whether parameters were compared, and are equal on all ranks.
-        """
-        # A message of two stages sends its second one while it is waited for, which must not meet another rank's next
-        # call. Workers at their own pace reach the same step only by waiting.
-        if self.strategy.traits.timing_dependent:
-            self.wait_pending()
-        equal = False
-        if not lost_ranks(self):  # the others have come to the same step by waiting
-            equal = self._check_in_step(call, compares=compares)
-        self.wait_pending()
-        return equal
+    # -- training --------------------------------------------------------------------------------------------------
 
     def record_batch(self, num_samples: float | None = None, *, loss: Tensor | float | None = None) -> None:
         """Record how many samples the next gradient averages over, and the loss, for strategies that use them.
@@ -146,7 +188,7 @@ class Worker(ElasticState):
             raise ConfigError(
                 "sampler() with elastic=True: the number of workers changes. Use ElasticSampler(batches).share(worker)"
             )
-        if any(is_sharded(p) for parameters, _ in self.layouts for p in parameters):
+        if any(is_sharded(p) for parameters, _ in self._state.layouts for p in parameters):
             raise ConfigError(
                 "sampler() of a sharded model: the ranks that hold its shards need different data too. Use "
                 "DistributedSampler(dataset), which divides by all ranks of the job"
@@ -154,16 +196,12 @@ class Worker(ElasticState):
         return DistributedSampler(dataset, self.size, self.rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
-        """The strategy's measurements since the last call, by name; with several flat vectors, the largest of each.
+        """The strategy's latest measurements by name; with several flat vectors, the largest of each.
 
-        Gossip measures `consensus_distance`; `Probe` measures how much the workers' gradients differ.
+        Gossip measures `consensus_distance`; `Probe` measures how much the workers' gradients differ. It clears
+        nothing: a figure stays until the strategy measures it again. `skipped_steps` is counted since `attach`.
         """
-        found: dict[str, float] = {}
-        for replica in self.replicas:
-            for name, value in replica.metrics.items():
-                found[name] = max(found.get(name, float("-inf")), float(value))
-            replica.metrics.clear()
-        return found
+        return self._state.metrics()
 
     def stats(self) -> Stats:
         """Return the counts since `attach`: steps, averages, bytes sent and seconds waited.
@@ -185,19 +223,19 @@ class Worker(ElasticState):
             >>> found.steps, found.averages, found.payload_bytes, found.evaluation_bytes
             (20, 2, 800.0, 400.0)
         """
-        return self.account.stats()
+        return self._state.account.stats()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
         """Within it, backward passes accumulate gradients locally; the first one after it sends the sum."""
-        if self.backward is None:
+        if self._state.backward is None:
             yield
             return
-        before, self.backward.syncing = self.backward.syncing, False
+        before, self._state.backward.syncing = self._state.backward.syncing, False
         try:
             yield
         finally:
-            self.backward.syncing = before
+            self._state.backward.syncing = before
 
     def join(
         self,
@@ -223,7 +261,7 @@ class Worker(ElasticState):
         """
         if self.elastic is not None:
             raise ConfigError("join() with elastic=True: numbers of batches change with the workers; give all the same")
-        return joining.join(self, batches, before_step or (lambda: None), after_step or (lambda: None))
+        return joining.join(self._state, batches, before_step or (lambda: None), after_step or (lambda: None))
 
     def switch(self, strategy: Strategy | str) -> Switched:
         """Continue with another strategy from the next step on; every rank must call, after the same step.
@@ -249,12 +287,12 @@ class Worker(ElasticState):
             raise ConfigError(
                 "switch() with elastic=True: a worker could be lost in it. Save, and resume with the new strategy"
             )
-        check_all_there(self, "switch()")
-        refuse_while_lent(self, "switch()")
-        self.end_failed_pass()
-        self._wait_in_step("switch()")
-        switched = switching.switch(self, strategy)
-        rebase(self)
+        check_all_there(self._state, "switch()")
+        refuse_while_lent(self._state, "switch()")
+        self._state.end_failed_pass()
+        wait_in_step(self._state, "switch()")
+        switched = switching.switch(self._state, strategy)
+        rebase(self._state)
         return switched
 
     # -- consensus -----------------------------------------------------------------------------------------------
@@ -278,16 +316,16 @@ class Worker(ElasticState):
         evaluating = getattr(self.optimizer, "evaluating", nullcontext)
         with evaluating():
             # Workers that have just averaged agree on their own parameters, unless these were changed since.
-            self.shards.read()
+            self._state.shards.read()
             averages = self.strategy.traits.averages_at(self.step)
-            averaged = self._together(lambda: self._wait_in_step("consensus()", compares=averages))
+            averaged = self._together(lambda: wait_in_step(self._state, "consensus()", compares=averages))
             if any(True for _ in self.model.buffers()):
-                check_all_there(self, "consensus() of a model with buffers, such as BatchNorm's")
-            with lends(self, self._evaluates, averaged=averaged):
+                check_all_there(self._state, "consensus() of a model with buffers, such as BatchNorm's")
+            with lends(self._state, self._evaluates, averaged=averaged):
                 yield self.model
 
     def _evaluates(self, call: Callable[[], None]) -> None:
-        with self.account.apart():
+        with self._state.account.apart():
             self._together(call)
 
     # -- saving --------------------------------------------------------------------------------------------------
@@ -314,11 +352,11 @@ class Worker(ElasticState):
             >>> [name.removeprefix("rank-0000/") for name in worker.state_dict()][:3]
             ['header', 'step', 'replicas/0/state/anchor']
         """
-        refuse_while_lent(self, "state_dict()")
+        refuse_while_lent(self._state, "state_dict()")
         # The fingerprint is also next to the parameters, so that loading only the strategy's state finds all its names.
         parts = dict.fromkeys((*replica_state.parts_of_state(model=model, optimizer=optimizer), "fingerprint"))
-        state = replica_state.pack(self, parts)
-        return replica_state.to_flat(state, replica_state.part_name(self, self.comm.rank))
+        state = replica_state.pack(self._state, parts)
+        return replica_state.to_flat(state, replica_state.part_name(self._state, self.comm.rank))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state_dict()` of the same rank, or from those of all ranks of another number of workers.
@@ -330,14 +368,14 @@ class Worker(ElasticState):
             CheckpointError: it belongs to another recipe, model or number of workers, it holds no model and the
                 parameters are other ones, or is no such state; names the first difference, and nothing has changed.
         """
-        refuse_while_lent(self, "load_state_dict()")
-        if self.has_just_joined:
+        refuse_while_lent(self._state, "load_state_dict()")
+        if self._has_just_joined:
             raise ConfigError(
-                f"load_state_dict() on worker {self.worker_id}, which has just joined an elastic run at step "
-                f"{self.step}. A worker that joins has the state of the run already. Skip the call where "
-                "worker.has_just_joined is true"
+                f"load_state_dict() on rank {self.rank}, which has just joined an elastic run at step {self.step}. "
+                "A worker that joins has the state of the run already. Skip the call where "
+                "worker.elastic.has_just_joined is true"
             )
-        checkpoint.load_parts(self, state)
+        checkpoint.load_parts(self._state, state)
         self._hooks.forget_closure()
 
     def save(self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int | None = 3) -> Path:
@@ -373,18 +411,18 @@ class Worker(ElasticState):
         """
 
         def write() -> Path:
-            check_all_there(self, "save()")
-            refuse_while_lent(self, "save()")
-            self._wait_in_step("save()")
-            check_all_there(self, "save()")
-            with self.account.apart():
-                place = self.own_folder(checkpoint.on_disk(self, folder))
-                return checkpoint.save(self, place, dict(extra or {}), keep=keep)
+            check_all_there(self._state, "save()")
+            refuse_while_lent(self._state, "save()")
+            wait_in_step(self._state, "save()")
+            check_all_there(self._state, "save()")
+            with self._state.account.apart():
+                place = self._state.own_folder(checkpoint.on_disk(self._state, folder))
+                return checkpoint.save(self._state, place, dict(extra or {}), keep=keep)
 
-        if self.has_just_joined:
+        if self._has_just_joined:
             # The others have saved after this step, or not at all; a part of this worker alone would replace one of
             # theirs.
-            return self.own_folder(checkpoint.on_disk(self, folder)) / f"step-{self.step:08d}"
+            return self._state.own_folder(checkpoint.on_disk(self._state, folder)) / f"step-{self.step:08d}"
         return self._together(write)
 
     def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
@@ -408,16 +446,17 @@ class Worker(ElasticState):
         """
 
         def read() -> dict[str, Any]:
-            check_all_there(self, "load()")
-            refuse_while_lent(self, "load()")
+            check_all_there(self._state, "load()")
+            refuse_while_lent(self._state, "load()")
             self.comm.check_in_step("load()").wait()
-            with self.account.apart():
-                place = self.own_folder(checkpoint.on_disk(self, folder))
-                return checkpoint.load(self, place, missing_ok=missing_ok)
+            with self._state.account.apart():
+                place = self._state.own_folder(checkpoint.on_disk(self._state, folder))
+                return checkpoint.load(self._state, place, missing_ok=missing_ok)
 
         self._hooks.forget_closure()
-        if self.has_just_joined:
-            return checkpoint.saved_extra(self.own_folder(checkpoint.on_disk(self, folder)), missing_ok=missing_ok)
+        if self._has_just_joined:
+            place = self._state.own_folder(checkpoint.on_disk(self._state, folder))
+            return checkpoint.saved_extra(place, missing_ok=missing_ok)
         if self.elastic is not None:
             self.elastic.drop_newcomers()
         return self._together(read)
@@ -449,13 +488,13 @@ class Worker(ElasticState):
             >>> torch.nn.Linear(2, 1).load_state_dict(state), sorted(state)
             (<All keys matched successfully>, ['bias', 'weight'])
         """
-        check_all_there(self, "export()")
-        if self.has_just_joined:
+        check_all_there(self._state, "export()")
+        if self._has_just_joined:
             return Path(path)  # the others have written it, or write it at a later step
-        with self.account.apart():
-            place = self._together(lambda: checkpoint.on_disk(self, path))
-        with self.consensus() as model, self.account.apart():
-            return exporting.export(self, model, place)
+        with self._state.account.apart():
+            place = self._together(lambda: checkpoint.on_disk(self._state, path))
+        with self.consensus() as model, self._state.account.apart():
+            return exporting.export(self._state, model, place)
 
     def detach(self) -> None:
         """Remove every hook and close all connections; every rank must call.
@@ -463,17 +502,36 @@ class Worker(ElasticState):
         The model keeps its parameters and trains alone from then on. A comm that you passed to `attach` stays open, and
         so does the default process group.
 
-        While an exception is handled, and after a failure of ranks, it does not wait for other ranks.
+        While an exception is handled, and after a failure of ranks, it does not wait for other ranks. A second
+        call does nothing. `with attach(...) as worker:` calls it at the end of the block.
 
         Raises:
             MismatchError: on all ranks, where some are in another call or at another step; the hooks are removed.
         """
+        self._detach(waits=sys.exc_info()[0] is None)
+
+    def _detach(self, *, waits: bool) -> None:
+        if self._detached:
+            return
+        self._detached = True
         try:
-            if sys.exc_info()[0] is None and not self.comm.has_failed():
-                refuse_while_lent(self, "detach()")
-                self._together(lambda: self._wait_in_step("detach()"))
+            if waits and not self.comm.has_failed():
+                refuse_while_lent(self._state, "detach()")
+                self._together(lambda: wait_in_step(self._state, "detach()"))
         finally:
             for replica in self.replicas:
                 for part in replica.tree():
                     self.comm.close_mailbox(part)
-            self.undo.close()
+            self._state.undo.close()
+
+    @property
+    def _has_just_joined(self) -> bool:
+        return self.elastic is not None and self.elastic.has_just_joined
+
+    def _together(self, call: Callable[[], T]) -> T:
+        return together(self._state, self.elastic, call)
+
+
+def internals_of(worker: Worker) -> WorkerState:
+    """Return the data behind a worker, for thinwire's own modules; they may change in any version."""
+    return worker._state  # pyright: ignore[reportPrivateUsage]

@@ -24,6 +24,7 @@ from thinwire.arrays import fusion
 from thinwire.arrays.fusion import FusedArray, autotune
 from thinwire.arrays.sweep.parallel import ParallelArray, attach_array
 from thinwire.errors import ConfigError
+from thinwire.worker.worker import internals_of
 
 B, STEPS = 3, 7
 RATES = [0.05, 0.01, 0.1]
@@ -264,7 +265,7 @@ def test_a_slot_that_is_filled_within_a_period_counts_only_its_own_rates() -> No
         run.optimizer.param_groups[0]["lr"].fill_(0.05)
         trained(run, comm.rank, range(2))
         run.insert(1, FRESH[0], lr=0.05)
-        (replica,), ((_, segments),) = run.worker.replicas, run.worker.layouts
+        (replica,), ((_, segments),) = run.worker.replicas, internals_of(run.worker).layouts
         return [segment.of(replica.state["lr_sum"]).flatten(1).unique(dim=1).flatten() for segment in segments]
 
     for rates in thinwire.run_threads(2, work)[0]:

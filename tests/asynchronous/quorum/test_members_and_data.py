@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -180,19 +181,15 @@ def test_an_epoch_without_batches_is_refused() -> None:
 # -- data of elastic workers -----------------------------------------------------------------------------------------
 
 
-@dataclass
-class Elastic:
+def elastic(worker_id: str, step: int, crews: list[MembershipInterval]) -> Any:
     """What the sampler asks of an elastic worker."""
-
-    worker_id: str
-    step: int
-    crews: list[MembershipInterval]
+    return SimpleNamespace(step=step, elastic=SimpleNamespace(worker_id=worker_id, crews=lambda: crews))
 
 
 def assigned(worker_id: str, crews: list[MembershipInterval], steps: range, batches: int = 24) -> list[tuple[int, int]]:
     """The batches of one worker that takes these steps, each as (epoch, number)."""
     sampler = ElasticSampler(batches)
-    return [sampler.assignment(Elastic(worker_id, step, crews)) for step in steps]
+    return [sampler.assignment(elastic(worker_id, step, crews)) for step in steps]
 
 
 @pytest.mark.parametrize(("unused_from", "computed"), [(0, 0), (4, 4), (None, 0)])
@@ -208,13 +205,13 @@ def test_batches_of_a_lost_worker_since_the_last_average_are_assigned_again(
     sampler = ElasticSampler(24)
     for step in range(8, 18):
         left = b[computed + step - 8 :]
-        assert sampler.lost(Elastic("a", step, crews)) == ({0: [number for _, number in left]} if left else {})
+        assert sampler.lost(elastic("a", step, crews)) == ({0: [number for _, number in left]} if left else {})
 
 
 def test_lost_batches_are_listed_by_epoch() -> None:
     crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(6, ("a",), unused_from=0)]
     b = assigned("b", crews[:1], range(6), batches=8)
-    lost = ElasticSampler(8).lost(Elastic("a", 6, crews))
+    lost = ElasticSampler(8).lost(elastic("a", 6, crews))
     assert lost == {epoch: [number for e, number in b if e == epoch] for epoch in (0, 1)}
 
 
@@ -228,7 +225,7 @@ def test_a_worker_that_learns_of_a_loss_late_assigns_as_one_that_knew_it() -> No
     sampler, found = ElasticSampler(10), list[tuple[int, int]]()
     for step in range(20):
         known = [crew for crew in crews if crew.begins <= max(step, 0)]
-        found.append(sampler.assignment(Elastic("c", step, known)))
+        found.append(sampler.assignment(elastic("c", step, known)))
     assert found == assigned("c", crews, range(20), batches=10)
     everyone = [*assigned("a", crews, range(9), 10), *found, *assigned("b", crews, range(3), 10)]
     everyone += assigned("d", crews, range(5, 20), 10)
@@ -241,6 +238,6 @@ def test_a_long_run_is_replayed_where_a_loss_reaches_far_back(monkeypatch: pytes
     monkeypatch.setattr(elastic_sampler, "_RECORDED_STEPS", 4)
     crews = [MembershipInterval(0, ("a", "b")), MembershipInterval(40, ("a",), unused_from=2)]
     sampler = ElasticSampler(30)
-    found = [sampler.assignment(Elastic("a", step, crews[: 1 + (step >= 40)])) for step in range(60)]
+    found = [sampler.assignment(elastic("a", step, crews[: 1 + (step >= 40)])) for step in range(60)]
     assert found[40:60] == assigned("b", crews[:1], range(2, 22), 30)
     assert len(sampler._record) < 60

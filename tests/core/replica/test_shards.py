@@ -30,6 +30,7 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.worker.worker import internals_of
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]
 STRATEGIES: list[Strategy] = [
@@ -200,6 +201,6 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
 def test_checkpoints_of_unsharded_models_need_no_subfolder() -> None:
     def work(comm: thinwire.Comm) -> str:
         worker = attach(comm, LocalSGD(2))
-        return str(worker.own_folder("here"))
+        return str(internals_of(worker).own_folder("here"))
 
     assert thinwire.run_threads(2, work) == ["here", "here"]

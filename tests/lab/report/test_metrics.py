@@ -27,6 +27,7 @@ from thinwire import (
 )
 from thinwire.core.replica.replica import Replica
 from thinwire.lab.report.page import write
+from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.folder import RunFolder
 from thinwire.lab.runs.measure import Record, share
 
@@ -53,13 +54,15 @@ def test_a_worker_without_neighbours_records_nothing():
     assert run_threads(1, work) == [{}]
 
 
-def test_metrics_are_taken_once():
+def test_metrics_are_read_and_not_cleared_but_a_run_records_each_once():
     def work(comm: Comm) -> list[dict[str, float]]:
         worker = attach(comm, Local())
         worker.replicas[0].metrics["consensus_distance"] = torch.tensor(2.0)
-        return [worker.metrics(), worker.metrics()]
+        engine = ThinwireEngine(worker, worker.optimizer)
+        return [worker.metrics(), worker.metrics(), engine.metrics(), engine.metrics()]
 
-    assert run_threads(1, work) == [[{"consensus_distance": 2.0}, {}]]
+    distance = {"consensus_distance": 2.0}
+    assert run_threads(1, work) == [[distance, distance, distance, {}]]
 
 
 def test_metrics_are_means_over_the_workers_that_recorded_them():

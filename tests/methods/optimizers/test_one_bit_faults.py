@@ -22,6 +22,7 @@ from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.planning.plan import explain
 from thinwire.worker.exchanging import share_skips
+from thinwire.worker.worker import internals_of
 
 SMALL = CompressedMomentum(OneBit(block=8), warmup_steps=4)
 OVERLAPPED = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=True)
@@ -48,7 +49,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_lets_all_skip_the_step(
 
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, strategy, problem.model(), lr=0.03)
-        worker.nonfinite = "skip"
+        internals_of(worker).nonfinite = "skip"
         taken(worker, problem, 0, 8)
         before = all_of(worker)
         worker.optimizer.zero_grad()
@@ -78,7 +79,7 @@ def test_a_clip_of_what_is_not_finite_lets_all_skip_the_step_too() -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, max_norm=1.0)
         worker = begun(comm, strategy, problem.model(), lr=0.03)
-        worker.nonfinite = "skip"
+        internals_of(worker).nonfinite = "skip"
         before = taken(worker, problem, 0, 8)[-1]
         worker.optimizer.zero_grad()
         (problem.loss(worker.model, comm.rank, 8) * (float("inf") if comm.rank else 1.0)).backward()
@@ -96,8 +97,8 @@ def test_an_overflow_on_one_rank_skips_the_scaled_step_on_all() -> None:
     def body(comm: Comm) -> tuple[int, Tensor, float]:
         worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        worker.scaler = scaler
-        share_skips(worker)
+        internals_of(worker).scaler = scaler
+        share_skips(internals_of(worker))
         for step in range(12):
             worker.optimizer.zero_grad()
             loss = problem.loss(worker.model, comm.rank, step)
@@ -118,8 +119,8 @@ def test_a_scaled_loss_changes_nothing() -> None:
     def body(comm: Comm) -> Tensor:
         worker = begun(comm, SMALL, problem.model(), lr=0.03)
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        worker.scaler = scaler
-        share_skips(worker)
+        internals_of(worker).scaler = scaler
+        share_skips(internals_of(worker))
         for step in range(12):
             worker.optimizer.zero_grad()
             scaler.scale(problem.loss(worker.model, comm.rank, step)).backward()

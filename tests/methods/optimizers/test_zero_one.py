@@ -23,6 +23,7 @@ from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.methods.strategies.gradients.zero_one import ZeroOne
 from thinwire.planning.plan import explain
+from thinwire.worker.worker import internals_of
 
 # Gradients are averaged at 0, 1, 2, 4, 6 and 8; synchronisations are after steps 3, 5, 7, 9 and 10, 11, 12, then every
 # second one three times, then every fourth.
@@ -160,7 +161,7 @@ def test_a_gradient_that_is_not_finite_makes_all_skip_a_synchronisation(step: in
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor]:
         worker, _ = trained(comm, problem, 0.0, 0, step)
-        worker.nonfinite = "skip"
+        internals_of(worker).nonfinite = "skip"
         residual = worker.replicas[0].state["error"].clone()
         before = parameters_of(worker).clone()
         worker.optimizer.zero_grad()
@@ -184,7 +185,7 @@ def test_a_gradient_that_is_not_finite_counts_as_zero_in_a_local_step() -> None:
 
     def body(comm: Comm, factor: float) -> Tensor:
         worker, _ = trained(comm, problem, 0.0, 0, 13)
-        worker.nonfinite = "skip"
+        internals_of(worker).nonfinite = "skip"
         worker.optimizer.zero_grad()
         (problem.loss(worker.model, comm.rank, 13) * (factor if comm.rank else 1.0)).backward()
         worker.optimizer.step()

@@ -41,6 +41,7 @@ from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocal
 from thinwire.methods.strategies.wrappers.heterogeneity import NAMES, recommend
 from thinwire.methods.strategies.wrappers.probe import Probe
 from thinwire.planning.plan import explain
+from thinwire.worker.worker import internals_of
 
 DOUBLE = torch.float64
 
@@ -101,7 +102,7 @@ def measured(comm: Comm, strategy: Strategy, problem: Problem, steps: int, **set
     seen: list[dict[str, float]] = []
     for step in range(steps):
         go_on(worker, problem, range(step, step + 1), **settings)
-        seen.append(worker.metrics())
+        seen.append(internals_of(worker).metrics(clear=True))
     worker.detach()
     return seen
 
@@ -229,7 +230,7 @@ def test_nothing_is_measured_while_some_workers_have_no_data() -> None:
         found: list[int] = []
         for step in worker.join(range(lengths[comm.rank])):
             go_on(worker, problem, range(step, step + 1))
-            found += [step] if worker.metrics() else []
+            found += [step] if internals_of(worker).metrics(clear=True) else []
         return found
 
     assert thinwire.run_threads(2, body)[0] == [3]
@@ -245,7 +246,7 @@ def test_a_measurement_that_was_started_by_fewer_workers_is_dropped() -> None:
             for replica in worker.replicas:
                 replica.active = 1 if step == 2 else 2
             go_on(worker, problem, range(step, step + 1))
-            found += [step] if worker.metrics() else []
+            found += [step] if internals_of(worker).metrics(clear=True) else []
         return found
 
     assert thinwire.run_threads(2, body) == [[7], [7]]
@@ -274,8 +275,8 @@ def test_it_resumes_between_the_two_halves_of_a_measurement(strategy: Strategy, 
 
     def body(comm: Comm) -> bool:
         one = go_on(begin(comm, strategy, problem, sgd(0.05, 0.0)), problem, range(stop))
-        saved = one.state_dict()
-        one.metrics()
+        saved = one.state_dict(model=True, optimizer=True)
+        internals_of(one).metrics(clear=True)
         go_on(one, problem, range(stop, 12))
         two = begin(comm, strategy, problem, sgd(0.05, 0.0))
         two.load_state_dict(saved)

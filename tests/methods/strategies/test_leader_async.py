@@ -17,6 +17,7 @@ from thinwire import Comm, CommTimeoutError, ConfigError, Local, run_threads
 from thinwire.asynchronous.async_leader import AsyncLeaderSGD
 from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.planning.plan.traffic import DryRun
+from thinwire.worker.worker import internals_of
 
 DOUBLE = torch.float64
 STEPS = 24
@@ -82,7 +83,7 @@ def test_at_equal_speeds_it_is_leader_sgd(n: int) -> None:
         worker = begin(comm, AsyncLeaderSGD(period=4, pull=0.3), problem, starts, momentum=0.9)
         for step in range(STEPS):
             go_on(worker, problem, RATES[step : step + 1], step)
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
         worker.detach()
         return flat(worker.model)
 
@@ -165,7 +166,7 @@ def test_a_worker_that_never_reaches_the_barrier_is_waited_for_until_the_timeout
             time.sleep(0.8)
             return ""
         with pytest.raises(CommTimeoutError) as late:
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
         return str(late.value)
 
     words = run_threads(2, body, timeout=0.3)[0]
@@ -180,7 +181,7 @@ def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(first: 
     def steps(worker: Any, begun: int, ended: int) -> None:
         for step in range(begun, ended):
             go_on(worker, problem, [0.1], step)
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         worker = begin(comm, strategy, problem, starts, momentum=0.9)

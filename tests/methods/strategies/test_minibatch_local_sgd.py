@@ -20,6 +20,7 @@ from tests.problems import Quadratic, Regression, distance, flat, quadratic, tog
 from thinwire import AllReduce, Codec, Comm, ConfigError, ErrorFeedback, Fp32, LocalSGD, Quantize, SlowMo, Worker
 from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
 from thinwire.planning.plan import explain
+from thinwire.worker.worker import internals_of
 
 DOUBLE = torch.float64
 STEPS = 14
@@ -294,7 +295,7 @@ def test_gradients_without_a_number_reach_all_workers_at_the_end_of_the_round() 
     problem = quadratic(2, DOUBLE)
 
     def spoil(worker: Worker, step: int) -> None:
-        worker.nonfinite = "ignore"
+        internals_of(worker).nonfinite = "ignore"
         if step == 1 and worker.comm.rank == 0:
             next(worker.model.parameters()).grad.fill_(float("nan"))  # type: ignore[union-attr]
 

@@ -14,6 +14,7 @@ from torch import nn
 
 import thinwire
 from thinwire.core.comm.group import GroupComm
+from thinwire.worker.worker import internals_of
 
 ELEMENTS = 300_000
 STEPS = 8
@@ -46,7 +47,7 @@ def main(recipes: list[str]) -> None:
             optimizer.zero_grad()
             model[0].square().sum().backward()
             optimizer.step()
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         figures = [now - then for now, then in zip(still(), before, strict=True)]
         sys.stdout.write(json.dumps([recipe, worker.comm.meter.payload_bytes - sent, *figures]) + "\n")
         sys.stdout.flush()

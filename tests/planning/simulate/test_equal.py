@@ -20,6 +20,7 @@ from tests.problems import distance, flat
 from thinwire import Comm, Strategy
 from thinwire.planning import simulate
 from thinwire.planning.simulate import Network
+from thinwire.worker.worker import internals_of
 
 DETERMINISTIC = [each for each in STRATEGIES if each.reproducible]
 FIRST = [next(each for each in DETERMINISTIC if type(each.strategy) is kind) for kind in KINDS]
@@ -68,8 +69,8 @@ def sums_exactly(comm: Comm | None, strategy: Strategy) -> list[float]:
     worker = thinwire.attach(model, optimizer, strategy, comm=comm)
     for step in range(6):
         model[0].grad = torch.arange(6, dtype=torch.float64) + worker.comm.rank * (step % 3) - model[0].detach() / 4
-        if worker.backward is not None:
-            worker.backward.flush()
+        if (backward := internals_of(worker).backward) is not None:
+            backward.flush()
         optimizer.step()
     worker.detach()
     return flat(model).tolist()

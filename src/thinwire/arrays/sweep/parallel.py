@@ -30,7 +30,8 @@ from thinwire.worker import checkpoint, replica_state
 from thinwire.worker.attach import attach
 from thinwire.worker.handshake import agree
 from thinwire.worker.parameters import by_kind
-from thinwire.worker.worker import Worker
+from thinwire.worker.state import WorkerState
+from thinwire.worker.worker import Worker, internals_of
 
 # State that is one number while all models have the same learning rate, and a vector like `x` otherwise.
 _LR_STATE = ("lr_sum",)
@@ -103,9 +104,8 @@ class ParallelArray:
         self.optimizer.select(kept)
         self.worker = _attach(self.array, self.optimizer, before.strategy, before.comm, "own", **self._settings)
         self._set_learning_rates()
-        for old, new, *layouts in zip(
-            before.replicas, self.worker.replicas, before.layouts, self.worker.layouts, strict=True
-        ):
+        ours, theirs = internals_of(before).layouts, internals_of(self.worker).layouts
+        for old, new, *layouts in zip(before.replicas, self.worker.replicas, ours, theirs, strict=True):
             new.step = old.step
             carry = partial(_select_state, layouts[0], layouts[1], kept)
             # In place, because parts of the replica are views of these mappings.
@@ -151,7 +151,7 @@ class ParallelArray:
                 vector = flatten(alike, layout := lay_out([("", row) for row in alike]))
                 self.worker.comm.broadcast_(vector, 0).wait()
                 copy_each_(alike, views(vector, layout))
-            for replica, layout in zip(self.worker.replicas, self.worker.layouts, strict=True):
+            for replica, layout in zip(self.worker.replicas, internals_of(self.worker).layouts, strict=True):
                 _reset_state(self.worker.strategy, replica, layout, index)
 
     def save(
@@ -177,7 +177,7 @@ class ParallelArray:
         Raises:
             CheckpointError: the disk cannot be written to, or a value is neither a tensor nor JSON.
         """
-        worker = self.worker
+        worker = internals_of(self.worker)
         outline = outline_of(self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
         content = {
             "state": replica_state.pack(worker),
@@ -204,7 +204,7 @@ class ParallelArray:
             CheckpointError: there is no checkpoint, it is damaged, or it belongs to other models or another recipe. All
                 ranks raise it with the first difference, and nothing was changed.
         """
-        worker = self.worker
+        worker = internals_of(self.worker)
         home, contents = checkpoint.newest(worker, checkpoint.on_disk(worker, folder))
         first, same_size = contents[0], contents[0]["save"]["size"] == worker.comm.size
 
@@ -212,7 +212,10 @@ class ParallelArray:
             if "array" not in first["extra"]:
                 raise CheckpointError(f"{home}: holds one model and no array; load it with worker.load")
             identity = first["state"]["identity"]
-            for name, value in (("the strategy", canonical(worker.strategy)), ("the seed", str(worker.seed))):
+            for name, value in (
+                ("the strategy", canonical(worker.strategy)),
+                ("the seed", str(worker.seed)),
+            ):
                 if identity[name] != value:
                     raise CheckpointError(
                         f"{name} is {identity[name]} in the checkpoint and {value} in this run; make them equal"
@@ -229,7 +232,7 @@ class ParallelArray:
             for follower in (schedules, scaler):
                 if follower is not None:
                     follower.select(kept)
-        checkpoint.restore(self.worker, state, same_size=same_size)  # `select` has replaced the worker
+        checkpoint.restore(internals_of(self.worker), state, same_size=same_size)  # `select` has replaced the worker
         separate_step_counters(self.optimizer)
         restore_outline(outline, self.array, schedules=schedules, scaler=scaler, random=same_size)
         found: dict[str, Any] = first["extra"]["own"]
@@ -244,7 +247,7 @@ class ParallelArray:
 
     def _set_learning_rates(self) -> None:
         """Give strategies that read the learning rate the rate of each model."""
-        for replica, layout in zip(self.worker.replicas, self.worker.layouts, strict=True):
+        for replica, layout in zip(self.worker.replicas, internals_of(self.worker).layouts, strict=True):
             replica._lr = _learning_rates(self.optimizer, layout, replica.x)  # pyright: ignore[reportPrivateUsage]
 
 
@@ -429,7 +432,7 @@ def _overwrite(vector: Tensor, by: Tensor, layout: Layout, index: int) -> None:
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 
 
-def _resized(contents: Sequence[dict[str, Any]], worker: Worker) -> dict[str, Any]:
+def _resized(contents: Sequence[dict[str, Any]], worker: WorkerState) -> dict[str, Any]:
     """This rank's state in a world of another size; schedules and scaler must be equal on all ranks."""
     for name in ("rates", "schedules", "scaler"):
         if not all(

@@ -189,6 +189,10 @@ class Replica:
         """Numbers about this step by name."""
         return self.progress.metrics
 
+    def count(self, name: str) -> None:
+        """Add one to a figure of `metrics`, which is a count since `attach`."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + 1.0
+
     def part(self, name: str, where: slice | None = None, *, ahead: int = 0) -> Replica:
         """Return a replica with its own names over the vectors or a slice; the same object at every call.
 

@@ -60,6 +60,8 @@ class ElasticTraining:
             nonfinite=settings.nonfinite,
             timeout=settings.timeout,
         )
+        assert self.worker.elastic is not None
+        self._views = self.worker.elastic
         self._engine = ThinwireEngine(self.worker, optimizer)
         self._straggler = Straggler.from_environment()
         self._shard: Shard = self._task.shards(1, split="iid", seed=settings.seed)[0]
@@ -77,12 +79,12 @@ class ElasticTraining:
             CommError: the store is gone, or the others went on without this worker.
         """
         worker, settings = self.worker, self._settings
-        worker.on_view(self._tell_view)
+        self._views.on_view.append(self._tell_view)
         self._emit({"event": "start", "parameters": self._parameters, "step": worker.step})
         self._tell_view(worker.view)
         notice = Notice(worker, every=_NOTICE_STEPS) if settings.on_notice is not None else None
         # The others have evaluated after the step at whose end this worker joined.
-        steps, evaluated = settings.steps or 0, worker.step if worker.has_just_joined else -1
+        steps, evaluated = settings.steps or 0, worker.step if self._views.has_just_joined else -1
         while True:
             if worker.step != evaluated and self._evaluation_is_due(steps):
                 evaluated = worker.step
@@ -92,13 +94,12 @@ class ElasticTraining:
             self._take_step()
             if notice is not None and notice.leave():
                 self._tell_rows()
-                self._emit({"event": "left", "step": worker.step, "worker": worker.worker_id})
+                self._emit({"event": "left", "step": worker.step, "worker": self._views.worker_id})
                 return
         if notice is not None:
             notice.close()
         self._tell_rows()
-        lost = worker.elastic.costs if worker.elastic is not None else {}
-        self._emit({"event": "end", "step": worker.step, "memory": peak_memory("cpu"), "costs": lost})
+        self._emit({"event": "end", "step": worker.step, "memory": peak_memory("cpu"), "costs": self._views.costs})
 
     def _evaluation_is_due(self, steps: int) -> bool:
         step, every = self.worker.step, self._settings.eval_every
@@ -114,7 +115,7 @@ class ElasticTraining:
         loss = self._task.loss(engine.network, batch)
         value = loss.item()
         if not math.isfinite(value) and settings.nonfinite == "raise":
-            raise NonFiniteError(f"worker {worker.worker_id}, step {step}: the loss is {value}; use a lower --lr")
+            raise NonFiniteError(f"worker {self._views.worker_id}, step {step}: the loss is {value}; use a lower --lr")
         self._straggler.pause(step, time.monotonic() - start)
         engine.backward(loss)
         worker.record_batch(loss=loss)
@@ -137,7 +138,7 @@ class ElasticTraining:
     def _tell_rows(self) -> None:
         self._told_at = time.monotonic()
         if self._rows:
-            self._emit({"event": "rows", "worker": self.worker.worker_id, "rows": self._rows})
+            self._emit({"event": "rows", "worker": self._views.worker_id, "rows": self._rows})
             self._rows = []
 
     def _tell_view(self, view: View) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Interval
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 
 class Engine(Protocol):
@@ -115,8 +116,8 @@ class ThinwireEngine:
         self.optimizer = optimizer
         self.network = worker.model
         self.consensus = worker.consensus
-        self.metrics = worker.metrics
-        self.wait_pending = worker.wait_pending
+        self.metrics = partial(internals_of(worker).metrics, clear=True)  # each record has what is new
+        self.wait_pending = internals_of(worker).wait_pending
 
     @property
     def step(self) -> int:

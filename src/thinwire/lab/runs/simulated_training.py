@@ -16,7 +16,7 @@ from thinwire.lab import tasks
 from thinwire.methods.strategies.base import Strategy
 from thinwire.planning.simulate.comm import SimulatedComm
 from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _LARGEST_TENSOR = 1 << 20
@@ -101,8 +101,8 @@ class Training:
         def gradients() -> None:
             for parameter, centre in zip(model, centres, strict=True):
                 parameter.grad = centre if minimum is None else torch.sub(parameter.detach(), centre)
-            if worker.backward is not None:
-                worker.backward.flush()
+            if (backward := internals_of(worker).backward) is not None:
+                backward.flush()
             worker.record_batch(1, loss=0.0)
 
         def loss() -> float | None:
@@ -149,7 +149,7 @@ class Training:
             comm.compute()
             gradients()
             worker.optimizer.step()
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         comm.end_step()
         sent, seconds = comm.meter.payload_bytes - nbytes, comm.now
         messages = comm.meter.messages - messages

@@ -13,7 +13,7 @@ import torch
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 _LEAST_STEPS = 8
 _SKIPPED_STEPS = 2
@@ -118,7 +118,7 @@ class Guard:
         self._seen = worker.step
         # Registered after the worker's own hook, and so called after it.
         self._handle = worker.optimizer.register_step_post_hook(self._after_step)
-        worker.undo.callback(self._handle.remove)
+        internals_of(worker).undo.callback(self._handle.remove)
 
     def _begin(self) -> None:
         self._expected = self.worker.strategy
@@ -180,6 +180,6 @@ class Guard:
 
     def _slowest(self, seconds: float) -> float:
         worker = self.worker
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         own = torch.tensor([seconds], dtype=torch.float64, device=worker.replicas[0].x.device)
         return max(float(x) for x in worker.comm.all_gather(own).wait())

@@ -30,6 +30,7 @@ from thinwire.tensor2d.loss import cross_entropy_2d
 from thinwire.tensor2d.mesh import Mesh2D, Mesh3D
 from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.worker.attach import attach
+from thinwire.worker.worker import internals_of
 
 _WARM_UP, _COUNTED = 1, 1
 
@@ -184,7 +185,7 @@ def predict_mesh(
             comm.sleep(model_time.update / blocks * comm.slowdown)
             worker.record_batch(samples)
             made.step()
-        worker.wait_pending()
+        internals_of(worker).wait_pending()
         spans[comm.rank] = begin, comm.now
         sent[comm.rank] = sum(each.meter.payload_bytes for each in comms) - before
         held[comm.rank] = float(sum(nbytes_of(x) for r in worker.replicas for x in (r.x, r.g)))

@@ -31,7 +31,7 @@ from thinwire.planning.plan.traffic import MakeOptimizer, cycle, default_optimiz
 from thinwire.planning.simulate import DeadlockError, Network, SimulatedComm, UnlikeError, simulate
 from thinwire.planning.simulate.durations import Duration
 from thinwire.worker.attach import attach
-from thinwire.worker.worker import Worker
+from thinwire.worker.worker import Worker, internals_of
 
 _FEWEST_STEPS, _MOST_STEPS = 8, 256
 _BUCKET_BYTES = 8 << 20
@@ -183,7 +183,7 @@ class Simulated:
             held[comm.rank] = _held(worker)
             # The last counted step ends here; what is in flight is of later ones.
             comm.compute(0.0)
-            worker.wait_pending()
+            internals_of(worker).wait_pending()
 
         ended = simulate(self.workers, work, network=network, compute_time=Duration(), timeout=PATIENCE, alike=alike)
         for failure in ended.failures.values():
@@ -375,8 +375,8 @@ def _timed_steps(
         for parameter, gradient in zip(model, gradients, strict=True):
             parameter.grad = gradient.clone()
         start = time.perf_counter()
-        if worker.backward is not None:
-            worker.backward.flush()
+        if (backward := internals_of(worker).backward) is not None:
+            backward.flush()
         worker.record_batch(1, loss=0.0)
         made.step()
         found.append(time.perf_counter() - start)

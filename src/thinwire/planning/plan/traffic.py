@@ -26,6 +26,7 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.topology.base import Topology
 from thinwire.worker.attach import attach
 from thinwire.worker.compatibility import evaluates_several_gradients
+from thinwire.worker.worker import internals_of
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -216,8 +217,8 @@ class DryRun:
         """One training step, as a loop takes it."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        if self.worker.backward is not None:
-            self.worker.backward.flush()
+        if (backward := internals_of(self.worker).backward) is not None:
+            backward.flush()
         self.worker.record_batch(1, loss=0.0)
         self.worker.optimizer.step()
         # Those of torch have all of their state after one step.

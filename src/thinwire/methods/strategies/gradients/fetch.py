@@ -156,7 +156,7 @@ class FetchSGD(Strategy):
         fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
         r.g.zero_()
         if not fresh_table.finite:
-            r.metrics["skipped_steps"] = 1.0
+            r.count("skipped_steps")
             return
         velocity, error = r.state["momentum_sketch"], Table(r.state["error_sketch"], fresh.numel(), key)
         error.cells.add_(velocity.mul_(self.momentum).add_(fresh_table.cells))

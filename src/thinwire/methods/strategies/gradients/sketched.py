@@ -154,7 +154,7 @@ class SketchedSGD(Strategy):
         # From here on the gradient is the update. The state changes only below, so that a skipped step leaves no trace.
         r.g.zero_()
         if update is None:
-            r.metrics["skipped_steps"] = 1.0
+            r.count("skipped_steps")
             return
         applied = write_update_(r, update, inside=self.lr_in_residual)
         r.state["momentum"].copy_(momentum)

@@ -140,7 +140,7 @@ class ZeroOne(Strategy):
         elif not all_finite(r.g):
             # The other workers do not know of it, so this one must take a step too, with a zero gradient.
             r.g.zero_()
-            r.metrics["skipped_steps"] = 1.0
+            r.count("skipped_steps")
 
     def after_step(self, r: Replica) -> None:
         """Tell the optimizer whether the next step is local, and whether it updates the variance."""
@@ -178,7 +178,7 @@ class ZeroOne(Strategy):
         # A mean that is not finite is NaN throughout.
         if not all_finite(mean[:1]):
             view.optimizer.skip_next_step()
-            r.metrics["skipped_steps"] = 1.0
+            r.count("skipped_steps")
             return
         view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
 
