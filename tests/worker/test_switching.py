@@ -124,7 +124,7 @@ def test_an_optimizer_whose_memory_has_no_mean_is_refused_where_replicas_must_be
         worker.switch(SlowMo(period=4))
         worker.switch(AllReduce())
 
-    with pytest.raises(ConfigError, match=r"Adafactor under AllReduce\(\).*'row_var' has no mean"):
+    with pytest.raises(ConfigError, match=r"Adafactor under AllReduce\(\).*'row_var' of this one has no mean"):
         thinwire.run_threads(2, work, timeout=20)
 
 

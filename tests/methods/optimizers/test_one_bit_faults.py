@@ -179,7 +179,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(strategy: CompressedMomentum, ki
         worker = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
         taken(worker, problem, 0, at)
         again = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        again.load_state_dict(worker.state_dict())
+        again.load_state_dict(worker.state_dict(model=True, optimizer=True))
         worker.detach()
         taken(again, problem, at, 11)
         again.detach()
