@@ -40,6 +40,7 @@ from thinwire import (
 )
 from thinwire.worker.exporting import export_checkpoint
 from thinwire.worker.replica_state import pack
+from thinwire.worker.worker import internals_of
 
 WHOLE = {"model": True, "optimizer": True}
 
@@ -580,7 +581,7 @@ def with_header(state: dict[str, Tensor], **changes: Any) -> dict[str, Tensor]:
 
 def test_a_state_dict_of_an_earlier_version_which_was_nested_is_still_loaded() -> None:
     first = steps(attach(None, SlowMo(period=2), optimizer=adamw), batches(0, 3))
-    earlier = {"rank-0000": (pack(first),)}
+    earlier = {"rank-0000": (pack(internals_of(first)),)}
     second = attach(None, SlowMo(period=2), model=net(5), optimizer=adamw)
     second.load_state_dict(earlier)
     assert equal(everything(second), everything(first)) and second.step == 3

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, MultiStepLR, O
 from tests.engine import attach, batches, flat, steps
 from thinwire import AllReduce, CheckpointError, Comm, LocalSGD, Strategy, Worker, run_threads
 from thinwire.worker.replica_state import pack
+from thinwire.worker.worker import internals_of
 
 
 def in_two_phases(optimizer: Optimizer) -> SequentialLR:
@@ -104,7 +105,7 @@ def test_a_schedule_that_is_new_in_the_resumed_run_keeps_what_it_has_put_into_th
 def test_other_names_in_a_group_are_still_refused_and_so_is_a_rate_that_is_none() -> None:
     (worker,) = run_threads(1, lambda comm: attach(comm, AllReduce()))
     before = flat(worker.model)
-    part = pack(worker)
+    part = pack(internals_of(worker))
     for forged, words in (
         ({"tempo": 1.0}, "optimizer group 0 has what this run does not know: 'tempo'"),
         ({"initial_lr": "fast"}, "initial_lr of optimizer group 0 is 'fast' in the checkpoint"),
