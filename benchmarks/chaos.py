@@ -179,8 +179,8 @@ def work(plan: Plan, number: int, out: int, folder: Path) -> None:
     import torch
 
     import thinwire
+    from thinwire.elastic.notice import Notice
     from thinwire.elastic.sampler import ElasticSampler
-    from thinwire.worker.notice import Notice
 
     def tell(**fields: Any) -> None:
         os.write(out, json.dumps(fields).encode() + b"\n")
@@ -514,7 +514,7 @@ def run_all(numbers: list[int], seed: int) -> int:
     for module in (
         "torch._dynamo",
         "thinwire.worker.attach",
-        "thinwire.worker.notice",
+        "thinwire.elastic.notice",
         "thinwire.methods.strategies.recipe",
     ):
         import_module(module)

@@ -14,22 +14,28 @@ from importlib import import_module
 from pathlib import Path
 
 from thinwire._version import __version__
-from thinwire.worker.chooser import Chooser as _Chooser
-from thinwire.worker.chooser import register_chooser as _register_chooser
+from thinwire.worker import annexes as _annexes
 
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _HOME = {name: module for module, name in re.findall(r"^from (thinwire\.\S+) import (\w+) as ", _STUB, re.MULTILINE)}
 __all__ = ["__version__", *_HOME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def _load_chooser() -> _Chooser:
+def _load_chooser() -> _annexes.Chooser:
     """Import the planner, for `attach(..., "auto")`."""
     from thinwire.planning.plan.auto import choose_for
 
     return choose_for
 
 
-_register_chooser(_load_chooser)
+def _load_enter() -> _annexes.Enter:
+    """Import the elastic package, for `attach(..., elastic=True)`."""
+    from thinwire.elastic.rounds import enter
+
+    return enter
+
+
+_annexes.register(chooser=_load_chooser, enter=_load_enter)
 
 
 def __getattr__(name: str) -> object:

@@ -31,12 +31,12 @@ from thinwire import (
 )
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.storage.rank_file import RankFile
+from thinwire.core.view import Progress, View
 from thinwire.elastic import patience
 from thinwire.elastic.membership import Membership, RunEndedError
+from thinwire.elastic.rounds import Elastic
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
-from thinwire.elastic.view import Progress, View
 from thinwire.worker import checkpoint, handover
-from thinwire.worker.elastic import Elastic
 
 ROUNDS: list[Strategy] = [
     LocalSGD(period=3),

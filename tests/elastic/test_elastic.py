@@ -41,11 +41,11 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.elastic.handover import hand_over
+from thinwire.elastic.rounds import Elastic
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.gradients.dynamic_quantization import _QuantizationState
 from thinwire.methods.strategies.gradients.sketches import Table
-from thinwire.worker.elastic import Elastic
-from thinwire.worker.handover import hand_over
 from thinwire.worker.worker import internals_of
 
 STRATEGIES: list[Strategy] = [

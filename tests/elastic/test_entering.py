@@ -15,9 +15,9 @@ from tests.engine import batch, momentum, net
 from thinwire import ConfigError, Hypercube, PushSum
 from thinwire.core.comm.liveness import State
 from thinwire.core.comm.rendezvous import memory_store
+from thinwire.core.view import Progress, View
 from thinwire.elastic.membership import Membership, RunEndedError
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
-from thinwire.elastic.view import Progress, View
 from thinwire.errors import CommTimeoutError, PeerLostError
 
 READY = Progress(0, done=True, step=0)

@@ -30,8 +30,8 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
+from thinwire.elastic.rounds import Elastic
 from thinwire.worker.buckets import Backward
-from thinwire.worker.elastic import Elastic
 
 SIZE, VICTIM, PERIOD = 4, 1, 2
 # A check that all are in step is the first message of a round, the average the second. This outer step is the average.

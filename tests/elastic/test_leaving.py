@@ -23,11 +23,11 @@ from tests.engine import batch, momentum, net
 from tests.grids import fast_where
 from tests.problems import Irregular
 from thinwire import AllReduce, ErrorFeedback, Gossip, LocalSGD, OneBit, PushSum, SketchedSGD, SlowMo, Strategy, Worker
+from thinwire.elastic.notice import Notice
 from thinwire.elastic.sampler import ElasticSampler
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
 from thinwire.methods.strategies.base import nested
 from thinwire.methods.strategies.push_sum.mass import numerator, weight
-from thinwire.worker.notice import Notice
 
 
 @dataclass

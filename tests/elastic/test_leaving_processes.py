@@ -24,9 +24,9 @@ def work(outbox: Connection, rank: int, size: int, store: str, recipe: str, stay
 
     import thinwire
     from tests.engine import batch, momentum, net
-    from thinwire.elastic.view import View
+    from thinwire.core.view import View
+    from thinwire.elastic.notice import Notice
     from thinwire.methods.strategies.push_sum.mass import weight
-    from thinwire.worker.notice import Notice
 
     torch.set_num_threads(1)
     model = net(rank)

@@ -19,9 +19,9 @@ from thinwire.core.comm.liveness import State
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.comm.roll_call import within
 from thinwire.core.comm.view_group import GlooConnector
+from thinwire.core.view import Progress
 from thinwire.elastic import membership
 from thinwire.elastic.membership import Membership, RunEndedError
-from thinwire.elastic.view import Progress
 from thinwire.errors import PeerLostError
 
 

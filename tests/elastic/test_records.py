@@ -16,11 +16,11 @@ from thinwire import AllReduce, CommError, ConfigError, LocalSGD, Strategy, Work
 from thinwire.core.comm.liveness import ROW_BYTES
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.comm.roll_call import Failure
+from thinwire.core.view import Progress, View, is_worker
 from thinwire.elastic import fleet
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.records import Records, run_token
 from thinwire.elastic.threads import ThreadNetwork
-from thinwire.elastic.view import Progress, View, is_worker
 
 ROW = "00" * ROW_BYTES
 

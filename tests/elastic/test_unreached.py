@@ -20,11 +20,11 @@ from thinwire.core.comm import view_group
 from thinwire.core.comm.group import GroupComm
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.comm.view_group import GlooConnector
+from thinwire.core.view import Progress, View
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.records import Records
+from thinwire.elastic.rounds import Elastic
 from thinwire.elastic.threads import ThreadConnector
-from thinwire.elastic.view import Progress, View
-from thinwire.worker.elastic import Elastic
 
 
 class Cut:

@@ -10,9 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from thinwire import CommError, CommTimeoutError, PeerLostError
+from thinwire.core.view import Progress, View, last_kept_round
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.threads import ThreadNetwork
-from thinwire.elastic.view import Progress, View, last_kept_round
 
 
 @pytest.mark.parametrize(

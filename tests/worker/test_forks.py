@@ -20,7 +20,7 @@ from tests.pool import run_processes
 from thinwire import ConfigError
 from thinwire.arrays.fusion.autotune_cache import AutotuneCache, cache_path
 from thinwire.core.comm.group import GroupComm
-from thinwire.worker.notice import Notice
+from thinwire.elastic.notice import Notice
 from thinwire.worker.worker import Worker
 
 RECIPES = ["AllReduce()", "EagerPushSum()"]  # with a mailbox

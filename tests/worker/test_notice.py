@@ -13,7 +13,7 @@ import thinwire
 from tests.engine import attach, batches, flat, steps
 from tests.pool import run_processes
 from thinwire import Comm, ConfigError, LocalSGD
-from thinwire.worker.notice import Notice
+from thinwire.elastic.notice import Notice
 
 
 def noticed(folder: Path, number: int) -> tuple[int, str | None, list[float]]:

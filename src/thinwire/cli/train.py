@@ -170,8 +170,8 @@ class Train(settings_as_options(without=["timeline_steps"])):
         return replace(settings, command=before.command)
 
     def _show(self, summary: dict[str, Any], folder: Path) -> int:
+        from thinwire.elastic.notice import LEFT_WITH_NOTICE
         from thinwire.lab.report import write_trace
-        from thinwire.worker.notice import LEFT_WITH_NOTICE
 
         if self.trace:
             try:

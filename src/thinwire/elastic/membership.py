@@ -35,8 +35,8 @@ from typing import Any, TypeVar
 
 from thinwire.core.comm.liveness import Processes, State, own_row
 from thinwire.core.comm.roll_call import within
+from thinwire.core.view import Progress, View, is_worker
 from thinwire.elastic.records import Records, ViewStore
-from thinwire.elastic.view import Progress, View, is_worker
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError
 
 T = TypeVar("T")

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from thinwire.elastic.view import View
+from thinwire.core.view import View
 
 _VIEWS = 3  # consecutive failed views with the same workers, before one of them stops
 
@@ -15,7 +15,7 @@ class Unconnected:
     views, but rarely in all.
 
     Example:
-        >>> from thinwire.elastic.view import Progress, View
+        >>> from thinwire.core.view import Progress, View
         >>> apart, members = Unconnected(), ("a", "b", "c")
         >>> for epoch, names in enumerate(["", "ab", "abc", "ab"]):
         ...     progress = {each: Progress(7, True, 3, unconnected=each in names) for each in members}

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Literal
 
 import torch
@@ -15,13 +16,12 @@ from thinwire.core.comm.group import Group, comm_for
 from thinwire.core.comm.pending import PendingMeans
 from thinwire.core.replica.flat import flatten, lay_out, views
 from thinwire.core.replica.shards import Shards, is_sharded, local
-from thinwire.elastic.fleet import Fleet
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, pace_rule
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker.chooser import choose_strategy
+from thinwire.worker.annexes import Elastic, Fleet, choose_strategy, enter_run
 from thinwire.worker.compatibility import (
     check_arguments,
     check_closures,
@@ -32,8 +32,7 @@ from thinwire.worker.compatibility import (
     check_skipped_steps,
     check_start,
 )
-from thinwire.worker.consensus import broadcast_others, check_in_step
-from thinwire.worker.elastic import agree_with, enter, leaves_on_failure, together
+from thinwire.worker.consensus import broadcast_others, check_in_step, together
 from thinwire.worker.exchanging import share_skips, stop_watching, watch_gradients
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.handshake import agree, equal_on_all, facts_of
@@ -137,9 +136,9 @@ def attach(
             )
         check_new(named, optimizer)
         check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
-        views = enter(elastic, timeout)
+        views = enter_run(elastic, timeout)
         comm = views.comm
-    with leaves_on_failure(views) as on_failure:
+    with _leaving_on_failure(views) as on_failure:
         given = mesh.data if mesh is not None else comm
         comm = given or comm_for(group, timeout=timeout, device=device)
         if given is None:
@@ -159,7 +158,10 @@ def attach(
         facts = facts_of(model, optimizer, named, settings)
         # Before the checks below: after the ranks agree, all of them refuse what one refuses, and no rank is left
         # waiting for a rank that has raised.
-        agree_with(views, comm, facts, device)
+        if views is None:
+            agree(comm, facts, device)
+        else:
+            views.agree(facts, device)
         if automatic:
             strategy, watch = choose_strategy(optimizer, named, comm)
         state = WorkerState(model, optimizer, strategy, comm, seed=seed)
@@ -203,6 +205,19 @@ def attach(
             watch(worker)
         state.account.begin()
         return worker
+
+
+@contextmanager
+def _leaving_on_failure(views: Elastic | None) -> Generator[ExitStack]:
+    """Within it, an error makes an elastic worker leave its run, and calls the callbacks of the stack."""
+    on_failure = ExitStack()
+    try:
+        yield on_failure
+    except BaseException:
+        if views is not None:
+            views.withdraw()
+        on_failure.close()
+        raise
 
 
 def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,10 +17,13 @@ from thinwire.core.kernels.decisions import decide
 from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.replica.shards import local
 from thinwire.errors import ConfigError, MismatchError, PeerLostError
+from thinwire.worker.annexes import Elastic
 from thinwire.worker.guards import refuse
 from thinwire.worker.handshake import agree, describe_tensor, fingerprint, hash_of
 from thinwire.worker.parameters import by_kind, named_buffers, named_parameters
 from thinwire.worker.state import WorkerState
+
+T = TypeVar("T")
 
 _COMPRESSED_ROWS = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED_COLUMNS = (torch.sparse_csc, torch.sparse_bsc)
@@ -327,3 +331,12 @@ def _distance(x: Tensor, first: Tensor) -> float:
 
 def _allowed(x: Tensor) -> float:
     return max(_MOST, torch.finfo(x.dtype).eps)
+
+
+def together(worker: WorkerState, views: Elastic | None, call: Callable[[], T]) -> T:
+    """Run what all ranks do together; elastic workers run it again if one of them is lost in it.
+
+    A failed backward pass is ended before, in a round of its own: other workers may have been in one meanwhile.
+    """
+    worker.end_failed_pass()
+    return call() if views is None else views.together(call)

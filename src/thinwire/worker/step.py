@@ -6,7 +6,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from thinwire.core.replica.flat import views
 from thinwire.core.replica.shards import plain
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy
+from thinwire.worker.annexes import Rounds
 from thinwire.worker.buckets import Bucket, NonFinite
 from thinwire.worker.compatibility import several_evaluations
 from thinwire.worker.consensus import refuse_while_lent
@@ -27,18 +28,6 @@ from thinwire.worker.switching import check_first_gradient
 _COMPARED_STEPS = 500
 _CHECKPOINTS = "torch.distributed.checkpoint.state_dict"
 _ALLOCATING = (("torch.distributed.optim.named_optimizer", "init_state"),)
-
-
-class Rounds(Protocol):
-    """Runs the strategy's hooks in rounds that are repeated if a worker is lost, as elastic workers need."""
-
-    def before_step(self, hook: Callable[[], None]) -> None:
-        """Run the hook before the optimizer's step."""
-        ...
-
-    def after_step(self, hook: Callable[[], None]) -> None:
-        """Run the hook after the optimizer's step."""
-        ...
 
 
 class Step:

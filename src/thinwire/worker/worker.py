@@ -16,12 +16,12 @@ from torch.utils.data import DistributedSampler
 from thinwire.core.comm.base import Comm
 from thinwire.core.replica.replica import Replica, as_number
 from thinwire.core.replica.shards import is_sharded
-from thinwire.elastic.view import View
+from thinwire.core.view import View
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker import checkpoint, exporting, joining, replica_state, switching
-from thinwire.worker.consensus import check_all_there, lends, refuse_while_lent, wait_in_step
-from thinwire.worker.elastic import Elastic, together
+from thinwire.worker.annexes import Elastic
+from thinwire.worker.consensus import check_all_there, lends, refuse_while_lent, together, wait_in_step
 from thinwire.worker.guards import rebase
 from thinwire.worker.state import Stats, WorkerState
 from thinwire.worker.step import Step

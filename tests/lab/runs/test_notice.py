@@ -14,9 +14,9 @@ import pytest
 from tests.lab.runs.test_elastic_run import Pids
 from thinwire.cli.progress import notice_in_words
 from thinwire.cli.train import Train
+from thinwire.elastic.notice import LEFT_WITH_NOTICE
 from thinwire.lab.report.page import write
 from thinwire.lab.runs import RunFolder, launch, resolve
-from thinwire.worker.notice import LEFT_WITH_NOTICE
 
 STEPS = 60
 ASKED = {

@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
+from thinwire.core.view import View
+from thinwire.elastic.notice import Notice
 from thinwire.elastic.sampler import ElasticSampler
-from thinwire.elastic.view import View
 from thinwire.errors import NonFiniteError
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs.engine import ThinwireEngine
@@ -24,7 +25,6 @@ from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Shard, Task
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
-from thinwire.worker.notice import Notice
 from thinwire.worker.worker import Worker
 
 _REPORT_SECONDS = 0.25

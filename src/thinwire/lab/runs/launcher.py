@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.core.torch_internals import OPTIMIZER_IMPORTS
+from thinwire.elastic.notice import SIGNALS
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError, error_named
 from thinwire.lab.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
 from thinwire.lab.emulate.launch import never
@@ -24,7 +25,6 @@ from thinwire.lab.runs.restarts import Restarts
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import parse_switches
 from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.notice import SIGNALS
 
 Listener = Callable[[Fields], None]
 _KEPT_LINES = 200

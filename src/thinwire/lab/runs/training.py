@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.comm.base import Comm
+from thinwire.elastic.notice import Notice
 from thinwire.errors import NonFiniteError, ThinwireError
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs.coreset import ChosenData
@@ -25,7 +26,6 @@ from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.tensor import TensorParallel
 from thinwire.lab.runs.writer import Writer
 from thinwire.lab.tasks import Evaluation, Shard, Task
-from thinwire.worker.notice import Notice
 
 _PROGRESS_SECONDS = 0.5
 _NOTICE_STEPS = 10  # between two messages about signals

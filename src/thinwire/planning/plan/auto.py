@@ -36,7 +36,7 @@ from thinwire.planning.plan.networks import network_of_all_reduces
 from thinwire.planning.plan.predict import ModelTime, own_work
 from thinwire.planning.plan.search import FEW_WORKERS, Job, Planner, choose
 from thinwire.planning.simulate import Network
-from thinwire.worker.chooser import Watch
+from thinwire.worker.annexes import Watch
 from thinwire.worker.compatibility import check_compatible
 from thinwire.worker.handshake import gather_texts
 

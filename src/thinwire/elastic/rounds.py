@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -25,18 +24,19 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.state import replace_entries
+from thinwire.core.view import Progress, View, last_kept_round
 from thinwire.elastic.elastic_comm import ElasticComm
 from thinwire.elastic.fleet import Fleet, fleet_from_environment
+from thinwire.elastic.handover import Arrivals, Offered, can_copy, hand_over
 from thinwire.elastic.membership import StoreLostError
 from thinwire.elastic.patience import Patience
 from thinwire.elastic.sampler import MembershipInterval
 from thinwire.elastic.unconnected import Unconnected
-from thinwire.elastic.view import Progress, View, last_kept_round
-from thinwire.errors import CommTimeoutError, MismatchError, PeerLostError
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
 from thinwire.methods.strategies.base import Strategy, check_workers, nested, starts_again, weight_of
 from thinwire.methods.strategies.wrapper import Wrapper
+from thinwire.worker import annexes
 from thinwire.worker.guards import rebase
-from thinwire.worker.handover import Arrivals, Offered, can_copy, hand_over
 from thinwire.worker.handshake import Facts, agree, first_difference
 from thinwire.worker.state import WorkerState
 
@@ -744,14 +744,16 @@ class Elastic:
 # -- attach ------------------------------------------------------------------------------------------------------------
 
 
-def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
+def enter(elastic: Literal[True] | annexes.Fleet, timeout: float) -> Elastic:
     """Enter an elastic run, and connect with the workers of its current view.
 
     Raises:
-        ConfigError: the environment names no store that outlives the workers.
-        CommError: the others did not come, or do not take this worker in.
+        ConfigError: the environment names no store that outlives the workers, or `elastic` is something else.
+        CommError: the other workers did not come, or do not accept this worker.
     """
     fleet = fleet_from_environment(timeout=timeout) if elastic is True else elastic
+    if not isinstance(fleet, Fleet):
+        raise ConfigError(f"elastic={fleet!r}: must be True, False or a thinwire.elastic.fleet.Fleet")
     offered = Offered(fleet.membership, fleet.connector)
     fleet.membership.on_offer = offered.take
     try:
@@ -762,40 +764,6 @@ def enter(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
         fleet.withdraw()
         raise
     return views
-
-
-@contextmanager
-def leaves_on_failure(views: Elastic | None) -> Generator[ExitStack]:
-    """Within it, an error takes an elastic worker out of its run, and runs the callbacks of the stack."""
-    on_failure = ExitStack()
-    try:
-        yield on_failure
-    except BaseException:
-        if views is not None:
-            views.withdraw()
-        on_failure.close()
-        raise
-
-
-def agree_with(views: Elastic | None, comm: Comm, facts: Facts, device: torch.device) -> None:
-    """Check that all ranks have equal settings, and that a joining worker has those of the run.
-
-    Raises:
-        MismatchError: with the first difference.
-    """
-    if views is None:
-        agree(comm, facts, device)
-    else:
-        views.agree(facts, device)
-
-
-def together(worker: WorkerState, views: Elastic | None, call: Callable[[], T]) -> T:
-    """Run what all ranks do together; elastic workers run it again if one of them is lost in it.
-
-    A failed backward pass is ended before, in a round of its own: other workers may have been in one meanwhile.
-    """
-    worker.end_failed_pass()
-    return call() if views is None else views.together(call)
 
 
 def _silent(strategy: Strategy) -> bool:

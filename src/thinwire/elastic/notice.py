@@ -47,7 +47,7 @@ class Notice:
 
     Example:
         >>> import os, signal, tempfile, torch, thinwire
-        >>> from thinwire.worker.notice import Notice
+        >>> from thinwire.elastic.notice import Notice
         >>> model = torch.nn.Linear(1, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> worker = thinwire.attach(model, optimizer, thinwire.LocalSGD(period=4))
@@ -125,7 +125,7 @@ class Notice:
             >>> import torch
             >>> from thinwire import AllReduce, attach
             >>> from thinwire.elastic.threads import ThreadNetwork
-            >>> from thinwire.worker.notice import Notice
+            >>> from thinwire.elastic.notice import Notice
             >>> model = torch.nn.Linear(1, 1)
             >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             >>> worker = attach(model, optimizer, AllReduce(), elastic=ThreadNetwork().fleet("a", 0, 1))

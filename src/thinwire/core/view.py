@@ -49,7 +49,7 @@ class Progress:
         in_step: whether it has started the step after `step`.
 
     Example:
-        >>> from thinwire.elastic.view import Progress, last_kept_round
+        >>> from thinwire.core.view import Progress, last_kept_round
         >>> last_kept_round([Progress(7, True, 3), Progress(7, True, 3)])
         7
         >>> last_kept_round([Progress(7, True, 3), Progress(7, False, 3)])

@@ -29,9 +29,9 @@ from thinwire.core.comm.liveness import State
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.core.storage.tree import from_bytes, to_bytes
+from thinwire.core.view import View, is_worker
 from thinwire.elastic.elastic_comm import Connector, ElasticComm
 from thinwire.elastic.membership import Membership
-from thinwire.elastic.view import View, is_worker
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError
 from thinwire.methods.codecs.feedback import of_server, residual_sizes
 from thinwire.methods.strategies.base import codecs_of, nested

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What packages above this one add to `attach`: the planner behind "auto", and the rounds of elastic runs.
+
+Both use this package, so it cannot import them. `thinwire/__init__.py` registers them. This module imports neither
+torch nor them, because `import thinwire` runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from thinwire.core.comm.base import Comm
+    from thinwire.core.view import View
+    from thinwire.methods.strategies.base import Strategy
+    from thinwire.worker.state import WorkerState
+
+T = TypeVar("T")
+Watch = Callable[[Any], object]
+"""Called with the attached `Worker`; it may measure the first steps and switch to another strategy."""
+Chooser = Callable[["Optimizer", "Mapping[str, nn.Parameter]", "Comm"], "tuple[Strategy, Watch | None]"]
+"""Every rank calls it with the optimizer, the trained parameters and the comm; all get the same strategy."""
+
+
+class Rounds(Protocol):
+    """Runs the strategy's hooks in rounds that are repeated if a worker is lost, as elastic workers need."""
+
+    def before_step(self, hook: Callable[[], None]) -> None:
+        """Run the hook before the optimizer's step."""
+        ...
+
+    def after_step(self, hook: Callable[[], None]) -> None:
+        """Run the hook after the optimizer's step."""
+        ...
+
+
+class Fleet(Protocol):
+    """One worker's entry into an elastic run: a `thinwire.elastic.fleet.Fleet`."""
+
+    @property
+    def rank(self) -> int:
+        """The rank of this worker, if the run begins."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """The number of workers that the run begins with."""
+        ...
+
+
+class Elastic(Rounds, Protocol):
+    """What a worker knows of the other workers of an elastic run: a `thinwire.elastic.rounds.Elastic`.
+
+    Attributes:
+        view: the current view.
+        costs: the costs of changes of view so far, by name, such as lost push-sum weight.
+        on_view: functions that are called with each new view, on every worker in it.
+    """
+
+    view: View
+    costs: dict[str, float]
+    on_view: list[Callable[[View], None]]
+
+    @property
+    def comm(self) -> Comm:
+        """The comm of the worker's replicas."""
+        ...
+
+    @property
+    def worker_id(self) -> str:
+        """This worker's id among `view.members`; unlike the rank it never changes."""
+        ...
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker joins a run that has begun, and has no state of it yet."""
+        ...
+
+    @property
+    def has_just_joined(self) -> bool:
+        """Whether this worker has joined the run and taken no step in it yet."""
+        ...
+
+    def crews(self) -> Sequence[Any]:
+        """Return which workers took part from which step on."""
+        ...
+
+    def agree(self, facts: list[tuple[str, str]], device: torch.device) -> None:
+        """Check that all workers have equal settings, and that a joining worker has those of the run."""
+        ...
+
+    def begin(self, worker: WorkerState, after_step: Callable[[], None]) -> None:
+        """Take over the worker, whose replicas are made."""
+        ...
+
+    def gradients(self, exchange: Callable[[], None]) -> None:
+        """Run the exchange at the end of a backward pass as a round."""
+        ...
+
+    def start_step(self) -> None:
+        """Begin a step, before its first message."""
+        ...
+
+    def together(self, body: Callable[[], T]) -> T:
+        """Run what all workers do together, again if one of them is lost in it."""
+        ...
+
+    def drop_newcomers(self) -> None:
+        """Forget which workers have just joined."""
+        ...
+
+    def withdraw(self) -> None:
+        """Leave the run, which this worker could not start in."""
+        ...
+
+
+Enter = Callable[["Literal[True] | Fleet", float], Elastic]
+"""Enters an elastic run, with a timeout in seconds; True reads from the environment which run it is."""
+
+_registered: dict[str, Callable[[], Any]] = {}
+
+
+def register(*, chooser: Callable[[], Chooser], enter: Callable[[], Enter]) -> None:
+    """Register what `attach` needs for "auto" and for `elastic`; each is imported when a worker asks for it.
+
+    Args:
+        chooser: imports the planner and returns its chooser.
+        enter: imports the elastic package and returns the function that enters a run.
+    """
+    _registered.update(chooser=chooser, enter=enter)
+
+
+def choose_strategy(
+    optimizer: Optimizer, named: Mapping[str, nn.Parameter], comm: Comm
+) -> tuple[Strategy, Watch | None]:
+    """Choose a strategy for these ranks, which have agreed that all ask for one.
+
+    Returns:
+        The strategy, and what to call with the worker once it is attached; None for nothing.
+    """
+    chooser: Chooser = _registered["chooser"]()
+    return chooser(optimizer, named, comm)
+
+
+def enter_run(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
+    """Enter an elastic run, and connect with the workers of its current view.
+
+    Raises:
+        ConfigError: the environment names no store that outlives the workers.
+        CommError: the other workers did not come, or do not accept this worker.
+    """
+    enter: Enter = _registered["enter"]()
+    return enter(elastic, timeout)
