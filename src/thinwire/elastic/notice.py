@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from thinwire.core.comm.forks import protect
+from thinwire.elastic.rounds import Elastic
 from thinwire.errors import ConfigError
 from thinwire.worker.handshake import gather_texts
 from thinwire.worker.worker import Worker, internals_of
@@ -81,6 +82,9 @@ class Notice:
         self.received: str | None = None
         self.reasons: dict[int | str, str] = {}
         self._worker = worker
+        views = worker.elastic
+        assert views is None or isinstance(views, Elastic)  # the only ones that `attach` can enter
+        self._views = views
         self._every = every
         self._asked_at = -1
         self._received_at = 0.0
@@ -104,7 +108,7 @@ class Notice:
             return bool(self.reasons)
         self._asked_at = step
         # Elastic workers ask again where one is lost meanwhile.
-        self.reasons = self._ask() if worker.elastic is None else worker.elastic.together(self._ask, sends=False)
+        self.reasons = self._ask() if self._views is None else self._views.together(self._ask, sends=False)
         return bool(self.reasons)
 
     def leave(self) -> bool:
@@ -139,15 +143,14 @@ class Notice:
             >>> notice.close()
             >>> worker.detach()
         """
-        elastic = self._worker.elastic
-        if elastic is None:
+        if self._views is None:
             raise ConfigError(
                 "leave(): only workers of attach(elastic=True) continue without one. If agreed() is true, save on all "
                 "ranks and exit with LEFT_WITH_NOTICE"
             )
         if not self.agreed():
             return False
-        if elastic.release({str(each): reason for each, reason in self.reasons.items()}):
+        if self._views.release({str(each): reason for each, reason in self.reasons.items()}):
             self.close()
             return True
         self.reasons = {}
@@ -155,11 +158,11 @@ class Notice:
 
     def _ask(self) -> dict[int | str, str]:
         worker, device = self._worker, self._worker.replicas[0].x.device
-        if worker.elastic is not None and worker.elastic.has_just_joined:
+        if self._views is not None and self._views.has_just_joined:
             return {}  # the others have asked after the step before
         internals_of(worker).wait_pending()
         texts = gather_texts(worker.comm, (self.received or "").encode(), device)
-        names: Sequence[int | str] = range(len(texts)) if worker.elastic is None else worker.elastic.peers
+        names: Sequence[int | str] = range(len(texts)) if self._views is None else self._views.peers
         return {name: text.decode() for name, text in zip(names, texts, strict=True) if text}
 
     def after_fork(self) -> None:

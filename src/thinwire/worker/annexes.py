@@ -7,7 +7,7 @@ torch nor them, because `import thinwire` runs it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class Elastic(Rounds, Protocol):
         """Whether this worker has joined the run and taken no step in it yet."""
         ...
 
-    def crews(self) -> Sequence[Any]:
+    def crews(self) -> list[Any]:
         """Return which workers took part from which step on."""
         ...
 

@@ -676,3 +676,23 @@ def _fingerprint(worker: WorkerState) -> int:
     worker.shards.read()
     frozen = [local(p.data) for p in worker.frozen]
     return fingerprint([*(r.x for r in worker.replicas), *(x for x in frozen if x.layout == torch.strided)])
+
+
+def check_first_gradient(worker: WorkerState) -> None:
+    """Refuse a step after a switch whose gradient was computed before it, and so was not exchanged.
+
+    Raises:
+        ConfigError: on all ranks.
+    """
+    worker.just_switched = False
+    has_gradient = any(p.grad is not None for parameters, _ in worker.layouts for p in parameters)
+    if worker.backward is not None and not worker.backward.ended and has_gradient:
+        worker.comm.raise_on_all(ConfigError(switched_between(worker)))
+
+
+def switched_between(worker: WorkerState) -> str:
+    """Return the error of a switch between the two halves of a step."""
+    return (
+        f"step {worker.step}: switch() between backward() and optimizer.step(): the gradient "
+        "is what the strategy before it makes of it; call switch() after optimizer.step()"
+    )

@@ -30,10 +30,11 @@ from thinwire.worker.compatibility import (
     check_mesh,
     check_skipped_steps,
 )
-from thinwire.worker.exchanging import share_skips, watch_gradients
+from thinwire.worker.guards import switched_between
 from thinwire.worker.handshake import agree
 from thinwire.worker.replica_state import new_replica
 from thinwire.worker.state import WorkerState
+from thinwire.worker.step import share_skips, watch_gradients
 
 _BASE = "base/"
 
@@ -112,25 +113,6 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     )
 
 
-def check_first_gradient(worker: WorkerState) -> None:
-    """Refuse a step after a switch whose gradient was computed before it, and so was not exchanged.
-
-    Raises:
-        ConfigError: on all ranks.
-    """
-    worker.just_switched = False
-    has_gradient = any(p.grad is not None for parameters, _ in worker.layouts for p in parameters)
-    if worker.backward is not None and not worker.backward.ended and has_gradient:
-        worker.comm.raise_on_all(ConfigError(_between(worker)))
-
-
-def _between(worker: WorkerState) -> str:
-    return (
-        f"step {worker.step}: switch() between backward() and optimizer.step(): the gradient "
-        "is what the strategy before it makes of it; call switch() after optimizer.step()"
-    )
-
-
 def _agreed(worker: WorkerState, strategy: Strategy | str) -> Strategy:
     """The new strategy, with which every rank has agreed and which can serve this worker; nothing has changed yet.
 
@@ -170,7 +152,7 @@ def _check(worker: WorkerState, new: Strategy) -> None:
     # Of a step that a GradScaler has skipped, or a batch that all have left out, nothing is waiting.
     waiting = any(p.grad is not None and bool(local(p.grad).any()) for p in parameters)
     if worker.backward is not None and worker.backward.exchanged and waiting:
-        raise ConfigError(_between(worker))
+        raise ConfigError(switched_between(worker))
     if not _must_meet(worker.strategy, new):
         return
     known = {name for replica in worker.replicas for name in replica.moments.names}

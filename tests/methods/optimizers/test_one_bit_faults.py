@@ -21,7 +21,7 @@ from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
 from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.planning.plan import explain
-from thinwire.worker.exchanging import share_skips
+from thinwire.worker.step import share_skips
 from thinwire.worker.worker import internals_of
 
 SMALL = CompressedMomentum(OneBit(block=8), warmup_steps=4)
