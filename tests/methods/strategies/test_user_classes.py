@@ -25,6 +25,7 @@ from thinwire import (
     ErrorFeedback,
     Gathered,
     LocalSGD,
+    Replica,
     Ring,
     SlowMo,
     Strategy,
@@ -247,6 +248,36 @@ class Loud(Strategy):
 def test_a_trait_that_is_written_as_an_attribute_of_the_class_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"Loud has the class attribute sends_gradients=True.*thinwire.Traits\("):
         attached(Loud())
+
+
+@dataclass(frozen=True)
+class Earlier(Strategy):
+    """Overrides a hook that earlier versions had."""
+
+    def consensus(self, r: Replica) -> Tensor:
+        return r.x
+
+
+@dataclass(frozen=True)
+class Narrow(Strategy):
+    def check(self, size: int) -> None:  # type: ignore[override]
+        pass
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (
+            Earlier(),
+            r"Earlier defines consensus, which is no hook of Strategy and would be ignored. Use average\(r\)\.",
+        ),
+        (SlowMo(Earlier()), "Earlier defines consensus"),
+        (Narrow(), "Narrow.check does not take the optimizer"),
+    ],
+)
+def test_a_hook_that_nothing_calls_is_refused(strategy: Strategy, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        attached(strategy)
 
 
 @dataclass(frozen=True)
