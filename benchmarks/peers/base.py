@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.core.comm.base import Comm
-from thinwire.core.comm.work import nbytes_of
 from thinwire.errors import ConfigError
 from thinwire.lab.runs.baselines import Baseline, BaselineEngine, PayloadCounter
 
@@ -51,7 +50,7 @@ class LibraryEngine(BaselineEngine):
     def __init__(self, network: Any, optimizer: Optimizer, control: Comm) -> None:
         super().__init__(network, optimizer, control)
         self.sent = PayloadCounter(self)
-        self.nbytes = sum(nbytes_of(p) for p in network.parameters())
+        self.nbytes = sum(p.nbytes for p in network.parameters())
         # Evaluated is the mean of the workers' models.
         self.average = lambda: None
 

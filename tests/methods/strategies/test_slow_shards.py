@@ -28,7 +28,6 @@ from thinwire import (
     Strategy,
     Streaming,
 )
-from thinwire.core.comm.work import nbytes_of
 from thinwire.methods.strategies.local.means import (
     all_gather_,
     own_shard,
@@ -129,7 +128,7 @@ def test_sharding_sends_as_much_and_keeps_a_part(strategy: Strategy, vectors: in
 
     def kept(comm: Comm) -> int:
         (r,) = run(comm, strategy, problem, 8, sgd()).replicas
-        return sum(nbytes_of(x) for x in r.state.values() if x.dim())
+        return sum(x.nbytes for x in r.state.values() if x.dim())
 
     assert thinwire.run_threads(2, kept) == [17 * 4 * vectors] * 2
 

@@ -30,7 +30,6 @@ from thinwire import (
     SlowMo,
     Strategy,
 )
-from thinwire.core.comm.work import nbytes_of
 from thinwire.planning.plan.traffic import DryRun
 
 STEPS = 24
@@ -155,7 +154,7 @@ def test_every_call_of_a_comm_counts_what_a_rank_sends(n: int) -> None:
     }
     assert comm.meter.payload_bytes == sum(comm.meter.by_operation.values())
     assert comm.meter.messages == 5
-    assert nbytes_of(x) == 3360
+    assert x.nbytes == 3360
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from thinwire.core.comm.mailbox.base import Mailbox
 from thinwire.core.comm.runtime import REAL, Runtime
-from thinwire.core.comm.work import Meter, Work, completed, describe, nbytes_of
+from thinwire.core.comm.work import Meter, Work, completed, describe
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
 T = TypeVar("T")
@@ -102,22 +102,22 @@ class Comm(ABC):
         if self.size == 1:
             return completed(x)
         if op == "min":
-            return self._track("all_reduce_min", nbytes_of(x), lambda: self._all_reduce_min_(x), x)
-        sent = 2 * (self.size - 1) * nbytes_of(x) / self.size
+            return self._track("all_reduce_min", x.nbytes, lambda: self._all_reduce_min_(x), x)
+        sent = 2 * (self.size - 1) * x.nbytes / self.size
         return self._track("all_reduce", sent, lambda: self._all_reduce_(x), x)
 
     def broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         """Replace `x` on every rank with that of rank `src`."""
         if self.size == 1:
             return completed(x)
-        sent = (self.size - 1) * nbytes_of(x) / self.size
+        sent = (self.size - 1) * x.nbytes / self.size
         return self._track("broadcast", sent, lambda: self._broadcast_(x, src), x)
 
     def all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         """Gather every rank's `x`, in the order of ranks; all have the same shape and dtype."""
         if self.size == 1:
             return completed([x])
-        return self._track("all_gather", (self.size - 1) * nbytes_of(x), lambda: self._all_gather(x), x)
+        return self._track("all_gather", (self.size - 1) * x.nbytes, lambda: self._all_gather(x), x)
 
     def all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         """Send `xs[j]` to rank j and receive one vector from each rank.
@@ -136,7 +136,7 @@ class Comm(ABC):
             )
         if self.size == 1:
             return completed([xs[0]])
-        sent = sum(nbytes_of(x) for j, x in enumerate(xs) if j != self.rank)
+        sent = sum(x.nbytes for j, x in enumerate(xs) if j != self.rank)
         return self._track("all_to_all", sent, lambda: self._all_to_all(xs, sizes))
 
     def send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
@@ -154,7 +154,7 @@ class Comm(ABC):
             raise ConfigError(f"rank {self.rank} sends to itself in send_recv: a topology must not contain self-loops")
         if not dst and not src:
             return completed([])
-        return self._track("send_recv", len(dst) * nbytes_of(x), lambda: self._send_recv(x, dst, src))
+        return self._track("send_recv", len(dst) * x.nbytes, lambda: self._send_recv(x, dst, src))
 
     def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[list[int]]:
         """Check that all ranks make this call at the same step; each sends 40 bytes.

@@ -35,7 +35,7 @@ from thinwire.core.comm.rendezvous import (
 )
 from thinwire.core.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.core.comm.threads import single_worker
-from thinwire.core.comm.work import Work, nbytes_of
+from thinwire.core.comm.work import Work
 from thinwire.core.torch_internals import default_store, process_groups, sequence_number
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError, error_named
 
@@ -149,7 +149,7 @@ class GroupComm(Comm):
             return self._broadcast_(x.contiguous(), src).then(x.copy_)
 
         def launch(group: _Connections) -> Handles:
-            chained = self.size > 2 and nbytes_of(x) > _MIN_CHUNK_BYTES
+            chained = self.size > 2 and x.nbytes > _MIN_CHUNK_BYTES
             if group.timed and chained and x.device.type == "cpu":
                 position = (self.rank - src) % self.size
                 return group.chain_broadcast(x, position, self.rank, self.size, tag=self._next_tag())
@@ -161,7 +161,7 @@ class GroupComm(Comm):
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
 
         def launch(group: _Connections) -> Handles:
-            direct = self.size == 2 or nbytes_of(x) <= DIRECT_GATHER_BYTES
+            direct = self.size == 2 or x.nbytes <= DIRECT_GATHER_BYTES
             if group.timed and direct and x.device.type == "cpu":
                 # Gloo's ring needs a hop for each rank, and each rank sends before it receives; see `exchange`.
                 rows[self.rank].copy_(flat)
@@ -419,7 +419,7 @@ class _Connections:
         Gloo's own broadcast is a tree whose root sends the vector log2(size) times. Ranks in the middle of the chain
         forward chunks while they wait for them, so all ranks must wait for their broadcasts in the same order.
         """
-        tag, nbytes = _of_size(tag, x), min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, nbytes_of(x) // _CHUNKS))
+        tag, nbytes = _of_size(tag, x), min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, x.nbytes // _CHUNKS))
         chunks = list(x.view(-1).split(nbytes // x.element_size()))
         before, after = (rank - 1) % size, (rank + 1) % size
         if position == 0:
@@ -473,7 +473,7 @@ class _Connections:
 def _of_size(tag: int, x: Tensor) -> int:
     """Return a tag for messages of this size: Gloo aborts if a message is longer than the receive buffer."""
     # With different tags, the wait for a rank that makes another call fails and names it.
-    return tag + _TAGS * (nbytes_of(x) % _SIZES)
+    return tag + _TAGS * (x.nbytes % _SIZES)
 
 
 @dataclass

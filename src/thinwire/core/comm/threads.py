@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import reduce
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,17 @@ Delay = Callable[[int, int, int], int]
 """The delay of a message in steps, as a function of (sender, receiver, step in which it is expected)."""
 
 
+class Label(NamedTuple):
+    """A collective call, which becomes text only in an error; `{}` in its words is the size and dtype of a vector."""
+
+    words: str
+    numel: int = 0
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return self.words.format(f"{self.numel} x {str(self.dtype).removeprefix('torch.')}")
+
+
 @dataclass(frozen=True)
 class Wait:
     """A wait of a rank, which may have timed out.
@@ -41,7 +52,7 @@ class Wait:
     """
 
     missing: Callable[[], Sequence[int]]
-    waiting_for: str
+    waiting_for: str | Label
     step: int
 
 
@@ -56,7 +67,7 @@ class Collective:
         result: computed by the rank that joins last.
     """
 
-    label: str
+    label: Label
     first_rank: int
     inputs: dict[int, Any] = field(default_factory=dict[int, Any])
     result: Any = None
@@ -121,7 +132,7 @@ class Hub:
             rank, reason = self.lost
             raise PeerLostError(f"rank {rank} was lost at step {step} ({type(reason).__name__}: {reason})")
 
-    def wait_until(self, missing: Callable[[], Sequence[int]], comm: ThreadComm, waiting_for: str) -> None:
+    def wait_until(self, missing: Callable[[], Sequence[int]], comm: ThreadComm, waiting_for: str | Label) -> None:
         """Wait until `missing()` is empty; the caller holds `changed`."""
         end = time.monotonic() + comm.timeout
         self.waiting[comm.rank] = Wait(missing, waiting_for, comm.step)
@@ -135,7 +146,7 @@ class Hub:
                 raise CommTimeoutError(waited + self.not_answering(comm.rank, waiting_for))
         self.waiting.pop(comm.rank, None)
 
-    def not_answering(self, rank: int, waiting_for: str) -> str:
+    def not_answering(self, rank: int, waiting_for: str | Label) -> str:
         """Describe the ranks at the end of a chain of waits, for an error message.
 
         Args:
@@ -143,7 +154,7 @@ class Hub:
             waiting_for: the wait's description. Nothing is added if it names the right ranks already.
         """
         names = [f"rank {peer}" for peer in sorted(self._waited_for(rank)[1])]
-        if not names or all(re.search(rf"{name}\b", waiting_for) for name in names):
+        if not names or all(re.search(rf"{name}\b", str(waiting_for)) for name in names):
             return ""
         return f"; {', '.join(names)} {'is' if len(names) == 1 else 'are'} not answering"
 
@@ -204,20 +215,20 @@ class ThreadComm(Comm):
         self._expected: Counter[int] = Counter()
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        total = self._join(f"all_reduce of {describe(x)}", x, lambda xs: reduce(torch.add, xs))
+        total = self._join("all_reduce of {}", x, lambda xs: reduce(torch.add, xs))
         return total.then(x.copy_)
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        least = self._join(f"all_reduce_min of {describe(x)}", x, lambda xs: reduce(torch.minimum, xs).clone())
+        least = self._join("all_reduce_min of {}", x, lambda xs: reduce(torch.minimum, xs).clone())
         return least.then(x.copy_)
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         # The result is a clone: `src` may write to its vector before another rank has copied it.
-        chosen = self._join(f"broadcast of {describe(x)} from {src}", x, lambda xs: xs[src].clone())
+        chosen = self._join(f"broadcast of {{}} from {src}", x, lambda xs: xs[src].clone())
         return chosen.then(x.copy_)
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        gathered = self._join(f"all_gather of {describe(x)}", x, lambda xs: [each.clone() for each in xs])
+        gathered = self._join("all_gather of {}", x, lambda xs: [each.clone() for each in xs])
         return gathered.then(lambda rows: [row.clone() for row in rows])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
@@ -293,8 +304,9 @@ class ThreadComm(Comm):
             self._join(f"opening of mailbox {epoch}", None, lambda _: None).wait()
         return box
 
-    def _join(self, label: str, own: T, combine: Callable[[list[T]], U]) -> Work[U]:
+    def _join(self, words: str, own: T, combine: Callable[[list[T]], U]) -> Work[U]:
         """Join this rank's next collective call; the last rank to join computes the result for all."""
+        label = Label(words, own.numel(), own.dtype) if isinstance(own, Tensor) else Label(words)
         hub, call = self._hub, self._calls
         self._calls += 1
         with hub.changed:
@@ -317,7 +329,7 @@ class ThreadComm(Comm):
 
         def finish() -> U:
             with hub.changed:
-                hub.wait_until(missing, self, f"all ranks to join the {label}")
+                hub.wait_until(missing, self, label._replace(words=f"all ranks to join the {words}"))
             return collective.result
 
         return Work(finish)

@@ -141,11 +141,6 @@ class Meter:
             self.intervals.append(Interval("wait", operation, start, end, step))
 
 
-def nbytes_of(x: Tensor) -> int:
-    """Return the number of bytes of `x`, also on the meta device."""
-    return x.numel() * x.element_size()
-
-
 def synchronize(device: torch.device) -> None:
     """Wait until a GPU has finished its work, before a clock is read: its handles do not block."""
     if device.type == "cuda":

@@ -9,10 +9,11 @@ Meta tensors have sizes but no data. As with torch's own operators, results have
 computed. Only `reading` turns data into Python values, so a dry run executes the lines of a real one.
 """
 
+from thinwire.core.kernels.base import quantized_nbytes
 from thinwire.core.kernels.chunks import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
 from thinwire.core.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
 from thinwire.core.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
-from thinwire.core.kernels.quantized import clip_outliers, dequantize_, quantize_, quantized_nbytes
+from thinwire.core.kernels.quantized import clip_outliers, dequantize_, quantize_
 from thinwire.core.kernels.reading import all_finite, all_finite_each, bytes_of, join, norm_if_finite, take
 from thinwire.core.kernels.rng import mix64, uniform
 from thinwire.core.kernels.rounded import decode_rounded_, encode_rounded_

@@ -191,8 +191,9 @@ def writable(out: Tensor, dtype: torch.dtype = torch.float32, *, read: bool = Fa
     out.detach().copy_(made)
 
 
-def code_nbytes(n: int, bits: int, block: int, scale_bytes: int) -> int:
-    """Return the bytes of n elements with `bits` each, and a scale for each block."""
+@cache  # asked for each message, of few sizes
+def quantized_nbytes(n: int, bits: int, block: int, scale_bytes: int = 4) -> int:
+    """Return the bytes of the payload of n elements with `bits` each, and a scale for each block."""
     return -(-n // block) * scale_bytes + bits * -(-n // 8)
 
 
@@ -208,7 +209,7 @@ def check_code(
         raise ConfigError(f"block={block}: must be at least 1. 2048 is usual")
     if scale_bytes not in (2, 4):
         raise ConfigError(f"scale_bytes={scale_bytes}: must be 2 (bf16) or 4 (fp32)")
-    check_payload(payload, code_nbytes(x.numel(), bits, block, scale_bytes))
+    check_payload(payload, quantized_nbytes(x.numel(), bits, block, scale_bytes))
     check_same_device(x, payload, residual)
     if residual is not None:
         check_length("residual", residual.numel(), x.numel())

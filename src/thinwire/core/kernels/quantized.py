@@ -18,7 +18,6 @@ from thinwire.core.kernels.base import (
     blocks_as_rows,
     check_code,
     check_norm,
-    code_nbytes,
     compiled,
     on_gpu,
     writable,
@@ -37,11 +36,6 @@ class _Coding(ctypes.Structure):
         *((name, ctypes.c_int) for name in ("bits", "scale_bytes", "squared", "dither")),
         ("shift", ctypes.c_float),
     ]
-
-
-def quantized_nbytes(n: int, bits: int, block: int, scale_bytes: int = 4) -> int:
-    """Return the bytes of the payload of `n` elements."""
-    return code_nbytes(n, bits, block, scale_bytes)
 
 
 def quantize_(

@@ -11,14 +11,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, check_code, check_norm, code_nbytes, compiled, on_gpu, writable
+from thinwire.core.kernels.base import as_fp32, check_code, check_norm, compiled, on_gpu, quantized_nbytes, writable
 from thinwire.core.kernels.reading import join
 from thinwire.core.kernels.reference import signs
 
 
 def sign_nbytes(n: int, block: int, scale_bytes: int = 4) -> int:
     """Return the bytes of the payload of `n` elements."""
-    return code_nbytes(n, 1, block, scale_bytes)
+    return quantized_nbytes(n, 1, block, scale_bytes)
 
 
 def pack_signs(x: Tensor) -> Tensor:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Quantization to a few bits per number on a GPU, with the CPU's bits if the scale is the largest value."""
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
-# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random numbers and packed bits for the GPU kernels. Pyright cannot check Triton code."""
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
-# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

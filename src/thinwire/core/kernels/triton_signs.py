@@ -4,8 +4,7 @@
 A scale is summed in an order that suits the device, so its last bits may differ from the CPU's. The signs are equal,
 the residual matches the sent scale, and payloads decode to the same bits everywhere.
 """
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
-# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Count sketches on a GPU with the same bits as on the CPU: each program owns its cells and adds block after block."""
-# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false,
-# reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from thinwire.core.comm.base import Comm
-from thinwire.core.comm.work import Interval, nbytes_of
+from thinwire.core.comm.work import Interval
 from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError, PeerLostError
@@ -210,7 +210,7 @@ class PayloadCounter:
         self._engine = engine
         size = engine.control.size
         self.share = (size - 1) / size
-        buffers = sum(nbytes_of(b) for b in engine.network.module.buffers())
+        buffers = sum(b.nbytes for b in engine.network.module.buffers())
         if buffers and size > 1:
             engine.network.register_forward_pre_hook(lambda *_: self.count_broadcast(buffers))
 
@@ -232,7 +232,7 @@ class PlainDdp(Baseline):
 
     def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
         """Count an all-reduce of all gradients per step."""
-        trained = sum(nbytes_of(p) for p in engine.network.parameters() if p.requires_grad)
+        trained = sum(p.nbytes for p in engine.network.parameters() if p.requires_grad)
         engine.payload_per_step = 2 * sent.share * trained
 
 
@@ -251,7 +251,7 @@ class Bf16Gradients(Baseline):
         def hook(_: object, bucket: GradBucket) -> Future[Tensor]:
             gradients = bucket.buffer()
             halves = gradients.to(torch.bfloat16).div_(engine.control.size)
-            sent.count_all_reduce(nbytes_of(halves))
+            sent.count_all_reduce(halves.nbytes)
             work = dist.all_reduce(halves, async_op=True)
             assert work is not None
             return work.get_future().then(lambda done: gradients.copy_(done.value()[0]))
@@ -287,7 +287,7 @@ class PowerSGD(Baseline):
         """One bucket for all gradients."""
         # PyTorch's hook sends its later messages from the thread that received the earlier ones. Over Gloo, with
         # several buckets, each rank would send them in another order, and they would be matched wrongly.
-        return 1 + sum(nbytes_of(p) for p in model.parameters()) / (1 << 20)
+        return 1 + sum(p.nbytes for p in model.parameters()) / (1 << 20)
 
     def prepare(self, engine: BaselineEngine, sent: PayloadCounter) -> None:
         """Register PyTorch's hook; its own statistics give the bytes."""
@@ -334,7 +334,7 @@ class PostLocalSGD(Baseline):
 
         def hook(state: PostLocalSGDState, bucket: GradBucket) -> Future[Tensor]:
             if state.iter < self.start:
-                sent.count_all_reduce(nbytes_of(bucket.buffer()))
+                sent.count_all_reduce(bucket.buffer().nbytes)
             return post_localSGD_hook(state, bucket)
 
         hook.__annotations__ = {"bucket": GradBucket, "return": Future[Tensor]}
@@ -348,6 +348,6 @@ class PostLocalSGD(Baseline):
             # The averager does not tell whether it averaged; this is its own condition.
             if steps_since >= 0 and steps_since % averager.period == 0:
                 engine.record_wait("parameters", start, time.perf_counter())
-                sent.count_all_reduce(sum(nbytes_of(p) for p in parameters))
+                sent.count_all_reduce(sum(p.nbytes for p in parameters))
 
         engine.average = average

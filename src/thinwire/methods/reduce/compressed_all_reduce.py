@@ -155,15 +155,16 @@ def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: ResidualSl
         else:
             cuts = pieces(x.numel(), codec.node_size, codec.alignment)
         return mean_between_nodes(comm, x, codec.node_size, cuts, part_mean, count=count)
-    if codec.linear and not codec.keeps_residual:
+    linear, keeps_residual = codec.linear, codec.keeps_residual
+    if linear and not keeps_residual:
         return _linear_stages(comm, x, codec, state, key=key, count=count)
-    residual = residual_of(state, x, where.offset, where.length) if codec.keeps_residual else None
+    residual = residual_of(state, x, where.offset, where.length) if keeps_residual else None
     if isinstance(codec, MatrixCodec) and residual is not None:
         matrices = matrices_of(where.segments, x, where.offset)
         return _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count)
     if codec.one_round:
         return _gathered_mean(comm, x, codec, residual, key=key, count=count)
-    if isinstance(codec, ErrorFeedback) and codec.linear and residual is not None:
+    if isinstance(codec, ErrorFeedback) and linear and residual is not None:
         return _residual_mean(comm, x, codec, residual, key=key, count=count)
     return _two_stages_of(comm, x, codec, state, where, codec, key=key, count=count)
 

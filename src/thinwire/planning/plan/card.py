@@ -10,7 +10,6 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.comm.work import nbytes_of
 from thinwire.core.kernels.decisions import assume_least
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.cast import Bf16
@@ -279,7 +278,7 @@ def _memory(run: DryRun, steps: Sequence[StepTraffic]) -> dict[str, float]:
     held: dict[str, float] = {}
 
     def add(name: str, x: Tensor) -> None:
-        held[name] = held.get(name, 0) + nbytes_of(x)
+        held[name] = held.get(name, 0) + x.nbytes
 
     for r in run.worker.replicas:
         add("parameters", r.x)

@@ -18,7 +18,6 @@ from torch.utils.flop_counter import flop_registry
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.counting import CountingComm
-from thinwire.core.comm.work import nbytes_of
 from thinwire.core.torch_internals import TorchDispatchMode
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
@@ -188,7 +187,7 @@ def predict_mesh(
         internals_of(worker).wait_pending()
         spans[comm.rank] = begin, comm.now
         sent[comm.rank] = sum(each.meter.payload_bytes for each in comms) - before
-        held[comm.rank] = float(sum(nbytes_of(x) for r in worker.replicas for x in (r.x, r.g)))
+        held[comm.rank] = float(sum(x.nbytes for r in worker.replicas for x in (r.x, r.g)))
 
     ended = simulate(shape.workers, work, network=network, compute_time=Duration(), timeout=PATIENCE)
     for failure in ended.failures.values():

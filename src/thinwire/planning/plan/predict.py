@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.comm.counting import CountingComm
-from thinwire.core.comm.work import Work, completed, nbytes_of
+from thinwire.core.comm.work import Work, completed
 from thinwire.errors import ConfigError, MismatchError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.local.local_sgd import Local
@@ -233,7 +233,7 @@ class Simulated:
 def _held(worker: Worker) -> float:
     """Bytes of a worker's vectors."""
     tensors = [x for r in worker.replicas for x in (r.x, r.g, *(x for x in r.state.values() if x.dim()))]
-    return float(sum(nbytes_of(x) for x in tensors))
+    return float(sum(x.nbytes for x in tensors))
 
 
 def slower(network: Network, factor: float) -> Network:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from thinwire.core.comm.counting import CountingComm
-from thinwire.core.comm.work import Meter, Work, nbytes_of
+from thinwire.core.comm.work import Meter, Work
 from thinwire.errors import ConfigError
 from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
 from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
@@ -140,11 +140,11 @@ class RecordingComm(CountingComm):
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         # The one collective in which a rank may receive more or less than it sends.
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._surplus += sum(sizes[rank] * xs[0].element_size() - nbytes_of(xs[rank]) for rank in others)
+        self._surplus += sum(sizes[rank] * xs[0].element_size() - xs[rank].nbytes for rank in others)
         return super()._all_to_all(xs, sizes)
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        self.exchanges.append(Exchange(nbytes_of(x), tuple(dst), tuple(src)))
+        self.exchanges.append(Exchange(x.nbytes, tuple(dst), tuple(src)))
         return super()._send_recv(x, dst, src)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.mailbox.base import Mailbox
-from thinwire.core.comm.work import Work, completed, describe, nbytes_of
+from thinwire.core.comm.work import Work, completed, describe
 from thinwire.errors import ConfigError
 from thinwire.planning.simulate.comm import Collective, SimulatedComm, SimulatedGroup
 from thinwire.planning.simulate.network import Network
@@ -81,11 +81,11 @@ class AlikeComm(SimulatedComm):
         for rank in range(self.size):
             collective.launched[rank] = self.now
             collective.parts[rank] = Pending(rank, 1, list)
-        self._solve_broadcast(collective, src, nbytes_of(x))
+        self._solve_broadcast(collective, src, x.nbytes)
         return self._at("broadcast", max(end for _, end, _ in collective.solved.values())).then(lambda _: x)
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        row = np.array([nbytes_of(x) for x in xs], dtype=float)
+        row = np.array([x.nbytes for x in xs], dtype=float)
         rows = np.broadcast_to(row, (self.size, self.size))
         end = max(self._wires.all_to_all([self.now] * self.size, rows))
         column = [xs[self.rank].clone()] * len(sizes)
@@ -105,7 +105,7 @@ class AlikeComm(SimulatedComm):
 
         def transfer() -> None:
             # What the other sends leaves it when this worker's own does, and comes in at this one's interface.
-            for end in self._wires.send(world.times.now, self.rank, self.rank, nbytes_of(content)):
+            for end in self._wires.send(world.times.now, self.rank, self.rank, content.nbytes):
                 pending.know(world.times, end, self.rank, self.now)
 
         # As with all workers, a transfer begins when the sender knows that it is expected.

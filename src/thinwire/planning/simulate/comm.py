@@ -14,7 +14,7 @@ from torch import Tensor
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.mailbox.base import Mailbox
-from thinwire.core.comm.work import Work, describe, nbytes_of
+from thinwire.core.comm.work import Work, describe
 from thinwire.errors import ConfigError, MismatchError, ThinwireError, error_named
 from thinwire.planning.simulate.mailbox import SimulatedMailbox
 from thinwire.planning.simulate.wires import Wires
@@ -160,14 +160,14 @@ class SimulatedComm(Comm):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        nbytes = nbytes_of(x)
+        nbytes = x.nbytes
         combine = _first if x.is_meta else _total
         label = f"all_reduce of {describe(x)}"
         total = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
         return total.then(lambda total: x if x.is_meta else x.copy_(total))
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        nbytes = nbytes_of(x)
+        nbytes = x.nbytes
         combine = _first if x.is_meta else _least
         label = f"all_reduce_min of {describe(x)}"
         least = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
@@ -179,12 +179,12 @@ class SimulatedComm(Comm):
         collective, pending = self._enter(label, x)
         if self.rank == src:
             collective.result = x if x.is_meta else x.clone()
-        self._solve_broadcast(collective, src, nbytes_of(x))
+        self._solve_broadcast(collective, src, x.nbytes)
         done = Work(lambda: self._finish(collective, pending))
         return done.then(lambda chosen: x if x.is_meta or self.rank == src else x.copy_(chosen))
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        nbytes = nbytes_of(x)
+        nbytes = x.nbytes
 
         def stacked(xs: list[Tensor]) -> Tensor:
             return x.new_empty((self.size, *x.shape)) if x.is_meta else torch.stack(xs)
@@ -208,7 +208,7 @@ class SimulatedComm(Comm):
             return collective_rows
 
         def timing(times: Sequence[float]) -> list[float]:
-            nbytes = [[nbytes_of(x) for x in row] for row in collective_rows]
+            nbytes = [[x.nbytes for x in row] for row in collective_rows]
             return self._wires.all_to_all(times, nbytes)
 
         return self._join("all_to_all", list(xs), copied, timing).then(own_column)
@@ -340,7 +340,7 @@ class SimulatedComm(Comm):
         begin = max(sent_at, expected_at + self._wires.latency(dst, src))
 
         def transfer() -> None:
-            left, arrived = self._wires.send(world.times.now, src, dst, nbytes_of(content))
+            left, arrived = self._wires.send(world.times.now, src, dst, content.nbytes)
             if delay := world.draws.message_delay(members[src]):
                 world.record.late_messages += 1
             sender.know(world.times, left, members[dst], expected_at)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from thinwire.core.comm.mailbox.base import Loss, Mailbox, Message
 from thinwire.core.comm.mailbox.frame import HEADER_BYTES
-from thinwire.core.comm.work import nbytes_of
 from thinwire.errors import PeerLostError, ThinwireError
 from thinwire.planning.simulate.schedule import VirtualCondition
 from thinwire.planning.simulate.world import RECONNECT_SECONDS, World
@@ -80,7 +79,7 @@ class SimulatedMailbox(Mailbox):
     def _transmit(self, dst: int, message: Message, number: int) -> None:
         world = self._world
         content = message.content if message.content.is_meta else message.content.clone()
-        nbytes = nbytes_of(content) + HEADER_BYTES
+        nbytes = content.nbytes + HEADER_BYTES
         arrived = world.wires.send(world.times.now, self._rank, dst, nbytes)[1]
         if delay := world.draws.message_delay(self._rank):
             world.record.late_messages += 1

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.comm.runtime import Condition, Runtime
-from thinwire.core.comm.work import Meter, Work, describe, nbytes_of
+from thinwire.core.comm.work import Meter, Work, describe
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
 _MIN_BYTES = 64  # always allowed, for messages that carry a single number
@@ -141,7 +141,7 @@ class Mailbox(ABC):
         self.clock: Callable[[], float] = comm.runtime.clock
         self._rank, self._size = comm.rank, comm.size
         self._comm = comm
-        self._max_bytes = max(_MIN_BYTES, nbytes_of(like))
+        self._max_bytes = max(_MIN_BYTES, like.nbytes)
         # Created at first use: of thousands of ranks most never exchange a message.
         self._edges: defaultdict[int, Edge] = defaultdict(Edge)
         self._handlers: dict[int, TopicHandler] = {}
@@ -174,10 +174,8 @@ class Mailbox(ABC):
                 f"a message from rank {self._rank} to rank {dst}: the destination must be another of "
                 f"0..{self._size - 1}"
             )
-        if nbytes_of(x) > self._max_bytes:
-            raise ConfigError(
-                f"a message of {nbytes_of(x)} bytes: this mailbox was opened for at most {self._max_bytes}"
-            )
+        if x.nbytes > self._max_bytes:
+            raise ConfigError(f"a message of {x.nbytes} bytes: this mailbox was opened for at most {self._max_bytes}")
         with self.changed:
             if self._drops(dst):
                 return
@@ -190,7 +188,7 @@ class Mailbox(ABC):
             )
             number, edge.sent = edge.sent, edge.sent + 1
             self._transmit(dst, Message(self._rank, self._comm.step, topic, x), number)
-            self._count(nbytes_of(x))
+            self._count(x.nbytes)
         if full:
             self._comm.meter.waited("room", start, start, self.clock(), self._comm.step)
 
