@@ -230,10 +230,10 @@ def worker(options: argparse.Namespace) -> None:
 
 def time_receiving(*, waiting: bool) -> None:
     """Print how long this worker receives each part of a state."""
-    from thinwire.worker import elastic, handover
+    from thinwire.elastic import handover, rounds
 
     if waiting:
-        elastic.can_copy = lambda _: False
+        rounds.can_copy = lambda _: False
 
     receive = handover.receive
 

@@ -36,7 +36,7 @@ class ConfigError(ThinwireError, ValueError):
         ...     TopK(fraction=2.0)
         ... except ConfigError as error:
         ...     print(error)
-        fraction=2.0: must lie in (0, 1]; 0.01 is usual
+        fraction=2.0: must lie in (0, 1]. 0.01 is usual
     """
 
 

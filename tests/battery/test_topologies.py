@@ -41,7 +41,7 @@ def test_a_number_of_workers_is_accepted_or_refused_in_words(topology: Topology)
             continue
         with pytest.raises(ConfigError) as found:
             check_edges(topology, size)
-        assert re.search(rf"\b{size}\b.*; (use|start) ", str(found.value))
+        assert re.search(rf"\b{size}\b.*(; use|\. Use|; start|\. Start) ", str(found.value))
 
 
 @EVERY

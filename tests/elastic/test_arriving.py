@@ -32,11 +32,11 @@ from thinwire import (
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.core.view import Progress, View
-from thinwire.elastic import patience
+from thinwire.elastic import handover, patience
 from thinwire.elastic.membership import Membership, RunEndedError
 from thinwire.elastic.rounds import Elastic
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
-from thinwire.worker import checkpoint, handover
+from thinwire.worker import checkpoint
 
 ROUNDS: list[Strategy] = [
     LocalSGD(period=3),

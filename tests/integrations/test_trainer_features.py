@@ -161,7 +161,7 @@ def test_callbacks_in_front_find_the_agreed_model_when_training_ends(
             found.extend(weights(more["model"]))
 
     # So that weights tell whether they are those that workers agree on. Right after an average nobody would ask.
-    monkeypatch.setattr(thinwire.LocalSGD, "consensus", lambda self, r: torch.full_like(r.x, 7.0))
+    monkeypatch.setattr(thinwire.LocalSGD, "average", lambda self, r, at="now": torch.full_like(r.x, 7.0))
     trainer = trained(tmp_path, Uploads(), Callback("LocalSGD(period=3)"), save_strategy="steps", save_steps=4)
     assert found and all(bool((x == 7).all()) for x in (*found, *weights(trainer.model)))
 

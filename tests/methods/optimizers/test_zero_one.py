@@ -143,7 +143,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(middle: int) -> None:
 
     def halves(comm: Comm) -> Tensor:
         worker, _ = trained(comm, problem, 0.1, 0, middle)
-        state = worker.state_dict()
+        state = worker.state_dict(model=True, optimizer=True)
         worker.detach()
         other = begun(comm, SCHEDULE, problem.model(), ZeroOneAdam, weight_decay=0.1)
         other.load_state_dict(state)

@@ -324,7 +324,10 @@ BASES: dict[str, list[Case]] = {
         Case(
             Paced(LocalSGD(2), steps=(2,)),
             lambda n, a: compositions.Means(2, a),
-            dict.fromkeys((*WRAPPER_NAMES, "Streaming"), "a late worker leaves out steps|has no period|plain means"),
+            dict.fromkeys(
+                (*WRAPPER_NAMES, "Streaming"),
+                "a late worker leaves out steps|has no period|plain means|nor ends rounds with",
+            ),
         )
     ],
     "Budget": [

@@ -30,7 +30,7 @@ def test_resuming_is_the_uninterrupted_run(kind: Callable[[], Strategy]) -> None
 
     def work(comm: Comm) -> tuple[Tensor, Tensor]:
         first = steps(attach(comm, kind(), optimizer=plain), batches(comm.rank, 5))
-        kept = copy.deepcopy(first.state_dict())
+        kept = copy.deepcopy(first.state_dict(model=True, optimizer=True))
         steps(first, batches(comm.rank, 4, 5))
         second = attach(comm, kind(), optimizer=plain)
         second.load_state_dict(kept)

@@ -316,7 +316,7 @@ def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: DQSGD) 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         whole = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 8))
         first = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 5))
-        saved = first.state_dict()
+        saved = first.state_dict(model=True, optimizer=True)
         second = engine.attach(comm, strategy)
         second.load_state_dict(saved)
         engine.steps(second, engine.batches(comm.rank, 3, first=5))
@@ -334,7 +334,7 @@ def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, int]:
         first = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 3))
         second = engine.attach(comm, strategy, bucket_bytes=10**6)
-        second.load_state_dict(first.state_dict())
+        second.load_state_dict(first.state_dict(model=True, optimizer=True))
         engine.steps(second, engine.batches(comm.rank, 3, first=3))
         for each in (first, second):
             each.detach()

@@ -256,7 +256,7 @@ def test_it_resumes_bit_for_bit(inner: float, stop: int) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         strategy = MinibatchLocalSGD(4, inner)
         one = go_on(begin(comm, strategy, problem, sgd(0.05, 0.0)), problem, range(stop))
-        saved = one.state_dict()
+        saved = one.state_dict(model=True, optimizer=True)
         go_on(one, problem, range(stop, STEPS))
         two = begin(comm, strategy, problem, sgd(0.05, 0.0))
         two.load_state_dict(saved)

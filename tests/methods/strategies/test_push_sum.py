@@ -409,14 +409,14 @@ def test_the_ablation_s_consensus_is_the_mean_of_what_workers_train_at() -> None
 def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: PushSum | SlowMo) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, int]:
         whole = steps(attach(comm, strategy), batches(comm.rank, 6))
-        state = whole.state_dict()
+        state, kept = whole.state_dict(model=True, optimizer=True), len(whole.replicas[0].inflight)
         steps(whole, batches(comm.rank, 7, 6))
         whole.detach()
         again = attach(comm, strategy, init="own")
         again.load_state_dict(state)
         steps(again, batches(comm.rank, 7, 6))
         again.detach()
-        return flat(whole.model), flat(again.model), len(next(iter(state.values()))[0]["replicas"][0]["inflight"])
+        return flat(whole.model), flat(again.model), kept
 
     plain = thinwire.run_threads(4, lambda comm: flat(finished(comm, strategy).model))
     for (uninterrupted, resumed, kept), never_saved in zip(thinwire.run_threads(4, body), plain, strict=True):

@@ -313,7 +313,7 @@ def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: Strateg
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         whole = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 8))
         first = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 5))
-        saved = first.state_dict()
+        saved = first.state_dict(model=True, optimizer=True)
         second: Worker = engine.attach(comm, strategy, optimizer=plain)
         second.load_state_dict(saved)
         engine.steps(second, engine.batches(comm.rank, 3, first=5))

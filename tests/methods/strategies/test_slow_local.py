@@ -268,7 +268,7 @@ def test_local_sgd_resumes_within_a_round(strategy: Strategy) -> None:
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         one = go_on(begin(comm, strategy, problem, sgd()), problem, range(7), before_step=record_samples)
-        saved = one.state_dict()
+        saved = one.state_dict(model=True, optimizer=True)
         go_on(one, problem, range(7, STEPS), before_step=record_samples)
         two = begin(comm, strategy, problem, sgd())
         two.load_state_dict(saved)

@@ -260,7 +260,7 @@ def test_sharded_slow_state_resumes_within_a_round() -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor]:
         strategy = Sharded(SlowMo(period=4))
         one = go_on(begin(comm, strategy, problem, sgd()), problem, range(6))
-        saved = one.state_dict()
+        saved = one.state_dict(model=True, optimizer=True)
         go_on(one, problem, range(6, STEPS))
         two = begin(comm, strategy, problem, sgd())
         two.load_state_dict(saved)

@@ -50,7 +50,7 @@ def test_push_sum_weights_split_evenly_on_any_directed_graph(n: int) -> None:
     shares = linked + np.eye(n)
     assert np.array_equal(mixings(topology, n)[0], shares / shares.sum(0))
     PushSum(topology).check(n)
-    with pytest.raises(ConfigError, match=r"the weights are not doubly stochastic.*use PushSum"):
+    with pytest.raises(ConfigError, match=r"the weights are not doubly stochastic.*Use PushSum"):
         Gossip(topology).check(n)
 
 

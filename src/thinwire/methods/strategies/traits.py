@@ -31,6 +31,12 @@ class Rounds:
             over workers.
         postpones: a mean of parameters may be left out, and its round continues to the next one, where
             `Replica.postponed` asks for it, as `Budget` does.
+
+    Example:
+        >>> import thinwire
+        >>> rounds = thinwire.DiLoCo(period=8, delay=2).traits.rounds
+        >>> rounds.delay, rounds.fragments
+        (2, 1)
     """
 
     ends: tuple[int, ...] = ()
