@@ -160,7 +160,7 @@ class Attachment:
                 "the optimizer trains other parameters than at attach (added or unfrozen since), and workers would not "
                 f"exchange them; {_AGAIN}",
             )
-        if not all(p.requires_grad for p in self._trained):
+        if False in [p.requires_grad for p in self._trained]:  # faster than all()
             self._check_frozen(worker)
         if worker.scaler is None and worker.comm.size > 1 and _called_by_scaler():
             refuse(
