@@ -50,7 +50,7 @@ def test_a_wrong_recipe_is_refused_before_ray_starts_workers() -> None:
 def test_a_checkpoint_without_workers_says_what_it_has(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 1)
     session = Session(model, torch.optim.SGD(model.parameters(), lr=0.1), "LocalSGD(period=2)", {})
-    with pytest.raises(CheckpointError, match=r"holds no whole checkpoint .*the weights that workers agree on"):
+    with pytest.raises(CheckpointError, match=r"holds no complete checkpoint .*the weights that workers agree on"):
         session.load(tmp_path)
     session.finish()
 

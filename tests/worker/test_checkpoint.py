@@ -266,7 +266,7 @@ def test_as_many_checkpoints_are_kept_as_asked_for(keep: int | None, kept: list[
     for data in batches(0, 6):
         steps(worker, [data]).save(tmp_path, keep=keep)
     assert names(tmp_path) == [f"step-{step:08d}" for step in kept]
-    with pytest.raises(ConfigError, match=r"keep=0: must be at least 1 checkpoint; None keeps all"):
+    with pytest.raises(ConfigError, match=r"keep=0: must be at least 1 checkpoint\. None keeps all"):
         worker.save(tmp_path, keep=0)
 
 
@@ -348,7 +348,7 @@ def test_a_folder_without_a_checkpoint_is_refused(where: str, tmp_path: Path) ->
     (tmp_path / "empty").mkdir()
 
     def work(comm: Comm) -> None:
-        with pytest.raises(CheckpointError, match=rf"{where} holds no whole checkpoint for ranks 0, 1"):
+        with pytest.raises(CheckpointError, match=rf"{where} holds no complete checkpoint for ranks 0, 1"):
             attach(comm, LocalSGD(2)).load(tmp_path / where)
 
     run_threads(2, work)
@@ -402,7 +402,7 @@ OTHER_RUNS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
             "model": thawed(),
             "optimizer": lambda m: torch.optim.AdamW([*m[1:].parameters(), *m[0].parameters()]),
         },
-        r"parameter 0\.weight is in the run only",
+        r"parameter 0\.weight is missing in the checkpoint",
     ),
     "layer": (lambda: {"model": deeper()}, r"groups of \[6\] .* groups of \[8\]"),
 }
@@ -552,7 +552,7 @@ def test_another_number_of_workers_needs_the_models_and_optimizers_of_all() -> N
     ("change", "words"),
     [
         (lambda state: {}, "holds no rank's part"),
-        (lambda state: {"0.weight": torch.zeros(2)}, "lacks 0.weight/header; pass what Worker.state_dict"),
+        (lambda state: {"0.weight": torch.zeros(2)}, "lacks 0.weight/header. Pass the result of Worker.state_dict"),
         (lambda state: {**state, "rank-0000/header": torch.zeros(3)}, "rank-0000: cannot be read"),
         (lambda state: without(state, "/anchor"), "lacks rank-0000/replicas/0/state/anchor. .*dcp.load"),
         (lambda state: {**state, "rank-0000/step": torch.tensor(-1)}, "step=-1: must be a number of steps"),
@@ -682,7 +682,7 @@ def test_without_any_checkpoint_a_run_starts_where_that_is_allowed(tmp_path: Pat
 def test_a_checkpoint_that_only_one_rank_sees_is_not_missing(tmp_path: Path) -> None:
     def work(comm: Comm) -> None:
         steps(attach(comm, LocalSGD(2)), batches(comm.rank, 3)).save(tmp_path / str(comm.rank))
-        with pytest.raises(CheckpointError, match="holds no whole checkpoint for"):
+        with pytest.raises(CheckpointError, match="holds no complete checkpoint for"):
             attach(comm, LocalSGD(2)).load(tmp_path / ("0" if comm.rank == 0 else "nowhere"), missing_ok=True)
 
     run_threads(2, work)

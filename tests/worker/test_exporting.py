@@ -167,7 +167,7 @@ def test_an_optimizer_with_a_result_of_its_own_exports_it_and_its_checkpoint_is_
 
 def test_a_recipe_of_classes_that_are_not_registered_is_exported_by_its_own_program_only(tmp_path: Path) -> None:
     run_threads(3, lambda comm: trained(comm, PushSum(Irregular()), net).save(tmp_path / "checkpoints"))
-    with pytest.raises(CheckpointError, match=r"'Irregular' is unknown.*export from the training program"):
+    with pytest.raises(CheckpointError, match=r"'Irregular' is unknown.*Export from the training program"):
         export_checkpoint(tmp_path / "checkpoints", tmp_path / "model.safetensors")
 
 
@@ -190,9 +190,9 @@ def test_the_command_line_refuses_what_holds_no_model(tmp_path: Path, capsys: An
     shutil.copytree(tmp_path / "damaged", tmp_path / "blocks" / "shard-0-of-2")
     for folder, code, words in (
         ("nowhere", 2, "nowhere: no such folder"),
-        ("lacking", 1, "holds no whole checkpoint"),
+        ("lacking", 1, "holds no complete checkpoint"),
         ("damaged", 1, "is damaged"),
-        ("blocks", 1, "holds the blocks of a model"),
+        ("blocks", 1, "holds the blocks of a sharded model"),
     ):
         assert main(["export", str(tmp_path / folder), str(tmp_path / "out.safetensors")]) == code
         assert words in " ".join(capsys.readouterr().err.split())

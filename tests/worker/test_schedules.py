@@ -107,7 +107,7 @@ def test_other_names_in_a_group_are_still_refused_and_so_is_a_rate_that_is_none(
     before = flat(worker.model)
     part = pack(internals_of(worker))
     for forged, words in (
-        ({"tempo": 1.0}, "optimizer group 0 has what this run does not know: 'tempo'"),
+        ({"tempo": 1.0}, "optimizer group 0 has the unknown entry 'tempo'"),
         ({"initial_lr": "fast"}, "initial_lr of optimizer group 0 is 'fast' in the checkpoint"),
         ({"initial_lr": float("nan")}, "initial_lr of optimizer group 0 is nan in the checkpoint"),
     ):

@@ -113,27 +113,28 @@ class BackupWorkers(Strategy):
         if self.backups < 0:
             raise ConfigError(f"backups={self.backups}: must be at least 0, which waits for all")
         if self.deviations < 0:
-            raise ConfigError(f"deviations={self.deviations}: must not be negative; 3 is usual")
+            raise ConfigError(f"deviations={self.deviations}: must not be negative. 3 is usual")
         if self.coordinator < 0:
             raise ConfigError(f"coordinator={self.coordinator}: must be a rank, from 0")
         if self.retry_seconds <= 0:
-            raise ConfigError(f"retry_seconds={self.retry_seconds}: must be positive; 0.01 is usual")
+            raise ConfigError(f"retry_seconds={self.retry_seconds}: must be positive. 0.01 is usual")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse too many backups, a coordinator that is no worker, and parameters of several kinds."""
+        """Refuse too many backups, a coordinator that is no worker, and parameters of several dtypes or devices."""
         if self.backups >= size and self.backups:
             raise ConfigError(
-                f"backups={self.backups}: of {size} workers at least one must be waited for; must be at most {size - 1}"
+                f"backups={self.backups}: must be at most {size - 1}: at least 1 of {size} workers must be awaited"
             )
         if self.coordinator >= size:
-            raise ConfigError(f"coordinator={self.coordinator}: there are ranks 0..{size - 1}")
+            raise ConfigError(f"coordinator={self.coordinator}: must be a rank, 0..{size - 1}")
         if optimizer is not None:
             trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad and p.numel()]
             kinds = {(str(p.dtype), str(p.device)) for p in trained}
             if self.backups and len(kinds) > 1:
                 raise ConfigError(
-                    f"{self}: parameters are of {len(kinds)} kinds, {sorted(kinds)}; a step has the same members for "
-                    "all of them only where there is one. Convert the model to one dtype and device, or use AllReduce()"
+                    f"{self}: parameters have {len(kinds)} pairs of dtype and device, {sorted(kinds)}. There must be "
+                    "one, so that a step has the same members for all. Convert the model to one dtype and device, or "
+                    "use AllReduce()"
                 )
 
     def start(self, r: Replica) -> None:
@@ -147,11 +148,11 @@ class BackupWorkers(Strategy):
         if not self.backups:
             return mean_(r.comm, r.g[part], count=r.active)
         if r.active != r.comm.size:
-            raise ConfigError(f"{self}: join() cannot know which workers are late; loop `while worker.step < steps`")
+            raise ConfigError(f"{self}: join() cannot know which workers are late. Loop `while worker.step < steps`")
         participant = participant_of(r)
         if participant.outcome is not None:
             raise ConfigError(
-                f"step {r.step}: a second backward pass before optimizer.step(); accumulate gradients within "
+                f"step {r.step}: a second backward pass before optimizer.step(). Accumulate gradients within "
                 "worker.no_sync() in all but the last pass, and use bfloat16, which needs no GradScaler"
             )
 

@@ -180,7 +180,7 @@ def forward_pre_hooks(module: nn.Module) -> Collection[Any]:
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether hooks run before or after a module's forward pass; False where torch lacks the tables."""
+    """Return True if hooks run before or after a module's forward pass; False where torch lacks the tables."""
     return any(vars(module).get(table) for table in ("_forward_hooks", "_forward_pre_hooks"))
 
 
@@ -207,11 +207,11 @@ _batch_norms: Any = getattr(nn.modules.batchnorm, "_BatchNorm", None)
 BATCH_NORMS: tuple[type[Any], ...] = (
     (_batch_norms,) if _batch_norms else (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 )
-"""The classes of batch normalisation: their base, which other packages derive from; else the public ones."""
+"""The classes of batch normalization: their base, which other packages derive from; else the public ones."""
 
 
 def check_batch_norm_input(module: nn.Module, input: Tensor) -> None:
-    """Raise what a layer of batch normalization raises for an input of the wrong shape; nothing where torch cannot."""
+    """Run a batch normalization layer's own check of its input's shape; no effect if torch lacks it."""
     check: Any = getattr(module, "_check_input_dim", None)
     if check is not None:
         check(input)
@@ -222,7 +222,7 @@ RNN_CACHES = ("_flat_weights", "_flat_weight_refs", "_flat_weights_names")
 
 
 def refresh_rnn_weights(module: nn.RNNBase) -> None:
-    """Let a recurrent layer use the parameters that it holds now; nothing where torch keeps no second list."""
+    """Let a recurrent layer use its current parameters; no effect if torch keeps no second list."""
     names: Any = getattr(module, "_flat_weights_names", None)
     if names is not None:
         module._flat_weights = [getattr(module, name, None) for name in names]  # pyright: ignore
@@ -278,7 +278,7 @@ resume_vmap: Callable[[Any], Any] = _of_vmap("push_dynamic_layer_stack")
 
 
 def load_vmap_rules() -> None:
-    """Load the rules of operations that vmap batches by their decompositions; nothing where torch has no such step."""
+    """Load the rules of operations that vmap batches by their decompositions; no effect if torch lacks them."""
     home: Any = getattr(getattr(torch, "_functorch", None), "predispatch", None)
     load = getattr(home, "lazy_load_decompositions", None)
     if load is not None:

@@ -215,12 +215,12 @@ class ScaledResiduals:
 class PassEnd:
     """The callback at the end of the outermost backward pass.
 
-    The autograd engine holds the only reference. A pass that an exception has ended drops it, and members of the pass
-    find that out by their weak references.
+    The autograd engine holds the only reference. A pass that an exception ends drops it, and members of the pass
+    detect that by their weak references.
 
     Attributes:
-        node_frame: the Python frame that runs an inner pass, from the end of that inner pass until the node of the
-            outer pass that called it has ended; None otherwise.
+        node_frame: the Python frame of the node of the outer pass that called an inner pass. It is set when the inner
+            pass ends, and None again when that node has ended.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:

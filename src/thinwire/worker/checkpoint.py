@@ -65,7 +65,7 @@ _ID = re.compile(r"[0-9a-f]{32}")
 def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int | None = 3) -> Path:
     """Write a checkpoint of all ranks; keep the newest `keep` complete ones, or all of them."""
     if keep is not None and keep < 1:
-        raise ConfigError(f"keep={keep}: must be at least 1 checkpoint; None keeps all of them")
+        raise ConfigError(f"keep={keep}: must be at least 1 checkpoint. None keeps all of them")
     content = {
         "state": pack(worker),
         "names": _names_in_state_dict(worker),
@@ -87,8 +87,8 @@ def write_together(worker: WorkerState, folder: Path, content: Mapping[str, Any]
     for other, row in enumerate(rows):
         if row["step"] != rows[0]["step"]:
             raise CheckpointError(
-                f"{worker.comm.name(other)} saves step {row['step']} and {worker.comm.name(0)} step {rows[0]['step']}; "
-                "let all ranks save after the same step"
+                f"{worker.comm.name(other)} saves step {row['step']} and {worker.comm.name(0)} step {rows[0]['step']}. "
+                "Let all ranks save after the same step"
             )
     file = RankFile(folder / f"step-{step:08d}", rank)
     facts = {"id": rows[0]["id"], "step": step, "size": worker.comm.size, "rank": rank}
@@ -141,7 +141,7 @@ def _refuse_non_finite(worker: WorkerState) -> None:
     for rank, names in enumerate(gathered(worker, bad)):
         if names:
             raise NonFiniteError(
-                f"{worker.comm.name(rank)}: parameter {names[0]} is not finite; the last good checkpoint is kept"
+                f"{worker.comm.name(rank)}: parameter {names[0]} is not finite. The last good checkpoint is kept"
             )
 
 
@@ -159,12 +159,12 @@ def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
 
 
 def exists(worker: WorkerState, folder: Path) -> bool:
-    """Whether any rank sees a checkpoint in a folder, complete or not; the same on all ranks."""
+    """Return True if any rank sees a checkpoint in a folder, complete or not; the same on all ranks."""
     return any(gathered(worker, together(worker, folder, lambda: bool(_visible_steps(folder, worker.comm.rank)))))
 
 
 def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
-    """The newest complete checkpoint: this rank's part, or all parts where another number of ranks has written it.
+    """Return the newest complete checkpoint: this rank's part, or all parts if another number of ranks wrote it.
 
     Returns:
         Its folder, and the parts. They are of one save, on all ranks, at the step that the folder names. Nothing else
@@ -192,13 +192,13 @@ def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
             return home, contents
     lacking = [rank for rank, steps in enumerate(everyone) if not steps] or list(range(comm.size))
     raise CheckpointError(
-        f"{folder} holds no whole checkpoint for {comm.names(lacking)}; look for step-* folders, which must hold "
-        "the part of every rank, and where another number of workers has written them every rank must see all parts"
+        f"{folder} holds no complete checkpoint for {comm.names(lacking)}. Every rank must see its own part in a "
+        "step-* folder, or all parts if another number of workers wrote it. Check the path on every rank"
     )
 
 
 def read_parts(home: Path, ranks: Sequence[int], step: int, size: int) -> list[Content]:
-    """Some ranks' parts of a checkpoint, of one save."""
+    """Return some ranks' parts of a checkpoint, of one save."""
     contents = [mapping_of(RankFile(home, rank).read(), "a part") for rank in ranks]
     found = [facts_of(content) for content in contents]
     for rank, facts in zip(ranks, found, strict=True):
@@ -206,7 +206,7 @@ def read_parts(home: Path, ranks: Sequence[int], step: int, size: int) -> list[C
         for name, value in wanted.items():
             if facts[name] != value:
                 what = "another save" if name == "id" else f"{name} {facts[name]}, not {value}"
-                raise CheckpointError(f"{RankFile(home, rank).path}: is of {what}; {_FIX.format(home=home)}")
+                raise CheckpointError(f"{RankFile(home, rank).path}: is of {what}. {_FIX.format(home=home)}")
     # Earlier versions saved compiled models under the names of the wrapper.
     named = ("state", "names")
     return [{part: _own_names(x) if part in named else x for part, x in content.items()} for content in contents]
@@ -222,7 +222,7 @@ def _own_names(value: Any) -> Any:
     return value
 
 
-_FIX = "parts that were not written together do not belong together: remove {home}"
+_FIX = "Parts of different saves cannot be combined. Remove {home}"
 
 
 def facts_of(content: object) -> dict[str, Any]:
@@ -249,7 +249,7 @@ def _check_one_save(worker: WorkerState, home: Path, contents: Sequence[Content]
     other = next((rank for rank, row in enumerate(rows) if row != rows[0]), None)
     if other is not None:
         raise CheckpointError(
-            f"{home}: the parts of {both(worker.comm, 0, other)} are of two saves; {_FIX.format(home=home)}"
+            f"{home}: the parts of {both(worker.comm, 0, other)} are of two saves. {_FIX.format(home=home)}"
         )
 
 
@@ -268,7 +268,7 @@ def _visible_steps(folder: Path, rank: int) -> list[int]:
 
 
 def _steps(folder: Path) -> list[tuple[int, Path]]:
-    """The checkpoints in a folder, complete or not, oldest first."""
+    """Return the checkpoints in a folder, complete or not, oldest first."""
     if not folder.is_dir():
         return []
     found = [(int(m[1]), path) for path in folder.iterdir() if (m := _FOLDER.fullmatch(path.name))]
@@ -276,13 +276,13 @@ def _steps(folder: Path) -> list[tuple[int, Path]]:
 
 
 def step_of(home: Path) -> int | None:
-    """The step of a folder that is one checkpoint by its name; None if it is not."""
+    """Return the step in the name of a checkpoint's folder; None for another name."""
     match = _FOLDER.fullmatch(home.resolve().name)
     return None if match is None else int(match[1])
 
 
 def whole_steps(folder: Path, rank: int) -> list[int]:
-    """Steps of which this rank's part was committed, oldest first."""
+    """Return the steps of which this rank's part was committed, oldest first."""
     return [step for step, home in _steps(folder) if RankFile(home, rank).path.exists()]
 
 
@@ -290,12 +290,12 @@ def whole_steps(folder: Path, rank: int) -> list[int]:
 
 
 def saved_step(folder: Path) -> int | None:
-    """The step of the newest checkpoint visible in a folder; None if there is none."""
+    """Return the step of the newest checkpoint visible in a folder; None if none exists."""
     return max(whole_steps(folder, 0), default=None)
 
 
 def saved_size(folder: Path) -> int | None:
-    """How many workers wrote the newest checkpoint visible in a folder; None if there is none."""
+    """Return the number of workers that wrote the newest checkpoint visible in a folder; None if none exists."""
     steps = whole_steps(folder, 0)
     if not steps:
         return None
@@ -316,7 +316,9 @@ def saved_extra(folder: Path, *, missing_ok: bool) -> dict[str, Any]:
     if step is None:
         if missing_ok:
             return {}
-        raise CheckpointError(f"{folder} holds no whole checkpoint; look for step-* folders, or pass missing_ok=True")
+        raise CheckpointError(
+            f"{folder} holds no complete checkpoint. Look for step-* folders, or pass missing_ok=True"
+        )
     content = mapping_of(RankFile(folder / f"step-{step:08d}", 0).read(), "a part")
     return dict(mapping_of(content.get("extra"), "extra"))
 
@@ -400,7 +402,7 @@ def load_parts(worker: WorkerState, state: Mapping[str, Any]) -> None:
     """
     found = _parts_in(mapping_of(state, "the state"))
     if not found:
-        raise CheckpointError("the state holds no rank's part; pass what Worker.state_dict() returned")
+        raise CheckpointError("the state holds no rank's part. Pass the result of Worker.state_dict()")
     own = found.get(part_name(worker, worker.comm.rank), next(iter(found.values())))
     written_by = mapping_of(own.get("identity"), "the identity").get(SIZE)
     if written_by in (None, str(worker.comm.size)):
@@ -411,12 +413,12 @@ def load_parts(worker: WorkerState, state: Mapping[str, Any]) -> None:
     if written_by != str(len(found)) or set(names) != found.keys():
         raise CheckpointError(
             f"{written_by} workers have written the state, and {worker.comm.size} would continue: every rank needs the "
-            "parts of all of them; with torch.distributed.checkpoint use thinwire.integrations.dcp.load(worker, folder)"
+            "parts of all of them. With torch.distributed.checkpoint use thinwire.integrations.dcp.load(worker, folder)"
         )
     if not all(set(PARTS) <= part.keys() for part in found.values()):
         raise CheckpointError(
             f"{written_by} workers have written the state, and {worker.comm.size} would continue: another number of "
-            "workers needs the models and optimizers of all; save worker.state_dict(model=True, optimizer=True)"
+            "workers needs the models and optimizers of all. Save worker.state_dict(model=True, optimizer=True)"
         )
 
     def planned() -> State:
@@ -446,7 +448,7 @@ def restore(worker: WorkerState, state: State, *, same_size: bool) -> None:
 
 
 def on_disk(worker: WorkerState, path: str | Path) -> Path:
-    """The path that a user gave, with `~` expanded.
+    """Return the path that a user gave, with `~` expanded.
 
     Raises:
         CheckpointError: on all ranks, if it is a URL on any of them.
@@ -486,7 +488,7 @@ def gathered(worker: WorkerState, value: object) -> list[Any]:
 
 
 def _random_of(worker: WorkerState) -> dict[str, Any]:
-    """The states of torch's random generators."""
+    """Return the states of torch's random generators."""
     state: dict[str, Any] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state(_gpu_of(worker))

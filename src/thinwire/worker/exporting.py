@@ -116,7 +116,7 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
         constants = {name for name, source in first["names"].items() if source in states[0]["others"]}
     except ConfigError as error:
         raise CheckpointError(
-            f"{home}: the strategy cannot be read here ({error}); export from the training program with Worker.export"
+            f"{home}: the strategy cannot be read here ({error}). Export from the training program with Worker.export"
         ) from error
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
@@ -124,8 +124,8 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
         ) from error
     if lacking := [name for name, x in tensors.items() if x is None]:
         raise CheckpointError(
-            f"{home}: what the model calls {lacking[0]!r} is not a parameter or buffer of its own, or the optimizer "
-            "evaluates other parameters than it trains; export from the training program with Worker.export"
+            f"{home}: {lacking[0]!r} is not a parameter or buffer of the model, or the optimizer evaluates other "
+            "parameters than it trains. Export from the training program with Worker.export"
         )
     _check(tensors)
     if name := _not_finite(tensors, constants):
@@ -145,7 +145,7 @@ def _newest(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
     home = inside if inside.is_dir() else folder
     if split := sorted(path.name for path in (home.iterdir() if home.is_dir() else ()) if _holds_blocks(path)):
         raise CheckpointError(
-            f"{home}: holds the blocks of a model that is split ({split[0]}, ...); export from the training program"
+            f"{home}: holds the blocks of a sharded model ({split[0]}, ...). Export from the training program"
         )
     single = checkpoint.step_of(home)
     steps = checkpoint.whole_steps(home, 0) if single is None else [single]
@@ -154,7 +154,7 @@ def _newest(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
         size = checkpoint.facts_of(RankFile(at, 0).outline())["size"]
         if all(RankFile(at, rank).path.exists() for rank in range(size)):
             return at, checkpoint.read_parts(at, range(size), step, size)
-    raise CheckpointError(f"{folder} holds no whole checkpoint; give a run's folder, or one of step-* folders")
+    raise CheckpointError(f"{folder} holds no complete checkpoint. Give a run's folder, or one of its step-* folders")
 
 
 def _holds_blocks(path: Path) -> bool:

@@ -37,7 +37,7 @@ from thinwire.worker.state import WorkerState
 
 InsideDDP = Literal["refuse", "mute"]
 
-_AGAIN = "call worker.detach() before it, and attach again after it"
+_AGAIN = "Call worker.detach() before it, and attach again after it"
 _WRAPPERS = ("FullyShardedDataParallel", "DeepSpeedEngine")
 _OPTIMIZERS = ("ZeroRedundancyOptimizer", "DeepSpeedZeroOptimizer")
 _FIRST_STEPS = 3
@@ -151,14 +151,14 @@ class Attachment:
             refuse(
                 worker,
                 "parameters have moved to other memory since attach (by model.to(...), .half() or a wrapper), so that "
-                f"workers would diverge; {_AGAIN}",
+                f"workers would diverge. {_AGAIN}",
             )
         held = sum(len(group["params"]) for group in worker.optimizer.param_groups)
         if held != self._num_held or any(p.requires_grad for p in self._frozen):
             refuse(
                 worker,
                 "the optimizer trains other parameters than at attach (added or unfrozen since), and workers would not "
-                f"exchange them; {_AGAIN}",
+                f"exchange them. {_AGAIN}",
             )
         if False in [p.requires_grad for p in self._trained]:  # faster than all()
             self._check_frozen(worker)
@@ -166,7 +166,7 @@ class Attachment:
             refuse(
                 worker,
                 "a GradScaler calls the optimizer, and attach does not know of it, so that workers would skip "
-                "different steps; pass attach(..., scaler=scaler)",
+                "different steps. Pass attach(..., scaler=scaler)",
             )
         if not self._looked:
             self._looked = True
@@ -175,7 +175,7 @@ class Attachment:
                 refuse(
                     worker,
                     f"{gone} parameters of the optimizer are no longer the model's: they were replaced since attach "
-                    f"(by fully_shard or load_state_dict(assign=True)); {_AGAIN}",
+                    f"(by fully_shard or load_state_dict(assign=True)). {_AGAIN}",
                 )
             check_wrappers(worker.model, self._inside_ddp)
             self._guard_model(worker)
@@ -189,7 +189,7 @@ class Attachment:
         strategy = worker.strategy
         if worker.find_unused and not strategy.traits.moves_parameters and not strategy.traits.reads_gradient:
             return
-        refuse(worker, f"parameters were frozen since attach, and momentum would keep moving them; {_AGAIN}")
+        refuse(worker, f"parameters were frozen since attach, and momentum would keep moving them. {_AGAIN}")
 
     def _guard_model(self, worker: WorkerState) -> None:
         """Look for DistributedDataParallel in every forward pass of the model, also where it is wrapped later."""
@@ -241,14 +241,14 @@ def check_new(trained: Mapping[str, Tensor], optimizer: Optimizer) -> None:
     kinds = {kind.__name__ for kind in type(optimizer).__mro__}
     if found := kinds.intersection(_OPTIMIZERS):
         raise ConfigError(
-            f"{found.pop()}: it divides the optimizer's state among ranks and sends parameters itself; pass the "
-            "optimizer that it was made from, and Sharded(SlowMo()) to divide the strategy's state"
+            f"{found.pop()}: it shards the optimizer state and sends parameters itself. Pass the "
+            "optimizer that it was made from, and Sharded(SlowMo()) to shard the strategy's state"
         )
     for name, parameter in trained.items():
         if parameter in _owners:
             raise ConfigError(
-                f"{name} is attached already, with {_owners[parameter].name}: two workers would keep two copies of it; "
-                "call detach() of the first worker before the second attach"
+                f"{name} is attached already, with {_owners[parameter].name}: two workers would keep two copies of it. "
+                "Call detach() of the first worker before the second attach"
             )
 
 
@@ -262,13 +262,13 @@ def check_beside(model: nn.Module, strategy: Strategy) -> None:
     if other is not None and (strategy.traits.skips_steps or other.skips_steps):
         raise ConfigError(
             f"{strategy}: a part of the model is attached with {other.name}, and a late worker would leave out steps "
-            "of one optimizer and not of the other, so that the parts belong to different steps; use one optimizer, "
+            "of one optimizer and not of the other, so that the parts belong to different steps. Use one optimizer, "
             "with parameter groups"
         )
 
 
 def workers_beside(worker: WorkerState) -> list[WorkerState]:
-    """The other workers that train parts of the same model with the same ranks."""
+    """Return the other workers that train parts of the same model with the same ranks."""
     own = {id(p) for p in worker.model.parameters()}
     with _owners_lock:
         owners = {id(owner): owner for owner in _owners.values()}
@@ -293,7 +293,7 @@ def check_wrappers(model: nn.Module, inside_ddp: InsideDDP) -> None:
         kinds = {kind.__name__ for kind in type(module).__mro__}
         if found := kinds.intersection(_WRAPPERS):
             raise ConfigError(
-                f"{place} is in {found.pop()}, which exchanges gradients and parameters itself; pass the plain model, "
+                f"{place} is in {found.pop()}, which exchanges gradients and parameters itself. Pass the plain model, "
                 "or shard it with fully_shard (FSDP2) and average parameters, as with SlowMo()"
             )
         if isinstance(module, DistributedDataParallel):
@@ -303,13 +303,13 @@ def check_wrappers(model: nn.Module, inside_ddp: InsideDDP) -> None:
 def _check_ddp(wrapper: DistributedDataParallel, place: str, inside_ddp: InsideDDP) -> None:
     if inside_ddp == "refuse":
         raise ConfigError(
-            f"{place} is inside DistributedDataParallel, which averages gradients too: they would be sent twice; "
-            'leave the wrapper out, or pass attach(..., inside_ddp="mute") to keep it and turn its exchange off'
+            f"{place} is inside DistributedDataParallel, which averages gradients too: they would be sent twice. "
+            'Leave the wrapper out, or pass attach(..., inside_ddp="mute") to keep it and turn its exchange off'
         )
     if wrapper.static_graph:
         raise ConfigError(
             f'{place} is inside DistributedDataParallel(static_graph=True) and inside_ddp="mute": its exchange of the '
-            "first pass cannot be turned off; make the wrapper without static_graph"
+            "first pass cannot be turned off. Create the wrapper without static_graph"
         )
 
 
@@ -409,7 +409,7 @@ def _refuse_other_optimizers(optimizer: Optimizer, *_: object) -> None:
         if owner.optimizer() is not optimizer and not owner.stepping:
             owner.refuse(
                 f"{type(optimizer).__name__} moves parameters that are attached with another optimizer, {owner.name}: "
-                f"its steps exchange nothing, so workers would diverge; call the step of the attached one, or "
+                f"its steps exchange nothing, so workers would diverge. Call the step of the attached one, or "
                 "attach this one instead"
             )
         return
@@ -420,7 +420,7 @@ def _guard_groups(worker: WorkerState) -> None:
     optimizer: Any = worker.optimizer
 
     def refused(_: dict[str, Any]) -> None:
-        refuse(worker, f"add_param_group() after attach: workers would not exchange the new parameters; {_AGAIN}")
+        refuse(worker, f"add_param_group() after attach: workers would not exchange the new parameters. {_AGAIN}")
 
     def restore() -> None:
         vars(optimizer).pop("add_param_group", None)
@@ -474,10 +474,10 @@ class FirstSteps:
     # -- the start -------------------------------------------------------------------------------------------------
 
     def check_start(self, worker: WorkerState) -> None:
-        """Before the first step, start again if all ranks have changed the parameters alike since `attach`.
+        """Restart before the first step if all ranks have made the same change to the parameters since `attach`.
 
         Raises:
-            MismatchError: on all ranks, if they are different now, with the ranks that have changed them.
+            MismatchError: on all ranks, if the parameters now differ between ranks; names the ranks that changed them.
             ConfigError: on all ranks, if the ranks cannot agree on the change.
         """
         self._calls = 0  # of a step that has failed
@@ -694,5 +694,5 @@ def switched_between(worker: WorkerState) -> str:
     """Return the error of a switch between the two halves of a step."""
     return (
         f"step {worker.step}: switch() between backward() and optimizer.step(): the gradient "
-        "is what the strategy before it makes of it; call switch() after optimizer.step()"
+        "is what the strategy before it makes of it. Call switch() after optimizer.step()"
     )

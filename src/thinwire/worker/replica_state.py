@@ -151,7 +151,7 @@ def from_flat(tensors: Mapping[str, Any]) -> dict[str, State]:
 
 def _joined(part: str, tensors: dict[str, Any]) -> State:
     if HEADER not in tensors:
-        raise CheckpointError(f"the state lacks {part}{HEADER}; pass what Worker.state_dict() returned")
+        raise CheckpointError(f"the state lacks {part}{HEADER}. Pass the result of Worker.state_dict()")
     try:
         state = mapping_of(from_tensors(part, tensors), "a rank's part")
         if "parameters" in state:
@@ -333,7 +333,9 @@ def check(
         )
     replicas = found["replicas"]
     if not isinstance(replicas, list) or len(cast(list[Any], replicas)) != len(worker.replicas):
-        raise CheckpointError(f"there must be {len(worker.replicas)} flat vectors, one for each dtype and device")
+        raise CheckpointError(
+            f"replicas: must be a list of {len(worker.replicas)} flat vectors, one for each dtype and device"
+        )
     for i, saved in enumerate(cast(list[Any], replicas)):
         _check_replica(worker, i, mapping_of(saved, f"vector {i}"), whole=ranks)
     if "optimizer" in found:
@@ -345,9 +347,9 @@ def check_identity(worker: WorkerState, theirs: Mapping[str, Any], *, ranks: boo
     ours = identity_of(worker)
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
-            raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'run'} only")
+            raise CheckpointError(f"{name} is missing in the {'run' if name in theirs else 'checkpoint'}")
         if ours[name] != theirs[name] and (ranks or name not in (SIZE, RANK)):
-            fix = "; attach with that of the checkpoint" * (name == STRATEGY)
+            fix = ". Attach with that of the checkpoint" * (name == STRATEGY)
             raise CheckpointError(f"{name} is {theirs[name]} in the checkpoint and {ours[name]} in this run{fix}")
 
 
@@ -363,7 +365,7 @@ def mapping_of(value: object, what: str) -> dict[str, Any]:
         CheckpointError: it is something else.
     """
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in cast(dict[Any, Any], value)):
-        raise CheckpointError(f"{what} is a {type(value).__name__}, and must be values by name")
+        raise CheckpointError(f"{what} is a {type(value).__name__}; expected a dict whose keys are names")
     return cast(dict[str, Any], value)
 
 
@@ -375,7 +377,7 @@ def same_names(what: str, found: Iterable[str], wanted: Iterable[str]) -> None:
     """
     missing, extra = set(wanted) - set(found), set(found) - set(wanted)
     if missing or extra:
-        name, how = (min(missing), "lacks") if missing else (min(extra), "has what this run does not know:")
+        name, how = (min(missing), "lacks") if missing else (min(extra), "has the unknown entry")
         raise CheckpointError(f"{what} {how} {name!r}")
 
 
@@ -390,12 +392,12 @@ def _check_tensors(what: str, found: object, wanted: Mapping[str, Tensor]) -> No
 
 def _check_like(what: str, found: object, dtype: torch.dtype | None, shapes: Iterable[Sequence[int]]) -> None:
     if not isinstance(found, Tensor):
-        raise CheckpointError(f"{what} is a {type(found).__name__}, and must be a tensor")
+        raise CheckpointError(f"{what} is a {type(found).__name__}; expected a tensor")
     if dtype is not None and found.dtype != dtype:
-        raise CheckpointError(f"{what} is of {found.dtype}, and must be of {dtype}")
+        raise CheckpointError(f"{what} has dtype {found.dtype}; expected {dtype}")
     allowed = [tuple(shape) for shape in shapes]
     if allowed and tuple(found.shape) not in allowed:
-        raise CheckpointError(f"{what} has shape {tuple(found.shape)}, and must have {allowed[0]}")
+        raise CheckpointError(f"{what} has shape {tuple(found.shape)}; expected {allowed[0]}")
 
 
 def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, whole: bool) -> None:
@@ -403,13 +405,13 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
     same_names(f"vector {i}", saved, ("layout", "state", "inflight"))
     if saved["layout"] != layout_of(worker, i):
         raise CheckpointError(
-            f"vector {i}: parameters lie in another order or memory format than in this run; make the model as before"
+            f"vector {i}: parameters lie in another order or memory format than in this run. Build the same model"
         )
     state = mapping_of(saved["state"], "the strategy's state")
     inflight = mapping_of(saved["inflight"], "what is in flight")
     for name, xs in inflight.items():
         if not isinstance(xs, list):
-            raise CheckpointError(f"{name!r} in flight is a {type(xs).__name__}, and must be a list of tensors")
+            raise CheckpointError(f"{name!r} in flight is a {type(xs).__name__}; expected a list of tensors")
     received = [(f"{name!r} in flight", name, x) for name, xs in inflight.items() for x in cast(list[Any], xs)]
     for what, _, x in [*((f"state {name!r}", name, x) for name, x in state.items()), *received]:
         _check_like(what, x, None, ())
@@ -419,7 +421,7 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
     started, replica = worker.started[i], worker.replicas[i]
     for name in started:
         if name not in state:
-            raise CheckpointError(f"state {name!r} is missing, which {type(worker.strategy).__name__} starts with")
+            raise CheckpointError(f"state {name!r} is missing: {type(worker.strategy).__name__} starts with it")
     # The replica's vector, and those of its parts.
     sizes = list(dict.fromkeys(part.x.numel() for part in replica.tree()))
     like = [(), (1,), *((n,) for n in sizes), *(shape for _, shape in started.values())]
@@ -444,7 +446,7 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
     same_names("the optimizer's state", saved, ours)
     groups = saved["param_groups"]
     if not isinstance(groups, list) or len(cast(list[Any], groups)) != len(ours["param_groups"]):
-        raise CheckpointError(f"the optimizer must have {len(ours['param_groups'])} parameter groups")
+        raise CheckpointError(f"param_groups: must be a list of {len(ours['param_groups'])} parameter groups")
     for i, (mine, theirs) in enumerate(zip(ours["param_groups"], cast(list[Any], groups), strict=True)):
         what = f"optimizer group {i}"
         one_only = (mapping_of(theirs, what).keys() ^ mine.keys()) & SCHEDULED
@@ -468,7 +470,9 @@ def _check_optimizer(worker: WorkerState, saved: Mapping[str, Any]) -> None:
 
 def _texts(value: object, what: str) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(each, str) for each in cast(list[Any], value)):
-        raise CheckpointError(f"the parameters of {what} must be a list of names")
+        raise CheckpointError(
+            f"the parameters of {what} are {value!r:.80}: must be a list of names. Save a new checkpoint"
+        )
     return cast(list[str], value)
 
 
@@ -498,7 +502,7 @@ def _check_memory(name: str, found: Mapping[str, Any], ours: Mapping[str, Any] |
         if isinstance(mine, Tensor):
             _check_like(what, value, None, [local(mine).shape])
         elif isinstance(value, Tensor) and like is not None and not fits(tuple(value.shape), like.shape):
-            raise CheckpointError(f"{what} has shape {tuple(value.shape)}, and the parameter has {like.shape}")
+            raise CheckpointError(f"{what} has shape {tuple(value.shape)}, but the parameter has {like.shape}")
     missing = like.names - found.keys() if like is not None and found else ()
     if missing:
         raise CheckpointError(
@@ -646,7 +650,7 @@ def average_of(
     found = run_threads(len(xs), compute, timeout=timeout)[0]
     if found.shape != xs[0].shape or found.dtype != xs[0].dtype:
         raise CheckpointError(
-            f"{type(strategy).__name__}: the workers that were agree on no vector like the parameters"
+            f"{type(strategy).__name__}: the workers that saved agree on no vector of the parameters' shape and dtype"
         )
     return found
 
@@ -656,7 +660,7 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState) ->
     if states is None:
         raise CheckpointError(
             f"{type(worker.strategy).__name__} has state on every worker that cannot be redistributed over another "
-            f"number; resume with {len(saved)} workers"
+            f"number. Resume with {len(saved)} workers"
         )
     # Messages that a worker received cannot be given to others; their effect is in the resume point.
     alike = all(same(each["inflight"], saved[0]["inflight"]) for each in saved)
@@ -683,7 +687,7 @@ def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, .
         if name != "state" and not all(same(state.get(name), first[name]) for state in states):
             raise CheckpointError(
                 f"the optimizer's {_difference([s[name] for s in states])} differs between workers, so their number "
-                "cannot change; let all use one schedule"
+                "cannot change. Use one schedule on all workers"
             )
     held = list(dict.fromkeys(name for state in states for name in state["state"]))
     merged: State = {}

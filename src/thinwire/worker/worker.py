@@ -129,7 +129,7 @@ class Worker:
             ConfigError: this worker is not elastic.
         """
         if self.elastic is None:
-            raise ConfigError("view: only workers of attach(elastic=True) have views; use worker.rank and worker.size")
+            raise ConfigError("view: only workers of attach(elastic=True) have views. Use worker.rank and worker.size")
         return self.elastic.view
 
     # -- training --------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Worker:
             ConfigError: a number of samples that is negative or not finite, or a loss of several elements.
         """
         if num_samples is not None and not 0 <= num_samples < float("inf"):
-            raise ConfigError(f"num_samples={num_samples}: must be finite and not negative; pass len(batch)")
+            raise ConfigError(f"num_samples={num_samples}: must be finite and not negative. Pass len(batch)")
         for replica in self.replicas:
             replica.samples = replica.samples if num_samples is None else float(num_samples)
             replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
@@ -260,7 +260,9 @@ class Worker:
             ConfigError: under `elastic=True` or `Paced`, or if the optimizer needs a closure.
         """
         if self.elastic is not None:
-            raise ConfigError("join() with elastic=True: numbers of batches change with the workers; give all the same")
+            raise ConfigError(
+                "join() with elastic=True: numbers of batches change with the workers. Give all the same number"
+            )
         return joining.join(self._state, batches, before_step or (lambda: None), after_step or (lambda: None))
 
     def switch(self, strategy: Strategy | str) -> Switched:

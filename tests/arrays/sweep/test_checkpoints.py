@@ -318,7 +318,7 @@ def test_other_checkpoints_are_refused_by_name_on_all_ranks(tmp_path: Path) -> N
             with pytest.raises(CheckpointError, match=words):
                 other.parallel.load(tmp_path / "one", **(other.parts if parts is None else parts))
             assert equal(before, other.everything())
-        for folder, words in (("plain", "holds one model and no array"), ("nothing", "look for step-")):
+        for folder, words in (("plain", "holds one model and no array"), ("nothing", "holds no complete checkpoint")):
             with pytest.raises(CheckpointError, match=words):
                 run.parallel.load(tmp_path / folder, **run.parts)
 

@@ -165,7 +165,7 @@ def test_as_many_checkpoints_are_kept_as_asked_for(tmp_path):
 
 
 def test_resuming_without_a_checkpoint_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="holds no whole checkpoint"):
+    with pytest.raises(CheckpointError, match="holds no complete checkpoint"):
         train(tmp_path, resume=True)
 
 

@@ -52,7 +52,7 @@ def test_optimizers_out_of_range_are_refused(settings: dict[str, Any], words: st
 
 def test_an_optimizer_that_cannot_freeze_is_refused() -> None:
     model = net()
-    with pytest.raises(ConfigError, match=r"AdamW under CompressedMomentum.*use OneBitLamb or OneBitAdam"):
+    with pytest.raises(ConfigError, match=r"AdamW under CompressedMomentum.*Use OneBitLamb or OneBitAdam"):
         thinwire.attach(model, torch.optim.AdamW(model.parameters()), CompressedMomentum())
 
 

@@ -267,13 +267,13 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
         (lambda: BackupWorkers(coordinator=-1), "coordinator=-1: must be a rank"),
         (
             lambda: BackupWorkers().check(1),
-            "backups=1: of 1 workers at least one must be waited for; must be at most 0",
+            "backups=1: must be at most 0: at least 1 of 1 workers must be awaited",
         ),
         (
             lambda: BackupWorkers(5).check(4),
-            "backups=5: of 4 workers at least one must be waited for; must be at most 3",
+            "backups=5: must be at most 3: at least 1 of 4 workers must be awaited",
         ),
-        (lambda: BackupWorkers(coordinator=4).check(4), r"coordinator=4: there are ranks 0\.\.3"),
+        (lambda: BackupWorkers(coordinator=4).check(4), r"coordinator=4: must be a rank, 0\.\.3"),
     ],
 )
 def test_recipes_that_cannot_work_are_refused_with_the_rule(made: Callable[[], Any], words: str) -> None:
@@ -282,7 +282,7 @@ def test_recipes_that_cannot_work_are_refused_with_the_rule(made: Callable[[], A
 
 
 def test_parameters_of_two_kinds_are_refused_before_the_first_step() -> None:
-    with pytest.raises(ConfigError, match="parameters are of 2 kinds"):
+    with pytest.raises(ConfigError, match="parameters have 2 pairs of dtype and device"):
         run_threads(2, lambda comm: attach(comm, BackupWorkers(), model=Mixed()), timeout=10)
 
 
@@ -310,7 +310,7 @@ def test_uneven_data_are_refused() -> None:
 
 @pytest.mark.parametrize("around", [SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
 def test_strategies_around_it_are_refused_before_anything_moves(around: Strategy) -> None:
-    with pytest.raises(ConfigError, match="use it alone, or AllReduce"):
+    with pytest.raises(ConfigError, match="Use it alone, or AllReduce"):
         run_threads(2, lambda comm: attach(comm, around), timeout=10)
 
 

@@ -370,14 +370,14 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Probe(every=1), "every=1: a measurement takes two successive exchanges"),
+        (lambda: Probe(every=1), "every=1: must be at least 2, because a measurement takes two successive exchanges"),
         (lambda: Probe(keep=1.0), r"keep=1.0: must lie in \[0, 1\)"),
         (lambda: Probe(Gossip()), r"neither sends gradients .* SlowMo\(base=Probe\(base=Local\(\)\)\)"),
-        (lambda: Probe(SlowMo()), "put the probe inside"),
-        (lambda: Probe(Probe()), "put the probe inside"),
+        (lambda: Probe(SlowMo()), "Put the probe inside"),
+        (lambda: Probe(Probe()), "Put the probe inside"),
         (lambda: Probe(NodeAverage()), "nor ends rounds with a plain mean"),
         (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without weights"),
-        (lambda: Probe(AllReduce(ErrorFeedback(TopK()))), "have what earlier messages left out, .* measure AllReduce"),
+        (lambda: Probe(AllReduce(ErrorFeedback(TopK()))), "have what earlier messages left out, .* Measure AllReduce"),
         (lambda: Probe(LocalSGD(2, codec=ErrorFeedback(OneBit()))), "have what earlier messages left out"),
         (lambda: Probe(SlowMo(AllReduce(PowerSGD()))), "have what earlier messages left out"),
         (lambda: Probe(AllReduce(MajorityVote())), "may exceed the gradient itself, and would count as noise"),
@@ -396,7 +396,7 @@ def test_recipes_that_cannot_be_measured_are_refused(make: Callable[[], Any], wo
 @pytest.mark.parametrize("make", [adamw(), sgd(0.1, 0.9)])
 def test_averages_under_other_optimizers_are_refused(make: Any) -> None:
     problem = Regression(1, 1, DOUBLE)
-    with pytest.raises(ConfigError, match="takes SGD without momentum; measure AllReduce"):
+    with pytest.raises(ConfigError, match=r"takes SGD without momentum\. Measure AllReduce"):
         begin(None, Probe(LocalSGD()), problem, make)
     begin(None, Probe(AllReduce()), problem, make).detach()
 

@@ -200,8 +200,8 @@ def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "write it like SlowMo"),
-        ("SlowMo(", r"never closed; write it like SlowMo\(period=12\)"),
+        ("", "Write it like SlowMo"),
+        ("SlowMo(", r"never closed\. Write it like SlowMo\(period=12\)"),
         ("PushSun()", r"'PushSun' is unknown; did you mean PushSum, \w+ or \w+\?$"),
         ("Gossip(Rings())", r"'Rings' is unknown; did you mean Ring, \w+ or \w+\?$"),
         ("Quux()", r"'Quux' is unknown; did you mean \w+, \w+ or \w+\?$"),

@@ -469,8 +469,8 @@ def test_conserving_fetch_sgd_loses_nothing_where_the_published_one_does() -> No
     ("make", "words"),
     [
         (lambda: SketchedSGD(0.0), r"fraction=0.0: must lie in \(0, 1\]"),
-        (lambda: SketchedSGD(columns=0), "columns=0: at least 1"),
-        (lambda: SketchedSGD(rows=4), "rows=4: .* must be odd; 5 is usual"),
+        (lambda: SketchedSGD(columns=0), "columns=0: must be at least 1"),
+        (lambda: SketchedSGD(rows=4), "rows=4: .* must be odd. 5 is usual"),
         (lambda: SketchedSGD(second_round=-1), "second_round=-1"),
         (lambda: SketchedSGD(momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
         (lambda: SketchedSGD(dense_below=-1), "dense_below=-1"),
@@ -488,7 +488,7 @@ def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[
 @pytest.mark.parametrize("strategy", [SketchedSGD(), FetchSGD()], ids=lambda s: type(s).__name__)
 def test_optimizers_with_a_momentum_of_their_own_are_refused(strategy: Strategy) -> None:
     for optimizer in (engine.momentum, lambda model: torch.optim.AdamW(model.parameters())):
-        with pytest.raises(ConfigError, match=r"it must apply .* use torch.optim.SGD without momentum"):
+        with pytest.raises(ConfigError, match=r"it must apply .* Use torch.optim.SGD without momentum"):
             engine.attach(thinwire.CountingComm(0, 2), strategy, optimizer=optimizer)
 
 

@@ -168,7 +168,7 @@ def test_two_classes_of_one_name_must_be_named_by_their_modules() -> None:
     class Mine(Strategy):
         """Sends nothing either."""
 
-    with pytest.raises(ConfigError, match=rf"'Mine' could be {__name__}:Mine or theirs.methods:Mine; write one"):
+    with pytest.raises(ConfigError, match=rf"'Mine' could be {__name__}:Mine or theirs.methods:Mine. Write one"):
         parse("Mine()")
     assert parse(f"{__name__}:Mine") == Mine()
     with pytest.raises(ConfigError, match="Mine"):
@@ -226,7 +226,7 @@ class Needing(Strategy):
 
 def test_what_a_class_of_one_s_own_did_not_foresee_is_told_in_words() -> None:
     assert parse(repr(Needing(Ring()))) == Needing(Ring())
-    with pytest.raises(ConfigError, match=r"Needing needs 'graph'; write Needing\(graph=\.\.\.\)"):
+    with pytest.raises(ConfigError, match=r"Needing needs 'graph'. Write Needing\(graph=\.\.\.\)"):
         parse("Needing()")
     with pytest.raises(ConfigError, match="Needing refuses its arguments: RuntimeError: too deep for this example"):
         parse("Needing(Ring, depth=6)")

@@ -149,7 +149,7 @@ def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
     ("arguments", "words"),
     [
         (["Rings"], "topology 'Rings': 'Rings' is unknown; did you mean Ring, "),
-        (["LocalSGD"], "is a LocalSGD, not a topology; write it like Ring()"),
+        (["LocalSGD"], "is a LocalSGD, not a topology. Write it like Ring()"),
         (["PPeerExponential(degre=2)"], "has no 'degre'; did you mean degree?"),
         (["Ring("], "topology 'Ring('"),
         (["Hypercube", "--workers", "6"], "Use 4 or 8 workers"),

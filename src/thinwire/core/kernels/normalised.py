@@ -195,7 +195,7 @@ def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
     """
     check_same_device(x, gain, shift)
     if axis not in (0, 1):
-        raise ConfigError(f"axis={axis}: the models are along axis 0 or 1")
+        raise ConfigError(f"axis={axis}: must be 0 or 1, the axis of the models")
     if x.dim() < 3 or gain.shape != (x.shape[axis], x.shape[2]) or shift.shape != gain.shape:
         first = "models, samples" if axis == 0 else "samples, models"
         raise ConfigError(f"{_shapes(x, gain, shift)}: must be [{first}, channels, ...], and [models, channels] twice")

@@ -152,7 +152,7 @@ class RankFile:
             raise CheckpointError(f"{self.path}: names tensors {body['tensors']!r} of another part. {self._fix}")
         content = _bytes_of(file)
         if hashlib.sha256(content).hexdigest() != body["checksum"]:
-            raise CheckpointError(f"{file}: is damaged, its checksum is not the one written; {self._fix}")
+            raise CheckpointError(f"{file}: is damaged, its checksum is not the one written. {self._fix}")
         # Safetensors creates empty tensors on the default device.
         with torch.device("cpu"):
             tensors = from_bytes(content)
@@ -160,7 +160,7 @@ class RankFile:
 
     def _tensors_name(self, checksum: str) -> str:
         if not _CHECKSUM.fullmatch(checksum):
-            raise CheckpointError(f"{self.path}: holds no checksum of its tensors; {self._fix}")
+            raise CheckpointError(f"{self.path}: holds no checksum of its tensors. {self._fix}")
         return f"{self.name}-{checksum[:16]}.safetensors"
 
 

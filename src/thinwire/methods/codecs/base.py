@@ -59,7 +59,7 @@ class Codec(Recipe, ABC):
 
     @abstractmethod
     def nbytes(self, n: int) -> int:
-        """The size in bytes of the payload of a vector of n elements."""
+        """Return the size in bytes of the payload of a vector of n elements."""
 
     elementwise: ClassVar[bool] = False
     """Whether every element is encoded by itself, so that one vector may hold several models."""
@@ -328,7 +328,7 @@ class CodecWrapper(Codec):
         return self.codec.decode(payload, like, key)
 
     def nbytes(self, n: int) -> int:
-        """The size in bytes of the payload of the codec inside."""
+        """Return the size in bytes of the payload of the codec inside."""
         return self.codec.nbytes(n)
 
 
@@ -382,7 +382,7 @@ def check_feedback(codec: Codec | None) -> None:
 
 
 def check_sizes(codec: Codec | None, instead: str = "OneBit()") -> None:
-    """Refuse a codec that decodes to sizes of its own, where anything but the gradient of one step is coded.
+    """Refuse a codec that decodes to sizes of its own, where anything but the gradient of one step is compressed.
 
     Args:
         codec: of the strategy.
@@ -399,7 +399,7 @@ def check_sizes(codec: Codec | None, instead: str = "OneBit()") -> None:
 
 
 def check_differences(codec: Codec | None) -> None:
-    """Refuse codecs that differences, sums or momenta cannot be coded with: `check_sizes` and `check_feedback`.
+    """Refuse codecs that differences, sums or momenta cannot be compressed with: `check_sizes` and `check_feedback`.
 
     Raises:
         ConfigError: with the fix.
@@ -433,7 +433,7 @@ class DrawKey(int):
 
 
 def draw_key(seed: int, step: int, rank: int = 0, stage: int = 0, offset: int = 0) -> DrawKey:
-    """The key of the random draws for one message: a hash of 63 bits of all arguments.
+    """Return the key of the random draws for one message: a hash of 63 bits of all arguments.
 
     Args:
         seed: of the run, equal on all ranks.
@@ -447,7 +447,7 @@ def draw_key(seed: int, step: int, rank: int = 0, stage: int = 0, offset: int = 
 
 
 def worker_key(key: int, rank: int, size: int, piece: int = 0) -> DrawKey:
-    """One worker's key for one piece of a message, from the message's key; every rank can compute it."""
+    """Return one worker's key for one piece of a message; every rank can compute it from the message's key."""
     # From rank + 1 on, since 0 is taken by the shared key.
     return DrawKey(_hash(key, piece, rank + 1), shared=_hash(key, piece, 0), shift=rank / size)
 
@@ -477,7 +477,7 @@ class StageKeys(NamedTuple):
 
 
 def _hash(*numbers: int) -> int:
-    """A hash of several integers, by the finaliser of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """A hash of several integers, by the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK_64
@@ -489,12 +489,12 @@ def _hash(*numbers: int) -> int:
 
 
 def payload_like(x: Tensor, nbytes: int) -> Tensor:
-    """An empty payload on the device of `x`."""
+    """Return an empty payload on the device of `x`."""
     return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
 
 
 def as_single(x: Tensor) -> Tensor:
-    """The vector in fp32 and contiguous, as kernels take it; itself where it is both."""
+    """Return the vector in fp32 and contiguous, as kernels take it; itself if it is both."""
     return x.detach().to(torch.float32).contiguous()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Find optimizers that divide gradients by their size, which cannot use sign codecs."""
+"""Find optimizers that cannot use sign codecs because they divide gradients by their size."""
 
 from __future__ import annotations
 

@@ -74,11 +74,11 @@ class Strategy(Recipe, ABC):
         return Traits()
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse what the recipe does not work with, before anything is sent.
+        """Refuse a number of workers or an optimizer that the recipe does not support, before anything is sent.
 
         Args:
             size: the number of workers.
-            optimizer: of each worker; None where it is not known yet.
+            optimizer: each worker's optimizer; None if it is not known yet.
 
         Raises:
             ConfigError: with the value, the rule and the fix.

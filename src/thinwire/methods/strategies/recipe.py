@@ -94,13 +94,13 @@ def read(
             tree = parsed(_LONG_NAME.sub(lambda name: re.sub(r"\W", "_", name[0]), text))
         except (SyntaxError, ValueError) as error:
             reason = error.msg if isinstance(error, SyntaxError) else error
-            raise ConfigError(f"{where}: {reason}; write it like {example}") from None
+            raise ConfigError(f"{where}: {reason}. Write it like {example}") from None
         found = _Reader(text, where, example, more or {}, imports, kind).build(tree)
     except (RecursionError, MemoryError):
         # Both the parser of Python and the walk over its tree recurse as deeply as the text is nested.
-        raise ConfigError(f"{where}: nested too deeply; write it like {example}") from None
+        raise ConfigError(f"{where}: nested too deeply. Write it like {example}") from None
     if not isinstance(found, kind):
-        raise ConfigError(f"{where}: is a {type(found).__name__}, not a {what}; write it like {example}")
+        raise ConfigError(f"{where}: is a {type(found).__name__}, not a {what}. Write it like {example}")
     typed = re.sub(r"\s*,\s*", ", ", " ".join(text.split()))
     if isinstance(found, Recipe) and typed.isprintable():
         object.__setattr__(found, "_typed", typed)
@@ -130,7 +130,7 @@ class _Reader:
         except (SyntaxError, ValueError, TypeError):
             wrong = _shortened(repr(source))
             raise ConfigError(
-                f"{self.where}: {wrong} is neither a literal nor a known name; write it like {self.example}"
+                f"{self.where}: {wrong} is neither a literal nor a known name. Write it like {self.example}"
             ) from None
 
     def call(self, name: str, call: ast.Call) -> Any:
@@ -145,17 +145,17 @@ class _Reader:
         given = {key: self.build(value) for key, value in zip(known, call.args, strict=False)}
         for keyword in call.keywords:
             if keyword.arg is None:
-                raise ConfigError(f"{self.where}: ** is not understood; name each argument")
+                raise ConfigError(f"{self.where}: ** is not understood. Name each argument")
             key = _same(keyword.arg, known) or (keyword.arg if len(taken) < len(parameters) else None)
             if key is None:
                 hint = _nearest(keyword.arg, known) + (_listed(known) if len(known) <= _FEW else "")
                 raise ConfigError(f"{where} has no {keyword.arg!r}{hint}")
             if key in given:
-                raise ConfigError(f"{where} was given {key!r} twice; keep one")
+                raise ConfigError(f"{where} was given {key!r} twice. Keep one")
             given[key] = self.build(keyword.value)
         for each in taken:
             if each.name not in given and each.default is Parameter.empty:
-                raise ConfigError(f"{where} needs {each.name!r}; write {name}({each.name}=...)")
+                raise ConfigError(f"{where} needs {each.name!r}. Write {name}({each.name}=...)")
         optimizer = given.get("optimizer")
         if kind is OuterOptimizer and isinstance(optimizer, str) and ":" in optimizer:
             user_module(optimizer, where, imports=self.imports)
@@ -186,7 +186,7 @@ class _Reader:
             return user_class(entry_points()[found], self.where, imports=self.imports)
         full = sorted(full for full, short in users.items() if short == found)
         if len(full) > 1:
-            raise ConfigError(f"{self.where}: {name!r} could be {' or '.join(full)}; write one of these")
+            raise ConfigError(f"{self.where}: {name!r} could be {' or '.join(full)}. Write one of these")
         return REGISTERED[full[0]]
 
     def source(self, node: ast.expr) -> str:

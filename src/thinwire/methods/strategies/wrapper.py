@@ -111,11 +111,11 @@ class Wrapper(Strategy):
         """As the base; and refuse one whose late workers leave out steps, and a second wrapper of the same kind."""
         if any(type(each) is type(self) for each in nested(self.base)):
             name = type(self).__name__
-            raise ConfigError(f"{self}: {name} around {name} does one thing twice; keep one of them")
+            raise ConfigError(f"{self}: {name} around {name} does one thing twice. Keep one of them")
         if self.base.traits.skips_steps:
             raise ConfigError(
                 f"{type(self).__name__} around {self.base}: a late worker leaves out steps, which the strategy around "
-                "it would miss; use it alone, or AllReduce() as the base"
+                "it would miss. Use it alone, or AllReduce() as the base"
             )
         self.base.check(size, optimizer)
 

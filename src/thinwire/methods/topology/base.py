@@ -41,10 +41,12 @@ def uniform(dst: tuple[int, ...], src: tuple[int, ...]) -> Peers:
 def weighted(rank: int, dst: Sequence[tuple[int, ...]], src: Sequence[tuple[int, ...]], weights: Weights) -> Peers:
     r"""Return a rank's peers in a graph where ranks may have different numbers of peers.
 
-    With $d_i$ the number of ranks that $i$ sends to, $W_{ij}$ is $1 / (1 + \max(d_i, d_j))$ for "metropolis"
-    (Metropolis-Hastings: symmetric and doubly stochastic, for edges that go both ways), $1 / (1 + d_j)$ for "push-sum"
-    (column-stochastic: each rank splits its own vector evenly), and for "uniform" one over one more than the number of
-    ranks that $i$ receives from (row-stochastic).
+    Rank $i$ sends to $d_i$ ranks and receives from $s_i$ ranks. For an edge, $W_{ij}$ is
+
+    - $1 / (1 + \max(d_i, d_j))$ for "metropolis" (Metropolis-Hastings: symmetric and doubly stochastic, for edges that
+      go both ways);
+    - $1 / (1 + d_j)$ for "push-sum" (column-stochastic: each rank splits its own vector evenly);
+    - $1 / (1 + s_i)$ for "uniform" (row-stochastic).
 
     Args:
         rank: the rank whose peers are returned.

@@ -129,11 +129,11 @@ class FixedBits:
         return self.bits
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
-        """The bits of each part of the gradient."""
+        """Return the number of bits for each part of the gradient."""
         return [self.bits] * len(step.sizes)
 
     def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """The ledger after a step whose squares are known."""
+        """Return the ledger after a step whose squares are known."""
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
 
@@ -203,7 +203,7 @@ class ErrorBound:
             )
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
-        """The bits of each part of the gradient."""
+        """Return the number of bits for each part of the gradient."""
         if isinf(step.square):
             return [self.most] * len(step.sizes)
         remaining = self.steps - ledger.step % self.steps
@@ -220,7 +220,7 @@ class ErrorBound:
         return fewest_bits(weights, share, bound=bound, sizes=step.sizes, least=self.least, most=self.most)
 
     def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """The ledger after a step whose squares are known."""
+        """Return the ledger after a step whose squares are known."""
         alpha = contraction(step.lr, self.smoothness, self.strong_convexity)
         carried = alpha * ledger.error if ledger.step % self.steps else 0.0
         return ledger.after(step.mean_bits(bits), carried + error_of(self._weights(step), bits), step.square)
@@ -274,7 +274,7 @@ class BitBudget:
             raise ConfigError(f"decay={self.decay}: must lie in (0, 1]; use 1 for non-convex functions")
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
-        """The bits of each part of the gradient."""
+        """Return the number of bits for each part of the gradient."""
         remaining = self.steps - ledger.step % self.steps
         earlier_runs = ledger.step // self.steps
         bits_left = self.bits * self.steps * (earlier_runs + 1) - ledger.bits
@@ -287,7 +287,7 @@ class BitBudget:
         return best_bits(squares, budget, sizes=step.sizes, least=self.least, most=self.most)
 
     def settle(self, ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-        """The ledger after a step whose squares are known."""
+        """Return the ledger after a step whose squares are known."""
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
     def _above_mean(self, ledger: BitLedger, square: float, remaining: int) -> float:
@@ -338,7 +338,7 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
 
 
 def skipped_step(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-    """The ledger after a step whose gradient was not finite: its bits are spent, it adds no error."""
+    """Return the ledger after a step whose gradient was not finite: its bits are spent, it adds no error."""
     return ledger.after(step.mean_bits(bits), ledger.error, 0.0)
 
 

@@ -125,23 +125,25 @@ class CompressedMomentum(Strategy):
         check_sizes(self.codec)
         if self.warmup_steps is not None and self.warmup_steps < 1:
             raise ConfigError(
-                f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step; a sixth of the run is usual"
+                f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step. A sixth of the run is usual"
             )
         if not 0 < self.settled < 1:
-            raise ConfigError(f"settled={self.settled}: must lie between 0 and 1; 0.04 is usual")
+            raise ConfigError(f"settled={self.settled}: must lie between 0 and 1. 0.04 is usual")
         if self.max_norm is not None and not 0 < self.max_norm < inf:
-            raise ConfigError(f"max_norm={self.max_norm}: must be positive and finite; 1 is usual, None clips nothing")
+            raise ConfigError(
+                f"max_norm={self.max_norm}: must be positive and finite. 1 is usual; None disables clipping"
+            )
         if self.overlap and self.max_norm is not None:
             raise ConfigError(
                 f"overlap=True, max_norm={self.max_norm}: the norm is only known after the backward pass, when the "
-                "first codes have been sent; keep one of the two"
+                "first payloads have been sent. Keep one of the two"
             )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Refuse an optimizer whose variance cannot be frozen."""
         if optimizer is not None and not isinstance(optimizer, FreezingOptimizer):
             raise ConfigError(
-                f"{type(optimizer).__name__} under CompressedMomentum: its variance cannot be frozen; use "
+                f"{type(optimizer).__name__} under CompressedMomentum: its variance cannot be frozen. Use "
                 "OneBitLamb or OneBitAdam, or AllReduce(codec=...) to compress gradients"
             )
 
@@ -154,7 +156,7 @@ class CompressedMomentum(Strategy):
         return None
 
     def before_step(self, r: Replica) -> None:
-        """Clip, and average the momenta of this step."""
+        """Clip the gradient, then average the momenta of this step."""
         warm = _warm(r)
         if self.max_norm is not None:
             # In fp32 at least: squares of 16-bit gradients overflow fp16.
@@ -190,7 +192,7 @@ class CompressedMomentum(Strategy):
             view.optimizer.freeze()
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, with the same residuals in total."""
+        """Return the states for another number of workers, with the same residuals in total."""
         return resize_errors(states, size)
 
     def _target(self, r: Replica) -> Tensor:
@@ -241,12 +243,12 @@ class CompressedMomentum(Strategy):
 
 
 def _warm(r: Replica) -> bool:
-    """Whether gradients are still averaged."""
+    """Return True while gradients are still averaged."""
     return not replica_view(r).optimizer.frozen
 
 
 def _in_flight(r: Replica) -> list[int]:
-    """The first indices of the parts that are in flight."""
+    """Return the first indices of the parts that are in flight."""
     return [int(name.removeprefix(_PREFIX)) for name in r.inflight if name.startswith(_PREFIX)]
 
 
@@ -279,5 +281,5 @@ def _refuse_changes(r: Replica, part: slice, samples: Sequence[Tensor]) -> None:
         if not holds(((before == now) | (before.isnan() & now.isnan())).all()):
             raise ConfigError(
                 f"step {r.step}: gradients were changed after backward() had sent them (clipped, or unscaled by a "
-                "GradScaler); use CompressedMomentum(overlap=False), and its max_norm to clip"
+                "GradScaler). Use CompressedMomentum(overlap=False), and its max_norm to clip"
             )

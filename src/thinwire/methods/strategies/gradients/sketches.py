@@ -203,12 +203,12 @@ def check_table(fraction: float, columns: int, rows: int) -> None:
         ConfigError: with the value, the rule and the fix.
     """
     if not 0 < fraction <= 1:
-        raise ConfigError(f"fraction={fraction}: must lie in (0, 1]; 0.0003 is usual")
+        raise ConfigError(f"fraction={fraction}: must lie in (0, 1]. 0.0003 is usual")
     if columns < 1:
-        raise ConfigError(f"columns={columns}: at least 1 for each updated coordinate; 32 is usual")
+        raise ConfigError(f"columns={columns}: must be at least 1 for each updated coordinate. 32 is usual")
     if rows < 1 or rows % 2 == 0:
         raise ConfigError(
-            f"rows={rows}: an estimate is the median of the rows, so their number must be odd; 5 is usual"
+            f"rows={rows}: an estimate is the median of the rows, so their number must be odd. 5 is usual"
         )
 
 
@@ -223,7 +223,7 @@ def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
     )
     if not plain:
         raise ConfigError(
-            f"{type(optimizer).__name__} under {name}: it must apply {name}'s update as it is; use "
+            f"{type(optimizer).__name__} under {name}: it must apply {name}'s update unchanged. Use "
             f"torch.optim.SGD without momentum, and {name}(momentum=0.9)"
         )
 

@@ -80,12 +80,12 @@ ScoreSource = Literal["window", "ema"] | ScoreFunction
 
 
 def init_scores(r: Replica, metric: ScoreSource, length: int) -> None:
-    """Allocate the state of elections, and try a score function out.
+    """Allocate the state of elections; call a score function once to check it.
 
     Args:
         r: the replica; its state gains `losses`, `num_losses` and `rounds_without_leader`.
-        metric: "window" is the mean of the last `length` losses, "ema" their exponential mean of that length.
-        length: losses that count.
+        metric: "window" is the mean of the last `length` losses, "ema" their exponential moving average.
+        length: the number of losses in the window, or over which the moving average decays.
 
     Raises:
         ConfigError: the score function does not return one number.
@@ -113,7 +113,7 @@ def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
 
 
 def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
-    """This worker's score; None if it has recorded no loss."""
+    """Return this worker's score; None if it has recorded no loss."""
     if isinstance(metric, ScoreFunction):
         return metric(r)
     losses = _recorded_losses(r)
@@ -129,7 +129,7 @@ def _recorded_losses(r: Replica) -> Tensor:
 
 
 def encode_key(r: Replica, score: Tensor | None) -> Tensor:
-    """This worker's score and rank as one number: int64, [1]."""
+    """Return this worker's score and rank as one number: int64, [1]."""
     if score is None:
         return torch.full((1,), (_NO_SCORE << 32) | r.comm.rank, dtype=torch.int64, device=r.x.device)
     score = score.reshape(1).float() + 0.0  # minus zero becomes zero
@@ -140,7 +140,7 @@ def encode_key(r: Replica, score: Tensor | None) -> Tensor:
 
 
 def elect(r: Replica, score: Tensor | None) -> int | None:
-    """The rank with the least score, by an all-reduce of 8 bytes; None if no score is finite.
+    """Return the rank with the least score, by an all-reduce of 8 bytes; None if no score is finite.
 
     Raises:
         ConfigError: no worker has recorded a loss; on all ranks.
@@ -149,7 +149,7 @@ def elect(r: Replica, score: Tensor | None) -> int | None:
 
 
 def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
-    """The leader, recorded in the metrics; None, and one warning in a run, if no score is finite."""
+    """Return the leader and record it in the metrics; None, and one warning in a run, if no score is finite."""
     leader = elect(r, score)
     if leader is None:
         warn_without_leader(r)
@@ -159,7 +159,7 @@ def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
 
 
 def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int:
-    """A key as a number; without data, that of this rank, or of the rank after it among the members.
+    """Return a key as a number; without data, that of this rank, or of the rank after it among the members.
 
     The leader sends its parameters on; they end at the rank before it, which sends nothing.
     """
@@ -169,7 +169,7 @@ def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int
 
 
 def best_rank(keys: Sequence[int]) -> int | None:
-    """The rank in the least of some keys; None if none of their scores is finite.
+    """Return the rank in the least of some keys; None if none of their scores is finite.
 
     Raises:
         ConfigError: none of these workers has recorded a loss.
@@ -184,7 +184,7 @@ def best_rank(keys: Sequence[int]) -> int | None:
 
 
 def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, Tensor]:
-    """The keys of some ranks, this one among them, by rank: 8 bytes to each of the others."""
+    """Return the keys of some ranks, this one among them, by rank: 8 bytes to each of the others."""
     own = encode_key(r, score)
     others = [rank for rank in members if rank != r.comm.rank]
     received = r.comm.send_recv(own, others, others).wait()
@@ -207,7 +207,7 @@ def warn_without_leader(r: Replica) -> None:
 
 
 def chain_from(source: int, members: Sequence[int]) -> list[int]:
-    """Some ranks in the order in which they pass a vector on, beginning with `source`."""
+    """Return some ranks in the order in which they forward a vector, beginning with `source`."""
     place = members.index(source)
     return [*members[place:], *members[:place]]
 
@@ -245,13 +245,13 @@ def two_level_broadcast_(comm: Comm, x: Tensor, source: int, node_size: int) -> 
 
 
 def broadcast_leader(r: Replica, leader: int) -> Tensor:
-    """The parameters of the leader, on every rank: `r.x` itself on the leader, a new vector on the others."""
+    """Return the parameters of the leader, on every rank: `r.x` itself on the leader, a new vector on the others."""
     x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
     return r.comm.broadcast_(x, leader).wait()
 
 
 def leader_or_mean(strategy: Strategy, r: Replica, at: At, metric: ScoreSource) -> Tensor:
-    """The best worker's parameters, equal on all ranks, or the mean of all where no score is finite.
+    """Return the best worker's parameters, equal on all ranks, or the mean of all where no score is finite.
 
     An outer step starts from the mean. With a `ScoreFunction` other workers continue from it too, because that scores
     the workers of this run.

@@ -81,7 +81,7 @@ class OuterOptimizer:
         if not re.fullmatch(r"(\w+(\.\w+)*:)?\w+", self.optimizer):
             raise ConfigError(f"outer optimizer={self.optimizer!r}: must be a name in torch.optim, or 'module:Name'")
         if not 0 < self.lr < float("inf"):
-            raise ConfigError(f"outer lr={self.lr}: must be positive and finite; 0.7 is usual")
+            raise ConfigError(f"outer lr={self.lr}: must be positive and finite. 0.7 is usual")
         for name, value in self.arguments:
             if not _is_literal(value):
                 raise ConfigError(
@@ -150,7 +150,7 @@ class OuterOptimizer:
             if isinstance(each, Tensor):
                 state[_PREFIX + name] = each
             elif each is not None:
-                raise self._refusal(f"its state {name} is no tensor")
+                raise self._refusal(f"its state {name} is not a tensor")
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
@@ -178,7 +178,7 @@ def _found(name: str) -> Callable[..., object]:
     try:
         module: Any = import_module(module_name or _TORCH)
     except ImportError as error:
-        raise ConfigError(f"{where}: {error}; name a module that is importable on all ranks") from error
+        raise ConfigError(f"{where}: {error}. Name a module that is importable on all ranks") from error
     found: Any = getattr(module, name, None)
     if _makes_optimizers(found):
         return found

@@ -127,7 +127,7 @@ class EagerPushSum(Strategy):
             r.state["debiased"].copy_(r.x)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The total mass, messages in flight included, over the total weight, which is the number of workers."""
+        """Return the total mass, including messages in flight, divided by the total weight, the number of workers."""
         if r.comm.size == 1:
             return r.x
         mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
@@ -169,5 +169,5 @@ def _name(step: int, rank: int) -> str:
 
 
 def _only(share: float) -> Peers:
-    """Weights that add one message to the own vector."""
+    """Return weights that add one message to the own vector."""
     return Peers((), (), 1.0, (share,))

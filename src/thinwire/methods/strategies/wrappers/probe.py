@@ -98,20 +98,22 @@ class Probe(Wrapper):
     def __post_init__(self) -> None:
         """Check the types and the ranges, and that deviations can be measured in the base."""
         if self.every < 2:
-            raise ConfigError(f"every={self.every}: a measurement takes two successive exchanges; must be at least 2")
+            raise ConfigError(
+                f"every={self.every}: must be at least 2, because a measurement takes two successive exchanges"
+            )
         if not 0 <= self.keep < 1:
-            raise ConfigError(f"keep={self.keep}: must lie in [0, 1); 0.9 is a mean over about ten measurements")
+            raise ConfigError(f"keep={self.keep}: must lie in [0, 1). 0.9 is a mean over about ten measurements")
         if any(each.traits.rounds.weight for each in nested(self.base)):
-            raise ConfigError(f"base={self.base}: the probe measures plain means; use LocalSGD without weights")
+            raise ConfigError(f"base={self.base}: the probe measures plain means. Use LocalSGD without weights")
         if self.base.traits.sends_gradients and self.base.traits.reads_gradient:
             raise ConfigError(
-                f"base={self.base}: does not exchange gradients at every step, but what it computes from them; measure "
+                f"base={self.base}: does not exchange gradients at every step, but what it computes from them. Measure "
                 "AllReduce() for some steps instead"
             )
         averages = self.base.traits.rounds.local and not isinstance(self.base, Wrapper)
         if isinstance(self.base, Probe) or not (self.base.traits.sends_gradients or averages):
             raise ConfigError(
-                f"base={self.base}: neither sends gradients nor ends rounds with a plain mean; put the probe inside, "
+                f"base={self.base}: neither sends gradients nor ends rounds with a plain mean. Put the probe inside, "
                 "as in SlowMo(base=Probe(base=Local())), or measure AllReduce() or LocalSGD() for some steps"
             )
         self._check_codec()
@@ -131,7 +133,7 @@ class Probe(Wrapper):
         )
         raise ConfigError(
             f"base={self.base}: figures compare each gradient with the mean of this exchange; with codec={codec} "
-            f"{found}; measure AllReduce() for some steps instead"
+            f"{found}. Measure AllReduce() for some steps instead"
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
@@ -141,7 +143,7 @@ class Probe(Wrapper):
         if optimizer is not None and not self.traits.sends_gradients and not plain:
             raise ConfigError(
                 f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which takes "
-                "SGD without momentum; measure AllReduce() for some steps instead"
+                "SGD without momentum. Measure AllReduce() for some steps instead"
             )
 
     def start(self, r: Replica) -> None:
@@ -174,7 +176,7 @@ class Probe(Wrapper):
         deviation.copy_(r.g[part])
         work = super().on_gradient(r, part)
         if work is None:
-            raise ConfigError(f"base={self.base}: sends nothing during the backward pass; measure AllReduce()")
+            raise ConfigError(f"base={self.base}: sends nothing during the backward pass. Measure AllReduce()")
 
         def subtract(mean: Tensor) -> Tensor:
             # Parts arrive from the end of the vector to its start, so this is the first one of a step.
