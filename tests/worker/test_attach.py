@@ -65,7 +65,7 @@ def test_arguments_of_a_wrong_type_are_refused_and_the_right_one_is_named() -> N
         (model, optimizer, thinwire.Ring(), "strategy is of type Ring: must be a strategy or its text"),
         (model, optimizer, None, "strategy is of type NoneType"),
         (model, optimizer, "PushSun()", "'PushSun' is unknown; did you mean PushSum, "),
-        (model, optimizer, "train fast", "write it like SlowMo"),
+        (model, optimizer, "train fast", "Write it like SlowMo"),
         (
             model,
             scheduler,
