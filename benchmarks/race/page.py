@@ -84,8 +84,8 @@ def readme() -> str:
 def _headline() -> str:
     """The fastest recipe on each link that was raced, beside DDP and the fastest of the others."""
     lines = [
-        "| link | thinwire's fastest recipe | to the target | DDP | fastest of the others | times sooner than both |",
-        "| --- | --- | ---: | ---: | --- | ---: |",
+        "| link | thinwire's fastest recipe | time | DDP | vs. DDP | best other | vs. best other |",
+        "| --- | --- | ---: | ---: | ---: | --- | ---: |",
     ]
     seeds = 0
     for task, link, workers in PLACES:
@@ -96,23 +96,20 @@ def _headline() -> str:
         if own is None or peer is None or ddp is None:
             continue
         seeds = max(seeds, len(own.steps))
-        ratios = f"{ddp.to_target / own.to_target:.1f}x, {peer.to_target / own.to_target:.2f}x"
         name = f"{peer.racer.name}, {peer.to_target:.0f} s" if peer.racer is not ddp.racer else "DDP"
         cells = [
             _PLACES[link],
             f"`{_recipe(own.racer)}`",
             f"{own.to_target:.0f} s",
             f"{ddp.to_target:.0f} s",
+            f"{ddp.to_target / own.to_target:.1f}x",
             name,
-            ratios,
+            f"{peer.to_target / own.to_target:.2f}x",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     of = "one seed" if seeds == 1 else f"medians of {seeds} seeds"
-    told = f"Held-out loss as low as DDP's after 240 steps; {of}. Seconds are steps times those of a step."
-    told += _walls()
+    told = f"Times are {of}: steps to the target times the seconds of a step. Compare within a row only."
     if whole := whole_runs():
-        each = (f"{seconds:.0f} s at {_PLACES[link]} ({name})" for link, name, seconds in whole)
-        told += f" Whole runs of as many steps took {', '.join(each)}."
         took = {(link, name): seconds for link, name, seconds in whole}
         told += "".join(f" {words}" for words in _ratios_by_whole_runs(took))
     return "\n".join([*lines, "", told, ""])
@@ -128,7 +125,7 @@ def _walls() -> str:
         return ""
     each = ", ".join(f"{seconds:.2f} s ({_PLACES[link]})" for link, seconds in walls.items())
     return (
-        " Links were timed on several days, on which this machine was not equally fast: a step without communication "
+        "Links were timed on several days, on which this machine was not equally fast: a step without communication "
         f"took {each}. So compare within a row."
     )
 
@@ -139,7 +136,7 @@ def _ratios_by_whole_runs(took: Mapping[tuple[str, str], float]) -> Iterator[str
         own = [seconds for (where, name), seconds in took.items() if where == link and named(name).whose == "thinwire"]
         for (where, name), seconds in took.items():
             if where == link and own and named(name).whose != "thinwire":
-                yield f"So by whole runs {name} took {seconds / own[0]:.2f} times as long at {_PLACES[link]}."
+                yield f"By whole runs {name} took {seconds / own[0]:.2f} times as long at {_PLACES[link]}."
 
 
 def _standing() -> str:
@@ -163,6 +160,8 @@ def _standing() -> str:
         place = _PLACES[link] + ("" if task == "text" else f", {task}")
         cells = [place, str(workers), _told(own), _told(peer), _seconds(ddp), ratio]
         lines.append(f"| {' | '.join(cells)} |")
+    if walls := _walls():
+        lines += ["", walls]
     return "\n".join(lines)
 
 
