@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One concept, one word: what was renamed stays renamed, and words that only this project used stay away."""
+"""One concept, one word: words and phrases that only this project used stay away."""
 
 from __future__ import annotations
 
-import ast
-import importlib
 import re
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,56 +13,6 @@ from tests.rules import for_each
 
 ROOT = Path(__file__).parents[1]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-PYTHON = [ROOT / name for name in TRACKED if name.endswith(".py")]
-TABLE = (
-    (ROOT / "CHANGELOG.md")
-    .read_text(encoding="utf-8")
-    .partition("<!-- renamed -->")[2]
-    .partition("<!-- renamed-end")[0]
-)
-ROWS = [[cell.strip() for cell in row.strip("|").split("|")] for row in TABLE.split("\n") if row.startswith("| `")]
-GONE = sorted({name for old, _, where in ROWS if where == "everywhere" for name in re.findall(r"`(\w+)`", old)})
-MEMBERS = [
-    (where.strip("`"), name)
-    for old, _, where in ROWS
-    if where.startswith("`")
-    for name in re.findall(r"`(?:\w+\.)*(\w+)`", old)
-]
-
-
-@cache
-def identifiers() -> dict[str, str]:
-    """Every name that code of files with an old one defines, uses or passes, and a file that has it."""
-    found: dict[str, str] = {}
-    # Few files have one of the words at all, and only these are parsed.
-    suspect = re.compile(rf"\b(?:{'|'.join(GONE)})\b")
-    for path in PYTHON:
-        text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)) if suspect.search(text) else ():
-            for field in ("id", "attr", "arg", "name"):
-                name = getattr(node, field, None)
-                if isinstance(name, str):
-                    found.setdefault(name, path.relative_to(ROOT).as_posix())
-    return found
-
-
-@pytest.mark.skipif(not TRACKED, reason="not a checkout")
-@for_each(GONE)
-def test_an_old_name_is_no_identifier(name: str) -> None:
-    assert name not in identifiers(), identifiers()[name]
-
-
-@for_each(MEMBERS)
-def test_an_old_name_is_no_member(member_of_place: tuple[str, str]) -> None:
-    place, name = member_of_place
-    module, _, member = place.rpartition(".")
-    try:
-        thing = importlib.import_module(place)
-    except ModuleNotFoundError:
-        thing = getattr(importlib.import_module(module), member)
-    assert not hasattr(thing, name)
-
-
 # Words that meant something here alone. In texts that readers see they are replaced by the field's.
 PRIVATE = {
     "letter": "message",
