@@ -123,12 +123,12 @@ def test_other_numbers_of_workers_have_steps_and_no_target(raced: Path) -> None:
         write_times(raced, name, seconds=seconds, payload=1e6, where="20mbit-8", spread=0.1)
     ours = next(row for row in rows("20mbit", 8) if row.racer.name == "Overlap-4bit")
     assert ours.seconds == 0.64 and ours.steps == () and ours.to_target == float("inf")
-    text = page.page()
+    text = page.tables()
     section = text[text.index("## 20 Mbit, 8 workers") :]
     assert "held-out target" not in section[: section.index("\n## ")]
     assert "| Overlap-4bit (thinwire) | 0.640 (0.540 to 0.740) | 94% | 0.040 |" in section
     assert "| `Local()`: nothing is sent | 0.600 (0.500 to 0.700) |" in section
-    assert "| 20 Mbit | 8 |" not in text
+    assert "| 20 Mbit | 8 |" not in page.page()
 
 
 def test_a_curve_that_failed_is_told_and_counts_for_nothing(raced: Path) -> None:
@@ -254,6 +254,7 @@ def test_the_page_tells_the_first_of_each_kind(raced: Path) -> None:
 
 def test_the_committed_page_is_what_the_results_say() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python -m benchmarks.race page`"
+    assert page.TABLES.read_text(encoding="utf-8") == page.tables(), "run `python -m benchmarks.race page`"
     assert page.README.read_text(encoding="utf-8") == page.readme(), "run `python -m benchmarks.race page`"
 
 

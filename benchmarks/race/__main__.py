@@ -11,7 +11,7 @@ import benchmarks.race as rule
 from benchmarks.peers import LIBRARIES, install
 from benchmarks.race import planner
 from benchmarks.race.jobs import PARTS, jobs, missing, run_next
-from benchmarks.race.page import PAGE, README, page, readme
+from benchmarks.race.page import PAGE, README, TABLES, page, readme, tables
 from benchmarks.race.racers import LINKS, PLACES
 from benchmarks.race.table import table
 from thinwire.core.storage.files import write_atomically
@@ -73,7 +73,8 @@ def run_all(parts: Sequence[str], only: Sequence[str]) -> int:
 
 
 def show(what: str, *, check: bool = False) -> int:
-    """Print the tables, draw the pictures, or write the page."""
+    """Print the tables, draw the pictures, or write the pages."""
+    written = {PAGE: page, TABLES: tables, README: readme}
     if what == "table":
         for task, link, workers in PLACES:
             sys.stdout.write(f"### {task}, {link}, {workers} workers\n\n{table(link, workers, task=task)}\n")
@@ -84,10 +85,10 @@ def show(what: str, *, check: bool = False) -> int:
         for path in draw_all():
             sys.stdout.write(f"{path}\n")
     elif check:
-        return int((PAGE.read_text(encoding="utf-8"), README.read_text(encoding="utf-8")) != (page(), readme()))
+        return int(any(path.read_text(encoding="utf-8") != made() for path, made in written.items()))
     else:
-        write_atomically(PAGE, page().encode())
-        write_atomically(README, readme().encode())
+        for path, made in written.items():
+            write_atomically(path, made().encode())
     return 0
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/race.md`, from the rule and the result files."""
+"""`docs/race.md` and `benchmarks/race/results.md`, from the rule and the result files."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from benchmarks.race.table import COST, NOT_RUN, SPEED, STEP, Row, rows, table, 
 from thinwire.methods.strategies.recipe import parse
 
 PAGE = Path(__file__).parents[2] / "docs" / "race.md"
+TABLES = Path(__file__).with_name("results.md")
 README = PAGE.parents[1] / "README.md"
 _MARKS = ("<!-- race -->\n", "<!-- /race -->")
 _HEAD = """# The race
 
-Real training to a target loss over thin links: thinwire's recipes, PyTorch's own methods and other libraries, on the
-same model, parameters and batches. How long does each take until the held-out loss is as low as DDP's after 240 steps?
-A GPT of 6.5 M parameters (size `6m`) learns text; and on one link a ResNet learns pictures.
+How long do workers over a thin link train until the held-out loss is as low as DDP's after 240 steps? thinwire's
+recipes, PyTorch's own methods and other libraries train the same model from the same parameters on the same batches: a
+GPT of 6.5 M parameters (size `6m`) on text, and on one link a ResNet on pictures.
 
-This page is written by `python -m benchmarks.race page` from the rule and the committed results; what has no result
-says "not run". The processor of this virtual machine was up to a fifth faster in one minute than in another, and
-methods are timed minutes apart: a step that seems faster than one of `Local()`, which sends nothing, is one of another
-minute, and differences of a tenth between rows decide nothing. In the rule at the end a racer is a method, and the wall
-is the step of `Local()`.
+Methods are timed minutes apart on a virtual machine whose speed varied by up to a fifth, so differences of a tenth
+between rows decide nothing. `benchmarks/race/results.md` has all methods with their bytes, memory and rates, and the
+rule that was committed before the runs. `python -m benchmarks.race page` writes both pages from the committed results.
 """
 _TRIED = """## What was tried and did not help
 
@@ -55,21 +54,17 @@ _PLACES = {
 
 
 def page() -> str:
-    """The page as Markdown."""
-    parts = [
-        _HEAD,
-        _standing(),
-        _asked(),
-        _planned(),
-        _tables(),
-        _drawn(),
-        _rates(),
-        _TRIED,
-        _checks(),
-        _absent(),
-        _rule(),
-        _commands(),
-    ]
+    """Return the page of the docs: who is first where, the verdicts, pictures and commands."""
+    return _joined(_HEAD, _standing(), _asked(), _planned(), _drawn(), _absent(), _commands())
+
+
+def tables() -> str:
+    """Return every table, rate and check, and the rule that was committed before the runs."""
+    head = "# The race: tables, rates and the rule\n\n`docs/race.md` has the results in short.\n"
+    return _joined(head, _tables(), _rates(), _TRIED, _checks(), _rule())
+
+
+def _joined(*parts: str) -> str:
     return "\n".join(part.rstrip() + "\n" for part in parts)
 
 

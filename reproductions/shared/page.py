@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/claims.md`: every claim with its protocol, its verdict and what it costs, from the claims and their results.
+"""`docs/claims.md`, the verdicts, and `reproductions/claims.md`, the protocols, from the claims and their results.
 
-Run it with `python -m reproductions.shared.page`; with `--check` nothing is written, and the exit code is 1 if the page
+Run it with `python -m reproductions.shared.page`; with `--check` nothing is written, and the exit code is 1 if a page
 is not what would be written.
 """
 
@@ -16,48 +16,66 @@ from reproductions.shared.quick import told
 from thinwire.core.storage.files import write_atomically
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
-_HEAD = """# The papers' claims, and what came of them here
+RULES = Path(__file__).parents[1] / "claims.md"
+_MARKS = {"holds": "✓ holds", "does not hold": "✗ does not hold", "within noise": "~ within noise"}
+_HEAD = """# The papers' claims
 
-Each method of thinwire comes from a paper that claims something. For every claim there is a protocol: what is run, and
-when each part of the claim holds. It is committed before its runs. A verdict is one of four: **holds**, **holds in
-part** (which), **does not hold**, or **cannot be decided here** (why). Rules about time are judged round by round, by
-ratios of runs that take turns; where some rounds meet a rule and others do not, the part is *within noise*.
+Each method of thinwire comes from a paper that claims something. A protocol says what is run and when each part of the
+claim holds. It is committed before its runs. ✓ holds; ✗ does not hold; ~ is within noise: some rounds or seeds meet the
+rule, others do not; ? cannot be decided on this machine.
 
-Rules that were changed stay below each claim, with the verdict that they had. `thinwire reproduce NAME` remakes a
-result in a checkout, and `--quick` a smaller form of it, in about three minutes or less on two cores. Parts whose noise
-so few rounds or seeds cannot tell from their limits are measured and left open there; the full form decides them.
+`thinwire reproduce NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
+`reproductions/claims.md` has the protocols, the rule of each part, and earlier rules with their verdicts.
+`python -m reproductions.shared.page` writes both pages from the claims and their committed results.
+"""
+_RULES_HEAD = """# Protocols of the papers' claims
 
-This page is written by `python -m reproductions.shared.page` from the claims and their committed results.
+`docs/claims.md` has the verdicts in short. Rules about time are judged round by round, by ratios of runs that take
+turns. Parts whose noise the quick form cannot tell from their limits are measured and left open there; the full form
+decides them.
 """
 
 
 def page() -> str:
-    """The page as Markdown."""
-    claims = [(claim(name), last_result(name)) for name in MODULES]
-    rows = "".join(_row(which, result) for which, result in claims)
-    table = f"\n| Claim | Verdict | Figure |\n| --- | --- | --- |\n{rows}"
-    return _HEAD + table + "".join(_section(which, result) for which, result in claims)
+    """Return the page of the docs: the figure, the outcome of each part, and where the method does not pay."""
+    return _HEAD + "".join(_verdicts(which, last_result(which.name)) for which in map(claim, MODULES))
 
 
-def _row(which: Claim, result: dict[str, Any] | None) -> str:
-    figure = result["measured"] if result else ""
-    return f"| [{which.name}](#{which.name}) | {last_verdict(which, result)} | {figure} |\n"
+def rules() -> str:
+    """Return the page with protocols, rules and earlier rules."""
+    return _RULES_HEAD + "".join(_section(which, last_result(which.name)) for which in map(claim, MODULES))
+
+
+def _outcomes(which: Claim, result: dict[str, Any] | None) -> dict[str, str]:
+    done = result.get("parts", {}) if result and is_present(which, result) else {}
+    return {part: done.get(part, "not run yet") for part in which.parts}
+
+
+def _verdicts(which: Claim, result: dict[str, Any] | None) -> str:
+    rows = "".join(f"| {part} | {_marked(outcome)} |\n" for part, outcome in _outcomes(which, result).items())
+    figure = f"Measured: {result['measured']}.\n\n" if result else ""
+    return (
+        f"\n## {which.name}\n\n{which.sentence}\n\n{figure}| Part | Outcome |\n| --- | --- |\n{rows}\n"
+        f"Where it does not pay: {which.costs}.\n"
+    )
+
+
+def _marked(outcome: str) -> str:
+    return _MARKS.get(outcome, f"? {outcome}")
 
 
 def _section(which: Claim, result: dict[str, Any] | None) -> str:
-    outcomes = result.get("parts", {}) if result and is_present(which, result) else {}
-    parts = "".join(
-        f"| {name} | {rule} | {outcomes.get(name, 'not run yet')} |\n" for name, rule in which.parts.items()
-    )
+    outcomes = _outcomes(which, result)
+    parts = "".join(f"| {name} | {rule} | {outcomes[name]} |\n" for name, rule in which.parts.items())
     (full, quick), words = which.minutes, told(which)
     made = f"{result['when']}{', the quick form' if result['quick'] else ''}" if result else "none yet"
     earlier = "".join(
         f"- *{each.rule}.* Verdict: {each.verdict}. Changed because {each.why}.\n" for each in which.earlier
     )
     return (
-        f"\n## {which.name}\n\n{which.sentence}\n\n{which.paper}. Published: {which.published}.\n\n"
+        f"\n## {which.name}\n\n{which.paper}. Published: {which.published}.\n\n"
+        f"Verdict: {last_verdict(which, result)}.\n\n"
         f"Protocol: {which.protocol}.\n\n| Part | Holds when | Outcome |\n| --- | --- | --- |\n{parts}\n"
-        f"Where it does not pay: {which.costs}.\n\n"
         f"`thinwire reproduce {which.name}` takes about {full:g} minutes, with `--quick` {quick:g}. Committed result: "
         f"{made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n\n"
         f"{words[0].upper()}{words[1:]}.\n" + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
@@ -65,7 +83,8 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    text = page()
+    written = {PAGE: page(), RULES: rules()}
     if "--check" in sys.argv[1:]:
-        sys.exit(PAGE.read_text(encoding="utf-8") != text)
-    write_atomically(PAGE, text.encode())
+        sys.exit(any(path.read_text(encoding="utf-8") != text for path, text in written.items()))
+    for path, text in written.items():
+        write_atomically(path, text.encode())

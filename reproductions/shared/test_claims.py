@@ -27,7 +27,7 @@ from reproductions.shared.claims import (
 from reproductions.shared.command import reproduce
 from reproductions.shared.curves import Choice
 from reproductions.shared.ended import ended
-from reproductions.shared.page import PAGE, page
+from reproductions.shared.page import PAGE, RULES, page, rules
 from reproductions.shared.quick import run_again, runs_of, told
 from reproductions.shared.threads import Schedule, train_on_threads
 from reproductions.slowmo.steps import Figures, Plan, Trial, run
@@ -51,6 +51,7 @@ def test_every_claim_says_what_is_run_when_it_holds_and_where_it_does_not_pay(na
 
 
 def test_the_page_of_claims_is_the_one_that_would_be_written() -> None:
+    assert RULES.read_text(encoding="utf-8") == rules(), "run `python -m reproductions.shared.page`"
     assert PAGE.read_text(encoding="utf-8") == page(), "run `python -m reproductions.shared.page`"
 
 
