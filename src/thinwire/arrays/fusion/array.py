@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -33,7 +32,7 @@ from thinwire.arrays.fusion.batch import (
 from thinwire.arrays.fusion.normalisation import cumulative_batch_norm
 from thinwire.arrays.fusion.rng import DropoutRates
 from thinwire.arrays.fusion.routing import Context, Router, vmap_error
-from thinwire.arrays.fusion.store import Selection, Store, outermost
+from thinwire.arrays.fusion.store import Selection, Store, is_shared, outermost
 from thinwire.arrays.fusion.structure import TensorRef, build, difference, tensor_refs, within
 from thinwire.core.torch_internals import BATCH_NORMS, pytree, refresh_rnn_weights
 from thinwire.errors import ConfigError
@@ -45,8 +44,11 @@ def fuse(
     *,
     seeds: Sequence[int] | None = None,
     loop: Sequence[str] | bool = (),
+    share_trained: bool = False,
 ) -> FusedArray:
     """Make one array of models that differ only in weights, buffers and dropout rates.
+
+    A frozen parameter or a buffer that is the same object in all models is one tensor in the array, and is not copied.
 
     Args:
         models: the models, which are copied; or a factory, called with each of `hyperparameters`.
@@ -55,10 +57,12 @@ def fuse(
             after the seed, and the forward draws from where it stopped. None draws from torch's own generator.
         loop: names of layers that run model after model, because they differ in structure or do what vmap cannot;
             True loops over whole models. Recurrent layers are always looped over.
+        share_trained: keep trainable parameters that are the same object in all models shared; their gradient is the
+            sum over models. `array.shared_parameters()` returns them, for an optimizer of torch.
 
     Raises:
         ConfigError: models differ in structure (it names the layer and the difference), lists differ in length, or
-            different models share a trainable parameter.
+            different models share a trainable parameter without `share_trained`.
 
     Example:
         >>> import torch
@@ -88,24 +92,32 @@ def fuse(
                 raise ConfigError(
                     f"loop={path!r}: model {index} has no such layer; it has {', '.join(filter(None, known))}"
                 )
-    _check_shared(made)
-    return FusedArray(made, seeds=seeds, loop=paths, states=states)
+    _check_shared(made, share_trained=share_trained)
+    return FusedArray(made, seeds=seeds, loop=paths, states=states, share_trained=share_trained)
 
 
-def _check_shared(models: Sequence[nn.Module]) -> None:
+def _check_shared(models: Sequence[nn.Module], *, share_trained: bool) -> None:
     """Refuse a trainable parameter that belongs to several models that are different objects.
 
     Raises:
         ConfigError: with the parameter. Each model would get a copy of its own, which its loss alone trains.
     """
     owners: dict[int, nn.Module] = {}
-    for model in models:
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad and owners.setdefault(id(parameter), model) is not model:
+    named = [dict(model.named_parameters()) for model in models]
+    for model, own in zip(models, named, strict=True):
+        for name, parameter in own.items():
+            if not parameter.requires_grad or owners.setdefault(id(parameter), model) is model:
+                continue
+            if not share_trained:
                 raise ConfigError(
                     f"models share the trainable parameter {name}: in an array each model would train a copy of its "
-                    "own. Pass copy.deepcopy(model) for each if that is what you want, or freeze it with "
-                    "requires_grad_(False)"
+                    "own. Pass copy.deepcopy(model) for each if that is what you want, share_trained=True to train one "
+                    "with the sum of the gradients, or freeze it with requires_grad_(False)"
+                )
+            if any(each.get(name) is not parameter for each in named):
+                raise ConfigError(
+                    f"some models share the trainable parameter {name}, and others do not. share_trained=True needs it "
+                    "in all models under one name. Share it in all of them, or in none"
                 )
 
 
@@ -129,6 +141,7 @@ class FusedArray:
         seeds: one per model, or None.
         loop: paths of layers that run model after model; the empty path is the whole model.
         states: of the generators, to replace those after the seeds.
+        share_trained: as `fuse`'s.
 
     Example:
         >>> import torch
@@ -149,13 +162,14 @@ class FusedArray:
         seeds: Sequence[int] | None = None,
         loop: Sequence[str] = (),
         states: Sequence[Tensor] | None = None,
+        share_trained: bool = False,
     ) -> None:
         recurrent = [path for path, module in models[0].named_modules() if isinstance(module, nn.RNNBase)]
         self._loops = outermost([*loop, *recurrent])
         separate = [path for path in self._loops if path and _differs(models, path)]
-        self._store = Store(models, separate, seeds, states)
+        self._store = Store(models, separate, self._loops, seeds, states, share_trained=share_trained)
         # Its tensors are only placeholders: every call swaps the array's in.
-        self._skeleton = copy.deepcopy(models[0])
+        self._skeleton = self._store.copy_of(self._store.template)
         self._router = Router(Context(self.size))
         self._install()
 
@@ -220,15 +234,23 @@ class FusedArray:
         return f"FusedArray({self.size} x {kind}, {len(list(self.parameters()))} parameters)"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, [B, ...]; a parameter that only model b has is [1, ...] and named `name[b]`."""
+        """Every parameter once, [B, ...]; one of model b alone is [1, ...] and named `name[b]`, a shared one [...]."""
         yield from ((name, tensor) for name, tensor in self._store.named() if isinstance(tensor, nn.Parameter))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once, in the order of a model's `parameters()`."""
         yield from (parameter for _, parameter in self.named_parameters())
 
+    def shared_parameters(self) -> Iterator[nn.Parameter]:
+        """Trainable parameters that all models share; train them by an optimizer of torch."""
+        yield from (parameter for parameter in self.parameters() if is_shared(parameter) and parameter.requires_grad)
+
+    def own_parameters(self) -> Iterator[nn.Parameter]:
+        """Parameters that models do not share, for an optimizer of the array."""
+        yield from (parameter for parameter in self.parameters() if not is_shared(parameter))
+
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer once, [B, ...]."""
+        """Every buffer once, [B, ...], or [...] if all models share it."""
         yield from ((name, tensor) for name, tensor in self._store.named() if not isinstance(tensor, nn.Parameter))
 
     def dropout_rates(self) -> dict[str, tuple[float, ...]]:
@@ -334,10 +356,10 @@ class FusedArray:
         given = _as_batches((args, kwargs), self.size)
         # Only the skeleton reads the models' tensors; a function of `map` does not.
         refs = self._refs if function is self._skeleton else []
-        tensors = self._store.tensors if refs else {}
+        tensors, shared = (self._store.tensors, self._store.shared) if refs else ({}, {})
         try:
             with Vmap(self.size) as level, self._router.at(level):
-                named = {name: wrap(Batch(tensor, 0), level) for name, tensor in tensors.items()}
+                named = {name: wrap(Batch(tensor, 0), level) for name, tensor in tensors.items()} | shared
                 args, kwargs = _wrapped(given, level)
                 with _Swapped(refs, named):
                     found, rebuild = _leaves(function(*args, **kwargs))

@@ -17,7 +17,7 @@ from thinwire.arrays.fusion.array import FusedArray
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.scaling import GradScaler
 from thinwire.arrays.fusion.schedules import Scheduler, Schedules
-from thinwire.arrays.fusion.store import owner_of
+from thinwire.arrays.fusion.store import is_shared, overwrite_, owner_of
 from thinwire.core.storage.files import local_path
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.core.torch_internals import inner_schedulers
@@ -178,7 +178,7 @@ def restore(
                 follower.select(kept)
     with torch.no_grad():
         for name, tensor in _named(array):
-            tensor.copy_(state["tensors"][name])
+            overwrite_(tensor, state["tensors"][name])
     if optimizer is not None:
         optimizer.load_state_dict(deepcopy(state["optimizer"]))
         separate_step_counters(optimizer)
@@ -245,7 +245,7 @@ def check(
     """
     refuse_older(outline, _PARTS)
     models = outline["models"]
-    if models != array.size and any(owner_of(parameter) is not None for parameter in array.parameters()):
+    if models != array.size and any(owner_of(p) is not None and not is_shared(p) for p in array.parameters()):
         raise CheckpointError(
             f"{models} models in the checkpoint and {array.size} here, and their layers differ; fuse the models that "
             "are left"
@@ -296,8 +296,12 @@ def _identity(
         "the scaler": "none" if scaler is None else "one for each model",
     }
     for name, tensor in _named(array):
-        own = "" if owner_of(tensor) is None else ", of this model alone"
-        found[f"tensor {name}"] = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape[1:])}{own}"
+        kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])
+        if is_shared(tensor):
+            described = f"{kind}{list(tensor.shape)}, shared by all models"
+        else:
+            described = f"{kind}{shape}" if owner_of(tensor) is None else f"{kind}{shape}, of this model alone"
+        found[f"tensor {name}"] = described
     return found
 
 

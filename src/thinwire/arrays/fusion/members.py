@@ -18,7 +18,7 @@ from thinwire.arrays.fusion.checkpoints import State, load_scheduler, read, refu
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.scaling import GradScaler
 from thinwire.arrays.fusion.schedules import Scheduler, Schedules
-from thinwire.arrays.fusion.store import owner_of
+from thinwire.arrays.fusion.store import is_of
 from thinwire.errors import CheckpointError
 
 
@@ -101,7 +101,7 @@ class Member:
         self.into(model)
         self._check_saved(optimizer=optimizer, scheduler=schedules, scaler=scaler)
         if optimizer is not None:
-            own = [[p for p in group["params"] if owner_of(p) in (None, index)] for group in optimizer.param_groups]
+            own = [[p for p in group["params"] if is_of(p, index)] for group in optimizer.param_groups]
             self._check_groups([len(parameters) for parameters in own])
             if self.optimizer is not None:
                 optimizer.check_state(index, self.optimizer)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.arrays.fusion.array import FusedArray
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
-from thinwire.arrays.fusion.store import owner_of, rows_of
+from thinwire.arrays.fusion.store import is_shared, owner_of, rows_of
 from thinwire.errors import ConfigError
 
 Order = Literal["while", "after", "inside"]
@@ -62,9 +62,9 @@ class MixingSimulation:
     def __init__(self, array: FusedArray, optimizer: FusedOptimizer, mixing: Mixing, *, order: Order = "after") -> None:
         if order not in get_args(Order):
             raise ConfigError(f"order={order!r}: must be one of {', '.join(get_args(Order))}")
-        alone = next((name for name, tensor in array.named_parameters() if owner_of(tensor) is not None), None)
-        if alone is not None:
-            raise ConfigError(f"{alone}: only one worker has it, so it has no mean; fuse models of one structure")
+        for name, tensor in array.named_parameters():
+            if owner_of(tensor) is not None and (tensor.requires_grad or not is_shared(tensor)):
+                raise ConfigError(f"{name}: only one worker has it, so it has no mean; fuse models of one structure")
         self.array, self.optimizer, self.mixing, self.order = array, optimizer, mixing, order
         self.steps = 0
 
@@ -86,10 +86,10 @@ class MixingSimulation:
             self._add_mixing_to_gradients(matrix)
         elif matrix is not None and self.order == "while" and self.steps:
             # As in `Gossip`, parameters are sent after a step: before the first step nothing has been received.
-            mix_(list(self.array.parameters()), matrix)
+            mix_(list(self.array.own_parameters()), matrix)
         self.optimizer.step()
         if matrix is not None and self.order == "after":
-            mix_(list(self.array.parameters()), matrix)
+            mix_(list(self.array.own_parameters()), matrix)
         self.steps += 1
 
     def _add_mixing_to_gradients(self, matrix: Tensor) -> None:
@@ -105,7 +105,9 @@ class MixingSimulation:
     def spread(self) -> float:
         r"""Return the consensus distance $\sqrt{\frac1n \sum_i \|x_i - \bar x\|^2}$ over all parameters."""
         with torch.no_grad():
-            squares = [(each - each.mean(0, keepdim=True)).double().square().sum() for each in self.array.parameters()]
+            squares = [
+                (each - each.mean(0, keepdim=True)).double().square().sum() for each in self.array.own_parameters()
+            ]
         return float((torch.stack(squares).sum() / self.array.size).sqrt())
 
 

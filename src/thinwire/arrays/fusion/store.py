@@ -6,15 +6,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.structure import check_same_structure, difference, dropout_rates, tensors, within
-from thinwire.core.torch_internals import tensor_dicts
+from thinwire.core.torch_internals import BATCH_NORMS, tensor_dicts
 from thinwire.errors import ConfigError
 
 Named = dict[str, Tensor]
+Part = TypeVar("Part", bound=nn.Module)
+# The `owner` of a parameter that all models share: it has no axis of models.
+_ALL = -1
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,8 @@ class Selection:
 
     def in_order(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return new parameters with those of single slots in the array's order, as in an optimizer made now."""
-        owned = iter(sorted((p for p in parameters if owner_of(p) is not None), key=lambda p: self.order.get(p, 0)))
-        return [p if owner_of(p) is None else next(owned) for p in parameters]
+        owned = iter(sorted((p for p in parameters if _is_of_one(p)), key=lambda p: self.order.get(p, 0)))
+        return [next(owned) if _is_of_one(p) else p for p in parameters]
 
     def rows(self, tensor: Tensor) -> Tensor:
         """Return a tensor [slots before, ...] as [slots now, ...]; bitwise."""
@@ -44,13 +48,15 @@ class Selection:
 
 
 class Store:
-    """Stacked tensors [B, ...] of the layers that are alike, and [1, ...] of layers that differ in structure.
+    """Tensors of all models: stacked [B, ...], [1, ...] of layers that differ in structure, and shared ones [...].
 
     Args:
         models: of one structure, except for the layers of `separate`.
         separate: paths of layers that differ in structure; each model keeps its own.
+        loops: paths of layers that run model after model.
         seeds: of each model's generator.
         states: of each model's generator, to replace those after the seeds.
+        share_trained: keep a trainable parameter that is the same object in all models shared.
 
     Raises:
         ConfigError: models differ elsewhere.
@@ -60,17 +66,24 @@ class Store:
         self,
         models: Sequence[nn.Module],
         separate: Sequence[str],
+        loops: Sequence[str],
         seeds: Sequence[int] | None,
         states: Sequence[Tensor] | None,
+        *,
+        share_trained: bool = False,
     ) -> None:
         check_same_structure(models, separate)
         _check_ties(models, separate)
-        self.template = copy.deepcopy(models[0])
-        self.separate = {path: [copy.deepcopy(model.get_submodule(path)) for model in models] for path in separate}
         first, *others = [tensors(model, separate) for model in models]
+        common = _common(models, first, others, loops, share_trained=share_trained)
+        self.shared: Named = {name: _shared(tensor) for name, tensor in common.items()}
+        # The copy holds the array's own object in place of a shared tensor.
+        self.template = copy.deepcopy(models[0], {id(tensor): self.shared[name] for name, tensor in common.items()})
+        self.separate = {path: [copy.deepcopy(model.get_submodule(path)) for model in models] for path in separate}
         self.tensors: Named = {
             name: _like(torch.stack([tensor.detach(), *(own[name].detach() for own in others)]), tensor)
             for name, tensor in first.items()
+            if name not in common
         }
         # For each model, the tensors of its separate layers.
         self.separate_tensors: list[Named] = [
@@ -82,7 +95,7 @@ class Store:
             for model in range(len(models))
         ]
         self.rates = {(path, name): values for path, name, values in dropout_rates(models)}
-        held = (tensor.device for own in (self.tensors, *self.separate_tensors) for tensor in own.values())
+        held = (tensor.device for own in (self.tensors, self.shared, *self.separate_tensors) for tensor in own.values())
         device = next(held, torch.device("cpu"))
         self.generators = None if seeds is None else _generators(seeds, states, device)
 
@@ -90,6 +103,10 @@ class Store:
     def size(self) -> int:
         """The number of models."""
         return len(self.separate_tensors)
+
+    def copy_of(self, module: Part) -> Part:
+        """Copy a module, but not the tensors that all models share."""
+        return copy.deepcopy(module, {id(tensor): tensor for tensor in self.shared.values()})
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
         """All tensors in the order of a model's own; those that only one model has are named `name[model]`."""
@@ -100,19 +117,22 @@ class Store:
                     yield from ((f"{name}[{model}]", t) for name, t in own.items() if name.startswith(f"{path}."))
             prefix = f"{path}." if path else ""
             for name in (f"{prefix}{key}" for holder in tensor_dicts(module) for key in holder):
-                if name in self.tensors and name not in seen:
+                found = self.tensors.get(name, self.shared.get(name))
+                if found is not None and name not in seen:
                     seen.add(name)
-                    yield name, self.tensors[name]
+                    yield name, found
 
     def row(self, name: str, index: int) -> Tensor:
         """Return a view of one model's tensor."""
+        if name in self.shared:
+            return self.shared[name]
         return self.tensors[name][index] if name in self.tensors else self.separate_tensors[index][name][0]
 
     def tensors_of(self, model: int, separate: bool = False) -> Named:
-        """Return views of one model's stacked tensors, or of those of its separate layers."""
+        """Return views of one model's tensors, or of those of its separate layers."""
         if separate:
             return {name: tensor[0] for name, tensor in self.separate_tensors[model].items()}
-        return {name: tensor[model] for name, tensor in self.tensors.items()}
+        return {**self.shared, **{name: tensor[model] for name, tensor in self.tensors.items()}}
 
     @torch.no_grad()
     def write_buffers(self, model: int, replaced: Mapping[str, Tensor]) -> None:
@@ -122,9 +142,12 @@ class Store:
 
     @torch.no_grad()
     def write_all_buffers(self, replaced: Mapping[str, Tensor]) -> None:
-        """Write the buffers [B, ...] that the forward has replaced."""
+        """Write the buffers [B, ...] that the forward has replaced; shared ones become each model's own."""
         for name, value in replaced.items():
-            self.tensors[name].copy_(value)
+            if self.shared.pop(name, None) is None:
+                self.tensors[name].copy_(value)
+            else:
+                self.tensors[name] = value.clone()
 
     def set_rates(self, path: str, name: str, values: list[float]) -> None:
         """Change each model's dropout rate in one layer, which may be inside a separate layer."""
@@ -136,14 +159,14 @@ class Store:
 
     def to(self, device: torch.device) -> None:
         """Move every tensor; generators cannot move to another type of device, and restart there from their seeds."""
-        for holder in (self.tensors, *self.separate_tensors):
+        for holder in (self.tensors, self.shared, *self.separate_tensors):
             for name, tensor in holder.items():
                 if isinstance(tensor, nn.Parameter):
                     gradient = tensor.grad
                     tensor.data = tensor.data.to(device)
                     tensor.grad = None if gradient is None else gradient.to(device)
                 else:
-                    holder[name] = tensor.to(device)
+                    holder[name] = _shared(tensor.to(device)) if is_shared(tensor) else tensor.to(device)
         if self.generators is None:
             return
         before, seeds = self.generators, [own.initial_seed() for own in self.generators]
@@ -159,7 +182,7 @@ class Store:
     def extract(self, index: int) -> nn.Module:
         """Return one model as a plain module."""
         self.check_index(index)
-        found = copy.deepcopy(self.template)
+        found = self.copy_of(self.template)
         for path, bodies in self.separate.items():
             parent, _, name = path.rpartition(".")
             setattr(found.get_submodule(parent), name, copy.deepcopy(bodies[index]))
@@ -168,7 +191,8 @@ class Store:
         # The array may have moved to another device since the template was copied.
         found = found.to(self.row(next(iter(tensors(found))), index).device) if tensors(found) else found
         for name, tensor in tensors(found).items():
-            tensor.copy_(self.row(name, index))
+            if tensor is not self.shared.get(name):
+                tensor.copy_(self.row(name, index))
         return found
 
     @torch.no_grad()
@@ -176,7 +200,7 @@ class Store:
         """Put another model into a slot."""
         self.check_index(index)
         # Training or evaluation mode is the array's in every layer, and not a difference of structure.
-        own, given = self.extract(index), copy.deepcopy(model)
+        own, given = self.extract(index), copy.deepcopy(model, {id(each): each for each in tensors(model).values()})
         modes = {path: module.training for path, module in own.named_modules()}
         for path, module in given.named_modules():
             module.training = modes.get(path, module.training)
@@ -185,8 +209,16 @@ class Store:
             raise ConfigError(
                 f"slot {index} cannot hold this model: {wrong}; it must have the structure of the one before"
             )
-        for name, tensor in tensors(model).items():
-            self.row(name, index).copy_(tensor)
+        given_tensors = tensors(model)
+        for name, shared in self.shared.items():
+            if not torch.equal(shared, given_tensors[name].to(shared.device)):
+                raise ConfigError(
+                    f"slot {index} cannot hold this model: its {name} differs from the one tensor that all models of "
+                    "this array share. Pass a model with the same values, or fuse copies: copy.deepcopy(model)"
+                )
+        for name, tensor in given_tensors.items():
+            if name not in self.shared:
+                self.row(name, index).copy_(tensor)
         for path, name, values in dropout_rates([model]):
             self.rates[path, name][index] = values[0]
             self.set_rates(path, name, self.rates[path, name])
@@ -250,7 +282,7 @@ class Store:
                     f"{name} is {list(state[name].shape)} in the state, {list(tensor.shape)} here; fuse as many models"
                 )
         for name, tensor in self.named():
-            tensor.copy_(state[name])
+            overwrite_(tensor, state[name])
         for model, generator in enumerate(self.generators or ()):
             generator.set_state(state[f"generator[{model}]"].cpu())
 
@@ -271,9 +303,74 @@ def _like(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor:
 
 
 def owner_of(parameter: Tensor) -> int | None:
-    """Return the slot that a parameter [1, ...] belongs to; None if all slots have a row."""
+    """Return the slot that a parameter [1, ...] belongs to; None if all slots have a row, -1 if they share it."""
     found: int | None = getattr(parameter, "owner", None)
     return found
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Whether all models share this tensor of an array."""
+    return owner_of(tensor) == _ALL
+
+
+@torch.no_grad()
+def overwrite_(tensor: Tensor, values: Tensor) -> None:
+    """Set the values of an array's tensor; the models that `fuse` was given keep theirs."""
+    if not is_shared(tensor) or tensor.requires_grad:
+        tensor.copy_(values)
+    elif not torch.equal(tensor, values.to(tensor.device)):
+        tensor.data = values.to(tensor.device, copy=True)
+
+
+def is_of(parameter: Tensor, index: int) -> bool:
+    """Whether a slot's model has this parameter of the array."""
+    return owner_of(parameter) in (None, index, _ALL)
+
+
+def _is_of_one(parameter: Tensor) -> bool:
+    return owner_of(parameter) not in (None, _ALL)
+
+
+def _common(
+    models: Sequence[nn.Module],
+    first: Named,
+    others: Sequence[Named],
+    loops: Sequence[str],
+    *,
+    share_trained: bool,
+) -> Named:
+    """Return the tensors that all models share: the same objects, which no model's forward changes."""
+    found: Named = {}
+    if len(models) == 1:
+        return found
+    # Code that writes to a buffer would write all models' values into one. A copy for each model is safe: where models
+    # are the same object, for batch norm, and for layers that run model after model.
+    alike = all(model is models[0] for model in models)
+    written = {
+        f"{path}.{name}".lstrip(".")
+        for path, module in models[0].named_modules()
+        for name in tensor_dicts(module)[1]
+        if alike or isinstance(module, BATCH_NORMS) or within(path, loops)
+    }
+    for name, tensor in first.items():
+        if any(own[name] is not tensor for own in others):
+            continue
+        if isinstance(tensor, nn.Parameter):
+            if not tensor.requires_grad or share_trained:
+                found[name] = tensor
+        elif name not in written:
+            found[name] = tensor
+    return found
+
+
+def _shared(tensor: Tensor) -> Tensor:
+    """Return the array's own object for a shared tensor; a frozen parameter has the same memory."""
+    own = tensor.detach()
+    made: Tensor = own.clone()
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(made if tensor.requires_grad else own, tensor.requires_grad)
+    made.owner = _ALL  # pyright: ignore[reportAttributeAccessIssue]
+    return made
 
 
 def rows_of(tensor: Tensor) -> Tensor:

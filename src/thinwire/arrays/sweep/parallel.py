@@ -311,6 +311,11 @@ def attach_array(
         [[0.4, 0.8], [0.4, 0.8]]
     """
     _refuse_mixing(strategy)
+    if next(array.shared_parameters(), None) is not None:
+        raise ConfigError(
+            "the array has trainable parameters that all models share. Workers exchange each model's own parameters. "
+            "Fuse the models without share_trained"
+        )
     comm = comm or comm_for(group, timeout=timeout, device=next(array.parameters()).device)
     settings = {"seed": seed, "bucket_bytes": bucket_bytes}
     worker = _attach(array, optimizer, strategy, comm, init, **settings)

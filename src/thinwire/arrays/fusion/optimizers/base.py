@@ -18,7 +18,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
     inactive_unchanged,
     slots_of,
 )
-from thinwire.arrays.fusion.store import Selection, owner_of
+from thinwire.arrays.fusion.store import Selection, is_of, is_shared, owner_of
 from thinwire.errors import ConfigError
 
 Numbers = float | Sequence[float] | Tensor
@@ -86,6 +86,12 @@ class FusedOptimizer(Optimizer):
         group = self.param_groups[-1]
         group.pop("betas", None)
         for parameter in group["params"]:
+            if is_shared(parameter) and parameter.requires_grad:
+                raise ConfigError(
+                    f"a trainable parameter of shape {list(parameter.shape)} is shared by all models. The "
+                    "hyperparameters of an array's optimizer belong to single models. Pass array.own_parameters() "
+                    "here, and array.shared_parameters() to an optimizer of torch"
+                )
             if owner_of(parameter) is None and parameter.shape[:1] != (self.models,):
                 raise ConfigError(
                     f"a parameter of shape {list(parameter.shape)}: the first axis must be the {self.models} models"
@@ -202,7 +208,7 @@ class FusedOptimizer(Optimizer):
         groups: list[Group] = []
         count = 0
         for place, group in enumerate(self.param_groups):
-            own = [p for p in group["params"] if owner_of(p) in (None, index)]
+            own = [p for p in group["params"] if is_of(p, index)]
             for number, parameter in enumerate(own, count):
                 row = 0 if owner_of(parameter) is not None else index
                 # torch's optimizers have no state before a parameter's first step.
@@ -232,7 +238,7 @@ class FusedOptimizer(Optimizer):
         self.check_state(index, state_dict)
         self.reset(index)
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            own = [p for p in group["params"] if owner_of(p) in (None, index)]
+            own = [p for p in group["params"] if is_of(p, index)]
             values = dict(given)
             if "betas" in values:
                 values["beta1"], values["beta2"] = values["betas"]
@@ -253,7 +259,7 @@ class FusedOptimizer(Optimizer):
         if len(groups) != len(self.param_groups):
             raise ConfigError(f"the state has {len(groups)} groups of parameters, not {len(self.param_groups)}")
         for place, (group, given) in enumerate(zip(self.param_groups, groups, strict=True)):
-            own = [p for p in group["params"] if owner_of(p) in (None, index)]
+            own = [p for p in group["params"] if is_of(p, index)]
             if len(own) != len(given["params"]):
                 raise ConfigError(f"the state has {len(given['params'])} parameters in a group of {len(own)}")
             options = self._options(index, place)
@@ -302,7 +308,7 @@ class FusedOptimizer(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 owner, state = owner_of(parameter), self.state.get(parameter)
-                if not state or owner not in (None, index):
+                if not state or not is_of(parameter, index):
                     continue
                 row = 0 if owner is not None else index
                 state["step"][row] = 0

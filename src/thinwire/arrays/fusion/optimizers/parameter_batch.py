@@ -86,7 +86,7 @@ def count_models(given: Sequence[Any]) -> int:
         return common[0]
     if not parameters:
         raise ConfigError("an optimizer without parameters: pass array.parameters()")
-    return 1 + max(owner_of(parameter) or 0 for parameter in parameters)
+    return 1 + max(0, *(owner_of(parameter) or 0 for parameter in parameters))
 
 
 # -- arithmetic --------------------------------------------------------------------------------------------------------
