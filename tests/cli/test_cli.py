@@ -90,6 +90,14 @@ def test_help_lists_the_commands(capsys):
     assert all(name in out for name in commands.installed())
 
 
+def test_help_of_a_command_is_its_own_help(capsys):
+    assert main(["train", "--help"]) == 0
+    own = capsys.readouterr().out
+    assert "--strategy" in own and main(["help", "train"]) == 0
+    assert capsys.readouterr().out == own
+    assert "trian: no such command; did you mean train?" in refused(capsys, "help", "trian")
+
+
 def test_help_names_recipes_to_begin_with(capsys):
     assert main(["help"]) == 0
     out = capsys.readouterr().out

@@ -69,6 +69,8 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     Raises:
         ConfigError: there is no such command, or an option's value cannot be read.
     """
+    if len(arguments) == 2 and arguments[0] == "help":
+        arguments = [arguments[1], "--help"]
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return _help
     if arguments[0] in ("-V", "--version"):
@@ -132,7 +134,7 @@ def _help() -> int:
     rows += [f"  {name:<11}{COMMANDS[name].summary}" for name in installed()]
     rows += ["", "Recipes to begin with; thinwire explain RECIPE says what each sends, and its limits:", ""]
     rows += [f"  {recipe:<40}{use}" for recipe, use in RECIPES.items()]
-    rows += ["", "thinwire COMMAND --help shows a command's options; thinwire --version, the version."]
+    rows += ["", "thinwire help COMMAND shows a command's options; thinwire --version, the version."]
     # Without rich, whose import takes longer than everything else here.
     sys.stdout.write("\n".join(rows) + "\n")
     return 0
