@@ -3,13 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from math import isnan
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -27,6 +27,7 @@ from benchmarks.race.racers import (
 )
 from thinwire.errors import ThinwireError
 from thinwire.lab.runs import Settings, launch
+from thinwire.lab.runs import load as load_rows
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.tasks import load
 
@@ -86,25 +87,19 @@ def curve(settings: Settings, enough: Enough = lambda _: False) -> Fields:
 
 
 def _curve_in(home: Path) -> Fields:
-    lines = lines_of(home)
-    losses = [line["loss"] for line in lines if "loss" in line]
-    # That before the first step says nothing of a method.
-    marks = [line for line in lines if "eval_loss" in line and line["step"]]
-    steps = [line["step"] for line in marks]
+    # A run that failed at its start has written nothing.
+    rows = [row for row in load_rows(home) if row.step] if (home / "metrics.jsonl").exists() else []
+    losses = [row.loss for row in rows]
+    # The evaluation before the first step is the same for all methods.
+    marks = [row for row in rows if not isnan(row.eval_loss)]
+    steps = [row.step for row in marks]
     return {
         "steps": steps,
-        "losses": [round(line["eval_loss"], 6) for line in marks],
+        "losses": [round(row.eval_loss, 6) for row in marks],
         "training": [round(fmean(losses[max(0, step - AVERAGED_STEPS) : step]), 6) for step in steps],
-        "payload_bytes": [line["payload_bytes"] for line in marks],
-        "seconds": [round(line["seconds"], 4) for line in marks],
+        "payload_bytes": [row.payload_bytes for row in marks],
+        "seconds": [round(row.seconds, 4) for row in marks],
     }
-
-
-def lines_of(home: Path) -> list[Fields]:
-    """What a run has written so far of its steps and evaluations."""
-    path = home / "metrics.jsonl"
-    # What follows the last newline is not written to its end.
-    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def steps_timed(racer: Racer, link: str) -> tuple[int, int, int]:
@@ -139,10 +134,10 @@ def step_times(racer: Racer, link: str, workers: int) -> Fields:
             summary = launch(settings, home)
         except ThinwireError as error:
             return {"link": link, "workers": workers, "failed": str(error)[:300], "made": made(settings)}
-        lines = [line for line in lines_of(home) if "loss" in line]
+        rows = [row for row in load_rows(home) if row.step]
     ends = range(warm + block - 1, warm + timed, block)
-    seconds = [(lines[end]["seconds"] - lines[end - block]["seconds"]) / block for end in ends]
-    payload = [(lines[end]["payload_bytes"] - lines[end - block]["payload_bytes"]) / block for end in ends]
+    seconds = [(rows[end].seconds - rows[end - block].seconds) / block for end in ends]
+    payload = [(rows[end].payload_bytes - rows[end - block].payload_bytes) / block for end in ends]
     return {
         "link": link,
         "workers": workers,
@@ -150,7 +145,7 @@ def step_times(racer: Racer, link: str, workers: int) -> Fields:
         "block_seconds": [round(each, 6) for each in seconds],
         # Some send whole gradients in their first steps.
         "payload_bytes_per_step": median(payload),
-        "payload_bytes_of_run": lines[-1]["payload_bytes"],
+        "payload_bytes_of_run": rows[-1].payload_bytes,
         **{name: summary.get(name) for name in _SUMMARY},
         "made": made(settings),
     }

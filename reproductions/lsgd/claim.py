@@ -20,8 +20,9 @@ from reproductions.shared.curves import Curve, curves_of
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import compare
 from thinwire.lab.runs.defaults import check_recipe, resolve
-from thinwire.lab.runs.folder import Fields, RunFolder
+from thinwire.lab.runs.folder import Fields
 from thinwire.lab.runs.launcher import Listener, launch
+from thinwire.lab.runs.rows import load
 from thinwire.lab.runs.settings import Settings
 from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
@@ -196,8 +197,8 @@ def _led(home: Path, place: int) -> list[int]:
     counts = [0] * WORKERS
     rounds: dict[str, list[str]] = json.loads((home / "comparison.json").read_bytes())["rounds"]
     for name in list(rounds.values())[place]:
-        for line in RunFolder(home / name).lines("metrics.jsonl"):
-            leader = line.get("metrics", {}).get("leader")
+        for row in load(home / name):
+            leader = row.metrics.get("leader")
             if leader is not None:
                 counts[round(leader)] += 1
     return counts

@@ -152,7 +152,8 @@ def test_elections_are_counted_from_what_every_round_noticed(tmp_path: Path) -> 
     (tmp_path / "comparison.json").write_text(json.dumps({"rounds": rounds}))
     for name, leaders in (("LSGD", [0, 2]), ("LSGD.2", [2, 3])):
         (tmp_path / name).mkdir()
-        rows = [{"step": 1, "loss": 1.0}, *({"step": 2, "metrics": {"leader": float(rank)}} for rank in leaders)]
+        led = [{"leader": float(rank)} for rank in leaders]
+        rows = [{"step": step, "loss": 1.0, "metrics": each} for step, each in enumerate(({}, *led), 1)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert _led(tmp_path, 1) == [1, 0, 2, 1]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from thinwire.lab.runs.comparison import Comparison
-from thinwire.lab.runs.folder import RunFolder
+from thinwire.lab.runs.rows import load
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def _stages(folder: Path, warm_steps: int) -> Stages:
 
 
 def _column(folder: Path, name: str) -> list[float]:
-    return [float(line[name]) for line in RunFolder(folder).lines("metrics.jsonl") if "loss" in line]
+    return [float(getattr(row, name)) for row in load(folder) if row.step]
 
 
 def _folders(done: Comparison, place: int) -> list[Path]:

@@ -7,11 +7,12 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import inf, isfinite, nan
+from math import inf, isfinite, isnan, nan
 from pathlib import Path
 
+from thinwire.lab.runs import load
 from thinwire.lab.runs.comparison import Comparison
-from thinwire.lab.runs.folder import Fields, RunFolder
+from thinwire.lab.runs.folder import Fields
 
 
 @dataclass(frozen=True)
@@ -83,15 +84,15 @@ def curves_of(done: Comparison) -> list[list[Curve]]:
 
 
 def _curve(folder: Path, summary: Fields) -> Curve:
-    found = [line for line in RunFolder(folder).lines("metrics.jsonl") if "eval_loss" in line]
+    found = [(row.step, row.seconds, row.eval_loss) for row in load(folder) if not isnan(row.eval_loss)]
     if "diverged" in summary:
-        found.append({"step": summary["steps"], "seconds": summary["seconds"], "eval_loss": inf})
+        found.append((int(summary["steps"]), float(summary["seconds"]), inf))
     keys = ("seconds_per_step", "exposed_seconds_per_step", "payload_bytes_per_worker_per_step")
     # A run that diverged before its first evaluation has written no step.
     means = [nan if summary[key] is None else float(summary[key]) for key in keys]
     return Curve(
-        tuple(int(line["step"]) for line in found),
-        tuple(float(line["seconds"]) for line in found),
-        tuple(float(line["eval_loss"]) for line in found),
+        tuple(step for step, _, _ in found),
+        tuple(second for _, second, _ in found),
+        tuple(loss for _, _, loss in found),
         *means,
     )

@@ -41,6 +41,7 @@ COMMANDS = {
     ),
     "export": Command("thinwire.cli.export", "Export", "write a run's weights to one safetensors file"),
     "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one HTML page"),
+    "watch": Command("thinwire.cli.watch", "Watch", "show a run while it trains: loss, bytes, waits, slowest worker"),
     "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over emulated slow links"),
     "demo": Command(
         "thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in about two and a half minutes"

@@ -72,7 +72,7 @@ def test_metrics_are_means_over_the_workers_that_recorded_them():
             Record(2, 2.0, 2.0, 3.0, 4.0, 5.0, {"b": 7.0}),
             Record(3, 3.0, 2.0, 3.0, 4.0, 5.0),
         ]
-        return share(comm, mine, torch.device("cpu"))
+        return share(comm, mine, torch.device("cpu"))[0]
 
     for records in run_threads(3, work):
         assert [record.metrics for record in records] == [{"a": 1.5}, {"b": 7.0}, {}]

@@ -13,6 +13,8 @@ from thinwire.lab.report.rounds import of_same_seeds
 from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, Step
 
 _FIX = "give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
+SCHEMA = 1
+"""The version of the files in a run folder; `config.json` has it, and folders without one have version 1."""
 # Kinds of intervals as timeline.jsonl names them, and as they are shown.
 _KINDS = ("compute", "communication", "wait")
 
@@ -27,7 +29,7 @@ def read(folder: Path) -> Collection:
         raise ConfigError(f"{folder}: no such folder; {_FIX}")
     comparison = json_object(folder / "comparison.json")
     if comparison is None:
-        run = _read_run(folder)
+        run = read_run(folder)
         return Collection(folder, _title([run]), (run,))
     runs, notes = _read_runs(folder, comparison)
     title = text(comparison, "title") or _title(runs)
@@ -59,7 +61,7 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
             notes.append(f"{subfolder} is listed in comparison.json but holds no run, so it is left out.")
             continue
         rounds = _rounds(folder, comparison, subfolder)
-        runs.append(dataclasses.replace(_read_run(folder / subfolder), rounds=rounds))
+        runs.append(dataclasses.replace(read_run(folder / subfolder), rounds=rounds))
     same = of_same_seeds([run.rounds for run in runs])
     runs = [dataclasses.replace(run, rounds=rounds) for run, rounds in zip(runs, same, strict=True)]
     seeds = [seed for run in runs if isinstance(seed := run.summary.get("seed"), int)]
@@ -89,10 +91,20 @@ def _is_run(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("summary.json", "config.json", "metrics.jsonl"))
 
 
-def _read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> Run:
+    """Read the folder of one run.
+
+    Raises:
+        ConfigError: it holds no run, a newer thinwire has written it, or one of its JSON files is broken.
+    """
     if not _is_run(folder):
         raise ConfigError(f"{folder}: holds no config.json, metrics.jsonl or summary.json; {_FIX}")
     config = json_object(folder / "config.json")
+    schema = number(config or {}, "schema")
+    if schema is not None and schema > SCHEMA:
+        raise ConfigError(
+            f"{folder} has schema {schema:g}: this thinwire reads schemas up to {SCHEMA}. Upgrade thinwire"
+        )
     summary = json_object(folder / "summary.json")
     metrics, metric_notes = json_lines(folder / "metrics.jsonl")
     timeline, timeline_notes = json_lines(folder / "timeline.jsonl")

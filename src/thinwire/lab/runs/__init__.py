@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from thinwire.lab.runs.defaults import resolve
     from thinwire.lab.runs.folder import RunFolder
     from thinwire.lab.runs.launcher import launch
+    from thinwire.lab.runs.live import Status, status
     from thinwire.lab.runs.recipes import Recipe, parse_recipe
+    from thinwire.lab.runs.rows import Row, load
     from thinwire.lab.runs.settings import Settings
     from thinwire.lab.runs.worker import work
 
@@ -23,15 +25,33 @@ _MODULES = {
     "Comparison": "comparison",
     "Recipe": "recipes",
     "RunFolder": "folder",
+    "Row": "rows",
     "Settings": "settings",
+    "Status": "live",
     "compare": "comparison",
     "launch": "launcher",
+    "load": "rows",
     "parse_recipe": "recipes",
     "resolve": "defaults",
+    "status": "live",
     "work": "worker",
 }
 
-__all__ = ["Comparison", "Recipe", "RunFolder", "Settings", "compare", "launch", "parse_recipe", "resolve", "work"]
+__all__ = [
+    "Comparison",
+    "Recipe",
+    "Row",
+    "RunFolder",
+    "Settings",
+    "Status",
+    "compare",
+    "launch",
+    "load",
+    "parse_recipe",
+    "resolve",
+    "status",
+    "work",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -13,12 +13,14 @@ from typing import Any
 from thinwire.core.comm.rendezvous import host_store
 from thinwire.elastic.records import TOKEN
 from thinwire.lab.runs.folder import Fields, RunFolder
-from thinwire.lab.runs.measure import Record
+from thinwire.lab.runs.measure import Record, worker_times
 from thinwire.lab.runs.own_functions import load_task
 from thinwire.lab.runs.recipes import parse_recipe
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.writer import Writer
 from thinwire.lab.tasks import Evaluation
+
+_TIMES = ("step_seconds", "exposed_seconds")
 
 
 @contextmanager
@@ -131,12 +133,16 @@ class ElasticRecord:
     def _flush(self, until: int | None) -> None:
         """Write the steps that all have taken."""
         records: list[Record] = []
+        taken: dict[str, list[Fields]] = {}
         for step in sorted(each for each in self._rows if until is None or each <= until):
-            rows = list(self._rows.pop(step).values())
+            by_worker = self._rows.pop(step)
+            rows = list(by_worker.values())
             assert self._origin is not None
             self._batches += len(rows)
             self._seconds = max(self._seconds, *(row["end"] - self._origin for row in rows))
             self._payload += fmean(row["sent"] for row in rows)
+            for worker, row in by_worker.items():
+                taken.setdefault(worker, []).append(row)
             names = {name for row in rows for name in row["metrics"]}
             figures: dict[str, Any] = {
                 name: fmean(row[name] for row in rows) for name in ("loss", "step_seconds", "exposed_seconds")
@@ -145,6 +151,8 @@ class ElasticRecord:
             records.append(Record(step, self._seconds, payload_bytes=self._payload, metrics=metrics, **figures))
         if records:
             self._writer.add(records)
+            means = {worker: [fmean(row[name] for row in rows) for name in _TIMES] for worker, rows in taken.items()}
+            self._writer.add_workers(records[-1].step, {worker: worker_times(*mean) for worker, mean in means.items()})
             self._listener({"event": "step", **records[-1].line()})
 
     def _add_evaluation(self, event: Fields) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
+from thinwire.lab.report.files import json_lines, json_object
 from thinwire.lab.runs.configuration import NAME, settings_as_toml
 from thinwire.lab.runs.measure import Record
 from thinwire.lab.runs.settings import Settings, read_settings
@@ -21,8 +22,8 @@ class RunFolder:
     """One run's files.
 
     `settings.json` is enough to start the run again, `run.toml` holds the same as options of the command line;
-    `config.json` is for readers; `metrics.jsonl` and `timeline.jsonl` grow line by line; `links.json` and
-    `summary.json` are written at the end; `--resume` reads `checkpoints/`.
+    `config.json` is for readers; `metrics.jsonl`, `workers.jsonl` and `timeline.jsonl` grow line by line; `links.json`
+    and `summary.json` are written at the end; `--resume` reads `checkpoints/`.
     """
 
     def __init__(self, path: Path) -> None:
@@ -81,11 +82,8 @@ class RunFolder:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def lines(self, name: str) -> list[Fields]:
-        """The lines of a JSON-lines file; an incomplete last line is dropped."""
-        path = self.path / name
-        rows = path.read_text(encoding="utf-8").split("\n") if path.exists() else []
-        # What follows the last newline is empty, or a line that a killed writer did not finish.
-        return [json.loads(row) for row in rows[:-1] if row]
+        """The lines of a JSON-lines file; see `json_lines`."""
+        return [dict(line) for line in json_lines(self.path / name)[0] or ()]
 
     def records(self) -> list[Record]:
         """The steps that were written."""
@@ -102,14 +100,14 @@ class RunFolder:
             if line["step"] <= step and ("loss" in line or line["step"] < step)
         ]
         write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept).encode())
-        (self.path / "timeline.jsonl").unlink(missing_ok=True)
-        (self.path / "summary.json").unlink(missing_ok=True)
+        for name in ("workers.jsonl", "timeline.jsonl", "summary.json"):
+            (self.path / name).unlink(missing_ok=True)
         return [_record(line) for line in kept if "loss" in line]
 
     def summary(self) -> Fields | None:
         """The result of the run; None while it has not ended."""
-        path = self.path / "summary.json"
-        return json.loads(path.read_bytes()) if path.exists() else None
+        found = json_object(self.path / "summary.json")
+        return None if found is None else dict(found)
 
 
 class Scalars:

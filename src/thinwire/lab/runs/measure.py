@@ -21,7 +21,7 @@ from thinwire.core.comm.work import Interval
 from thinwire.worker.handshake import gather_texts
 
 _CPU = torch.device("cpu")
-_FIXED = 5
+_FIXED = 6
 _SKIPPED_STEPS = 4
 _PER_STEP = (
     "seconds_per_step",
@@ -47,6 +47,7 @@ class Record:
         step_seconds: duration of the step.
         exposed_seconds: the part of it spent only waiting for messages.
         metrics: the method's measurements in this step, by name; the mean over the ranks that have one.
+        data_seconds: the part of the step spent reading the batch; only written with the times of each worker.
     """
 
     step: int
@@ -56,6 +57,7 @@ class Record:
     step_seconds: float
     exposed_seconds: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    data_seconds: float = 0.0
 
     @property
     def compute_seconds(self) -> float:
@@ -78,19 +80,23 @@ class Record:
 
 def skipped_step(step: int) -> Record:
     """The record of a step that this rank skipped because it was late; it adds nothing to the means over ranks."""
-    return Record(step, -math.inf, math.nan, math.nan, math.nan, math.nan)
+    return Record(step, -math.inf, math.nan, math.nan, math.nan, math.nan, data_seconds=math.nan)
 
 
-def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[Record]:
-    """Gather the ranks' records since the last call: the mean over ranks of each step; of the time, the latest.
+def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> tuple[list[Record], dict[str, dict[str, float]]]:
+    """Gather the ranks' records since the last call.
 
-    Every rank gets the same list, so decisions that follow from it need no further messages.
+    Every rank gets the same, so decisions that follow from it need no further messages.
+
+    Returns:
+        For each step the mean over ranks, with the latest time; and for each rank its mean seconds per step.
     """
     own_names = json.dumps(sorted({name for record in mine for name in record.metrics}))
     names = sorted({name for text in gather_texts(comm, own_names.encode(), device) for name in json.loads(text)})
 
     def numbers(record: Record) -> list[float]:
         fixed = [record.seconds, record.loss, record.payload_bytes, record.step_seconds, record.exposed_seconds]
+        fixed.append(record.data_seconds)
         return [*fixed, *(record.metrics.get(name, math.nan) for name in names)]
 
     rows = torch.tensor([numbers(record) for record in mine], dtype=torch.float64, device=device)
@@ -100,8 +106,15 @@ def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> list[Reco
     shared: list[Record] = []
     for record, seconds, mean in zip(mine, latest, means, strict=True):
         metrics = {name: x for name, x in zip(names, mean[_FIXED:], strict=True) if math.isfinite(x)}
-        shared.append(Record(record.step, seconds, *mean[1:_FIXED], metrics=metrics))
-    return shared
+        shared.append(Record(record.step, seconds, *mean[1 : _FIXED - 1], metrics=metrics))
+    times = everyone[:, :, 3:_FIXED].nanmean(1).tolist()
+    return shared, {str(rank): worker_times(*seconds) for rank, seconds in enumerate(times)}
+
+
+def worker_times(step: float, exposed: float, data: float | None = None) -> dict[str, float]:
+    """One worker's mean seconds per step: its entry in a line of workers.jsonl."""
+    own = {"step_seconds": step, "exposed_seconds": exposed}
+    return own if data is None else {**own, "data_seconds": data}
 
 
 @dataclass

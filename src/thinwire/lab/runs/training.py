@@ -98,7 +98,7 @@ class Training:
         self._timeline = Timeline(self.engine, context.control.rank, self.engine.step, context.settings.timeline_steps)
         self._records: list[Record] = []  # of this rank, since the last synchronisation
         self._mean_payload = self.payload_bytes
-        self._compute_seconds = 0.0
+        self._compute_seconds = self._data_seconds = 0.0
         self._evaluated_step = -1
         self._clock_start = self._step_end = self._cpu_start = 0.0
         self._last_event = 0.0
@@ -194,7 +194,8 @@ class Training:
         seconds = self.seconds + end - self._clock_start
         # A late worker may have skipped steps within the call.
         self._records += [skipped_step(done) for done in range(step + 1, engine.step)]
-        record = Record(engine.step, seconds, value, self.payload_bytes, end - start, exposed, engine.metrics())
+        times, metrics = (end - start, exposed), engine.metrics()
+        record = Record(engine.step, seconds, value, self.payload_bytes, *times, metrics, self._data_seconds)
         self._records.append(record)
         if context.control.rank == 0 and end - self._last_event >= _PROGRESS_SECONDS:
             self._last_event = end
@@ -214,9 +215,11 @@ class Training:
         context, settings = self.context, self.context.settings
         if context.coreset is not None:
             return context.coreset.loss(self.engine.network, step)
+        start = self._clock()
         batch = context.task.batch(
             context.shard, step, batch_size=settings.batch_size, seed=settings.seed, rank=context.data_rank
         )
+        self._data_seconds = self._clock() - start
         if context.tensor_parallel is not None:
             return context.tensor_parallel.loss(self.engine.network, batch)
         return context.task.loss(self.engine.network, batch)
@@ -231,12 +234,13 @@ class Training:
         self.cpu_seconds += time.process_time() - self._cpu_start
         self._barrier()
         self._counter.stop()
-        records = share(self.context.control, self._records, _CPU)
+        records, times = share(self.context.control, self._records, _CPU)
         self._records = []
         self.seconds, self._mean_payload = records[-1].seconds, records[-1].payload_bytes
         writer, step = self.context.writer, self.engine.step
         if writer is not None:
             writer.add(records)
+            writer.add_workers(step, times)
         over = self._schedule.is_over(step, self.seconds)
         if self._schedule.evaluation_is_due(step, self.seconds) or over:
             self._evaluate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.lab.emulate import parse_links
+from thinwire.lab.report.folder import SCHEMA
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.folder import Fields, RunFolder, Scalars
 from thinwire.lab.runs.measure import Record, Totals, WireBytes
@@ -52,6 +53,7 @@ class Writer:
     def write_config(self, parameters: int, paper: str) -> None:
         """Write how the run was set up."""
         content = {
+            "schema": SCHEMA,
             "thinwire": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
@@ -75,6 +77,15 @@ class Writer:
         self.folder.append("metrics.jsonl", (record.line() for record in records))
         if self._scalars is not None:
             self._scalars.add(records)
+
+    def add_workers(self, step: int, workers: Mapping[str, Fields]) -> None:
+        """Append the times of each worker in the steps since the last call.
+
+        Args:
+            step: steps done.
+            workers: by rank, or by the name of an elastic worker; see `worker_times`.
+        """
+        self.folder.append("workers.jsonl", [{"step": step, "workers": dict(workers)}])
 
     def add_evaluation(self, line: Fields) -> None:
         """Append an evaluation."""

@@ -1,0 +1,141 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`thinwire watch`: a run while it trains, read from its folder."""
+
+from __future__ import annotations
+
+import json as json_text
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tyro.conf import Positional
+
+from thinwire.cli.console import out
+from thinwire.core.units import nbytes, score, seconds, share, times, workers
+from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from thinwire.lab.runs import Status
+
+_MOST_NAMED = 8
+_BECAUSE = {
+    "data": "reading batches takes longer than on the others",
+    "compute": "computing takes longer than on the others",
+}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Show a run while it trains: progress, loss, bytes, waits, members, and the slowest worker.
+
+    Example: thinwire watch runs/text-LocalSGD-20260101-120000
+
+    The display is updated in place until the run ends. Where the output is no terminal, one line is printed for each
+    change.
+
+    Args:
+        run: the run's folder, or that of a comparison, whose newest run is shown.
+        every: seconds between two updates.
+        once: show the current state and exit.
+        json: print one line of JSON for each change.
+    """
+
+    run: Positional[str]
+    every: float = 2.0
+    once: bool = False
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Show the run until it ends; returns 0, or 1 where it has diverged."""
+        from thinwire.lab.runs import status
+
+        if not self.every >= 0.1:
+            raise ConfigError(f"--every {self.every:g} is invalid: it must be at least 0.1 seconds. Use --every 2")
+        folder = Path(self.run)
+        found = status(folder)
+        if self.once:
+            self._print(found, whole=True)
+        elif out.is_terminal and not self.json:
+            from rich.live import Live
+
+            with Live(table(found), console=out, auto_refresh=False) as live:
+                while found.state == "running":
+                    time.sleep(self.every)
+                    found = status(folder)
+                    live.update(table(found), refresh=True)
+        else:
+            self._print(found)
+            while found.state == "running":
+                time.sleep(self.every)
+                before, found = found, status(folder)
+                if replace(before, written_seconds_ago=0.0) != replace(found, written_seconds_ago=0.0):
+                    self._print(found)
+        return 1 if found.state == "diverged" else 0
+
+    def _print(self, found: Status, *, whole: bool = False) -> None:
+        if self.json:
+            out.print(json_text.dumps(asdict(found)), markup=False)
+        elif whole:
+            out.print(table(found))
+        else:
+            words = dict(facts(found))
+            out.print(
+                ", ".join([found.state, *(f"{name} {words[name]}" for name in ("step", "loss", "sent"))]), markup=False
+            )
+
+
+def table(found: Status) -> Table:
+    """The state of a run as a table of names and words."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(style="dim", no_wrap=True)
+    shown.add_column(overflow="fold")
+    for name, words in (("run", found.folder), ("strategy", found.strategy), *facts(found)):
+        shown.add_row(name, Text(words))
+    return shown
+
+
+def facts(found: Status) -> list[tuple[str, str]]:
+    """The state of a run in words, by name."""
+    of_steps = "" if found.steps is None else f" of {found.steps}"
+    pace = "" if found.seconds_per_step is None else f", {seconds(found.seconds_per_step)} a step"
+    losses = ["not recorded yet" if found.loss is None else score(found.loss)]
+    losses += [] if found.eval_loss is None else [f"held-out {score(found.eval_loss)}"]
+    sent = "nothing yet"
+    if found.payload_bytes is not None and found.bytes_per_step is not None:
+        sent = f"{nbytes(found.payload_bytes)} by each worker, {nbytes(found.bytes_per_step)} a step"
+    rows = [
+        ("task", found.task),
+        ("state", f"{found.state}, last change {seconds(found.written_seconds_ago)} ago"),
+        ("step", f"{found.step}{of_steps}{pace}{_left(found)}"),
+        ("loss", ", ".join(losses)),
+        ("sent", sent),
+    ]
+    if found.wait_share is not None:
+        reason = ", although no worker is slow: the links are" * (found.because == "wait")
+        rows.append(("waits", f"{share(found.wait_share)} of a step{reason}"))
+    if found.members:
+        named = ", ".join(found.members[:_MOST_NAMED])
+        more = f" and {len(found.members) - _MOST_NAMED} more" * (len(found.members) > _MOST_NAMED)
+        rows.append(("members", f"{workers(len(found.members))}: {named}{more}"))
+    if found.slowest is not None and found.slowdown is not None:
+        why = _BECAUSE.get(found.because or "", "")
+        rows.append(("slowest", f"worker {found.slowest}, busy {times(found.slowdown)} as long: {why}"))
+    return rows
+
+
+def _left(found: Status) -> str:
+    """The time until the run ends, where its limit is known."""
+    left = [
+        (found.steps - found.step) * found.seconds_per_step
+        if found.steps is not None and found.seconds_per_step is not None
+        else None,
+        None if found.limit_seconds is None else found.limit_seconds - found.seconds,
+    ]
+    known = [each for each in left if each is not None]
+    return f", {seconds(max(0.0, min(known)))} left" if known and found.state == "running" else ""
