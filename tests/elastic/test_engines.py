@@ -18,7 +18,7 @@ from thinwire.core.comm.rendezvous import host_store
 
 ROOT = Path(__file__).parents[2]
 CLUSTERS = (ROOT / "docs/how-to/clusters.md").read_text(encoding="utf-8")
-PAGE = (ROOT / "docs/how-to/elastic.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/how-to/elastic-clusters.md").read_text(encoding="utf-8")
 PROGRAM = """
 import os, sys, time, torch, thinwire
 model = torch.nn.Linear(3, 1)

@@ -105,7 +105,7 @@ def test_an_error_of_the_loop_is_raised_and_a_group_that_is_lost_is_named(ray: A
 
 @pytest.mark.timeout(300)
 def test_the_example_of_the_page_runs(ray: Any) -> None:
-    page = (Path(__file__).parents[2] / "docs/how-to/elastic.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/how-to/elastic-clusters.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```py\n(.*?)```", page, flags=re.DOTALL)
     names: dict[str, Any] = {"prepared": prepared, "loss_fn": torch.nn.functional.mse_loss}
     exec(code, names)
