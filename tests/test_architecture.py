@@ -78,6 +78,7 @@ NEIGHBOURS = {
     # A world of one process needs no sockets.
     ("core.comm.group", "core.comm.threads"),
     ("core.comm.group", "core.comm.roll_call"),
+    ("core.comm.group", "core.comm.send_times"),
     # A view's connections are a group's, whose failures are handled elsewhere.
     ("core.comm.view_group", "core.comm.group"),
     ("core.comm.view_group", "core.comm.roll_call"),

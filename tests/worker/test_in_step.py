@@ -227,7 +227,7 @@ def test_a_check_is_counted_apart_alike_on_threads_and_on_the_counter() -> None:
         return comm.meter.payload_bytes - before, comm.meter.check_bytes - checks
 
     parameters = sum(p.numel() for p in attach(None, LocalSGD()).model.parameters())
-    expected = 2 * 2 * 2 / 3 * 4 * parameters, 2 * 2 * 40.0
+    expected = 2 * 2 * 2 / 3 * 4 * parameters, 2 * 2 * 56.0
     assert run_threads(3, train) == [pytest.approx(expected)] * 3
     assert train(CountingComm(0, 3)) == pytest.approx(expected)
 

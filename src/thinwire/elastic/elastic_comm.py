@@ -90,6 +90,10 @@ class ElasticComm(Comm):
         """Return the answer of the current comm."""
         return self.comm.has_failed()
 
+    def slowest_send(self) -> tuple[float, int, int]:
+        """Return the answer of the current comm."""
+        return self.comm.slowest_send()
+
     def duplicate(self) -> Comm:
         """Refuse: the second comm would not follow the views."""
         raise ConfigError(

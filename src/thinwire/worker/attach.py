@@ -203,6 +203,9 @@ def attach(
         if watch is not None:
             watch(worker)
         state.account.begin()
+        if comm.reporter is None:  # several optimizers of one model may share a comm: the first one's worker reports
+            comm.reporter = state.account.times
+            state.undo.callback(setattr, comm, "reporter", None)
         return worker
 
 

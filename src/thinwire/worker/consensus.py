@@ -103,7 +103,8 @@ def check_in_step(worker: WorkerState, call: str, *, compares: bool = False) -> 
     # Workers that go at their own pace may call this only where all are at one step.
     comm.in_step = in_step or (traits.meets_every > 1 and call != "detach()")
     try:
-        odd = comm.check_in_step(call, fingerprint=number).wait()
+        with worker.account.apart():
+            odd = comm.check_in_step(call, fingerprint=number).wait()
     finally:
         comm.in_step = in_step
     if odd and traits.equal_replicas:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Detect changes to an attached model that would make workers diverge: at every step, and more in the first three.
 
-In the first and the third step the ranks send each other 40 bytes, and nothing after that.
+In the first and the third step the ranks send each other 56 bytes, and nothing after that.
 """
 
 from __future__ import annotations
@@ -135,6 +135,7 @@ class Attachment:
         for module in worker.model.modules():
             worker.undo.callback(module.register_load_state_dict_pre_hook(_before_load).remove)
             _hide_hooks(worker, module)
+        worker.undo.callback(worker.model.register_forward_pre_hook(worker.account.times.before_forward).remove)
         if worker.comm.size > 1:
             worker.undo.callback(worker.model.register_forward_pre_hook(_before_forward).remove)
             worker.undo.callback(worker.model.register_state_dict_pre_hook(_before_state_dict).remove)
@@ -497,7 +498,8 @@ class FirstSteps:
                 )
             return
         mine = number % _CHANGED + _CHANGED * changed
-        found = worker.comm.gather_in_step(_START_CHECK, mine).wait()
+        with worker.account.times.apart():
+            found = worker.comm.gather_in_step(_START_CHECK, mine).wait()
         equal = len({each % _CHANGED for each in found}) == 1
         ranks = [rank for rank, each in enumerate(found) if each >= _CHANGED]
         problem = self._problem(worker, ranks, equal=equal) if ranks else ""
@@ -544,7 +546,8 @@ class FirstSteps:
         if all(self._gradients):
             for each in self._gradients:
                 number = (31 * number + each) % (1 << 63)
-        numbers = worker.comm.gather_in_step(_DATA_CHECK, number).wait()
+        with worker.account.times.apart():
+            numbers = worker.comm.gather_in_step(_DATA_CHECK, number).wait()
         equal = [value for value, count in Counter(numbers).items() if value and count > 1]
         if equal and worker.comm.rank == 0:
             ranks = [rank for rank, value in enumerate(numbers) if value == equal[0]]

@@ -21,6 +21,7 @@ from thinwire.core.replica.shards import Shards, shard_folder
 from thinwire.methods.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
+from thinwire.worker.times import SlowWorker, TimeSplit, WorkerTimes
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Stats:
         evaluation_wait_seconds: time blocked in these calls, in seconds.
         check_bytes: bytes of the checks that all workers make the same call at the same step, which no other figure
             includes.
+        data_seconds: time from the end of each step to the next forward pass, in seconds: loading data, and other work
+            of the loop. Time in which the loop evaluates or saves is not counted.
+        compute_seconds: time of passes, of the optimizer and of local work of the strategy, in seconds.
+        workers: the times of every worker in the last round, by rank; empty before the first round.
+        slow_worker: the worker that cost the others more than 10 % of their time in that round; None if none did.
 
     Example:
         >>> import torch, thinwire
@@ -59,6 +65,10 @@ class Stats:
     evaluation_bytes: float
     evaluation_wait_seconds: float
     check_bytes: float
+    data_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    workers: tuple[WorkerTimes, ...] = ()
+    slow_worker: SlowWorker | None = None
 
 
 class Account:
@@ -66,13 +76,16 @@ class Account:
 
     Args:
         comm: of the worker, whose meter counts everything.
+        device: of the parameters.
 
     Attributes:
+        times: where this worker's time goes.
         exchanged: whether the strategy has sent anything in the present step.
     """
 
-    def __init__(self, comm: Comm) -> None:
+    def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
+        self.times = TimeSplit(comm, device)
         self.exchanged = False
         self.begin()
 
@@ -82,12 +95,14 @@ class Account:
         self._steps = self._averages = 0
         self._begun = meter.payload_bytes, meter.exposed_seconds, meter.check_bytes
         self._apart_bytes = self._apart_seconds = 0.0
+        self.times.begin()
 
     def end_step(self) -> None:
         """Count a step."""
         self._steps += 1
         self._averages += self.exchanged
         self.exchanged = False
+        self.times.end_step()
 
     @contextmanager
     def apart(self) -> Generator[None]:
@@ -95,7 +110,8 @@ class Account:
         meter = self._comm.meter
         sent, waited = meter.payload_bytes, meter.exposed_seconds
         try:
-            yield
+            with self.times.apart():
+                yield
         finally:
             self._apart_bytes += meter.payload_bytes - sent
             self._apart_seconds += meter.exposed_seconds - waited
@@ -118,6 +134,10 @@ class Account:
             evaluation_bytes=self._apart_bytes,
             evaluation_wait_seconds=self._apart_seconds,
             check_bytes=meter.check_bytes - checks,
+            data_seconds=self.times.data_seconds,
+            compute_seconds=self.times.compute_seconds,
+            workers=self.times.workers,
+            slow_worker=self.times.slow_worker,
         )
 
 
@@ -189,7 +209,7 @@ class WorkerState:
         self.automatic = False
         self.just_switched = False
         self.told_rounding = False
-        self.account = Account(comm)
+        self.account = Account(comm, next(iter(optimizer.param_groups[0]["params"])).device)
         self.start_step: Callable[[], None] | None = None
         self.resumed = False
         self.frozen: list[Tensor] = []

@@ -14,7 +14,7 @@ from thinwire.lab.report.folder import read_spans
 from thinwire.lab.report.links import rates, used
 from thinwire.lab.report.palette import looks
 from thinwire.lab.report.runs import Link, Run, Span
-from thinwire.lab.report.timeline import Window, common_length, intervals, step_starts, window
+from thinwire.lab.report.timeline import Window, common_length, intervals, step_starts, timeline_pictures, window
 
 
 def beat(period: int, steps: int = 48) -> list[Span]:
@@ -121,3 +121,14 @@ def linked(*links: Link) -> Run:
     from pathlib import Path
 
     return Run(Path(), "run", {}, {"seconds": 10.0}, (), (), (), links, ())
+
+
+def test_the_worker_that_the_others_wait_for_is_named_under_the_timeline(tmp_path):
+    folder = write_run(tmp_path / "run", SAMPLES[2], steps=20, workers=3)
+    path = folder / "summary.json"
+    for found, words in ((None, ""), ({"rank": 2, "cause": "data", "cost": 0.31}, "worker 2 costs the others 31 %")):
+        path.write_text(json.dumps({**json.loads(path.read_text()), "slow_worker": found}))
+        collection = read(folder)
+        (picture,) = timeline_pictures(collection, looks([run.strategy for run in collection.runs])).values()
+        assert ("costs the others" in picture.caption) is bool(words)
+        assert words in picture.caption

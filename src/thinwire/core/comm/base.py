@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
-from typing import ClassVar, Literal, NoReturn, TypeVar
+from typing import ClassVar, Literal, NoReturn, Protocol, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,11 +27,24 @@ from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLo
 T = TypeVar("T")
 _NAME_BYTES = 24
 _WORDS = struct.Struct("!3q")  # the name of a call, as integers
+_COMPARED = 5  # integers of a check: the step, the words and the number
 RULE = "all ranks must make the same calls after the same steps"
-CHECK_BYTES = 8 * 5
+CHECK_BYTES = 8 * 7
 """The integers that each rank sends to every other one in `Comm.check_in_step`."""
 DIRECT_GATHER_BYTES = 4096
 """Vectors up to this size are all-gathered by direct messages, longer ones around a ring."""
+
+
+class Reporter(Protocol):
+    """Reports two integers of this rank with each check, and uses those of all ranks."""
+
+    def row(self) -> tuple[int, int]:
+        """Return this rank's integers."""
+        ...
+
+    def take(self, rows: Sequence[Sequence[int]]) -> None:
+        """Use the integers of all ranks, in rank order."""
+        ...
 
 
 class Comm(ABC):
@@ -55,6 +68,7 @@ class Comm(ABC):
         calling: the check that is being launched, for error messages.
         silent: ranks that have just joined and do not contribute to means of parameters yet.
         check_device: the device of the tensors that checks send.
+        reporter: adds two integers of each rank to every check; None sends zeros.
         runtime: the clock, the locks and the threads; a simulation provides its own.
         checks_first_steps: whether workers compare their initial parameters and their data in the first steps; False in
             simulations, where these messages would take virtual time.
@@ -87,6 +101,7 @@ class Comm(ABC):
         self.calling = ""
         self.silent: frozenset[int] = frozenset()
         self.check_device = torch.device("cpu")
+        self.reporter: Reporter | None = None
         self.runtime: Runtime = REAL
         # Weak, so that a mailbox ends with its owner without being closed.
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
@@ -157,7 +172,7 @@ class Comm(ABC):
         return self._track("send_recv", len(dst) * x.nbytes, lambda: self._send_recv(x, dst, src))
 
     def check_in_step(self, call: str, *, fingerprint: int = 0) -> Work[list[int]]:
-        """Check that all ranks make this call at the same step; each sends 40 bytes.
+        """Check that all ranks make this call at the same step; each sends 56 bytes.
 
         Checks with different names match each other, so that all ranks detect a rank that makes another call, and its
         messages are not mistaken for something else. The bytes are counted in `meter.check_bytes`.
@@ -192,12 +207,28 @@ class Comm(ABC):
         Returns:
             A handle for the numbers in rank order; its `wait` may raise MismatchError on all ranks.
         """
-        self.round = ""  # also after a hook that failed before its first call
         if self.size == 1:
+            self.round = ""
             return completed([number])
+        gathered, clock, step = self._gather_row(call, number), self.runtime.clock, self.step
+        launched = clock()
+
+        def finish() -> list[int]:
+            start = clock()
+            try:
+                return gathered.wait()
+            finally:
+                self.meter.waited("check", launched, start, clock(), step)
+
+        return Work(finish)
+
+    def _gather_row(self, call: str, number: int) -> Work[list[int]]:
+        self.round = ""  # also after a hook that failed before its first call
         words = _WORDS.unpack(call.encode()[:_NAME_BYTES].ljust(_NAME_BYTES))
         row = torch.tensor(
-            [self.step if self.in_step else -1, *words, number], dtype=torch.int64, device=self.check_device
+            [self.step if self.in_step else -1, *words, number, *(self.reporter.row() if self.reporter else (0, 0))],
+            dtype=torch.int64,
+            device=self.check_device,
         )
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
@@ -207,8 +238,11 @@ class Comm(ABC):
             self.calling = ""
 
     def _compare(self, rows: Sequence[Tensor]) -> list[int]:
-        """Return the last number of each row; raise if the others differ."""
-        together = torch.stack(list(rows))
+        """Return the number of each row; raise if what comes before it differs."""
+        gathered = torch.stack(list(rows))
+        if self.reporter is not None:
+            self.reporter.take(gathered[:, _COMPARED:].tolist())
+        together = gathered[:, :_COMPARED]
         if bool((together == together[0]).all()):
             return [int(together[0, -1])] * self.size
         entries = [tuple(row) for row in together.tolist()]
@@ -216,6 +250,13 @@ class Comm(ABC):
             found = "ranks are out of step: " + places([_place(entry) for entry in entries], self.names)
             self.raise_on_all(MismatchError(f"{found}; {self.rule}"))
         return [entry[-1] for entry in entries]
+
+    def slowest_send(self) -> tuple[float, int, int]:
+        """Return how long this rank's busiest connection was busy since the last call, in seconds.
+
+        Hashes of the addresses of this rank and of its peer follow. All are 0 where that is not known.
+        """
+        return 0.0, 0, 0
 
     def count_other_calls(self) -> int:
         """Count the calls of `torch.distributed` process groups with two or more of these ranks.
@@ -368,7 +409,7 @@ class Comm(ABC):
                 )
             return odd
 
-        check = self.check_in_step(self.round or operation, fingerprint=number).then(refuse)
+        check = self._gather_row(self.round or operation, number).then(_odd_ones).then(refuse)
         if self.checks_calls:
             check.wait()
         return check

@@ -34,6 +34,7 @@ from thinwire.core.comm.rendezvous import (
     store_outlives_workers,
 )
 from thinwire.core.comm.roll_call import Failure, Findings, RollCall, within
+from thinwire.core.comm.send_times import SendTimes
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.comm.work import Work
 from thinwire.core.torch_internals import default_store, process_groups, sequence_number
@@ -99,6 +100,7 @@ class GroupComm(Comm):
     def _connect(self, store: Store, members: Sequence[int], gloo_devices: set[str]) -> None:
         """Open this comm's own connections if the group has Gloo."""
         self._roll_call = RollCall(store, members, self.rank)
+        self._send_times = SendTimes()
         self._inflight: dict[int, Handles] = {}
         self._fault: ThinwireError | None = None
         self._gloo_devices = gloo_devices
@@ -156,6 +158,10 @@ class GroupComm(Comm):
             return group.broadcast(x, src)
 
         return self._start(f"broadcast from rank {src}", x, launch, lambda: x)
+
+    def slowest_send(self) -> tuple[float, int, int]:
+        """Return how long this process's busiest connection was busy since the last call."""
+        return self._send_times.since_last()
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))

@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from thinwire.core import units
+from thinwire.lab.report.files import Facts, number, text
 from thinwire.lab.report.palette import COMMUNICATION, COMPUTE, MUTED, PAPER, WAIT, Look, Tone
 from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain, seconds_axis
 from thinwire.lab.report.runs import Collection, Run, Span
@@ -106,6 +107,8 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
     steps = sum(seen.start <= start < seen.end for start in step_starts(run.spans))
     waiting = units.share(_share(run.spans, seen, ("wait",)))
     note = f"{steps} steps in {units.seconds(seen.seconds)}; workers wait {waiting} of it"
+    if slow := _slow_worker(run):
+        note += f"; {slow}"
     figure = canvas(10.8, (1.25 if is_narrow() else 0.95) + 0.38 * len(ranks))
     axes = figure.add_subplot()
     plain(axes, grid="x")
@@ -128,6 +131,16 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
         caption=note,
         description=f"Timeline of {len(ranks)} workers under {run.label}: {note}.",
     )
+
+
+def _slow_worker(run: Run) -> str:
+    """The worker that the others waited for in the run's last round with such a worker, in words; empty for none."""
+    found = run.summary.get("slow_worker")
+    facts: Facts = found if isinstance(found, dict) else {}
+    rank, cost, cause = number(facts, "rank"), number(facts, "cost"), text(facts, "cause")
+    if rank is None or cost is None or not cause:
+        return ""
+    return f"worker {int(rank)} costs the others {units.share(cost)} by its {cause}"
 
 
 def intervals(spans: Sequence[Span], seen: Window) -> list[tuple[float, float]]:

@@ -241,6 +241,8 @@ class Training:
         if writer is not None:
             writer.add(records)
             writer.add_workers(step, times)
+            if isinstance(self.engine, ThinwireEngine):
+                writer.add_slow_worker(self.engine.worker.stats().slow_worker)
         over = self._schedule.is_over(step, self.seconds)
         if self._schedule.evaluation_is_due(step, self.seconds) or over:
             self._evaluate()

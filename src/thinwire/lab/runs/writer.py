@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Evaluation, Task
 from thinwire.methods.topology.analysis import matrices
 from thinwire.registry import canonical
+from thinwire.worker.times import SlowWorker
 
 # Larger graphs, and longer periods, are no drawing that says anything.
 _MOST_DRAWN = 32
@@ -49,6 +51,7 @@ class Writer:
         self.simulated = simulated
         self.totals = Totals(folder.rewind(step))
         self._scalars = Scalars(folder.path / "tensorboard") if settings.tensorboard else None
+        self._slow_worker: SlowWorker | None = None
 
     def write_config(self, parameters: int, paper: str) -> None:
         """Write how the run was set up."""
@@ -92,6 +95,10 @@ class Writer:
         self.folder.append("metrics.jsonl", [line])
         if self._scalars is not None:
             self._scalars.add_evaluation(line["step"], line["eval_loss"], line["eval_metric"])
+
+    def add_slow_worker(self, found: SlowWorker | None) -> None:
+        """Keep the worker that the others have waited for last."""
+        self._slow_worker = found or self._slow_worker
 
     def add_spans(self, spans: Sequence[Fields]) -> None:
         """Append time intervals."""
@@ -147,6 +154,7 @@ class Writer:
             "metric": self.task.metric,
             "seconds_to_target": seconds_to_target,
             "target_loss": settings.target_loss,
+            "slow_worker": None if self._slow_worker is None else asdict(self._slow_worker),
             **(more or {}),
         }
         self.folder.write("summary.json", summary)
