@@ -172,7 +172,7 @@ def named(workers: int, link: str, cause: str, rank: int) -> dict[str, Any]:
     lines: list[str] = []
     command = [sys.executable, "-m", "tests.worker.slowed", cause, str(rank)]
     with Network(parse_links(link, workers)) as network:
-        run_workers(command, workers, network=network, on_line=lambda *each: lines.append(each[2]), timeout=100)
+        run_workers(command, workers, network=network, on_line=lambda *each: lines.append(each[2]), timeout=300)
     found = [json.loads(line) for line in lines if line.startswith("{")]
     assert len(found) == workers, lines
     assert all(each == found[0] for each in found)
