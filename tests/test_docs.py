@@ -511,5 +511,5 @@ def test_the_page_names_everything_that_elastic_runs_refuse() -> None:
         traits = getattr(made, "traits", None)
         if traits.inelastic_reason if isinstance(traits, Traits) else getattr(made, "inelastic", ""):
             refused.append(name)
-    assert {"Paced", "ADPSGD", "BetweenNodes", "NodeAverage"} <= set(refused)
+    assert {"ADPSGD", "BetweenNodes", "NodeAverage"} <= set(refused)
     assert [name for name in refused if f"`{name}`" not in limits] == []

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -48,4 +48,32 @@ def unequal_rounds(
             slow = momentum * slow + (start - mean) / rate
             mean = start - rate * slow
         x = mean.expand_as(x)
+    return x
+
+
+def rounds_among(
+    gradient: Callable[[Tensor, int, int], Tensor],
+    x: Tensor,
+    *,
+    rate: float,
+    period: int,
+    rounds: Sequence[Sequence[tuple[int, int]]],
+) -> Tensor:
+    """Rounds among changing workers, which take given numbers of steps; the mean by these numbers.
+
+    Args:
+        gradient: of a worker at a point and a step.
+        x: the common start.
+        rate: the learning rate.
+        period: steps of the group in a round.
+        rounds: the workers of each round, with their numbers of steps.
+    """
+    for number, workers in enumerate(rounds):
+        total = torch.zeros_like(x)
+        for worker, count in workers:
+            own = x.clone()
+            for k in range(count):
+                own -= rate * gradient(own, worker, number * period + k)
+            total += count * own
+        x = total / sum(count for _, count in workers)
     return x

@@ -226,17 +226,19 @@ class Elastic:
                 self._open_again()
         elif self._neighbours and self._membership.requests() > self.view.requests:
             self._change("a worker asks to join", [], repeats=False, requests=self._membership.requests())
-        elif self._waits() or self._may_send(step):
-            ends = not self._neighbours or self.worker.strategy.traits.averages_at(step)
-            if self._arrivals is not None and self.worker.strategy.traits.averages_at(step):
-                self._admit(self._arrivals)
+        elif (averages := self._averages_now()) or self._waits() or self._may_send(step):
+            ends = averages or not self._neighbours
+            if averages:
+                step += -step % self.worker.strategy.traits.meets_every  # of all workers, at the end of the round
+                if self._arrivals is not None:
+                    self._admit(self._arrivals)
             self.round(
                 hook,
                 ends=ends,
                 drops=self._neighbours,
                 # This hook may wait for messages in flight, and fail on some workers only.
                 sends=lambda: ends and (self._waits() or self._uneven),
-                needed=lambda: self._waits() or self._may_send(step),
+                needed=lambda: averages or self._waits() or self._may_send(step),
                 uses=self._steps_in_average(step),
             )
             ended = True
@@ -482,10 +484,14 @@ class Elastic:
         """Whether messages are in flight."""
         return any(r.inflight for r in self.worker.replicas)
 
+    def _averages_now(self) -> bool:
+        """Whether this worker's round ends with an average of all workers' parameters."""
+        return self.worker.strategy.ends_round(self.worker.replicas[0])
+
     def _may_send(self, step: int) -> bool:
-        """Whether a hook after so many steps may communicate; where it cannot, nothing has to be kept for it."""
-        if self.worker.strategy.traits.averages_at(step):
-            return True
+        """Whether a hook may communicate between averages; where it cannot, nothing has to be kept for it."""
+        if self.worker.strategy.traits.skips_steps:
+            return False
         return any(
             # Fragments of the parameters are averaged at steps between, and so are figures that depend on timing.
             not each.period or each.rounds.fragments > 1 or each.timing_dependent or step % each.period == 0

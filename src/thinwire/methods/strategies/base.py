@@ -101,6 +101,10 @@ class Strategy(Recipe, ABC):
     def after_step(self, r: Replica) -> None:
         """Runs when the optimizer has changed `r.x`; `r.step` includes this step already."""
 
+    def ends_round(self, r: Replica) -> bool:
+        """Return True if the step just taken ends this worker's round; asked before `after_step`."""
+        return self.traits.averages_at(r.step)
+
     def restart(self, r: Replica) -> None:
         """Restart a round at `r.x`, which something else has just set, such as the slow step of a wrapper.
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Let every worker take as many steps of a round as its speed allows."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -32,6 +32,9 @@ class _Clock:
     mark: float | None = None
     step: int = -1
     seconds: float | None = None
+    count: int = 0
+    ends: bool | None = None
+    timed: list[Replica] = field(default_factory=list[Replica])
 
 
 # By the object that all replicas of a worker share: they must end a round at the same step.
@@ -51,9 +54,9 @@ class Paced(Wrapper):
     `worker.step` counts the group's steps: a worker that ends a round early continues at the number where the next one
     begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
     save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
-    be measured. Outer steps divide by rank 0's learning rate at the end of the round. Traffic: the base's, and 24 bytes
-    to each other worker per round. State: twelve numbers; with weights by samples and parameters in 16 bits `start`,
-    like the parameters, where the round started.
+    be measured. With `elastic=True` given `steps` follow the ranks of the view. Outer steps divide by rank 0's learning
+    rate at the end of the round. Traffic: the base's, and 24 bytes to each other worker per round. State: twelve
+    numbers; with weights by samples and parameters in 16 bits `start`, like the parameters, where the round started.
 
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
     arXiv:1602.05629, Algorithm 1, for the weights.
@@ -100,6 +103,7 @@ class Paced(Wrapper):
             elementwise=False,
             skips_steps=True,
             timing_dependent=not self.steps,
+            inelastic="",
             # Where workers leave out steps, it depends on who does.
             lr_factor=self.base.traits.lr_factor if set(self.steps) == {self.base.traits.period} else None,
         )
@@ -138,26 +142,35 @@ class Paced(Wrapper):
     def before_step(self, r: Replica) -> None:
         """Nothing: the base's rounds are of local steps."""
 
-    def after_step(self, r: Replica) -> None:
-        """Count the step; at the end of this worker's round, share its figures, and let the base average."""
-        state, clock = r.state, _clocks.setdefault(r.pending_means, _Clock())
+    def ends_round(self, r: Replica) -> bool:
+        """Return True if another step would take longer than the fastest worker's round; it counts the step's time."""
+        clock, period = _clocks.setdefault(r.pending_means, _Clock()), self.base.traits.period or 1
         if clock.step != r.step:
             now = r.comm.runtime.clock()
             clock.seconds = None if clock.mark is None else now - clock.mark
-            clock.mark, clock.step = now, r.step
-        period = self.base.traits.period or 1
-        count = (r.step - 1) % period + 1
-        if clock.seconds is not None and not self.steps:
-            self._time(r, clock.seconds, first=count == 1)
+            clock.mark, clock.step, clock.count = now, r.step, (r.step - 1) % period + 1
+            clock.ends, clock.timed = None, []
+        if all(each is not r for each in clock.timed):
+            clock.timed.append(r)
+            if clock.seconds is not None and not self.steps:
+                self._time(r, clock.seconds, first=clock.count == 1)
+        if clock.ends is None:
+            clock.ends = self._ends(r, clock.count, period)
+        return clock.ends
+
+    def after_step(self, r: Replica) -> None:
+        """Count the step; at the end of this worker's round, share its figures, and let the base average."""
+        state, period, ends = r.state, self.base.traits.period or 1, self.ends_round(r)
+        clock = _clocks[r.pending_means]
         state["samples"] += r.samples
-        if not self._ends(r, count, period):
+        if not ends:
             return
-        r.step += period - count
-        r.comm.step = r.step  # that of all ranks, as far as they can be compared
+        r.step += -r.step % period
+        r.comm.step = clock.step = r.step  # that of all ranks, as far as they can be compared
         factor = self._share(r, period)
         if factor != 1:
             self._weigh_(r, factor)
-        r.metrics["steps_of_round"] = float(count)
+        r.metrics["steps_of_round"] = float(clock.count)
         self.base.after_step(self.inner(r))
         if "start" in state:
             state["start"].copy_(r.x)
@@ -165,6 +178,13 @@ class Paced(Wrapper):
             state[name].zero_()
         # The wait for others is no step's.
         clock.mark = r.comm.runtime.clock()
+
+    def regroup(self, r: Replica, before: int) -> None:
+        """A worker that has just joined has measured no step yet."""
+        super().regroup(r, before)
+        if not before:
+            for name in ("elapsed", "samples", "step_seconds"):
+                r.state[name].zero_()
 
     def _weigh_(self, r: Replica, factor: float) -> None:
         """Let the plain mean that follows be the weighted one."""
@@ -225,8 +245,8 @@ class Paced(Wrapper):
             # Outer steps may divide by the rate, and all must take the same one.
             rate = rows[0][2]
         self.inner(r).override_lr(rate)
-        total = sum(row[1] for row in rows)
-        return 1.0 if self.weights == "equal" or not total else rows[r.comm.rank][1] * len(rows) / total
+        total, contributors = sum(row[1] for row in rows), len(rows) - len(r.comm.silent)
+        return 1.0 if self.weights == "equal" or not total else rows[r.comm.rank][1] * contributors / total
 
 
 def _pace(r: Replica) -> float:
