@@ -33,6 +33,7 @@ nitpick_ignore_regex = [
         r"thinwire\..*\.([TU]|Batch|Built|Chosen|Elastic(?:Worker)?|Fleet|Logger|Mapped|Network|Policy|Progress|Segment|"
         r"Switched)",
     ),
+    (r"py:class", r"thinwire\.coreset\.similarity\.SparseMatrix"),  # a union of SciPy's and torch's types
     # A function of an internal module, which has no page.
     (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_)"),
 ]
