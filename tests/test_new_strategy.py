@@ -79,7 +79,7 @@ def test_contributing_names_every_place_that_the_tool_fills() -> None:
         "tests/methods/strategies",
         "tests/battery/cases.py",
         "docs/strategies",
-        "docs/index.md",
+        "docs/strategies/index.md",
         "docs/reference/strategies.md",
         "docs/reference/papers.md",
         "docs/explanation/bytes.md",

@@ -226,7 +226,7 @@ def write(root: Path, name: str, *, family: str, paper: str) -> list[Path]:
     number = re.search(r"arXiv:([\d.]+\d)", paper)
     cited = paper.replace(number[0], f"[{number[0]}](https://arxiv.org/abs/{number[1]})") if number else paper
     rows = {
-        "docs/index.md": (r"(?:.*\n)*strategies/[\w-]+\n", f"strategies/{page}"),
+        "docs/strategies/index.md": (r"(?:.*\n)*?## Average parameters less often\n(?:.*\n)*?(?=```\n)", page),
         "docs/reference/strategies.md": (
             r"(?:.*\n)*?```\{eval-rst\}\n(?:.*\n)*?(?=```)",
             f"\n.. autoclass:: thinwire.{name}",
@@ -236,7 +236,7 @@ def write(root: Path, name: str, *, family: str, paper: str) -> list[Path]:
         ),
         "docs/explanation/bytes.md": _end_of_table("Recipe", f"| `{name}(period=8)` | $2\\frac{{n-1}}{{n}}B / 8$ |"),
         "docs/how-to/choose.md": _end_of_table(
-            "Your situation", f"| You want averages every few steps. | `{name}()` | The skeleton. | Always. |"
+            "Limit", f"| Averages every few steps, with the skeleton | `{name}()` |"
         ),
         "docs/how-to/learning-rate.md": _end_of_table("Family", f"| `{name}()` | not measured yet: tune the rate | |"),
     }
