@@ -192,6 +192,7 @@ PLANTED = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 @needs_network
 @pytest.mark.parametrize(("workers", "link", "cause", "rank"), PLANTED)
 def test_twenty_planted_workers_are_named_in_processes(workers: int, link: str, cause: str, rank: int) -> None:
@@ -200,5 +201,6 @@ def test_twenty_planted_workers_are_named_in_processes(workers: int, link: str, 
 
 @needs_network
 @pytest.mark.slow
+@pytest.mark.timeout(320)
 def test_equal_processes_are_not_named() -> None:
     assert named(3, "200mbit", "none", 0) == {}

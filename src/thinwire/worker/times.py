@@ -20,6 +20,7 @@ from thinwire.core.comm.work import synchronize
 Cause = Literal["data", "compute", "link"]
 REPORTED_COST = 0.1
 """The fraction of the others' time that a worker must cost to be named."""
+_SLOWER_LINK = 2.0  # times the usual time
 _LOGGED_SECONDS = 0.5
 _LOGGED_ROUNDS = 2
 _LOGGER = logging.getLogger("thinwire")
@@ -168,8 +169,9 @@ def _by_link(reports: Sequence[Report], wall: float) -> SlowWorker:
     rest = [reports[r].sending for r in ranks if r not in involved(rank)]
     # Of few workers all may send to this one.
     usual = max(rest) if rest else min(reports[r].sending for r in ranks if r != rank)
-    excess = max(reports[r].sending for r in involved(rank)) - usual
-    # Messages that are sent while workers compute cost nobody anything.
+    longest = max(reports[r].sending for r in involved(rank))
+    # Equal links differ by chance. Messages that are sent while workers compute cost nobody anything.
+    excess = longest - usual if longest > _SLOWER_LINK * usual else 0.0
     return SlowWorker(rank, "link", min(excess, *(each.blocked for each in reports)) / wall)
 
 
