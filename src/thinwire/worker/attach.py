@@ -27,12 +27,14 @@ from thinwire.worker.compatibility import (
     check_closures,
     check_compatible,
     check_elastic,
+    check_global_batch,
     check_mesh,
     check_policy,
     check_skipped_steps,
     check_start,
 )
 from thinwire.worker.consensus import broadcast_others, check_in_step, together
+from thinwire.worker.global_batch import GlobalBatch
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
 from thinwire.worker.handshake import agree, equal_on_all, facts_of
 from thinwire.worker.parameters import check_aliases, trained, vectors_of
@@ -60,6 +62,7 @@ def attach(
     nonfinite: Policy = "raise",
     inside_ddp: InsideDDP = "refuse",
     elastic: bool | Fleet = False,
+    global_batch: int | None = None,
     timeout: float = 60.0,
 ) -> Worker:
     """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
@@ -98,6 +101,8 @@ def attach(
         elastic: continue when workers are lost, and accept workers that join later. `Worker.view` is the list of
             workers; see `docs/how-to/elastic.md` for starting workers and for what survives. A `Fleet` is this worker's
             entry into the run; True reads it from the environment.
+        global_batch: samples of each step, of all workers together. `Worker.batch_share` is this worker's part, which
+            follows the number of workers. Means of gradients are over samples.
         timeout: how long one wait may last, in seconds.
 
     Raises:
@@ -153,6 +158,7 @@ def attach(
             "nonfinite": nonfinite,
             "inside_ddp": inside_ddp,
             "elastic": views is not None,
+            "global_batch": global_batch,
         }
         facts = facts_of(model, optimizer, named, settings)
         # Before the checks below: after the ranks agree, all of them refuse what one refuses, and no rank is left
@@ -169,6 +175,10 @@ def attach(
         state.bucket_bytes, state.find_unused, state.scaler, state.mesh = bucket_bytes, find_unused, scaler, mesh
         comm.in_step = comm.in_step and not strategy.traits.timing_dependent
         comm.rule = pace_rule(strategy) if strategy.traits.meets_every > 1 else RULE
+        if global_batch is not None:
+            check_global_batch(strategy, global_batch)
+            state.global_batch = GlobalBatch(global_batch)
+            state.global_batch.check(comm.size)
         check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
         check_wrappers(model, inside_ddp)
         check_new(named, optimizer)
@@ -186,6 +196,7 @@ def attach(
         state.nonfinite = nonfinite
         if views is not None:
             state.survives, state.start_step = views.gradients, views.start_step
+            state.members = lambda: (views.view.members, views.worker_id)
         watch_gradients(state)
         state.undo.callback(stop_watching, state)
 

@@ -446,6 +446,7 @@ class Backward:
         survives: runs an exchange, again where a worker was lost in it; None where that ends the run.
         on_begin: called before the first message of a pass, if not None.
         residuals: of error feedback under a GradScaler, in the units of the gradients while these are exchanged.
+        scale: returns a factor of this worker's gradient in the mean, if not None.
     """
 
     buckets: list[Bucket]
@@ -464,6 +465,7 @@ class Backward:
     survives: Callable[[Callable[[], None]], None] | None = None
     on_begin: Callable[[], None] | None = None
     residuals: ScaledResiduals | None = None
+    scale: Callable[[], float] | None = None
     _launched: int = 0
     _early: int = 0
     _late: bool = False
@@ -584,6 +586,8 @@ class Backward:
     def _send(self, bucket: Bucket) -> None:
         if self.residuals is not None:
             self.residuals.begin()
+        if self.scale is not None and (factor := self.scale()) != 1:
+            bucket.replica.g[bucket.part].mul_(factor)
         if self.survives is None:
             bucket.work = self.exchange(bucket.replica, bucket.part)
             return

@@ -200,6 +200,21 @@ def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int, opti
 # -- elastic workers ---------------------------------------------------------------------------------------------------
 
 
+def check_global_batch(strategy: Strategy, global_batch: int) -> None:
+    """Refuse a global batch that is not positive, and strategies whose workers do not take all steps together.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    if global_batch < 1:
+        raise ConfigError(f"global_batch={global_batch}: must be at least 1. Leave it out to choose each worker's own")
+    if strategy.traits.skips_steps or strategy.traits.timing_dependent:
+        raise ConfigError(
+            f"global_batch={global_batch} with {strategy}: its workers do not take each step together, so a step has "
+            "no global batch. Use a strategy whose workers stay in step, such as AllReduce() or LocalSGD()"
+        )
+
+
 def check_elastic(
     strategy: Strategy,
     optimizer: Optimizer,

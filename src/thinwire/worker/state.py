@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from thinwire.core.replica.shards import Shards, shard_folder
 from thinwire.methods.strategies.base import Strategy
 from thinwire.tensor2d.mesh import Mesh3D
 from thinwire.worker.buckets import Backward
+from thinwire.worker.global_batch import GlobalBatch
 from thinwire.worker.times import SlowWorker, TimeSplit, WorkerTimes
 
 
@@ -174,6 +175,8 @@ class WorkerState:
         just_switched: whether no step was taken since the last switch.
         account: counts steps and bytes, for `Worker.stats`.
         start_step: called before the first message of a step, if not None.
+        global_batch: the samples of each step, which all workers share; None where each chooses its own number.
+        members: returns the workers that train together, and this one among them.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
         resumed: whether a saved state of the worker was loaded.
         frozen: parameters that no optimizer trained at `attach`; empty after the first step.
@@ -217,6 +220,8 @@ class WorkerState:
         self.fingerprint_before_load: int | None = None
         self.own_gradient: int | None = None
         self.drift_reported = False
+        self.global_batch: GlobalBatch | None = None
+        self.members: Callable[[], tuple[Sequence[object], object]] = lambda: (range(comm.size), comm.rank)
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property

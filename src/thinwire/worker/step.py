@@ -372,6 +372,8 @@ def watch_gradients(worker: WorkerState) -> None:
         raises_own=worker.nonfinite == "raise",
     )
     worker.backward.survives, worker.backward.on_begin = worker.survives, worker.start_step
+    if (batch := worker.global_batch) is not None:
+        worker.backward.scale = lambda: batch.factor(worker.step, *worker.members())
     if not isinstance(worker.model, DistributedDataParallel):  # where the attribute is set to turn DDP's exchange off
         worker.backward.model = worker.model
     if not strategy.traits.skips_steps and worker.survives is None:
