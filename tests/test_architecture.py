@@ -57,7 +57,7 @@ ROOMS = {
     "asynchronous": [{"quorum"}, {"ad_psgd", "async_leader", "backup_workers", "parameter_server"}],
     "planning": [{"links"}, {"simulate"}, {"plan"}, {"doctor"}],
     "lab": [{"tasks", "emulate", "report"}, {"runs"}],
-    "arrays": [{"fusion"}, {"sweep"}],
+    "arrays": [{"fusion"}, {"finetuning"}, {"sweep"}],
 }
 # They know nothing of the rest but what needs neither a model nor another worker.
 APART = {"lab.tasks", "lab.emulate", "lab.report", "arrays.fusion"}
@@ -248,6 +248,8 @@ def may_import(module: str, other: str) -> bool:
     package, others = package_of(module), package_of(other)
     if package != others:
         return floor_of(others, FLOORS) < floor_of(package, FLOORS)
+    if room == package:
+        return True  # a package gives names of its rooms
     return floor_of(theirs.split(".")[1], ROOMS[package]) < floor_of(room.split(".")[1], ROOMS[package])
 
 

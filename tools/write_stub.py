@@ -27,6 +27,7 @@ OTHER_NAMES = {
         "CheckpointError CommError CommTimeoutError ConfigError MismatchError NonFiniteError PeerLostError "
         "ThinwireError"
     ),
+    "arrays.finetuning": "AdapterArray adapters",
     "arrays.fusion": "FusedArray fuse",
     "integrations.hooks": "ddp_hook fsdp_hook",
     "methods.optimizers": "AcSA CombinedOptimizer Lamb OneBitAdam OneBitLamb Saga Svrg ZeroOneAdam",

@@ -1,5 +1,7 @@
 """The public names, and where each is defined; written by tools/write_stub.py."""
 
+from thinwire.arrays.finetuning import AdapterArray as AdapterArray
+from thinwire.arrays.finetuning import adapters as adapters
 from thinwire.arrays.fusion import FusedArray as FusedArray
 from thinwire.arrays.fusion import fuse as fuse
 from thinwire.asynchronous.ad_psgd import ADPSGD as ADPSGD

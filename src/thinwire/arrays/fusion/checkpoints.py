@@ -4,20 +4,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import MultiStepLR
 
-from thinwire.arrays.fusion.array import FusedArray
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.scaling import GradScaler
 from thinwire.arrays.fusion.schedules import Scheduler, Schedules
-from thinwire.arrays.fusion.store import is_shared, overwrite_, owner_of
+from thinwire.arrays.fusion.store import Selection, is_shared, overwrite_, owner_of
 from thinwire.core.storage.files import local_path
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.core.torch_internals import inner_schedulers
@@ -28,9 +27,56 @@ State = dict[str, Any]
 _PARTS = ("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler")
 
 
+class ModelArray(Protocol):
+    """What checkpoints need of an array of models or of adapters."""
+
+    @property
+    def size(self) -> int:
+        """The number of members."""
+        ...
+
+    @property
+    def training(self) -> bool:
+        """Whether the members are in training mode."""
+        ...
+
+    @property
+    def generators(self) -> Sequence[torch.Generator] | None:
+        """One random generator per member, or None."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once."""
+        ...
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once."""
+        ...
+
+    def dropout_rates(self) -> dict[str, tuple[float, ...]]:
+        """Each member's rates, by the rate's full name."""
+        ...
+
+    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
+        """Change each member's rate."""
+        ...
+
+    def train(self, mode: bool = True) -> object:
+        """Put all members into training mode."""
+        ...
+
+    def select(self, indices: Sequence[int]) -> Selection:
+        """Keep some members."""
+        ...
+
+
 def save(
     folder: str | Path,
-    array: FusedArray,
+    array: ModelArray,
     *,
     optimizer: FusedOptimizer | None = None,
     schedules: Schedules | None = None,
@@ -67,7 +113,7 @@ def save(
 
 def load(
     folder: str | Path,
-    array: FusedArray,
+    array: ModelArray,
     *,
     optimizer: FusedOptimizer | None = None,
     schedules: Schedules | None = None,
@@ -118,7 +164,7 @@ def read(folder: str | Path) -> State:
 
 
 def state_of(
-    array: FusedArray,
+    array: ModelArray,
     *,
     optimizer: FusedOptimizer | None = None,
     schedules: Schedules | None = None,
@@ -133,7 +179,7 @@ def state_of(
 
 
 def outline_of(
-    array: FusedArray,
+    array: ModelArray,
     *,
     optimizer: FusedOptimizer | None = None,
     schedules: Schedules | None = None,
@@ -157,7 +203,7 @@ def outline_of(
 
 def restore(
     state: Mapping[str, Any],
-    array: FusedArray,
+    array: ModelArray,
     *,
     optimizer: FusedOptimizer | None = None,
     schedules: Schedules | None = None,
@@ -187,7 +233,7 @@ def restore(
 
 def restore_outline(
     outline: Mapping[str, Any],
-    array: FusedArray,
+    array: ModelArray,
     *,
     schedules: Schedules | None = None,
     scaler: GradScaler | None = None,
@@ -224,7 +270,7 @@ def restore_outline(
         torch.cuda.set_rng_state(outline["random"]["cuda"], _gpu_of(array))
 
 
-def _gpu_of(array: FusedArray) -> torch.device:
+def _gpu_of(array: ModelArray) -> torch.device:
     """The GPU that the models draw on, which need not be the current one; that one where they are on the CPU."""
     device = next((p.device for p in array.parameters()), torch.device("cuda"))
     return device if device.type == "cuda" else torch.device("cuda")
@@ -232,7 +278,7 @@ def _gpu_of(array: FusedArray) -> torch.device:
 
 def check(
     outline: Mapping[str, Any],
-    array: FusedArray,
+    array: ModelArray,
     *,
     optimizer: FusedOptimizer | None = None,
     schedules: Schedules | None = None,
@@ -282,7 +328,7 @@ def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
 
 
 def _identity(
-    array: FusedArray, optimizer: FusedOptimizer | None, schedules: Schedules | None, scaler: GradScaler | None
+    array: ModelArray, optimizer: FusedOptimizer | None, schedules: Schedules | None, scaler: GradScaler | None
 ) -> dict[str, str]:
     """Describe what a checkpoint and an array must have in common; the number of models may differ."""
     generators, described = array.generators, "none"
@@ -305,7 +351,7 @@ def _identity(
     return found
 
 
-def _named(array: FusedArray) -> Iterator[tuple[str, Tensor]]:
+def _named(array: ModelArray) -> Iterator[tuple[str, Tensor]]:
     yield from array.named_parameters()
     yield from array.named_buffers()
 

@@ -42,8 +42,13 @@ class Selection:
         owned = iter(sorted((p for p in parameters if _is_of_one(p)), key=lambda p: self.order.get(p, 0)))
         return [next(owned) if _is_of_one(p) else p for p in parameters]
 
-    def rows(self, tensor: Tensor) -> Tensor:
-        """Return a tensor [slots before, ...] as [slots now, ...]; bitwise."""
+    def rows(self, tensor: Tensor, parameter: nn.Parameter | None = None) -> Tensor:
+        """Return a tensor [slots before, ...] as [slots now, ...]; bitwise.
+
+        Args:
+            tensor: with one row per slot.
+            parameter: the old parameter whose state it is, if it is one.
+        """
         return tensor.index_select(0, torch.tensor(self.indices, dtype=torch.int64, device=tensor.device))
 
 

@@ -329,7 +329,7 @@ class FusedOptimizer(Optimizer):
                 for new in kept.moved.get(old, (old,)):
                     parameters.append(new)
                     for name, value in (before.get(old) or {}).items():
-                        rows = kept.rows(value) if owner_of(old) is None else value.clone()
+                        rows = kept.rows(value, old) if owner_of(old) is None else value.clone()
                         # Parameters of a slot that shared a step counter go on sharing one.
                         key = id(value), owner_of(new)
                         self.state[new][name] = counters.setdefault(key, rows) if name == "step" else rows
