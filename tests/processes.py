@@ -12,7 +12,13 @@ from thinwire.lab.emulate.fork_server import kept
 
 
 def left_behind(threads: set[threading.Thread], processes: set[int]) -> list[str]:
-    new_threads = [f"thread {thread.name}" for thread in threading.enumerate() if thread not in threads]
+    # Those of requests to buckets serve all runs of the process.
+    shared = ("thinwire-bucket", "thinwire-seal")
+    new_threads = [
+        f"thread {thread.name}"
+        for thread in threading.enumerate()
+        if thread not in threads and not thread.name.startswith(shared)
+    ]
     new_processes = [f"process {pid} ({name})" for pid, name in descendants().items() if pid not in processes]
     return new_threads + new_processes
 

@@ -88,6 +88,7 @@ NEIGHBOURS = {
     # What belongs to one process is kept out of its forks.
     ("core.comm.group", "core.comm.forks"),
     ("core.comm.mailbox.zeromq", "core.comm.forks"),
+    ("core.comm.bucket", "core.comm.forks"),
     ("core.comm.roll_call", "core.comm.liveness"),
     ("core.comm.group", "core.comm.mailbox.zeromq"),
     ("core.comm.mailbox.zeromq", "core.comm.mailbox.frame"),

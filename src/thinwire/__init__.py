@@ -35,7 +35,14 @@ def _load_enter() -> _annexes.Enter:
     return enter
 
 
-_annexes.register(chooser=_load_chooser, enter=_load_enter)
+def _load_open_run() -> _annexes.OpenRun:
+    """Import the elastic package, for `attach(..., rendezvous=URL)`."""
+    from thinwire.elastic.fleet import fleet_in_bucket
+
+    return fleet_in_bucket
+
+
+_annexes.register(chooser=_load_chooser, enter=_load_enter, open_run=_load_open_run)
 
 
 def __getattr__(name: str) -> object:

@@ -60,6 +60,7 @@ class ElasticComm(Comm):
         """Continue with another comm."""
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.check_device, self.runtime = comm.check_device, comm.runtime
+        self.request_seconds = comm.request_seconds
 
     @property
     def comm(self) -> Comm:
@@ -73,6 +74,9 @@ class ElasticComm(Comm):
         """All-gather a few numbers of every rank at the end of a round, counted as check bytes."""
         self.meter.check_bytes += (self.size - 1) * row.numel() * row.element_size()
         return self.comm._all_gather(row)
+
+    def _attach_check(self, call: str) -> bool:
+        return self.comm._attach_check(call)
 
     def raise_on_all(self, error: ThinwireError) -> NoReturn:
         """Raise an error on this rank and in the calls of all others."""

@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The entry of one worker into an elastic run: its store, its id and its rank."""
+"""The entry of one worker into a run whose workers find each other in a store: its store, its id and its rank."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
+import weakref
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any, cast
 
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.bucket import BucketConnector
 from thinwire.core.comm.rendezvous import view_store
 from thinwire.core.comm.roll_call import within
 from thinwire.core.comm.view_group import GlooConnector
+from thinwire.core.storage.bucket import Bucket, BucketStore
 from thinwire.elastic.elastic_comm import Connector
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.records import ViewStore, hidden, run_token
@@ -27,16 +32,36 @@ class Fleet:
     Attributes:
         membership: agrees on views with the other workers.
         connector: opens the connections of each view.
-        rank: the rank of this worker, if the run starts.
+        rank: the rank of this worker, if the run starts; None takes the first free one.
         size: the number of workers at the start of the run.
         entered: the run of the environment, and how many runs this process had entered before; None without one.
+        request_seconds: how long a message takes at least; 0 over connections.
     """
 
     membership: Membership
     connector: Connector
-    rank: int
+    rank: int | None
     size: int
     entered: tuple[str, int] | None = None
+    request_seconds: float = 0.0
+
+    def connect(self, timeout: float) -> Comm:
+        """Enter a fixed run, and return the comm of its workers.
+
+        Raises:
+            CommError: not all workers arrived.
+            ConfigError: all of them are there already.
+        """
+        try:
+            view = self.membership.enter(self.rank, self.size)
+        except BaseException:
+            self.withdraw()
+            raise
+        rank = view.rank(self.membership.worker)
+        assert rank is not None and isinstance(self.connector, BucketConnector)
+        return self.connector.connect_fixed(
+            view.epoch, rank, view.size, timeout, lost=self.membership.are_gone, on_close=self.membership.close
+        )
 
     def withdraw(self) -> None:
         """Leave because this worker could not start; the next attach of this process enters the same run."""
@@ -84,6 +109,63 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
     membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout, token=token)
     connector = GlooConnector(views, lambda name: hidden(token, name))
     return Fleet(membership, connector, rank, size, (run, before))
+
+
+def fleet_in_bucket(
+    url: str, *, key: str | None = None, workers: int | None = None, elastic: bool = False, timeout: float = 60.0
+) -> tuple[Fleet, bool]:
+    """Make the entry of this process into the run at a URL of an object store or a shared folder.
+
+    Args:
+        url: as for `Bucket.open`.
+        key: the run key; by default that of THINWIRE_KEY.
+        workers: the number of workers at the start of the run; by default that of THINWIRE_WORKERS. Without either the
+            run is elastic and starts with one worker.
+        elastic: whether the run continues without lost workers, and lets further workers join.
+        timeout: the limit for answers of the store and the other workers, in seconds.
+
+    Returns:
+        The entry, and whether the run is fixed: it has these workers from start to end.
+
+    Raises:
+        ConfigError: a setting is invalid, or the store or the key cannot be used; see `Bucket.open`.
+        CommError: the store cannot be reached.
+    """
+    size = _number("THINWIRE_WORKERS", 0) if workers is None else workers
+    if size < 0 or (size == 0 and workers is not None):
+        raise ConfigError(f"workers={size}: must be at least 1. Leave it out to let workers join at any time")
+    fixed, size = size > 0 and not elastic, max(size, 1)
+    rank = _number("THINWIRE_RANK", -1)
+    if rank >= size:
+        raise ConfigError(f"THINWIRE_RANK={rank} of {size} workers: must lie in 0..{size - 1}")
+    bucket = Bucket.open(url, key=key, timeout=timeout)
+    # A process may attach several models, one after the other; each is a separate run. In memory, workers are threads.
+    before = _entered[url]
+    _entered[url] += not url.startswith("memory:")
+    remote = not url.startswith(("file:", "memory:"))
+    membership = Membership(
+        BucketStore(bucket, str(before)),
+        f"{'w' if rank < 0 else rank}-{secrets.token_hex(4)}",
+        timeout=timeout,
+        beat_seconds=5.0 if remote else 1.0,
+        poll_seconds=0.2 if remote else 0.02,
+        fixed=fixed,
+        connected=False,
+    )
+
+    def members() -> str:
+        # In names, so that a view that an attacker has restored shares no objects with another one.
+        return "" if membership.view is None else " ".join(membership.view.members)
+
+    atexit.register(_close_at_exit, weakref.ref(membership), os.getpid())
+    connector = BucketConnector(bucket, f"{before}/calls", members)
+    return Fleet(membership, connector, None if rank < 0 else rank, size, (url, before), bucket.seconds), fixed
+
+
+def _close_at_exit(membership: weakref.ref[Membership], process: int) -> None:
+    """Let the other workers know that this process has ended."""
+    if (found := membership()) is not None and os.getpid() == process:
+        found.close()
 
 
 def _number(name: str, otherwise: int) -> int:

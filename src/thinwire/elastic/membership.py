@@ -8,8 +8,8 @@
     step/EPOCH          the number of the last round before the first step of a view with new workers
     next/EPOCH/ID       the progress of a member of view EPOCH - 1 that has finished that view or leaves, or a note
                         that it could not start: it is gone, though its process may run
-    join/NUMBER         the id and process of a worker that asks to join, or a note that it withdrew; from 1, no
-    gaps offer/NUMBER/K      the K-th part of a state that a member offers to that worker, while the others train
+    join/NUMBER         the id and process of a worker that asks to join, or a note that it withdrew; from 1, no gaps
+    offer/NUMBER/K      the K-th part of a state that a member offers to that worker, while the others train
     beat/ID             a counter that increases while the worker's process runs
     epoch               a recent view number; a joining worker searches from there
 
@@ -22,13 +22,16 @@ the view. A worker that is left out stops, like one that cannot reach the store,
 A run starts as view 0, when all its initial workers have registered. Before the first step there are no rounds: a
 loss ends the run on all of them. If all workers are gone, restarted workers start the run again, as the view after
 the last one, unless a step was taken before. The first of these two facts that is written is valid.
+
+The workers of a fixed run have no later views: a loss ends the run on all of them. Restarted workers start it again as
+soon as one of the old ones is gone, and continue from a checkpoint.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
@@ -37,13 +40,13 @@ from thinwire.core.comm.liveness import Processes, State, own_row
 from thinwire.core.comm.roll_call import within
 from thinwire.core.view import Progress, View, is_worker
 from thinwire.elastic.records import Records, ViewStore
-from thinwire.errors import CommError, CommTimeoutError, PeerLostError
+from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
 
 T = TypeVar("T")
 _STORE_SECONDS = 10.0
-_POLL_SECONDS = 0.01
-_SILENT_SECONDS = 4.0  # a worker on another machine is gone if its beat stops for this long
-_GIVEN_UP_SECONDS = 10.0  # the limit if nothing else indicates a loss
+_SILENT_SECONDS, _SILENT_BEATS = 4.0, 8  # a worker on another machine is gone if its beat stops for this long
+_GIVEN_UP_SECONDS, _GIVEN_UP_BEATS = 10.0, 20  # the limit if nothing else indicates a loss
+_FIRST_BEAT_SECONDS = 0.5  # the longest interval until the run starts, as its workers wait for a second beat
 _TRIES = 4  # attempts of a joining worker to connect to the others
 _TAKEN, _NONE = "taken", "none"  # whether the run took a step
 _WITHDRAWN = "withdrawn"  # replaces a progress, a request, or an initial worker
@@ -58,6 +61,9 @@ class Membership:
         timeout: how long to wait for workers in an unknown state, in seconds.
         state: returns whether another worker runs, if the caller knows better than the process tables.
         beat_seconds: the interval of this worker's heartbeats and of its checks for join requests.
+        poll_seconds: the interval between looks at the store while this worker waits for others.
+        fixed: whether the run ends with the loss of a worker; see above.
+        connected: whether closed connections show the others that this worker has ended; otherwise `close` does.
         token: the secret of the run, which signs the workers' records.
 
     Attributes:
@@ -74,6 +80,9 @@ class Membership:
         timeout: float,
         state: Callable[[str], State] | None = None,
         beat_seconds: float = 0.5,
+        poll_seconds: float = 0.01,
+        fixed: bool = False,
+        connected: bool = True,
         token: bytes = b"",
     ) -> None:
         self.worker = worker
@@ -84,7 +93,9 @@ class Membership:
         self._records = Records(store, token)
         self.row = own_row().hex()
         self._given_state = state
-        self._beat_seconds = beat_seconds
+        self._beat_seconds, self._poll_seconds = beat_seconds, poll_seconds
+        self._fixed, self._connected = fixed, connected
+        self._fix = "name it with THINWIRE_RUN" if connected else "use another path, and load a checkpoint"
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._first_beats: dict[str, bytes] = {}
         self._place: tuple[str, list[str]] | None = None
@@ -100,18 +111,20 @@ class Membership:
 
     # -- entering --------------------------------------------------------------------------------------------------
 
-    def enter(self, rank: int, size: int) -> View:
+    def enter(self, rank: int | None, size: int) -> View:
         """Start the run with `size` workers, or join it if it has started already.
 
         Args:
-            rank: this worker's rank, if the run starts.
+            rank: this worker's rank, if the run starts; None takes the first free one.
             size: the number of workers at the start of the run.
 
         Raises:
             CommTimeoutError: not all workers arrived, or the job did not accept this worker, within the timeout.
             PeerLostError: the run has ended, or the store cannot be reached.
+            ConfigError: all workers of a fixed run are there already.
         """
         threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
+        end = time.monotonic() + self.timeout
         try:
             while True:
                 last = self._newest()
@@ -119,6 +132,14 @@ class Membership:
                     view = self._begin(0 if last is None else last.epoch + 1, rank, size)
                     if view.rank(self.worker) is not None:
                         return self._accept(view)
+                elif self._fixed and time.monotonic() > end:
+                    raise ConfigError(
+                        f"this run has {last.size} workers already, and all of them run. Increase the number of "
+                        "workers on all machines, leave it out to let workers join later, or use another path"
+                    )
+                if self._fixed:
+                    time.sleep(self._poll_seconds)
+                    continue
                 # The run has started; if that was just now, another worker had this one's rank.
                 try:
                     return self._join()
@@ -130,12 +151,12 @@ class Membership:
             self.withdraw()
             raise
 
-    def _begin(self, epoch: int, rank: int, size: int) -> View:
+    def _begin(self, epoch: int, rank: int | None, size: int) -> View:
         """Wait until all initial workers have registered; return the first view, with or without this one."""
         keys, own = [f"first/{epoch}/{each}" for each in range(size)], [self.worker, self.row]
-        self._place, end, absent = (keys[rank], own), time.monotonic() + self.timeout, list(range(size))
+        end, absent = time.monotonic() + self.timeout, list(range(size))
         while self._view(epoch) is None:
-            self._take_place(keys[rank], own)
+            self._take_place(keys if rank is None else [keys[rank]], own)
             places = [self._read(key) for key in keys]
             if all(place is not None for place in places):
                 absent = [each for each, place in enumerate(places) if not self._runs(place)]
@@ -147,18 +168,25 @@ class Membership:
                     break
             if time.monotonic() > end:
                 missing = [each for each, key in enumerate(keys) if not is_worker(self._read(key))] or absent
+                who = "this worker" if rank is None else f"rank {rank}"
                 raise CommTimeoutError(
-                    f"rank {rank}: rank {', '.join(map(str, missing))} of {size} initial workers did not arrive in "
+                    f"{who}: rank {', '.join(map(str, missing))} of {size} initial workers did not arrive in "
                     f"{self.timeout:g} s"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
         return self._view_of(epoch)
 
-    def _take_place(self, key: str, own: list[str]) -> None:
-        """Become the worker of a rank, unless another running worker is."""
-        found = self._do(lambda: self._records.propose(key, own))
-        if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
-            self._do(lambda: self._records.propose(key, own, instead_of=found))
+    def _take_place(self, keys: list[str], own: list[str]) -> None:
+        """Become the worker of the first rank of these that no other running worker has."""
+        if self._place is not None and self._place[0] in keys and self._read(self._place[0]) == own:
+            return
+        for key in keys:
+            found = self._do(lambda key=key: self._records.propose(key, own))
+            if found != own and (not is_worker(found) or self.state_of(found[0], found[1]) is State.ENDED):
+                found = self._do(lambda key=key, old=found: self._records.propose(key, own, instead_of=old))
+            if found == own or len(keys) == 1:
+                self._place = key, own
+                return
 
     def _runs(self, place: Any) -> bool:
         """Return True if the worker of a rank is known to run."""
@@ -173,7 +201,12 @@ class Membership:
         return found is not State.ENDED
 
     def _restarts(self, last: View) -> bool:
-        """Return True if the run restarts as the next view: all workers are gone, and none has taken a step."""
+        """Return True if the run restarts as the next view: all workers are gone, and none has taken a step.
+
+        In a fixed run, if any of them is gone.
+        """
+        if self._fixed:
+            return any(self._is_gone(each, last) for each in last.members)
         key = f"steps/{last.begins}"
         found = self._read(key)
         if found is None and all(self._is_gone(each, last) for each in last.members):
@@ -181,7 +214,7 @@ class Membership:
         return found == _NONE
 
     def _is_gone(self, worker: str, view: View) -> bool:
-        if self.state_of(worker, view.rows[worker], _GIVEN_UP_SECONDS) is State.ENDED:
+        if self.state_of(worker, view.rows[worker], self._given_up_seconds) is State.ENDED:
             return True
         return self._read(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
 
@@ -203,6 +236,9 @@ class Membership:
     def withdraw(self) -> None:
         """Withdraw because this worker could not start; others do not wait for it, though its process may run."""
         if self.has_left:
+            return
+        if self._place is None and not self._request_key and self.view is None:
+            self.close()  # no other worker knows this one
             return
         with suppress(StoreLostError):
             if self._place is not None:
@@ -246,14 +282,14 @@ class Membership:
             if last is not None and all(self._is_gone(each, last) for each in last.members):
                 raise RunEndedError(
                     f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone. To start "
-                    "a new run in the same store, name it with THINWIRE_RUN"
+                    f"a new run, {self._fix}"
                 )
             if time.monotonic() > end:
                 raise CommTimeoutError(
                     f"the run in this store did not accept this worker within {self.timeout:g} s: it has ended, or "
-                    "its steps take longer. To start a new run in the same store, name it with THINWIRE_RUN"
+                    f"its steps take longer. To start a new run, {self._fix}"
                 )
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
 
     def wait_for_step(self) -> int:
         """Wait for the next step of an earlier member of the run; return the number of its last round.
@@ -266,7 +302,7 @@ class Membership:
         while not isinstance(number := self._read(key), int):
             if self.given_up():
                 raise PeerLostError(f"worker {self.worker}: view {self.view.epoch} ended before its first step")
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
         return number
 
     def announce_step(self, last_round: int) -> None:
@@ -306,9 +342,8 @@ class Membership:
     def offer(self, number: int, what: dict[str, str]) -> None:
         """Offer a part of a state to the worker of a request."""
         part = 0
-        while self._read(f"offer/{number}/{part}") is not None:
-            part += 1  # written by a donor that was lost since
-        self._write(f"offer/{number}/{part}", what)
+        while self._do(lambda key=f"offer/{number}/{part}": self._records.propose(key, what)) != what:
+            part += 1  # this one is of a donor that was lost since
 
     # -- a change of view ------------------------------------------------------------------------------------------
 
@@ -357,7 +392,7 @@ class Membership:
                     )
                 self._propose(proposal)
                 break
-            time.sleep(_POLL_SECONDS)
+            time.sleep(self._poll_seconds)
         view = self._view_of(epoch)
         if view.rank(self.worker) is None:
             if not progress.ready:
@@ -463,15 +498,21 @@ class Membership:
             return any(self._state_by_process(each, rows[each]) is State.ENDED for each in others)
         try:
             return any(
-                self.state_of(each, rows[each], _GIVEN_UP_SECONDS) is State.ENDED or self._has_registered(each, epoch)
+                self.state_of(each, rows[each], self._given_up_seconds) is State.ENDED
+                or self._has_registered(each, epoch)
                 for each in others
             )
         except StoreLostError:
             self._store_is_lost = True  # ends the run at the next change of view, not earlier
             return False
 
-    def state_of(self, worker: str, row: str, silent: float = _SILENT_SECONDS) -> State:
+    @property
+    def _given_up_seconds(self) -> float:
+        return max(_GIVEN_UP_SECONDS, _GIVEN_UP_BEATS * self._beat_seconds)
+
+    def state_of(self, worker: str, row: str, silent: float | None = None) -> State:
         """Return the state of a process; a remote one has ended if its heartbeat stops for `silent` seconds."""
+        silent = max(_SILENT_SECONDS, _SILENT_BEATS * self._beat_seconds) if silent is None else silent
         if worker == self.worker:
             return State.RUNNING
         found = self._state_by_process(worker, row)
@@ -493,20 +534,32 @@ class Membership:
     def _beat(self) -> None:
         """Send heartbeats of this process, and check for join requests."""
         beat = 0
-        while not self._ended.wait(self._beat_seconds if beat else 0.0):
+        first = min(self._beat_seconds, _FIRST_BEAT_SECONDS)
+        while not self._ended.wait((first if self.view is None else self._beat_seconds) if beat else 0.0):
             beat += 1
             # The store may be gone; the training thread notices and stops.
             with suppress(RuntimeError, OSError):
                 self._store.set(f"beat/{self.worker}", str(beat))
-                self._count_requests()
+                if not self._fixed:
+                    self._count_requests()
 
     @property
     def has_left(self) -> bool:
         """Return True if this worker has left."""
         return self._ended.is_set()
 
+    def are_gone(self, ranks: Collection[int]) -> bool:
+        """Return True if one of these ranks of the view has ended."""
+        view = self.view
+        assert view is not None, "enter() comes first"
+        with suppress(StoreLostError):  # the call that waits for them fails at its timeout
+            return any(self._is_gone(view.members[rank], view) for rank in ranks)
+        return False
+
     def close(self) -> None:
         """Stop the heartbeat thread."""
+        if not self._connected and self.view is not None and not self.has_left:
+            self.give_up_view()
         self._ended.set()
 
     # -- the store -------------------------------------------------------------------------------------------------
@@ -522,7 +575,7 @@ class Membership:
     def _propose(self, view: View) -> View:
         """Store a view unless its number is taken; return the stored one."""
         found = View.read(self._do(lambda: self._records.propose(f"view/{view.epoch}", view.content())))
-        self._write("epoch", view.epoch)
+        self._do(lambda: self._records.hint("epoch", view.epoch))
         return found
 
     def _view(self, epoch: int) -> View | None:

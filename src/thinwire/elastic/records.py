@@ -19,10 +19,13 @@ _TRIES = 100
 
 
 class ViewStore(Protocol):
-    """The methods of a `torch.distributed.Store` that are used."""
+    """The used methods of a store: a `torch.distributed.Store`, or a `thinwire.core.storage.bucket.BucketStore`.
+
+    A key is written either by `set` or by `compare_set`, never by both.
+    """
 
     def set(self, key: str, value: str, /) -> None:
-        """Store a value."""
+        """Store a value of a key that one worker writes, or whose readers need not see the latest value."""
         ...
 
     def get(self, key: str, /) -> bytes:
@@ -69,7 +72,22 @@ class Records:
         return self._decode(key, self._store.get(key)) if self._store.check([key]) else None
 
     def write(self, key: str, value: object) -> None:
-        """Store a value."""
+        """Store a value, and replace another one.
+
+        Raises:
+            CommError: another program keeps writing to the key.
+        """
+        text: Any = self._encode(key, value)
+        expected: Any = ""
+        for _ in range(_TRIES):
+            stored = self._store.compare_set(key, expected, text)
+            if stored == text.encode():
+                return
+            expected = stored
+        raise _overwritten(key)
+
+    def hint(self, key: str, value: object) -> None:
+        """Store a value of a key that is written by this method only; it need not be the latest one."""
         self._store.set(key, self._encode(key, value))
 
     def propose(self, key: str, value: object, *, instead_of: object = None) -> Any:
@@ -85,7 +103,7 @@ class Records:
             if (found := self._decode(key, stored)) is not None:
                 return found
             expected = stored
-        raise CommError(f"another program keeps writing {key!r} to the store of this run. Use a separate store")
+        raise _overwritten(key)
 
     def _encode(self, key: str, value: object) -> str:
         content = json.loads(_canonical(value))
@@ -105,6 +123,10 @@ class Records:
 
     def _code(self, key: str, content: object) -> str:
         return hmac.new(self._token, f"{key}\n{_canonical(content)}".encode(), hashlib.sha256).hexdigest()
+
+
+def _overwritten(key: str) -> CommError:
+    return CommError(f"another program keeps writing {key!r} to the store of this run. Use a separate store")
 
 
 def _canonical(value: object) -> str:

@@ -43,13 +43,26 @@ class Fleet(Protocol):
     """One worker's entry into an elastic run: a `thinwire.elastic.fleet.Fleet`."""
 
     @property
-    def rank(self) -> int:
-        """The rank of this worker, if the run begins."""
+    def rank(self) -> int | None:
+        """The rank of this worker, if the run begins; None takes the first free one."""
         ...
 
     @property
     def size(self) -> int:
         """The number of workers that the run begins with."""
+        ...
+
+    @property
+    def request_seconds(self) -> float:
+        """How long a message takes at least; 0 over connections."""
+        ...
+
+    def connect(self, timeout: float) -> Comm:
+        """Enter a fixed run, and return the comm of its workers."""
+        ...
+
+    def withdraw(self) -> None:
+        """Leave because this worker could not start."""
         ...
 
 
@@ -122,17 +135,29 @@ class Elastic(Rounds, Protocol):
 Enter = Callable[["Literal[True] | Fleet", float], Elastic]
 """Enters an elastic run, with a timeout in seconds; True reads from the environment which run it is."""
 
+
+class OpenRun(Protocol):
+    """Opens a run in a bucket; returns this worker's entry, and whether the run is fixed."""
+
+    def __call__(
+        self, url: str, *, key: str | None, workers: int | None, elastic: bool, timeout: float
+    ) -> tuple[Fleet, bool]:
+        """Open the run at a URL."""
+        ...
+
+
 _registered: dict[str, Callable[[], Any]] = {}
 
 
-def register(*, chooser: Callable[[], Chooser], enter: Callable[[], Enter]) -> None:
-    """Register what `attach` needs for "auto" and for `elastic`; each is imported when a worker asks for it.
+def register(*, chooser: Callable[[], Chooser], enter: Callable[[], Enter], open_run: Callable[[], OpenRun]) -> None:
+    """Register what `attach` needs for "auto", `elastic` and `rendezvous`; each is imported when a worker needs it.
 
     Args:
         chooser: imports the planner and returns its chooser.
         enter: imports the elastic package and returns the function that enters a run.
+        open_run: imports the elastic package and returns the function that opens a run in a bucket.
     """
-    _registered.update(chooser=chooser, enter=enter)
+    _registered.update(chooser=chooser, enter=enter, open_run=open_run)
 
 
 def choose_strategy(
@@ -156,3 +181,14 @@ def enter_run(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
     """
     enter: Enter = _registered["enter"]()
     return enter(elastic, timeout)
+
+
+def open_run(url: str, *, key: str | None, workers: int | None, elastic: bool, timeout: float) -> tuple[Fleet, bool]:
+    """Open the run at the URL of a bucket; returns this worker's entry, and whether the run is fixed.
+
+    Raises:
+        ConfigError: a setting is invalid, or the store or the key cannot be used.
+        CommError: the store cannot be reached.
+    """
+    opener: OpenRun = _registered["open_run"]()
+    return opener(url, key=key, workers=workers, elastic=elastic, timeout=timeout)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Literal
@@ -21,9 +22,11 @@ from thinwire.methods.strategies.base import Strategy, pace_rule
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker.annexes import Elastic, Fleet, choose_strategy, enter_run
+from thinwire.worker.annexes import Elastic, Fleet, choose_strategy, enter_run, open_run
 from thinwire.worker.compatibility import (
     check_arguments,
+    check_bucket,
+    check_carried,
     check_closures,
     check_compatible,
     check_elastic,
@@ -44,6 +47,7 @@ from thinwire.worker.step import Step, share_skips, stop_watching, watch_gradien
 from thinwire.worker.worker import Worker
 
 _BUCKET_BYTES = 8 << 20
+_RENDEZVOUS = "THINWIRE_RENDEZVOUS"
 
 
 def attach(
@@ -64,6 +68,9 @@ def attach(
     elastic: bool | Fleet = False,
     global_batch: int | None = None,
     timeout: float = 60.0,
+    rendezvous: str | None = None,
+    workers: int | None = None,
+    key: str | None = None,
 ) -> Worker:
     """Train `model` with `strategy` from the next `optimizer.step()` on; the loop needs no other change.
 
@@ -103,7 +110,19 @@ def attach(
             entry into the run; True reads it from the environment.
         global_batch: samples of each step, of all workers together. `Worker.batch_share` is this worker's part, which
             follows the number of workers. Means of gradients are over samples.
-        timeout: how long one wait may last, in seconds.
+        timeout: how long one wait may last, in seconds. With `rendezvous`, use more than the time by which one worker's
+            rounds are longer than another's.
+        rendezvous: the URL of an object store or a shared folder over which the workers train, instead of a process
+            group: "s3://bucket/run", "gs://...", "az://...", "file:///mnt/share/run", or "memory://run" for threads.
+            No worker needs an open port: run the same command on each machine. The strategy must have rounds, such as
+            `DiLoCo`. By default that of the environment variable THINWIRE_RENDEZVOUS, if `group`, `comm` and `mesh` are
+            not given. A path can be used for one run; see `thinwire.core.storage.bucket.Bucket.open` for credentials.
+        workers: with `rendezvous`, the number of workers; by default that of THINWIRE_WORKERS. They take ranks in the
+            order in which they start, or that of THINWIRE_RANK, and the loss of one ends the run on all. Started again,
+            they continue from their checkpoints (`load`). Without a number, the run is elastic and starts with one
+            worker. With a number and `elastic=True`, it is elastic and starts with so many.
+        key: with `rendezvous`, the run key, which encrypts all that is stored; by default that of THINWIRE_KEY.
+            `thinwire bucket key` prints a new one; use the same on all machines.
 
     Raises:
         ConfigError: the recipe cannot serve this model, this optimizer or this number of workers.
@@ -131,7 +150,23 @@ def attach(
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
-    views = watch = None
+    views = watch = fixed = None
+    elsewhere = (group, comm, mesh, None if isinstance(elastic, bool) else elastic)
+    url = rendezvous or ("" if any(elsewhere) else os.environ.get(_RENDEZVOUS, ""))
+    if url:
+        check_bucket(named, elsewhere, automatic=automatic, scaled=scaled, find_unused=find_unused)
+        fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=bool(elastic), timeout=timeout)
+        try:
+            check_carried(strategy, fleet.request_seconds)
+        except ConfigError:
+            fleet.withdraw()
+            raise
+        fixed, elastic = (fleet, False) if is_fixed else (None, fleet)
+    elif workers is not None or key is not None:
+        raise ConfigError(
+            f"workers={workers} without rendezvous: workers and key belong to a run over a bucket. Give its URL as "
+            f"rendezvous or in {_RENDEZVOUS}"
+        )
     if elastic:
         if automatic:
             raise ConfigError(
@@ -139,12 +174,14 @@ def attach(
                 "others; name the strategy, such as the one that `thinwire plan` recommends"
             )
         check_new(named, optimizer)
-        check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
+        check_elastic(
+            strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused, gloo=not url
+        )
         views = enter_run(elastic, timeout)
         comm = views.comm
     with _leaving_on_failure(views) as on_failure:
         given = mesh.data if mesh is not None else comm
-        comm = given or comm_for(group, timeout=timeout, device=device)
+        comm = given or (fixed.connect(timeout) if fixed else comm_for(group, timeout=timeout, device=device))
         if given is None:
             on_failure.callback(comm.disconnect)
         settings = {

@@ -197,6 +197,70 @@ def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int, opti
         )
 
 
+# -- workers that meet in a bucket -------------------------------------------------------------------------------------
+
+
+def check_carried(strategy: Strategy, request_seconds: float) -> None:
+    """Refuse a strategy whose messages a bucket cannot carry.
+
+    Args:
+        strategy: the strategy.
+        request_seconds: how long a message takes at least; 0 over connections, which carry all strategies.
+
+    Raises:
+        ConfigError: with the reason and what to use instead.
+    """
+    traits = strategy.traits
+    if not request_seconds or (traits.rounds.local and traits.period is None and not traits.rounds.ends):
+        return
+    use = "Use a strategy with rounds, such as DiLoCo(period=100) or LocalSGD(period=50)"
+    if traits.timing_dependent:
+        raise ConfigError(
+            f"{strategy} over a bucket: its workers send messages that no other rank waits for, and a bucket carries "
+            f"calls that all ranks make together. {use}"
+        )
+    if (traits.period or 1) <= traits.rounds.fragments:
+        raise ConfigError(
+            f"{strategy} over a bucket: it sends at every step, and each message takes a write and a read. Just now "
+            f"these took {request_seconds:.2f} s, so that every step would take at least {request_seconds:.2f} s "
+            f"longer. {use}"
+        )
+
+
+def check_bucket(
+    parameters: Mapping[str, Tensor], others: Sequence[object], *, automatic: bool, scaled: bool, find_unused: bool
+) -> None:
+    """Refuse settings of `attach` that cannot be combined with `rendezvous`.
+
+    Raises:
+        ConfigError: with the setting and what to use instead.
+    """
+    if any(other is not None for other in others):
+        raise ConfigError(
+            "rendezvous with a group, a comm, a mesh or a Fleet: these connect the workers already. Leave one of the "
+            "two out"
+        )
+    if automatic:
+        raise ConfigError(
+            "strategy='auto' with rendezvous: no links between workers exist that could be measured. Name a strategy "
+            "with rounds, such as DiLoCo(period=100)"
+        )
+    if any(is_sharded(p) for p in parameters.values()):
+        raise ConfigError(
+            "rendezvous with sharded parameters: every worker must hold the whole model. Leave out fully_shard"
+        )
+    if scaled:
+        raise ConfigError(
+            "rendezvous with a GradScaler: workers would send a message at every step to agree on skipped ones. Train "
+            "in bfloat16, which needs no scaler"
+        )
+    if find_unused:
+        raise ConfigError(
+            "rendezvous with find_unused=True: it sends a message at every step. Use find_unused=False, where a "
+            "missing gradient is zero"
+        )
+
+
 # -- elastic workers ---------------------------------------------------------------------------------------------------
 
 
@@ -223,8 +287,11 @@ def check_elastic(
     *,
     scaled: bool,
     find_unused: bool,
+    gloo: bool = True,
 ) -> None:
     """Check, before any message is sent, that the run could continue after the loss of a worker.
+
+    With `gloo`, connections are Gloo's, which needs parameters on the CPU.
 
     Raises:
         ConfigError: with the reason and what to use instead.
@@ -234,7 +301,7 @@ def check_elastic(
         raise ConfigError(
             "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"
         )
-    if any(is_sharded(p) or p.device.type != "cpu" for p in parameters.values()):
+    if any(is_sharded(p) or (gloo and p.device.type != "cpu") for p in parameters.values()):
         raise ConfigError(
             "elastic=True with parameters that are sharded or not on the CPU: connections are Gloo's, and every worker "
             "must hold the whole model; use worker.save and resume where a worker is lost"

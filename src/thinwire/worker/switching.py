@@ -25,6 +25,7 @@ from thinwire.methods.strategies.base import Strategy, pace_rule, starts_again
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.worker.compatibility import (
     check_arguments,
+    check_carried,
     check_closures,
     check_compatible,
     check_mesh,
@@ -147,6 +148,7 @@ def _check(worker: WorkerState, new: Strategy) -> None:
     check_skipped_steps(new, find_unused=worker.find_unused, scaled=scaled)
     check_compatible(new, worker.optimizer, worker.comm.size, parameters)
     check_closures(new, worker.optimizer)
+    check_carried(new, worker.comm.request_seconds)
     if worker.mesh is not None:
         check_mesh(new, worker.optimizer, worker.mesh.block, scaled=scaled)
     # Of a step that a GradScaler has skipped, or a batch that all have left out, nothing is waiting.

@@ -1,0 +1,476 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sealed objects of one run in an object store or a shared folder.
+
+    run                 the salt of the run, and a text that proves that a key is the key of the run
+    store/KEY/N         version N of a key of `BucketStore`; each version is created once
+    hint/KEY            a key of `BucketStore` that is overwritten, such as a heartbeat
+    calls/...           messages of `thinwire.core.comm.bucket`
+
+Every object is encrypted and authenticated by ChaCha20-Poly1305. The key is derived by HKDF from the run key and the
+salt, and the object's name is the associated data. So an object cannot be read, forged, or moved to another name or to
+another run. Only create-if-absent, put, get, list and delete are used, and no clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import os
+import re
+import secrets
+import threading
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from thinwire.errors import CommError, ConfigError
+
+T = TypeVar("T")
+KEY = "THINWIRE_KEY"
+SCHEMES = ("s3", "gs", "az", "file", "memory")
+_MAGIC = b"thinwire bucket 1\n"
+_SALT_BYTES, _NONCE_BYTES, _TAG_BYTES = 16, 12, 16
+SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
+_PROOF = b"this is the key of the run"
+_NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
+_MOST_RECORD_BYTES = 1 << 20
+_REQUEST_SECONDS, _SLOWEST = 20.0, 50_000.0  # a request may take this long, plus its bytes at 50 kB/s
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts of a failed request
+_RACERS = 4
+_SEALERS = 2  # threads
+_memory: dict[str, Any] = {}
+
+
+def new_key() -> str:
+    """Draw a run key: 32 random bytes as 43 characters, for THINWIRE_KEY on every machine of the run."""
+    return secrets.token_urlsafe(32)
+
+
+@dataclass
+class Traffic:
+    """The requests of this process to the store, and their bytes (seals included, HTTP headers not)."""
+
+    puts: int = 0
+    gets: int = 0
+    lists: int = 0
+    deletes: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+
+
+class Bucket:
+    """The sealed objects under one URL. `Bucket.open` checks the store and the key first.
+
+    Every method is a coroutine; `wait` runs one from any thread. Failed requests raise a `ConnectionError`, and objects
+    that are damaged or forged raise a `CommError`.
+
+    Attributes:
+        url: the URL of the run.
+        traffic: the requests so far.
+        seconds: how long one write and one read took at the start.
+
+    Example:
+        >>> from thinwire.core.storage.bucket import Bucket
+        >>> bucket = Bucket.open("memory://example")
+        >>> bucket.wait(bucket.create("a/0", b"first")), bucket.wait(bucket.create("a/0", b"second"))
+        (True, False)
+        >>> bucket.wait(bucket.get("a/0", 100))
+        b'first'
+    """
+
+    def __init__(self, url: str, key: bytes, store: Any) -> None:
+        self.url = url
+        self.traffic = Traffic()
+        self.seconds = 0.0
+        self._secret = key
+        self._store = store
+        self._cipher: Any = None
+
+    @classmethod
+    def open(cls, url: str, *, key: str | None = None, timeout: float = 30.0) -> Bucket:
+        """Open a run, or create it if nothing exists at the URL.
+
+        Args:
+            url: s3://bucket/path, gs://bucket/path, az://container/path, file:///folder, or memory://name, which only
+                this process sees. Credentials come from the usual variables of each provider, such as
+                AWS_ACCESS_KEY_ID; AWS_ENDPOINT_URL names another S3 server.
+            key: the run key, from `new_key`; by default that of THINWIRE_KEY. memory:// needs none.
+            timeout: how long the store may take to answer, in seconds.
+
+        Raises:
+            ConfigError: the URL or the key is invalid, a library is missing, the store has no create-if-absent, or the
+                key is not that of the run.
+            CommError: the store cannot be reached.
+        """
+        scheme, separator, rest = url.partition("://")
+        if not separator or scheme not in SCHEMES or not rest.strip("/"):
+            known = ", ".join(f"{each}://" for each in SCHEMES)
+            raise ConfigError(
+                f"rendezvous={url!r}: is not the URL of a run. It must start with one of {known}, followed by a bucket "
+                "and a path, as in s3://bucket/run, or by the absolute path of a folder, as in file:///mnt/share/run"
+            )
+        if scheme == "file" and not rest.startswith("/"):
+            raise ConfigError(f"rendezvous={url!r}: the path must be absolute. Write file:///{rest}")
+        secret = bytes(32) if scheme == "memory" else _read_key(os.environ.get(KEY, "") if key is None else key)
+        bucket = cls(url.rstrip("/"), secret, _store_of(url.rstrip("/")))
+        end = time.monotonic() + timeout
+        try:
+            bucket.wait(bucket._check_create(), end - time.monotonic())
+            bucket.wait(bucket._unlock(), end - time.monotonic())
+        except (ConnectionError, TimeoutError) as error:
+            problem = str(error) or f"no answer within {timeout:g} s"
+            raise CommError(
+                f"{url}: the store cannot be used: {problem}. Check the name of the bucket, the credentials and, for "
+                "other S3 servers, AWS_ENDPOINT_URL"
+            ) from None
+        return bucket
+
+    def wait(self, call: Coroutine[Any, Any, T], seconds: float | None = None) -> T:
+        """Run a coroutine of this object and return its result.
+
+        Raises:
+            TimeoutError: it did not end within `seconds`; it is canceled.
+        """
+        future = asyncio.run_coroutine_threadsafe(call, loop())
+        try:
+            return future.result(None if seconds is None else max(0.0, seconds))
+        except BaseException:
+            future.cancel()
+            raise
+
+    # -- objects ---------------------------------------------------------------------------------------------------
+
+    async def create(self, name: str, content: bytes, *, seconds: float = 0.0) -> bool:
+        """Write an object if none with this name exists; return whether this call has written it.
+
+        Failed attempts are repeated for `seconds`.
+        """
+        sealed = await self._seal(name, content)
+        if await self.repeated(lambda: self._put(name, sealed, create=True), seconds):
+            return True
+        # An attempt may have succeeded without an answer. The nonce is random, so equal bytes are our own.
+        return await self.repeated(lambda: self._is(name, sealed), seconds)
+
+    async def put(self, name: str, content: bytes, *, seconds: float = 0.0) -> None:
+        """Write an object, and replace one with the same name."""
+        sealed = await self._seal(name, content)
+        await self.repeated(lambda: self._put(name, sealed, create=False), seconds)
+
+    async def get(self, name: str, most: int) -> bytes | None:
+        """Return the content of an object of at most `most` bytes; None if it does not exist.
+
+        Raises:
+            CommError: the object is larger, or it is damaged, forged, or another object moved to this name.
+        """
+        sealed = await self._get(name, most + SEAL_BYTES)
+        return None if sealed is None else await _off_loop(len(sealed), lambda: self._unseal(name, sealed))
+
+    async def list(self, prefix: str) -> list[str]:
+        """Return the sorted names of the objects under a prefix; names that thinwire does not write are left out."""
+        import obstore
+
+        async def request() -> list[str]:
+            self.traffic.lists += 1
+            found: list[str] = []
+            async for batch in obstore.list(self._store, prefix):
+                found += [each["path"] for each in batch]
+            return sorted(name for name in found if _NAME.fullmatch(name))
+
+        return await self._request(request(), 0)
+
+    async def delete(self, names: Sequence[str]) -> None:
+        """Delete objects; those that do not exist are ignored."""
+        import obstore
+
+        async def request(name: str) -> None:
+            self.traffic.deletes += 1
+            try:
+                await obstore.delete_async(self._store, name)
+            except FileNotFoundError:
+                return
+
+        await asyncio.gather(*(self._request(request(name), 0) for name in names))
+
+    async def repeated(self, attempt: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
+        """Return the result of an attempt; failed ones are repeated for `seconds`."""
+        end, pause = time.monotonic() + seconds, _FIRST_PAUSE
+        while True:
+            try:
+                return await attempt()
+            except ConnectionError:
+                if time.monotonic() + pause > end:
+                    raise
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def _put(self, name: str, sealed: bytes, *, create: bool) -> bool:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        async def request() -> bool:
+            self.traffic.puts += 1
+            self.traffic.bytes_up += len(sealed)
+            try:
+                mode = "create" if create else "overwrite"
+                # In several parts a write would not be conditional.
+                await obstore.put_async(self._store, name, sealed, mode=mode, use_multipart=False)
+            except AlreadyExistsError:
+                return False
+            return True
+
+        return await self._request(request(), len(sealed))
+
+    async def _get(self, name: str, most: int) -> bytes | None:
+        import obstore
+
+        async def request() -> bytes | None:
+            self.traffic.gets += 1
+            try:
+                found = await obstore.get_async(self._store, name)
+            except FileNotFoundError:
+                return None
+            if found.meta["size"] > most:
+                raise CommError(
+                    f"{self.url}/{name}: has {found.meta['size']} bytes, and at most {most} are expected. Another "
+                    "program has written it, or a worker has another model. Use a separate path for each run"
+                )
+            content = bytes(await found.bytes_async())
+            self.traffic.bytes_down += len(content)
+            return content
+
+        return await self._request(request(), most)
+
+    async def _request(self, call: Coroutine[Any, Any, T], nbytes: int) -> T:
+        """Make one request.
+
+        Raises:
+            ConnectionError: it failed, or took too long.
+        """
+        limit = _REQUEST_SECONDS + nbytes / _SLOWEST
+        try:
+            return await asyncio.wait_for(call, limit)
+        except (CommError, ConnectionError):
+            raise
+        except TimeoutError:
+            problem = f"a request took longer than {limit:.0f} s"
+        except Exception as error:  # obstore has errors of its own beside Python's
+            problem = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:300]}"
+        raise ConnectionError(problem)
+
+    async def _is(self, name: str, sealed: bytes) -> bool:
+        try:
+            return await self._get(name, len(sealed)) == sealed
+        except CommError:
+            return False  # another object, which is longer
+
+    # -- seals -----------------------------------------------------------------------------------------------------
+
+    async def _seal(self, name: str, content: bytes) -> bytes:
+        assert _NAME.fullmatch(name), name
+        nonce = secrets.token_bytes(_NONCE_BYTES)
+        return await _off_loop(len(content), lambda: nonce + self._cipher.encrypt(nonce, content, name.encode()))
+
+    def _unseal(self, name: str, sealed: bytes) -> bytes:
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._cipher.decrypt(sealed[:_NONCE_BYTES], sealed[_NONCE_BYTES:], name.encode())
+        except (InvalidTag, ValueError):
+            raise CommError(
+                f"{self.url}/{name}: this object is damaged, forged, or was moved here. Only objects that are sealed "
+                "with the run key for their own name are accepted. Check who can write to the store"
+            ) from None
+
+    async def _unlock(self) -> None:
+        """Derive the key from the salt of the run, which the first worker draws."""
+        most = len(_MAGIC) + _SALT_BYTES + len(_PROOF) + SEAL_BYTES
+        while True:
+            found = await self._get("run", most)
+            if found is None:
+                self._derive(salt := secrets.token_bytes(_SALT_BYTES))
+                await self._put("run", _MAGIC + salt + await self._seal("run", _PROOF), create=True)
+                continue  # another worker may have been first
+            start = len(_MAGIC) + _SALT_BYTES
+            if not found.startswith(_MAGIC):
+                raise ConfigError(
+                    f"{self.url}/run: is not the start of a run that this version of thinwire can read. Use another "
+                    "path, or the same version of thinwire on all machines"
+                )
+            self._derive(found[len(_MAGIC) : start])
+            try:
+                self._unseal("run", found[start:])
+            except CommError:
+                raise ConfigError(
+                    f"{KEY}: this key is not the key of the run at {self.url}. All machines of a run need the same "
+                    "key. Copy it from the machine that started the run, or use another path"
+                ) from None
+            return
+
+    def _derive(self, salt: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
+        from cryptography.hazmat.primitives.hashes import SHA256
+        from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+        self._cipher = ChaCha20Poly1305(HKDF(SHA256(), 32, salt, _MAGIC).derive(self._secret))
+
+    async def _check_create(self) -> None:
+        """Check that of several writers of one object exactly one succeeds, and measure a request.
+
+        Raises:
+            ConfigError: the store has no create-if-absent.
+        """
+        name = f"probe/{secrets.token_hex(8)}"
+        start = time.monotonic()
+        written = await asyncio.gather(*(self._put(name, bytes([each]), create=True) for each in range(_RACERS)))
+        found = await self._get(name, 1)
+        self.seconds = time.monotonic() - start
+        again = await self._put(name, b"again", create=True)
+        await self.delete([name])
+        if sum(written) != 1 or again or found != bytes([written.index(True)]):
+            raise ConfigError(
+                f"{self.url}: {sum(written) + again} of {_RACERS + 1} writers of one new object succeeded. The store "
+                "must support create-if-absent (If-None-Match: *), so that exactly one succeeds. AWS S3, Cloudflare "
+                "R2, MinIO, SeaweedFS, Google Cloud Storage, Azure and local folders do"
+            )
+
+
+async def _off_loop(nbytes: int, call: Callable[[], bytes]) -> bytes:
+    """Seal large objects in a thread, so that other requests continue."""
+    return await asyncio.to_thread(call) if nbytes > 1 << 16 else call()
+
+
+def _read_key(text: str) -> bytes:
+    try:
+        found = base64.urlsafe_b64decode(text.strip() + "=")
+    except (binascii.Error, ValueError):
+        found = b""
+    if len(found) != 32:
+        given = "not set" if not text else f"{len(text.strip())} characters"
+        raise ConfigError(
+            f"{KEY}: is no run key ({given}). It must be 43 characters, as `thinwire bucket key` prints them. Draw "
+            "one, and give it to all machines of the run, as THINWIRE_KEY or as attach(..., key=...)"
+        )
+    return found
+
+
+def _store_of(url: str) -> Any:
+    try:
+        import cryptography  # noqa: F401  # pyright: ignore[reportUnusedImport]
+        from obstore.store import MemoryStore, from_url
+    except ImportError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise ConfigError(
+            f"rendezvous={url!r}: {missing} is missing. Buckets need the extra: pip install 'thinwire[bucket]'"
+        ) from None
+    if url.startswith("memory://"):
+        return _memory.setdefault(url, MemoryStore())
+    if url.startswith("file://"):
+        return from_url(url, mkdir=True)
+    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    plain = next((each for each in endpoints if each), "").startswith("http://")
+    # Failed requests are repeated here, where the time that is left is known.
+    retries: Any = {"max_retries": 0}
+    options: Any = {"allow_http": plain, "connect_timeout": "10s", "timeout": "1h"}
+    try:
+        return from_url(url, client_options=options, retry_config=retries)
+    except Exception as error:
+        raise ConfigError(f"rendezvous={url!r}: {str(error).splitlines()[0][:300]}. Check the URL") from None
+
+
+# -- the thread that makes the requests --------------------------------------------------------------------------------
+
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_lock = threading.Lock()
+
+
+def loop() -> asyncio.AbstractEventLoop:
+    """Return the event loop of this process's requests, which runs in a thread of its own."""
+    with _lock:
+        if os.getpid() not in _loops:  # also in a fork, where the parent's thread does not exist
+            made = _loops[os.getpid()] = asyncio.new_event_loop()
+            made.set_default_executor(ThreadPoolExecutor(_SEALERS, thread_name_prefix="thinwire-seal"))
+            threading.Thread(target=made.run_forever, daemon=True, name="thinwire-bucket").start()
+        return _loops[os.getpid()]
+
+
+# -- a table of keys and values ----------------------------------------------------------------------------------------
+
+
+class BucketStore:
+    """A table of keys and values with compare-and-set: numbered versions of each key, each created once.
+
+    A version never changes, so that a look at a key asks only for the version after the last known one. Keys that are
+    overwritten (`set`) and keys that are compared (`compare_set`) are separate.
+
+    Args:
+        bucket: holds the objects.
+        prefix: the first part of their names.
+        seconds: how long failed requests are repeated.
+
+    Example:
+        >>> from thinwire.core.storage.bucket import Bucket, BucketStore
+        >>> store = BucketStore(Bucket.open("memory://table"), "0")
+        >>> store.compare_set("view/1", "", "a"), store.compare_set("view/1", "", "b")
+        (b'a', b'a')
+        >>> store.compare_set("view/1", "a", "c"), store.check(["view/1"]), store.get("view/1")
+        (b'c', True, b'c')
+    """
+
+    def __init__(self, bucket: Bucket, prefix: str, *, seconds: float = 5.0) -> None:
+        self._bucket, self._prefix, self._seconds = bucket, prefix, seconds
+        self._known: dict[str, tuple[int, bytes]] = {}
+
+    def set(self, key: str, value: str) -> None:
+        """Overwrite a key that is never compared, such as a heartbeat."""
+        self._bucket.wait(self._bucket.put(f"{self._prefix}/hint/{key}", value.encode(), seconds=self._seconds))
+
+    def get(self, key: str) -> bytes:
+        """Return the value of a key, as `check` has found it."""
+        return self._known[key][1] if key in self._known or self.check([key]) else b""
+
+    def check(self, keys: list[str]) -> bool:
+        """Return True if all keys have a value."""
+        return all(self._bucket.wait(self._look(key)) for key in keys)
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str) -> bytes:
+        """Store a value if the key has the expected one ("" for none); return the resulting value."""
+        wanted = expected.encode() if isinstance(expected, str) else expected
+        return self._bucket.wait(self._compare_set(key, wanted, desired.encode()))
+
+    async def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        while True:
+            await self._look(key)
+            number, value = self._known.get(key, (-1, b""))
+            if value != expected:
+                return value
+            name = f"{self._prefix}/store/{key}/{number + 1}"
+            if await self._bucket.create(name, desired, seconds=self._seconds):
+                self._known[key] = number + 1, desired
+                return desired
+
+    async def _look(self, key: str) -> bool:
+        if _is_hint(key):
+            found = await self._get(f"{self._prefix}/hint/{key}")
+            if found is not None:
+                self._known[key] = 0, found
+            return found is not None
+        number = self._known[key][0] + 1 if key in self._known else 0
+        while (found := await self._get(f"{self._prefix}/store/{key}/{number}")) is not None:
+            self._known[key] = number, found
+            number += 1
+        return key in self._known
+
+    async def _get(self, name: str) -> bytes | None:
+        return await self._bucket.repeated(lambda: self._bucket.get(name, _MOST_RECORD_BYTES), self._seconds)
+
+
+def _is_hint(key: str) -> bool:
+    return key == "epoch" or key.startswith("beat/")
+
+
+__all__ = ["KEY", "SEAL_BYTES", "Bucket", "BucketStore", "Traffic", "loop", "new_key"]

@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sealed objects in a folder, in memory and on real S3 servers."""
+
+from __future__ import annotations
+
+import base64
+import builtins
+import random
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
+
+from tests.buckets import SERVERS, serve, set_environment
+from thinwire.core.storage import bucket as module
+from thinwire.core.storage.bucket import KEY, SEAL_BYTES, Bucket, BucketStore, new_key
+from thinwire.errors import CommError, ConfigError
+
+
+@pytest.fixture(scope="module", params=["folder", "memory", *SERVERS])
+def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Generator[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(KEY, new_key())
+        if request.param == "folder":
+            yield f"file://{tmp_path_factory.mktemp('folder')}/run"
+        elif request.param == "memory":
+            yield "memory://storage"
+        else:
+            with serve(request.param, tmp_path_factory.mktemp(request.param)) as endpoint:
+                set_environment(patch, endpoint)
+                yield "s3://bucket/run"
+
+
+def test_objects_come_back_and_are_listed_and_deleted(url: str) -> None:
+    bucket = Bucket.open(f"{url}/objects")
+    content = random.Random(0).randbytes(300_000)
+    bucket.wait(bucket.put("a/1", content))
+    bucket.wait(bucket.put("a/1", b"again"))
+    bucket.wait(bucket.put("a/2", b""))
+    bucket.wait(bucket.put("b", content))
+    assert bucket.wait(bucket.get("a/1", 100)) == b"again"
+    assert bucket.wait(bucket.get("a/2", 0)) == b""
+    assert bucket.wait(bucket.get("b", len(content))) == content
+    assert bucket.wait(bucket.get("c", 10)) is None
+    assert bucket.wait(bucket.list("a")) == ["a/1", "a/2"]
+    bucket.wait(bucket.delete(["a/1", "a/2", "missing"]))
+    assert bucket.wait(bucket.list("a")) == []
+
+
+def test_one_of_eight_writers_of_a_new_object_succeeds(url: str) -> None:
+    buckets = [Bucket.open(f"{url}/races") for _ in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        for race in range(8):
+            name = f"race/{race}"
+            won = list(
+                pool.map(
+                    lambda rank, name=name: buckets[rank].wait(buckets[rank].create(name, bytes([rank]))), range(8)
+                )
+            )
+            assert sum(won) == 1
+            assert buckets[0].wait(buckets[0].get(name, 1)) == bytes([won.index(True)])
+
+
+def test_of_eight_that_compare_and_set_one_key_one_succeeds(url: str) -> None:
+    stores = [BucketStore(Bucket.open(f"{url}/versions"), "0", seconds=20) for _ in range(8)]
+    first = stores[0].compare_set("once", "", "first")
+    assert [each.compare_set("once", "", "other") for each in stores] == [first] * 8 == [b"first"] * 8
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda pair: pair[1].compare_set("race", "", str(pair[0])), enumerate(stores)))
+    assert len(set(results)) == 1
+    assert stores[3].compare_set("race", results[0], "next") == b"next"
+    assert all(each.check(["race"]) and each.get("race") == b"next" for each in stores)
+    stores[1].set("beat/a", "1")
+    stores[1].set("beat/a", "2")
+    assert stores[2].check(["beat/a"]) and stores[2].get("beat/a") == b"2"
+    assert not stores[2].check(["beat/b"])
+
+
+def _flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+def _damage(folder: Path, flips: int, forgeries: int) -> None:
+    """Flip bits, and swap, replay and forge objects in a folder; every one must be refused by name."""
+    draw = random.Random(7)
+    bucket = Bucket.open(f"file://{folder}/run")
+    other = Bucket.open(f"file://{folder}/other")
+    contents = {f"calls/{i}": draw.randbytes(draw.randrange(200)) for i in range(10)}
+    for name, content in contents.items():
+        bucket.wait(bucket.put(name, content))
+        other.wait(other.put(name, content))
+    sealed = {name: (folder / "run" / name).read_bytes() for name in contents}
+    elsewhere = {name: (folder / "other" / name).read_bytes() for name in contents}
+
+    def refuse(name: str) -> None:
+        with pytest.raises(CommError, match=f"run/{name}: this object is damaged, forged, or was moved here"):
+            bucket.wait(bucket.get(name, 1000))
+        (folder / "run" / name).write_bytes(sealed[name])
+
+    for _ in range(flips):
+        name = draw.choice(list(contents))
+        _flip(folder / "run" / name, draw.randrange(8 * len(sealed[name])))
+        refuse(name)
+    for _ in range(forgeries):
+        name, another = draw.sample(list(contents), 2)
+        forged = draw.choice(
+            [
+                sealed[another],  # of another place
+                elsewhere[name],  # of another run with the same key
+                draw.randbytes(len(sealed[name])),
+                draw.randbytes(draw.randrange(SEAL_BYTES)),
+                sealed[name][: draw.randrange(len(sealed[name]))],
+                sealed[name] + b"\0",
+            ]
+        )
+        (folder / "run" / name).write_bytes(forged)
+        refuse(name)
+    assert all(bucket.wait(bucket.get(name, 200)) == content for name, content in contents.items())
+
+
+def test_damaged_moved_and_forged_objects_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, new_key())
+    _damage(tmp_path, 300, 100)
+
+
+@pytest.mark.slow
+def test_thousands_of_damaged_and_forged_objects_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, new_key())
+    _damage(tmp_path, 5000, 500)
+
+
+def test_an_object_that_is_too_large_is_refused_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(KEY, new_key())
+    bucket = Bucket.open(f"file://{tmp_path}/run")
+    with (tmp_path / "run" / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(CommError, match=r"large: has 1099511627776 bytes, and at most 128 are expected"):
+        bucket.wait(bucket.get("large", 100))
+    assert bucket.traffic.bytes_down < 1000
+
+
+def test_nothing_that_is_stored_can_be_read_without_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, key := new_key())
+    bucket = Bucket.open(f"file://{tmp_path}/run")
+    bucket.wait(bucket.put("a", b"secret" * 100))
+    stored = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"secret" not in stored and key.encode() not in stored
+    assert base64.urlsafe_b64decode(key + "=") not in stored
+
+
+def test_another_key_is_refused(tmp_path: Path) -> None:
+    Bucket.open(f"file://{tmp_path}/run", key=new_key())
+    with pytest.raises(ConfigError, match=r"this key is not the key of the run at file://.*All machines of a run need"):
+        Bucket.open(f"file://{tmp_path}/run", key=new_key())
+
+
+@pytest.mark.parametrize("text", ["", "short", "x" * 44, "é" * 43, "=" * 43])
+def test_a_text_that_is_no_key_is_refused_and_not_printed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(KEY, raising=False)
+    with pytest.raises(ConfigError, match=r"is no run key .*It must be 43 characters") as caught:
+        Bucket.open("file:///nowhere/run", key=text)
+    assert not text or text not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["", "s3://", "bucket/run", "/mnt/run", "ftp://bucket/run", "file://share/run"])
+def test_a_url_of_no_known_store_is_refused(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"rendezvous=.*(s3://bucket/run|must be absolute)"):
+        Bucket.open(url, key=new_key())
+
+
+def test_a_store_in_which_every_writer_wins_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    put = Bucket._put
+
+    async def overwrite(self: Bucket, name: str, sealed: bytes, *, create: bool) -> bool:
+        await put(self, name, sealed, create=False)
+        return True
+
+    monkeypatch.setattr(Bucket, "_put", overwrite)
+    with pytest.raises(ConfigError, match=r"memory://wrong: 5 of 5 writers of one new object succeeded.*create-if-abs"):
+        Bucket.open("memory://wrong")
+
+
+def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_environment(monkeypatch, "http://127.0.0.1:9")
+    with pytest.raises(CommError, match=r"s3://bucket/run: the store cannot be used: .*AWS_ENDPOINT_URL"):
+        Bucket.open("s3://bucket/run", key=new_key(), timeout=5)
+
+
+def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def missing(name: str, *arguments: Any, **named: Any) -> Any:
+        if name.partition(".")[0] == "obstore":
+            raise ImportError(name=name)
+        return real(name, *arguments, **named)
+
+    monkeypatch.setattr(builtins, "__import__", missing)
+    with pytest.raises(ConfigError, match=r"obstore is missing.*pip install 'thinwire\[bucket\]'"):
+        Bucket.open("s3://bucket/run", key=new_key())
+
+
+def test_a_write_whose_answer_was_lost_counts_as_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = Bucket.open("memory://lost-answer")
+    put, calls = Bucket._put, list[str]()
+
+    async def lose_first(self: Bucket, name: str, sealed: bytes, *, create: bool) -> bool:
+        calls.append(name)
+        written = await put(self, name, sealed, create=create)
+        if len(calls) == 1:
+            raise ConnectionError("the answer is lost")
+        return written
+
+    monkeypatch.setattr(Bucket, "_put", lose_first)
+    assert bucket.wait(bucket.create("a", b"mine", seconds=5))
+    assert len(calls) == 2
+    assert not bucket.wait(bucket.create("a", b"mine", seconds=5))
+
+
+def test_the_loop_of_requests_is_one_thread() -> None:
+    assert module.loop() is module.loop()

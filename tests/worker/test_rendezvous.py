@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attach(..., rendezvous=URL)`: training over a folder and over S3 servers equals training on threads, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
+
+from tests.buckets import SERVERS, Process, environment, serve
+from thinwire import Comm, Worker, attach, run_threads
+from thinwire.core.storage.bucket import KEY, new_key
+from thinwire.errors import CommTimeoutError, ConfigError, MismatchError
+
+FOUR_BITS = "codec=ErrorFeedback(Nearest(bits=4))"
+RECIPES = [
+    "LocalSGD(period=4)",
+    "DiLoCo(period=4)",
+    f"DiLoCo(period=4, delay=2, {FOUR_BITS})",
+    f"OverlapLocalSGD(period=4, {FOUR_BITS})",
+    "NoLoCo(period=4)",
+]
+STEPS, SAVED_AT = 14, 6  # in the middle of a round
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, new_key())
+
+
+def build(width: int = 6) -> tuple[nn.Module, torch.optim.Optimizer]:
+    draw = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, width), nn.Tanh(), nn.Linear(width, 1))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.copy_(torch.randn(p.shape, generator=draw))
+    return model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+
+
+def train(worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer, until: int) -> None:
+    while worker.step < until:
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * worker.step + worker.rank))
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().view(-1).clone() for p in model.parameters()])
+
+
+def run(
+    recipe: str, folder: Path, comm: Comm | None = None, **settings: Any
+) -> tuple[int, Tensor, Tensor, list[float]]:
+    """Train, save in the middle of a round, and load that again; returns rank, parameters, consensus and moments."""
+    model, optimizer = build()
+    worker = attach(model, optimizer, recipe, comm=comm, timeout=30, **settings)
+    train(worker, model, optimizer, SAVED_AT)
+    worker.save(folder)
+    train(worker, model, optimizer, STEPS)
+    first = flat(model)
+    worker.load(folder)
+    train(worker, model, optimizer, STEPS)
+    assert torch.equal(first, flat(model))
+    with worker.consensus():
+        agreed = flat(model)
+    moments = [float(each["momentum_buffer"].sum()) for each in optimizer.state.values()]
+    found = worker.rank, flat(model), agreed, moments
+    worker.detach()
+    return found
+
+
+def same(found: Any, expected: Any) -> bool:
+    return all(
+        a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2]) and a[3] == b[3]
+        for a, b in zip(sorted(found, key=lambda each: each[0]), expected, strict=True)
+    )
+
+
+def on_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
+    def body(rank: int) -> Any:
+        with torch.autograd.set_multithreading_enabled(False):
+            return work(rank)
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(body, range(size)))
+
+
+@pytest.mark.parametrize(
+    "size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_training_over_a_bucket_equals_training_on_threads(recipe: str, size: int, tmp_path: Path) -> None:
+    url = f"memory://{tmp_path.name}"
+    found = on_threads(size, lambda _: run(recipe, tmp_path / "ours", rendezvous=url, workers=size))
+    assert same(found, run_threads(size, lambda comm: run(recipe, tmp_path / "theirs", comm)))
+
+
+def test_a_second_strategy_and_an_export_work_over_a_bucket(tmp_path: Path) -> None:
+    def work(_: int) -> Tensor:
+        model, optimizer = build()
+        worker = attach(model, optimizer, "LocalSGD(period=4)", rendezvous="memory://switch", workers=2)
+        train(worker, model, optimizer, 6)
+        worker.switch(f"DiLoCo(period=3, {FOUR_BITS})")
+        train(worker, model, optimizer, 12)
+        with pytest.raises(ConfigError, match=r"AllReduce\(\) over a bucket: it sends at every step"):
+            worker.switch("AllReduce()")
+        worker.export(tmp_path / "model.safetensors")
+        with worker.consensus():
+            agreed = flat(model)
+        worker.detach()
+        return agreed
+
+    first, second = on_threads(2, work)
+    assert torch.equal(first, second) and (tmp_path / "model.safetensors").exists()
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("recipe", "reason"),
+    [
+        ("AllReduce()", r"sends at every step.*took 0\.\d\d s, so that every step would take at least"),
+        ("PushSum()", "sends at every step"),
+        ("LocalSGD(period=1)", "sends at every step"),
+        ("DiLoCo(period=4, fragments=4)", "sends at every step"),
+        ("AsyncLeaderSGD()", "its workers send messages that no other rank waits for"),
+    ],
+)
+def test_a_strategy_that_a_bucket_cannot_carry_is_refused_with_the_reason(recipe: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=f"over a bucket: .*{reason}"):
+        attach(*build(), recipe, rendezvous="memory://refused", workers=2)
+    attach(*build(), "LocalSGD(period=2)", rendezvous="memory://refused", workers=1).detach()
+
+
+def test_settings_that_a_bucket_cannot_carry_are_refused() -> None:
+    model, optimizer = build()
+    url = "memory://settings"
+    with pytest.raises(ConfigError, match="rendezvous with a GradScaler"):
+        attach(model, optimizer, "LocalSGD()", rendezvous=url, scaler=torch.amp.GradScaler("cpu"))
+    with pytest.raises(ConfigError, match="rendezvous with find_unused=True"):
+        attach(model, optimizer, "LocalSGD()", rendezvous=url, find_unused=True)
+    with pytest.raises(ConfigError, match="strategy='auto' with rendezvous"):
+        attach(model, optimizer, "auto", rendezvous=url)
+    with pytest.raises(ConfigError, match="rendezvous with a group, a comm"):
+        run_threads(1, lambda comm: attach(model, optimizer, "LocalSGD()", rendezvous=url, comm=comm))
+    with pytest.raises(ConfigError, match=r"workers=0: must be at least 1"):
+        attach(model, optimizer, "LocalSGD()", rendezvous=url, workers=0)
+    with pytest.raises(ConfigError, match=r"workers=2 without rendezvous"):
+        attach(model, optimizer, "LocalSGD()", workers=2)
+    attach(model, optimizer, "LocalSGD()", rendezvous=url, workers=1).detach()
+
+
+def test_a_worker_with_another_model_is_refused_on_all_ranks() -> None:
+    def work(rank: int) -> str:
+        model, optimizer = build(6 + rank)
+        with pytest.raises(MismatchError) as caught:
+            attach(model, optimizer, "LocalSGD(period=2)", rendezvous="memory://models", workers=2)
+        return str(caught.value)
+
+    first, second = on_threads(2, work)
+    assert first == second and "parameter 0.weight is 7x5 float32" in first and "6x5 float32" in first
+
+
+def test_a_run_that_has_its_workers_refuses_another_one() -> None:
+    def attached() -> Worker:
+        return attach(*build(), "LocalSGD(period=2)", rendezvous="memory://full", workers=1, timeout=1)
+
+    worker = attached()
+    with pytest.raises(ConfigError, match="this run has 1 workers already, and all of them run"):
+        attached()
+    worker.detach()
+    attached().detach()  # it has ended, so it starts again
+
+
+def test_a_missing_worker_is_named() -> None:
+    with pytest.raises(CommTimeoutError, match="rank 1 of 2 initial workers did not arrive in 1 s"):
+        attach(*build(), "LocalSGD(period=2)", rendezvous="memory://alone", workers=2, timeout=1)
+
+
+def test_the_url_and_the_number_of_workers_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_RENDEZVOUS", "memory://environment")
+    monkeypatch.setenv("THINWIRE_WORKERS", "2")
+
+    def work(_: int) -> tuple[int, int]:
+        worker = attach(*build(), "LocalSGD(period=2)")
+        found = worker.rank, worker.size
+        worker.detach()
+        return found
+
+    assert sorted(on_threads(2, work)) == [(0, 2), (1, 2)]
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def answer_runs(outbox: Any, url: str, size: int, recipes: list[str], folder: Path) -> None:
+    """Run the recipes one after the other, and answer with the result of each."""
+    for i, recipe in enumerate(recipes):
+        rank, x, agreed, moments = run(recipe, folder / str(i), rendezvous=f"{url}/{i}", workers=size)
+        outbox.send((rank, x.tolist(), agreed.tolist(), moments))
+
+
+def train_until_an_error(outbox: Any, url: str) -> None:
+    """Train until another worker is lost."""
+    model, optimizer = build()
+    worker = attach(model, optimizer, "LocalSGD(period=2)", rendezvous=url, workers=2, timeout=60)
+    outbox.send("attached")
+    for until in range(1, 100_000):
+        train(worker, model, optimizer, until)
+        time.sleep(0.02)
+
+
+def check_processes(url: str, extra: dict[str, str], size: int, recipes: list[str], folder: Path) -> None:
+    extra = {**extra, KEY: os.environ[KEY]}
+    workers = [Process(answer_runs, url, size, recipes, folder, extra=extra) for _ in range(size)]
+    try:
+        for i, recipe in enumerate(recipes):
+            found = [each.receive(100) for each in workers]
+            assert not any(isinstance(each, str) for each in found), found
+            theirs = run_threads(size, lambda comm, r=recipe, i=i: run(r, folder / f"threads{i}", comm))
+            tensors = [(rank, torch.tensor(x), torch.tensor(agreed), moments) for rank, x, agreed, moments in found]
+            assert same(tensors, theirs), recipe
+    finally:
+        for each in workers:
+            each.end(5)
+
+
+def test_processes_over_a_folder_equal_threads(tmp_path: Path) -> None:
+    check_processes(f"file://{tmp_path}/run", {}, 2, RECIPES, tmp_path)
+
+
+def test_processes_over_an_s3_server_equal_threads(tmp_path: Path) -> None:
+    with serve("weed", tmp_path) as endpoint:
+        check_processes("s3://bucket/run", environment(endpoint), 2, RECIPES[2:3], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("server", SERVERS)
+def test_processes_over_s3_servers_equal_threads_for_all_recipes(server: str, size: int, tmp_path: Path) -> None:
+    with serve(server, tmp_path) as endpoint:
+        check_processes(f"s3://bucket/{size}", environment(endpoint), size, RECIPES, tmp_path)
+
+
+def test_a_killed_worker_is_reported_and_the_run_starts_again(tmp_path: Path) -> None:
+    url, extra = f"file://{tmp_path}/run", {KEY: os.environ[KEY]}
+    workers = [Process(train_until_an_error, url, extra=extra) for _ in range(2)]
+    try:
+        assert [each.receive(60) for each in workers] == ["attached"] * 2
+        assert workers[1].process.pid is not None
+        os.kill(workers[1].process.pid, signal.SIGKILL)
+        told = workers[0].receive(55)  # before its timeout
+        assert told.startswith("PeerLostError: ") and "a worker is gone" in told and "has not written" in told
+        workers += [Process(train_until_an_error, url, extra=extra) for _ in range(2)]
+        assert [each.receive(60) for each in workers[2:]] == ["attached"] * 2
+    finally:
+        for each in workers:
+            each.end()
