@@ -216,7 +216,7 @@ def test_a_replaced_message_is_refused_by_name(tmp_path: Path) -> None:
     def work(comm: BucketComm) -> None:
         if comm.rank == 1:
             path = tmp_path / "run" / "0" / "0" / "1"
-            path.parent.mkdir(parents=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(b"\0" * 100)
             return
         with pytest.raises(CommError, match="run/0/0/1: this object is damaged, forged, or was moved here"):
