@@ -41,14 +41,30 @@ class Fragment:
         tracks: each says how far it has come since it last spoke.
     """
 
-    def __init__(self, x: Tensor, outer: Rule, mean: Agreed | None, *, tracks: bool) -> None:
+    def __init__(
+        self, x: Tensor, outer: Rule, mean: Agreed | None, *, tracks: bool, carry: str = "off", outliers: str = "keep"
+    ) -> None:
+        self.carry, self.outliers, self.launched = carry, outliers, x
+        self.usual: list[float] = []
         self.point, self.outer, self.mean, self.tracks = x.mean(0), outer, mean, tracks
         self.said, self.known = x, x.mean(0)
         self.seen = torch.zeros(len(x), dtype=x.dtype)
         self.gradient: Tensor | None = None
 
+    def guarded(self, x: Tensor) -> Tensor:
+        """A factor for each worker, whose sum is the number of workers unless lengths are clipped."""
+        lengths = (x - self.point).norm(dim=1)
+        self.usual = [*self.usual[-7:], sorted(lengths.tolist())[(len(x) - 1) // 2]]
+        limit = 4 * max(self.usual[-1], sorted(self.usual)[(len(self.usual) - 1) // 2])
+        factors = torch.tensor([min(1.0, limit / float(length)) for length in lengths], dtype=x.dtype)
+        if self.outliers == "leave-out":
+            factors = (factors == 1).to(x.dtype)
+        weights = factors * self.seen
+        return len(x) * weights / (self.seen.sum() if self.outliers == "clip" else weights.sum())
+
     def send(self, x: Tensor, k: int) -> None:
-        share = (self.seen / self.seen.mean())[:, None]
+        self.launched = x
+        share = (self.seen / self.seen.mean() if self.outliers == "keep" else self.guarded(x))[:, None]
         self.seen = torch.zeros_like(self.seen)
         if self.mean is None:
             self.gradient = (share * (self.point - x)).mean(0)
@@ -62,7 +78,12 @@ class Fragment:
     def end_round(self, x: Tensor, mixing: float) -> Tensor:
         if self.gradient is None:
             return x
-        self.point = self.outer(self.point, self.gradient)
+        before, self.point = self.point, self.outer(self.point, self.gradient)
+        if self.carry != "off":
+            late = x - self.launched
+            step = (self.point - before).expand_as(late)
+            cosines = (late * step).sum(1) / (late.norm(dim=1) * step.norm(dim=1)).clamp(min=1e-300)
+            return self.point + (late if self.carry == "full" else cosines.clamp(min=0)[:, None] * late)
         self.said, self.known = (mixing * each + (1 - mixing) * self.point for each in (self.said, self.known))
         return mixing * x + (1 - mixing) * self.point
 
@@ -81,6 +102,8 @@ def streaming_diloco(
     mean: Callable[[], Agreed] | None = None,
     feedback: bool = False,
     samples: Sequence[Tensor] = (),
+    carry: str = "off",
+    outliers: str = "keep",
 ) -> Tensor:
     """Streaming DiLoCo, Algorithm 2; with one fragment and no delay DiLoCo, Algorithm 1.
 
@@ -91,10 +114,13 @@ def streaming_diloco(
         mean: agrees on means in code.
         feedback: whether what a code leaves out is said later.
         samples: for each step, what every worker has used; all alike unless given.
+        carry: what becomes of the steps of the delay.
+        outliers: what becomes of a worker that has moved four times as far as usual.
     """
     parts = [slice(a, b) for a, b in pairwise(edges or (0, x.shape[1]))]
     tracks = feedback and mixing > 0
-    fragments = [Fragment(x[:, part], outer(), mean() if mean else None, tracks=tracks) for part in parts]
+    options = {"tracks": tracks, "carry": carry, "outliers": outliers}
+    fragments = [Fragment(x[:, part], outer(), mean() if mean else None, **options) for part in parts]
     for k in range(1, steps + 1):
         moved = update(x, gradient(x, k - 1), k - 1)
         used = samples[k - 1] if samples else torch.ones(len(x), dtype=x.dtype)

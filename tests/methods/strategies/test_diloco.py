@@ -87,9 +87,10 @@ def expected(
     dtype: torch.dtype = DOUBLE,
     samples: Any = (),
     edges: list[int] | None = None,
+    problem: Regression | None = None,
     **settings: Any,
 ) -> Tensor:
-    problem = Regression(n, STEPS, dtype)
+    problem = problem or Regression(n, STEPS, dtype)
     return streaming_diloco(
         problem.gradient,
         problem.start.expand(n, -1),
@@ -103,7 +104,23 @@ def expected(
         mean=MEANS[strategy.codec] if strategy.codec else None,
         feedback=strategy.codec in (SIGNS, SPARSE),
         samples=samples,
+        carry=strategy.carry,
+        outliers=strategy.outliers,
     )
+
+
+class Spiked(Regression):
+    """One worker's gradients are far too large in the third round."""
+
+    def factor(self, rank: int, step: int) -> float:
+        return 40.0 if rank == 0 and 12 <= step < 18 else 1.0
+
+    def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
+        return self.factor(rank, step) * super().loss(model, rank, step)
+
+    def gradient(self, x: Tensor, step: int) -> Tensor:
+        factors = torch.tensor([[self.factor(rank, step)] for rank in range(self.size)], dtype=self.dtype)
+        return factors * super().gradient(x, step)
 
 
 UNCODED = [
@@ -140,6 +157,53 @@ def test_every_coded_combination_equals_the_oracle(n: int, strategies: list[DiLo
     for strategy in strategies:
         real = together(n, strategy, problem, RATES)
         assert distance(real, expected(n, strategy, torch.float32)) < 2e-5, strategy
+
+
+@pytest.mark.parametrize("carry", ["full", "adaptive"])
+@pytest.mark.parametrize("codec", [None, SIGNS, LEVELS], ids=str)
+def test_carried_steps_of_the_delay_equal_the_oracle(carry: Any, codec: Codec | None) -> None:
+    dtype = torch.float32 if codec else DOUBLE
+    problem = Regression(3, STEPS, dtype)
+    for fragments, delay in ((1, 1), (1, 5), (2, 3)):
+        strategy = DiLoCo(period=6, outer=NESTEROV, fragments=fragments, delay=delay, carry=carry, codec=codec)
+        real = together(3, strategy, problem, RATES, momentum=0.9)
+        found = expected(3, strategy, dtype, momentum=0.9)
+        assert distance(real, found) < (2e-5 if codec else 1e-12), strategy
+
+
+@pytest.mark.parametrize("outliers", ["clip", "down-weight", "leave-out"])
+@pytest.mark.parametrize("codec", [None, LEVELS, SIGNS], ids=str)
+@pytest.mark.parametrize("weights", ["equal", "samples"])
+def test_guarded_means_equal_the_oracle(
+    outliers: Any, codec: Codec | None, weights: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    dtype = torch.float32 if codec else DOUBLE
+    problem = Spiked(4, STEPS, dtype)
+    for fragments, delay in ((1, 0), (2, 1)):
+        strategy = DiLoCo(
+            period=6, outer=NESTEROV, fragments=fragments, delay=delay, codec=codec, weights=weights, outliers=outliers
+        )
+        real = together(4, strategy, problem, RATES)
+        found = expected(4, strategy, dtype, problem=problem)
+        assert distance(real, found) < (5e-5 if codec else 1e-12), strategy
+        unguarded = together(4, replace(strategy, outliers="keep"), problem, RATES)
+        assert distance(real, unguarded) > 1e-2
+    assert "moved much further than usual in this round: rank 0 (" in caplog.text
+
+
+def test_a_worker_that_is_not_finite_is_left_out_and_comes_back() -> None:
+    def body(comm: Comm) -> tuple[list[float], float]:
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.zeros_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        strategy = DiLoCo(period=1, outer=PLAIN, outliers="leave-out")
+        worker = thinwire.attach(model, optimizer, strategy, comm=comm, nonfinite="ignore")
+        for step in range(2):
+            model.weight.grad = torch.full((1, 1), float("nan") if (comm.rank, step) == (1, 0) else 1.0)
+            optimizer.step()
+        return flat(model).tolist(), worker.metrics()["outliers"]
+
+    assert thinwire.run_threads(3, body) == [([-2.0], 0.0)] * 3
 
 
 def on_a_process() -> list[list[float]]:
@@ -441,6 +505,11 @@ def test_where_workers_come_together_in_part_what_was_forgotten_leaves_them_too(
             lambda: DiLoCo(mixing=0.5, weights="samples", codec=SIGNS),
             "use weights='equal', mixing=0.0",
         ),
+        (lambda: DiLoCo(carry="full"), "Use delay of at least 1 and mixing=0.0, or carry='off'"),
+        (lambda: DiLoCo(delay=1, mixing=0.5, carry="adaptive"), "Use delay of at least 1 and mixing=0.0"),
+        (lambda: DiLoCo(LocalSGD(5), outliers="clip"), r"Use base=Local\(\)"),
+        (lambda: DiLoCo(mixing=0.5, codec=SIGNS, outliers="clip"), r"needs whole displacements"),
+        (lambda: Sharded(DiLoCo(outliers="clip")).check(2), "outliers='keep'"),
         (lambda: DiLoCo(cut="modules"), "'evenly' or 'layers'"),  # type: ignore[arg-type]
         (lambda: Sharded(DiLoCo(weights="samples")).check(2), "use weights='equal'"),
         (lambda: NodeAverage(DiLoCo(period=4, delay=1), period=2), "must be local steps with averages"),

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Work
@@ -32,8 +32,11 @@ from thinwire.methods.strategies.local.local_sgd import Local
 from thinwire.methods.strategies.local.means import all_gather_, reduce_scatter, weight_share, weighted_mean
 from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
 from thinwire.methods.strategies.local.outer_step import WHOLE, OuterStep, Placement, factor_of_rounds
+from thinwire.methods.strategies.local.outliers import ROUNDS, Outliers, guard, report_outliers
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import registered
+
+Carry = Literal["off", "full", "adaptive"]
 
 
 @registered
@@ -57,6 +60,15 @@ class DiLoCo(OuterStep):
     error feedback then sends at $\alpha > 0$ is described in
     `thinwire.methods.strategies.local.coded_means.pull_mean_`; it needs equal weights there.
 
+    `carry` keeps the steps of the delay in another way than $\alpha$: $x_i \leftarrow \theta + c_i (x_i - x_i')$, with
+    $c_i = 1$, or with the cosine between these steps and the outer step, at least 0.
+
+    `outliers` guards $\Delta$ against single workers. Let $m$ be the larger of the workers' median of
+    $\|\theta - x_i'\|$ in this round and the median of these medians over eight rounds. Worker $i$ is an outlier if its
+    norm is more than $4m$, or is not finite. "clip" scales its displacement to that length, "down-weight" divides by
+    the sum of the factors too, and "leave-out" takes the mean of the others. `Worker.metrics` has the number of
+    `outliers`, and rank 0 logs which workers they are.
+
     $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
     the paper; its state stays with each worker. SGD with `lr=1` as the outer optimizer is Local SGD, and with momentum
     too BMUF (Chen and Huo, ICASSP 2016); Adam is FedAdam (Reddi et al., ICLR 2021), and SGD on one worker Lookahead.
@@ -65,11 +77,14 @@ class DiLoCo(OuterStep):
     `weights="samples"`; what the base sends. A coded mean of two stages begins its second in the middle of the delay.
     State of each fragment: `anchor` ($\theta$) in fp32 at least, and the outer optimizer's state; `Sharded` and
     `Offloaded` keep them elsewhere. With a codec also the codec's, and with error feedback and $\alpha > 0$ `mean` and
-    `sent`, like the parameters. With `weights="samples"` the number `samples`.
+    `sent`, like the parameters. With `weights="samples"` the number `samples`; with `carry` the vector `launched`,
+    like the parameters; with `outliers` eight numbers.
 
     Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023, arXiv:2311.08105,
     Algorithm 1. Fragments, delay and mixing: Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025,
-    arXiv:2501.18512, Algorithm 2.
+    arXiv:2501.18512, Algorithm 2. Outliers by norm, weights and clipping: Cheng et al., EDiT: A Local-SGD-Based
+    Efficient Distributed Training Method for Large Language Models, ICLR 2025, arXiv:2412.07210; the median as the
+    measure is our own, and so is the cosine as the weight of carried steps.
 
     Args:
         base: the strategy between outer steps; with `Local()`, as in the paper, workers send nothing there.
@@ -84,6 +99,10 @@ class DiLoCo(OuterStep):
             delay, and lets workers drift further apart. At 1 they never come together.
         weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`, be it samples or
             tokens; a step without such a number counts as one, a step without gradient as none.
+        carry: what becomes of the steps of the delay: "off" drops them, but for the part $\alpha$; "full" takes them on
+            from the new point; "adaptive" as far as they agree with the outer step.
+        outliers: "keep"; or "clip", "down-weight" or "leave-out" what a worker adds if it has moved much further than
+            usual, for 16 bytes more to each worker and fragment.
 
     Example:
         >>> import torch, thinwire
@@ -110,6 +129,8 @@ class DiLoCo(OuterStep):
     delay: int = 0
     mixing: float = 0.0
     weights: Literal["equal", "samples"] = "equal"
+    carry: Carry = "off"
+    outliers: Outliers = "keep"
 
     paper = "Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Streaming DiLoCo, 2025, arXiv:2501.18512"
     waits = (
@@ -167,6 +188,18 @@ class DiLoCo(OuterStep):
                 "the same; use weights='equal', mixing=0.0, or a codec without feedback, such as Quantize(8)"
             )
 
+        if self.carry != "off" and (self.delay == 0 or self.mixing > 0):
+            raise ConfigError(
+                f"carry={self.carry!r} with delay={self.delay}, mixing={self.mixing}: it replaces the mixing of steps "
+                "taken during a delay. Use delay of at least 1 and mixing=0.0, or carry='off'"
+            )
+        if self.outliers != "keep" and (self._tracks_mean or self.base != Local()):
+            raise ConfigError(
+                f"outliers={self.outliers!r} with base={self.base}, codec={self.codec}, mixing={self.mixing}: a "
+                "guarded mean needs whole displacements from a common point. Use base=Local(), and mixing=0.0 with "
+                "error feedback"
+            )
+
     @property
     def ends_together(self) -> bool:
         """Return True if a round ends for all parameters at one step, with equal parameters."""
@@ -183,7 +216,9 @@ class DiLoCo(OuterStep):
         if self.outer.momentum is None or factor is None:
             return None
         scale, own = self.outer.lr / (1 - self.outer.momentum), self.mixing
-        lost = (1 - own) * self.delay / self.period
+        if self.carry == "adaptive" or self.outliers != "keep":
+            return None
+        lost = 0.0 if self.carry == "full" else (1 - own) * self.delay / self.period
         return factor * scale * (1 - lost) / (1 - own + own * scale)
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
@@ -200,8 +235,10 @@ class DiLoCo(OuterStep):
             raise ConfigError(
                 f"Sharded({self}): {self.outer.optimizer} does not treat every element by itself; use SGD or Adam"
             )
-        if self.weights == "samples":
-            raise ConfigError(f"Sharded({self}): its means are plain ones; use weights='equal'")
+        if self.weights == "samples" or self.outliers != "keep" or self.carry != "off":
+            raise ConfigError(
+                f"Sharded({self}): its means are plain ones; use weights='equal', outliers='keep' and carry='off'"
+            )
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:
         """Start the base, and the first round of every fragment at the initial parameters."""
@@ -209,6 +246,10 @@ class DiLoCo(OuterStep):
             super().start(fragment, where)
             if self.weights == "samples":
                 fragment.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
+            if self.carry != "off":
+                fragment.state["launched"] = fragment.x.clone()
+            if self.outliers != "keep":
+                fragment.state["usual_norms"] = torch.zeros(ROUNDS, dtype=torch.float64, device="cpu")
             if self.codec is not None and self._tracks_mean:
                 track(fragment, self.codec, fragment.state["anchor"], pulled=True)
 
@@ -268,7 +309,8 @@ class DiLoCo(OuterStep):
     @property
     def _averages_in_place(self) -> bool:
         """Whether the base's own average may take the place of the parameters, as nothing else of them is needed."""
-        return self.delay == 0 and self.mixing == 0 and self.weights == "equal" and self.codec is None
+        plain = self.weights == "equal" and self.outliers == "keep" and self.codec is None
+        return self.delay == 0 and self.mixing == 0 and plain
 
     def _fragments(self, r: Replica) -> Iterator[tuple[Replica, int]]:
         """Each fragment, with the step at which its first round ends."""
@@ -295,9 +337,13 @@ class DiLoCo(OuterStep):
     def _send(self, r: Replica, where: Placement) -> None:
         """Launch the average of the workers' current parameters."""
         if r.x.numel() and not self._averages_in_place and not r.postponed:
+            if self.carry != "off":
+                r.state["launched"].copy_(r.x)
             r.launch("average", self._mean(r, where).then(lambda mean: [mean]))
 
     def _mean(self, r: Replica, where: Placement) -> Work[Tensor]:
+        if self.outliers != "keep":
+            return self._guarded_mean(r)
         if self.weights == "samples":
             samples = r.state["samples"].clone()
             r.state["samples"].zero_()
@@ -313,6 +359,27 @@ class DiLoCo(OuterStep):
             return mean_from(r, r.x, anchor, self.codec, share)
         return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
 
+    def _guarded_mean(self, r: Replica) -> Work[Tensor]:
+        """Launch the mean of displacements that are weighted by how far workers have moved."""
+        anchor, samples = r.state["anchor"].to(r.x.device), 1.0
+        if self.weights == "samples":
+            samples = float(r.state["samples"])
+            r.state["samples"].zero_()
+        delta = r.x.to(anchor.dtype) - anchor
+        silent = r.comm.rank in r.comm.silent
+        found = torch.stack([delta.norm().double(), delta.new_tensor(0.0 if silent else samples, dtype=torch.float64)])
+        rows = torch.stack(r.comm.all_gather(found).wait())
+        if not rows.is_meta:
+            norms, shares = rows.cpu().unbind(1)
+            factors, excess, r.state["usual_norms"] = guard(norms, shares, r.state["usual_norms"], self.outliers)
+            report_outliers(r, excess)
+            factor = float(factors[r.comm.rank]) * (r.comm.size - len(r.comm.silent))
+            # Zero times a number that is not finite is none either.
+            delta = delta.mul_(factor) if factor else torch.zeros_like(delta)
+        if self.codec is not None:
+            return mean_from(r, anchor + delta, anchor, self.codec)
+        return mean_(r.comm, delta).then(lambda mean: (anchor + mean).to(r.x.dtype))
+
     def _end_round(self, r: Replica, where: Placement) -> None:
         """Take the outer step with the average that has arrived, and pull the worker to where it leads."""
         if (arrived := r.collect("average")) is not None:
@@ -322,10 +389,16 @@ class DiLoCo(OuterStep):
         else:
             return
         anchor = r.state["anchor"]
+        before = anchor.clone() if self.carry == "adaptive" else anchor
         # The round started at the anchor rounded to the parameters' dtype. Only compressed differences are taken from
         # the anchor itself.
         self.step_(r.state, anchor if self.codec is not None else anchor.to(r.x.dtype), average)
-        if self.mixing == 0:
+        if self.carry != "off":
+            late = r.x.to(anchor) - r.state["launched"].to(anchor)
+            if self.carry == "adaptive":
+                late.mul_(nn.functional.cosine_similarity(late, anchor - before, dim=0).clamp_(min=0))
+            r.x.copy_(late.add_(anchor))
+        elif self.mixing == 0:
             self._take_(r, r.x, where)
         elif self.mixing < 1:
             point = self._take_(r, torch.empty_like(r.x), where) if where.sharded else anchor.to(r.x)
