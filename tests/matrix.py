@@ -23,7 +23,7 @@ STEPS = 6
 
 FAMILIES = {
     "gradients": "AllReduce()",
-    "coded gradients": "AllReduce(codec=Quantize(8))",
+    "compressed gradients": "AllReduce(codec=Quantize(8))",
     "local steps": "DiLoCo(period=2)",
     "overlapped": "OverlapLocalSGD(period=2)",
     "gossip": "Gossip()",
@@ -43,7 +43,7 @@ REFUSED: dict[tuple[str, str], str] = {
     **{
         (feature, family): _SHARDS
         for feature in ("FSDP2", "HSDP")
-        for family in ("gradients", "coded gradients", "backups")
+        for family in ("gradients", "compressed gradients", "backups")
     },
     **{(feature, "asynchronous"): _TIMING for feature in ("FSDP2", "HSDP")},
     ("GradScaler", "backups"): _LATE,
@@ -319,19 +319,19 @@ FEATURES: dict[str, tuple[Callable[[str], None], str]] = {
     "torch.compile": (compiled, "the same result as without, to 1e-6; compile before or after `attach`"),
     "activation checkpointing": (checkpointed, "the same bits as without, reentrant or not"),
     "FSDP2": (sharded, "pass `group=mesh[...]` of the ranks that hold the same shard"),
-    "HSDP": (hybrid, "a worker is a whole (replicate, shard) mesh, within which FSDP2 averages gradients"),
-    "LoRA": (low_rank, "adapters alone are sent during training; frozen parameters are compared and sent once"),
+    "HSDP": (hybrid, "a worker is a (replicate, shard) mesh, in which FSDP2 averages gradients"),
+    "LoRA": (low_rank, "only adapters are sent during training; frozen parameters once"),
     "Muon": (
         muon,
-        "beside AdamW for what is no matrix: one `attach` for each, as here, or for a `CombinedOptimizer` of both",
+        "with AdamW for what is no matrix: one `attach` for each, or for a `CombinedOptimizer` of both",
     ),
     "GradScaler": (scaled, "`attach(scaler=...)`: all workers skip the same steps"),
     "EMA": (
         averaged,
-        "updated within `worker.consensus()`; under `BackupWorkers` after the loop, as late workers leave out steps",
+        "updated within `worker.consensus()`; under `BackupWorkers` after the loop, as late workers skip steps",
     ),
     "tied weights": (tied, "sent once, and still tied afterwards"),
-    "BatchNorm": (normed, "statistics are a worker's own, and means at consensus"),
+    "BatchNorm": (normed, "each worker's own statistics, means at consensus"),
     "several optimizers": (
         several,
         "one `attach` for each, in the same order on all ranks; with `AllReduce()` the same bits as with one",
@@ -364,9 +364,8 @@ def expected(feature: str, family: str) -> str:
 
 HEAD = """# Features and strategies
 
-What works together, found by running every cell: each is a small run of two workers with the feature (four processes
-for FSDP2, eight for HSDP) in `tests/matrix.py`, and `tests/test_matrix.py` fails where this page is not what it finds.
-What does not work is refused before the first step, with the text below.
+`tests/matrix.py` runs every cell with two workers (four processes for FSDP2, eight for HSDP) and writes this page. What
+does not work is refused before the first step, with the text below.
 
 """
 
@@ -389,20 +388,18 @@ def page() -> str:
     says = [f"| {feature} | {text} |" for feature, (_, text) in FEATURES.items()]
     return HEAD + "\n".join(
         [
-            "The table is wide: on a small screen it scrolls sideways.",
-            "",
             *rows,
             "",
             *([*lines, ""] if lines else []),
-            "## What \u201cyes\u201d means",
+            "## Checks",
             "",
-            "| feature | what the run checks |",
+            "| Feature | Check |",
             "|---|---|",
             *says,
             "",
-            "## Which recipe stands for which family",
+            "## Recipes of the families",
             "",
-            "| family | recipe |",
+            "| Family | Recipe |",
             "|---|---|",
             *recipes,
             "",

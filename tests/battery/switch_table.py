@@ -43,7 +43,7 @@ def names_of(each: Case) -> tuple[list[str], list[str], list[str]]:
 
 def table() -> str:
     """All rows, as Markdown."""
-    rows = ["| Strategy | Kept | Set to where workers are | Begun anew |", "|---|---|---|---|"]
+    rows = ["| Strategy | Kept | Set to the parameters | Dropped |", "|---|---|---|---|"]
     for each in STRATEGIES:
         if not all(type(topology).__module__.startswith("thinwire.") for topology in topologies(each.strategy)):
             continue  # a graph that only tests have
