@@ -152,35 +152,38 @@ def test_MODULE_refuses_a_period_below_one() -> None:
 PAGE = """\
 # NAME
 
-Every worker trains with its own optimizer. Every $\\tau$ steps the workers average their parameters: with $x_i$ the
-parameters of worker $i$ of $n$,
+Every worker trains with its own optimizer, and every $\\tau$ steps the workers average their parameters.
+
+## When to use it
+
+| Use it | Do not use it |
+|---|---|
+| The transfer takes longer than a step. | Workers' data differ much: use a shorter period. |
+
+## Update
+
+With $x_i$ the parameters of worker $i$ of $n$, every $\\tau$ steps
 
 $$x_i \\leftarrow \\frac1n \\sum_j x_j .$$
 
+## Recipe
+
+```python
+worker = thinwire.attach(model, optimizer, thinwire.NAME(period=8))
+```
+
 ## Hyperparameters
 
-| Hyperparameter | Meaning | Effect of a larger value |
-|---|---|---|
-| `period` | $\\tau$, steps between averages. | Sends less. Workers drift further apart. |
+| Hyperparameter | Choice |
+|---|---|
+| `period` | $\\tau$. Longer periods send less, and workers drift further apart. |
 
-## Bytes
+## Bytes and memory
 
-Each worker sends $2\\frac{n-1}{n}B$ per period, with $B$ the bytes of the parameters.
+Each worker sends $2\\frac{n-1}{n}B$ per period, with $B$ the bytes of the parameters. All workers wait for
+one all-reduce at the end of a period.
 
-## What blocks on whom
-
-All workers wait for one all-reduce at the end of a period.
-
-## When not to use it
-
-If workers' data differ much, use a shorter period.
-
-## What the tests prove
-
-- It equals its oracle on threads and on processes.
-- It equals Local SGD with the same period (`test_MODULE_is_local_sgd`).
-
-## Papers
+## Source
 
 PAPER.
 """
