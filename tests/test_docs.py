@@ -98,6 +98,31 @@ def test_every_link_within_the_documentation_leads_somewhere(page: Path) -> None
         assert not anchor or anchor in anchors(found.relative_to(ROOT)), target
 
 
+# What a newcomer looks up, and the section that answers it.
+LOOKED_UP = {
+    "resume on other machines": "docs/how-to/checkpoints.md#other-machines",
+    "add a worker": "docs/how-to/elastic.md",
+    "use with Hugging Face Trainer": "docs/how-to/trainers.md#hugging-face-trainer",
+    "pick bits": "docs/codecs/index.md",
+    "read a slow run": "docs/how-to/read-a-run.md",
+    "sweep": "docs/fusion/sweeps.md",
+    "export to Hugging Face": "docs/how-to/checkpoints.md#exporting-a-model",
+    "own data": "docs/how-to/own-task.md",
+    "two homes": "docs/how-to/across-sites.md#two-homes",
+    "a method for 20 Mbit/s": "docs/how-to/choose.md",
+}
+
+
+def test_what_a_newcomer_looks_up_is_linked_from_the_first_page() -> None:
+    front = Path("docs/index.md")
+    linked = {os.path.normpath(front.parent / target) for target in re.findall(r"\]\(([^)\s]+)\)", prose(front))}
+    pages = {target.partition("#")[0] for target in linked}
+    for task, target in LOOKED_UP.items():
+        page, _, anchor = target.partition("#")
+        assert page in pages, task  # one click; the second leads to a section
+        assert not anchor or anchor in anchors(Path(page)), task
+
+
 @for_each(PAGES)
 def test_every_file_that_is_named_exists(page: Path) -> None:
     for name in inline(page):
