@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
@@ -31,6 +32,7 @@ class Command:
 COMMANDS = {
     "train": Command("thinwire.cli.train", "Train", "train a task with one strategy, on several workers"),
     "compare": Command("thinwire.cli.compare", "Compare", "run several strategies on one task, and tabulate them"),
+    "up": Command("thinwire.cli.up", "Up", "run an unmodified training script on several workers"),
     "explain": Command("thinwire.cli.explain", "Explain", "show what a strategy sends, stores and waits for"),
     "plan": Command("thinwire.cli.plan", "Plan", "say which strategy suits a model, a network and a number of workers"),
     "simulate": Command(
@@ -98,6 +100,7 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
 
     command = COMMANDS[name]
     original = getattr(import_module(command.module), command.kind)
+    arguments, of_script = _split(original, arguments)
     kind = with_plain_help(original)
     _check_first(name, original, next(iter(arguments), ""))
     if "config" in original.__dataclass_fields__:
@@ -119,7 +122,16 @@ def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
         shown.flush()
     # A shell leaves `~` in `--out=~/runs` to the program.
     paths = {field.name: getattr(found, field.name) for field in fields(found)}
-    return replace(found, **{option: local_path(path) for option, path in paths.items() if isinstance(path, Path)})
+    local = {option: local_path(path) for option, path in paths.items() if isinstance(path, Path)}
+    return replace(found, **local, **of_script)
+
+
+def _split(kind: type[Any], arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, tuple[str, ...]]]:
+    """The arguments of a command and, where it runs a script, the script's own behind `--`."""
+    if "arguments" not in kind.__dataclass_fields__ or "--" not in arguments:
+        return arguments, {}
+    place = arguments.index("--")
+    return arguments[:place], {"arguments": tuple(arguments[place + 1 :])}
 
 
 def _check_first(name: str, kind: type, first: str) -> None:

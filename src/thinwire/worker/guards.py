@@ -539,7 +539,7 @@ class FirstSteps:
                 worker.own_gradient += sum_of_bits(dense)
 
     def _compare_gradients(self, worker: WorkerState) -> None:
-        """Warn of ranks whose own gradients were equal and not zero in each of the first steps."""
+        """Warn of ranks whose own gradients were equal and not zero in each of the first steps, or refuse them."""
         if worker.comm.size == 1 or worker.strategy.traits.meets_every > 1 or not _step_together(worker):
             return
         number = 0
@@ -549,8 +549,14 @@ class FirstSteps:
         with worker.account.times.apart():
             numbers = worker.comm.gather_in_step(_DATA_CHECK, number).wait()
         equal = [value for value, count in Counter(numbers).items() if value and count > 1]
+        ranks = [rank for rank, value in enumerate(numbers) if equal and value == equal[0]]
+        if equal and worker.refuses_equal_batches:
+            raise MismatchError(
+                f"step {worker.step}: {worker.comm.names(ranks)} computed the same gradients in each of the first "
+                f"{_FIRST_STEPS} steps, because they read the same batches. Each rank must read its own part of the "
+                f"data. Add to the script:\n{worker.refuses_equal_batches}"
+            )
         if equal and worker.comm.rank == 0:
-            ranks = [rank for rank, value in enumerate(numbers) if value == equal[0]]
             _LOGGER.warning(
                 "step %d: %s computed the same gradients in each of the first %d steps. They probably read the same "
                 "batches, and do the work of one. Give each rank its own part of the data: "

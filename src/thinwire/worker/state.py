@@ -184,6 +184,8 @@ class WorkerState:
         fingerprint_before_load: of the parameters when `load_state_dict` of the model or a part of it was called since
             the last step; None if it was not.
         own_gradient: a sum over the bits of this rank's own gradients of this step; None after the first steps.
+        refuses_equal_batches: lines that make ranks read different batches, for the error of ranks that read the same
+            ones; empty where they get a warning.
         drift_reported: whether a use of one worker's own model in place of the consensus model was reported.
     """
 
@@ -209,6 +211,7 @@ class WorkerState:
         self.shares_skips = False
         self.may_be_in_step = comm.in_step
         self.lent = 0
+        self.refuses_equal_batches = ""
         self.automatic = False
         self.just_switched = False
         self.told_rounding = False

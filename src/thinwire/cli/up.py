@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`thinwire up`: an unmodified training script, on several workers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from tyro.conf import Positional, Suppress
+
+from thinwire.cli.console import err, print_error
+from thinwire.core.units import nbytes, seconds
+from thinwire.errors import ConfigError
+
+_LAST_LINES = 20
+
+
+@dataclass(frozen=True)
+class Up:
+    """Run an unmodified training script for one process on several workers.
+
+    Example: thinwire up train.py --processes 2 --strategy "LocalSGD(period=8)" -- --epochs 3
+
+    The script's model and optimizer are found in its first forward pass, and attached. A script with several models or
+    optimizers is refused. Each worker runs the whole script: it reads its own part of every DataLoader that is read for
+    training, and draws its own random numbers from the first step on. The script's own arguments follow `--`.
+
+    Under torchrun, on one machine or several, the command is one of torchrun's workers. Rank 0 prints what the script
+    prints; other ranks do not write files with torch.save.
+
+    Args:
+        script: the Python script.
+        strategy: the recipe.
+        processes: start so many workers on this machine.
+        seed: of torch, numpy and random where the script sets none.
+        export: write the model that all workers agree on to this safetensors file at the end. What the script itself
+            saves is rank 0's own replica.
+        timeout: how long one wait may last, in seconds.
+    """
+
+    script: Positional[Path]
+    strategy: str = "AllReduce()"
+    processes: int | None = None
+    seed: int = 0
+    export: Path | None = None
+    timeout: float = 60.0
+    arguments: Annotated[tuple[str, ...], Suppress] = ()
+
+    def __call__(self) -> int:
+        """Run the script; returns 0, or 1 where a worker failed."""
+        from thinwire.core.comm.rendezvous import started_by_torchrun
+        from thinwire.methods.strategies.recipe import parse
+
+        parse(self.strategy)  # before any process starts
+        if not self.script.is_file():
+            raise ConfigError(
+                f"{self.script}: no such file. Give a Python script that trains a model, such as train.py"
+            )
+        if started_by_torchrun():
+            if self.processes is not None:
+                raise ConfigError(f"--processes {self.processes}: torchrun has started the workers; leave it out")
+            return self._work()
+        if self.processes is None:
+            raise ConfigError(
+                "the number of workers is not known: nothing says where they run. Give --processes 2 for two on this "
+                f"machine, or start each machine with:\n  {self._on_machines()}"
+            )
+        if self.processes < 1:
+            raise ConfigError(f"--processes {self.processes}: must be at least 1")
+        return self._launch(self.processes)
+
+    def _work(self) -> int:
+        """Run the script as one worker."""
+        from thinwire.integrations.script import run_script
+
+        done = run_script(
+            self.script,
+            self.arguments,
+            self.strategy,
+            seed=self.seed,
+            export=self.export,
+            note=_note,
+            timeout=self.timeout,
+        )
+        if done.rank == 0:
+            stats = done.stats
+            sent, waited = nbytes(stats.payload_bytes), seconds(stats.wait_seconds)
+            _note(f"{stats.steps} steps; each worker sent {sent} and waited {waited} for messages")
+            if self.export is not None:
+                _note(f"the model that all workers agree on is in {self.export}")
+        return 0
+
+    def _launch(self, processes: int) -> int:
+        """Run the script on workers of this machine."""
+        from thinwire.lab.emulate import Stream, Workers
+
+        _note(
+            f"{processes} workers on this machine. For several machines, run on each of them:\n  {self._on_machines()}"
+        )
+        last: dict[int, list[str]] = {}
+
+        def show(rank: int, stream: Stream, line: str) -> None:
+            if rank == 0:
+                (sys.stdout if stream == "stdout" else sys.stderr).write(f"{line}\n")
+                (sys.stdout if stream == "stdout" else sys.stderr).flush()
+            elif stream == "stderr":
+                last[rank] = [*last.get(rank, ()), line][-_LAST_LINES:]
+
+        command = [sys.executable, "-m", "thinwire", *self._own_words()]
+        environment = {"PYTHONUNBUFFERED": "1"}
+        with Workers(command, processes, on_line=show, environment=environment, timeout=None) as workers:
+            workers.wait()
+        if workers.failure is None:
+            return 0
+        for line in last.get(workers.failure.rank, ()):
+            err.print(f"[{workers.failure.rank}] {line}", markup=False)
+        print_error(workers.failure)
+        return workers.failure.code if workers.failure.code in (1, 2) else 1
+
+    def _on_machines(self) -> str:
+        """The command that starts one worker on each of two machines."""
+        start = "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m thinwire"
+        return f"{start} {shlex.join(self._own_words())}"
+
+    def _own_words(self) -> list[str]:
+        """This command without --processes."""
+        words = ["up", str(self.script), "--strategy", self.strategy]
+        words += ["--seed", str(self.seed)] * (self.seed != Up.seed)
+        words += ["--timeout", f"{self.timeout:g}"] * (self.timeout != Up.timeout)
+        words += [] if self.export is None else ["--export", str(self.export)]
+        return [*words, "--", *self.arguments] if self.arguments else words
+
+
+def _note(text: str) -> None:
+    err.print(f"thinwire up: {text}", markup=False)
