@@ -21,6 +21,7 @@ from thinwire.errors import ThinwireError
 from thinwire.integrations.script import ADD_LINES, run_script
 
 SCRIPTS = Path(__file__).parent / "scripts"
+MNIST = Path(__file__).parents[2] / "examples" / "single_process.py"
 LOSS = re.compile(r"oss:? (\d\.\d+)")
 
 
@@ -107,13 +108,18 @@ def mingpt_by_hand(text: str, strategy: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "by_hand"), [("mnist", mnist_by_hand), ("nanogpt", nanogpt_by_hand), ("mingpt", mingpt_by_hand)]
+    ("script", "by_hand"),
+    [
+        (MNIST, mnist_by_hand),
+        (SCRIPTS / "nanogpt_style.py", nanogpt_by_hand),
+        (SCRIPTS / "mingpt_style.py", mingpt_by_hand),
+    ],
+    ids=lambda value: value.stem if isinstance(value, Path) else "",
 )
 @pytest.mark.parametrize("strategy", ["AllReduce()", "LocalSGD(period=2, codec=Quantize(4))"])
 def test_a_script_trains_as_if_it_was_attached_by_hand(
-    tmp_path: Path, name: str, by_hand: Callable[[str, str], str], strategy: str
+    tmp_path: Path, script: Path, by_hand: Callable[[str, str], str], strategy: str
 ) -> None:
-    script = SCRIPTS / f"{name}_style.py"
     hand = tmp_path / "by_hand.py"
     hand.write_text(by_hand(script.read_text(), strategy))
     found = run_processes(2, run_up, str(script), strategy, [])
@@ -127,7 +133,7 @@ def test_a_script_trains_as_if_it_was_attached_by_hand(
 def test_a_shuffled_loader_is_shared_in_every_epoch_and_evaluation_is_whole(tmp_path: Path) -> None:
     saved, exported = tmp_path / "model.pt", tmp_path / "model.safetensors"
     arguments = ["--shuffle", "--epochs", "3", "--save-model", str(saved)]
-    found = run_processes(2, run_up, str(SCRIPTS / "mnist_style.py"), "AllReduce()", arguments, str(exported))
+    found = run_processes(2, run_up, str(MNIST), "AllReduce()", arguments, str(exported))
     assert len({printed for printed, _ in found}) == 2
     for printed, _ in found:
         assert printed.count("/5] Loss") == 15 and printed.count("/32") == 3
@@ -217,7 +223,7 @@ def test_the_lines_that_the_refusal_names_give_each_rank_its_own_data(tmp_path: 
 
 
 def test_the_command_starts_processes_and_prints_the_line_for_other_machines() -> None:
-    command = [sys.executable, "-m", "thinwire", "up", str(SCRIPTS / "mnist_style.py"), "--processes", "2"]
+    command = [sys.executable, "-m", "thinwire", "up", str(MNIST), "--processes", "2"]
     done = subprocess.run(
         [*command, "--strategy", "LocalSGD(period=2)", "--", "--epochs", "1"],
         capture_output=True,
@@ -227,7 +233,7 @@ def test_the_command_starts_processes_and_prints_the_line_for_other_machines() -
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Train Epoch: 1") == 5 and "5 steps; each worker sent" in done.stderr
     line = next(each for each in done.stderr.splitlines() if "torchrun" in each)
-    assert line.endswith("mnist_style.py --strategy 'LocalSGD(period=2)' -- --epochs 1")
+    assert line.endswith("single_process.py --strategy 'LocalSGD(period=2)' -- --epochs 1")
 
 
 def test_mistakes_in_the_call_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

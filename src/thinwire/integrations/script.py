@@ -411,8 +411,7 @@ def _find(module: nn.Module) -> tuple[nn.Module, Optimizer] | None:
     if not optimizers:
         return None
     held = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]
-    own = {id(p) for p in module.parameters()}
-    if not any(own & each for each in held):
+    if not any(_parameters_of(module) & each for each in held):
         return None
     if len(optimizers) > 1:
         named = "; ".join(map(_described, optimizers))
@@ -420,7 +419,7 @@ def _find(module: nn.Module) -> tuple[nn.Module, Optimizer] | None:
             f"the script has {len(optimizers)} optimizers: {named}. A script with one optimizer can be run unmodified. "
             f"{_BY_HAND}, once for each optimizer"
         )
-    holders = [each for each in _alive(nn.Module) if held[0] <= {id(p) for p in each.parameters()}]
+    holders = [each for each in _alive(nn.Module) if held[0] <= _parameters_of(each)]
     inside = {id(part) for each in holders for part in each.modules() if part is not each}
     models = {id(model): model for each in holders if id(each) not in inside for model in [plain_model(each)]}
     if len(models) == 1:
@@ -441,9 +440,14 @@ def _alive(kind: type[Object]) -> list[Object]:
     """All objects of a class in this process that are in use."""
     gc.collect()
     # `type` and not `isinstance`, which proxies of other libraries answer by importing what they stand for.
-    found = [each for each in gc.get_objects() if issubclass(type(each), kind)]
-    # A module whose constructor has failed has no parameters yet.
-    return [each for each in found if kind is not nn.Module or "_parameters" in vars(each)]
+    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+
+
+def _parameters_of(module: nn.Module) -> set[int]:
+    try:
+        return {id(p) for p in module.parameters()}
+    except AttributeError:  # its constructor has failed
+        return set()
 
 
 def _described(optimizer: Optimizer) -> str:
