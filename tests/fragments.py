@@ -30,6 +30,7 @@ PROCESSES = {
     "docs/how-to/heterogeneity.md": 2,
     "docs/how-to/sharded-models.md": 8,
     "docs/how-to/training-loops.md": 4,
+    "docs/strategies/ad-psgd.md": 2,
     "docs/strategies/async-leader-sgd.md": 2,
     "docs/strategies/backup-workers.md": 2,
     "docs/strategies/leader-sgd.md": 2,
