@@ -220,6 +220,59 @@ def test_the_command_of_several_machines_runs_on_two(page: str, line: str, shell
     assert "Warning" not in said and "destroy_process_group" not in said
 
 
+# Two machines in namespaces of their own: each runs what the page prints, and shows its key to the other in a file.
+MACHINES = """
+mount -t tmpfs tmpfs /run; mount -t proc proc /proc
+ip netns add a; ip netns add b
+ip link add uplink netns a type veth peer name uplink netns b
+for side in a b; do ip -n $side link set lo up; ip -n $side link set uplink up; done
+ip -n a address add 192.0.2.1/24 dev uplink; ip -n b address add 192.0.2.2/24 dev uplink
+ip netns exec a bash -e a.sh & one=$!
+ip netns exec b bash -e b.sh & two=$!
+wait $one && wait $two
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(NO_LINKS is not None, reason=f"no links here: {NO_LINKS}")
+@pytest.mark.skipif(shutil.which("wg") is None, reason="wg is not installed")
+def test_two_machines_train_over_the_page_s_wireguard(shell: Shell, tmp_path: Path) -> None:
+    page = Path("docs/how-to/across-sites.md")
+    key, *connect = (line.removeprefix("$ ") for line in printed_block(page, "$ (umask").splitlines())
+    train = [line.removeprefix("$ ") for line in printed_block(page, "$ export GLOO_SOCKET_IFNAME=wg0").splitlines()]
+    assert len(connect) == 4
+    for own, other, host in (("a", "b", ""), ("b", "a", "192.0.2.1")):  # a does not know where b is
+        lines = [
+            "mount -t tmpfs tmpfs /run",  # where a WireGuard of user space keeps its socket
+            f"cd {own}",
+            f"({key}) > ../{own}.tmp",
+            f"mv ../{own}.tmp ../{own}.pub",
+            f"until [ -f ../{other}.pub ]; do sleep 0.1; done",
+            *connect,
+            *train,
+        ]
+        script = "\n".join(lines)
+        if own == "b":
+            script = script.replace("10.9.0.1/24", "10.9.0.2/24").replace("10.9.0.2/32", "10.9.0.1/32")
+            script = script.replace("--node-rank 0", "--node-rank 1")
+        script = script.replace("PUBLIC_KEY", f"$(cat ../{other}.pub)")
+        script = script.replace("endpoint HOST:51820 ", f"endpoint {host}:51820 " if host else "")
+        added = "ip link add wg0 type wireguard"
+        script = script.replace(added, f"{added} 2>&1 || wireguard-go wg0")  # where the kernel has none
+        (tmp_path / "desk" / own).mkdir()
+        (tmp_path / "desk" / own / "train.py").symlink_to("../train.py")
+        (tmp_path / "desk" / f"{own}.sh").write_text(script)
+    (done,) = shell(f"unshare -Urnm --pid --fork --kill-child bash -ec {shlex.quote(MACHINES)}", seconds=280)
+    assert done.stdout.count("evaluated") == 2
+
+
+def printed_block(page: Path, start: str) -> str:
+    """The one block of a page that begins so."""
+    (found,) = (body for _, body in blocks(page, "text") if body.startswith(start))
+    return found
+
+
 @pytest.mark.parametrize("page", ["docs/how-to/clusters.md"])
 def test_the_commands_of_kubernetes_are_those_of_the_page(page: str) -> None:
     yaml = pytest.importorskip("yaml")
