@@ -286,6 +286,20 @@ def test_the_commands_of_kubernetes_are_those_of_the_page(page: str) -> None:
     assert flags(words) == flags(shlex.split(printed))
 
 
+def test_the_compose_file_starts_as_many_containers_as_workers() -> None:
+    yaml = pytest.importorskip("yaml")
+    from torch.distributed.run import parse_args
+
+    services = yaml.safe_load(text(Path("examples/compose.yaml")))["services"]
+    containers = sum(each.get("deploy", {"replicas": 1})["replicas"] for each in services.values())
+    for each in services.values():
+        program, *words = shlex.split(each["command"])
+        read = parse_args(words)
+        assert program == "torchrun" and (ROOT / read.training_script).exists()
+        assert (read.nnodes, read.nproc_per_node, read.rdzv_backend) == (str(containers), "1", "c10d")
+        assert read.rdzv_endpoint.partition(":")[0] == services["first"]["hostname"]
+
+
 def test_what_is_to_be_installed_exists() -> None:
     import tomllib
 
