@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When a round of unequal workers closes, and how late work counts.
+
+A worker contributes the displacement of its local steps, and says in which round it started them. A round closes when
+enough contributions have arrived and a grace window is over. What arrives later belongs to a later round, with a weight
+that falls with its age.
+
+This is a state machine: its inputs are arrivals, losses, joins and times, and its output is a closing. It holds no
+tensor, reads no clock and sends nothing. Each worker has one. For each round one worker, its owner, proposes a
+closing; if the owner is lost, the next worker does. Proposals go to a write-once record, such as `Records.propose`,
+which returns the first one, so that a round has one closing whoever proposes it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from thinwire.asynchronous.quorum.rules import deadline
+from thinwire.errors import ConfigError
+
+Late = Literal["off", "discounted", "full"]
+_DURATIONS = 8  # of each worker, the latest
+_LEAST_DURATIONS = 4  # of all workers
+_REMEMBERED = 1000  # rounds for which taken contributions are remembered
+_DISCOUNT = 0.5  # the exponent of the age, as in the paper's experiments
+
+
+@dataclass(frozen=True)
+class CloseRule:
+    """When a round closes.
+
+    Args:
+        quorum: the fraction of the present workers that a round needs, at least one worker.
+        tokens: the tokens that a round needs; 0 for any number.
+        deviations: the grace window: the round stays open until the median duration of a contribution plus so many
+            median absolute deviations, and at least 1.25 medians, since the last closing. It closes sooner when all
+            workers have arrived that usually take no longer than this.
+
+    Raises:
+        ConfigError: a value is out of its range.
+    """
+
+    quorum: float = 0.5
+    tokens: float = 0.0
+    deviations: float = 3.0
+
+    def __post_init__(self) -> None:
+        """Check the ranges."""
+        if not 0 < self.quorum <= 1:
+            raise ConfigError(f"quorum={self.quorum}: must lie in (0, 1]. Use 1 to wait for all workers")
+        if not 0 <= self.tokens < float("inf"):
+            raise ConfigError(f"tokens={self.tokens}: must be finite and not negative. Use 0 for no such rule")
+        if not 0 <= self.deviations < float("inf"):
+            raise ConfigError(f"deviations={self.deviations}: must be finite and not negative. 3 is usual")
+
+
+@dataclass(frozen=True, order=True)
+class Contribution:
+    """The work of one worker in one round.
+
+    Attributes:
+        started: the round in which the worker started it.
+        worker: its id.
+        tokens: the tokens or samples that it used.
+    """
+
+    started: int
+    worker: str
+    tokens: float
+
+
+@dataclass(frozen=True)
+class Closing:
+    """The contributions that one round takes, the same on all workers.
+
+    Attributes:
+        round: its number.
+        contributions: in one order, so that sums have the same bits on all workers.
+    """
+
+    round: int
+    contributions: tuple[Contribution, ...]
+
+    def weights(self, late: Late = "discounted") -> dict[Contribution, float]:
+        """Return the weights of the contributions in the round's mean; they add up to one.
+
+        A contribution weighs its tokens times $(1 + a)^{-1/2}$, with $a$ its age in rounds: the polynomial discount of
+        Xie, Koyejo and Gupta, Asynchronous Federated Optimization, 2019, arXiv:1903.03934, Section 5.2.
+
+        Args:
+            late: "discounted"; "full" for tokens alone; "off" to leave out contributions of earlier rounds.
+
+        Example:
+            >>> closing = Closing(3, (Contribution(0, "slow", 8.0), Contribution(3, "fast", 12.0)))
+            >>> [round(weight, 2) for weight in closing.weights().values()]
+            [0.25, 0.75]
+            >>> list(closing.weights("off").values())
+            [0.0, 1.0]
+        """
+        found = {each: each.tokens * discount(self.round - each.started, late) for each in self.contributions}
+        total = sum(found.values())
+        return {each: weight / total if total else 0.0 for each, weight in found.items()}
+
+
+def discount(age: int, late: Late) -> float:
+    """Return the factor of a contribution's weight at an age in rounds."""
+    if age == 0 or late == "full":
+        return 1.0
+    return 0.0 if late == "off" else (1 + age) ** -_DISCOUNT
+
+
+def owner(number: int, workers: Iterable[str]) -> str:
+    """Return the worker that closes a round: the first of the present ones, in an order of this round."""
+    return min(workers, key=lambda worker: (hashlib.blake2b(f"{number}/{worker}".encode()).digest(), worker))
+
+
+class Closer:
+    """One worker's part in the closing of rounds.
+
+    Args:
+        rule: when a round closes.
+        own: the id of this worker.
+        workers: the ids of the present workers.
+        now: the time in seconds.
+
+    Attributes:
+        round: the number of the open round.
+        workers: the present workers.
+        waiting: the contributions that have arrived and belong to no round yet.
+
+    Example:
+        >>> closer = Closer(CloseRule(quorum=0.5), "a", ["a", "b"], now=0.0)
+        >>> closer.arrive(Contribution(0, "a", 4.0), seconds=1.0)
+        >>> closing = closer.propose(now=1.0)
+        >>> closing.contributions
+        (Contribution(started=0, worker='a', tokens=4.0),)
+        >>> closer.apply(closing, now=1.0)
+        >>> closer.round, closer.propose(now=2.0)
+        (1, None)
+    """
+
+    def __init__(self, rule: CloseRule, own: str, workers: Iterable[str], *, now: float) -> None:
+        self.rule, self.own, self.workers, self.round = rule, own, set(workers), 0
+        self.waiting: dict[tuple[str, int], Contribution] = {}
+        self._taken: set[tuple[str, int]] = set()
+        self._durations: dict[str, deque[float]] = {}
+        self._window: float | None = None
+        self._slow: set[str] = set()
+        self._opened = now
+
+    def arrive(self, contribution: Contribution, seconds: float) -> None:
+        """Record a contribution, in time or late; a repeated message changes nothing.
+
+        Args:
+            contribution: of any worker, also of one that was lost since.
+            seconds: how long its worker took for it.
+        """
+        key = contribution.worker, contribution.started
+        if key in self.waiting or key in self._taken or contribution.started <= self.round - _REMEMBERED:
+            return
+        self.waiting[key] = contribution
+        self._durations.setdefault(contribution.worker, deque(maxlen=_DURATIONS)).append(seconds)
+
+    def lose(self, worker: str) -> None:
+        """Stop waiting for a worker; its contributions that have arrived still count."""
+        self.workers.discard(worker)
+        self._durations.pop(worker, None)
+
+    def join(self, worker: str) -> None:
+        """Wait for one more worker."""
+        self.workers.add(worker)
+
+    def seconds_to_wait(self, now: float) -> float | None:
+        """Return the seconds until the round may close: 0 now, None for an unknown time."""
+        # Work that has arrived late counts for the tokens, but a quorum is one of workers.
+        arrived = {worker for worker, _ in self.waiting}
+        tokens = sum(each.tokens for each in self.waiting.values())
+        if self.workers <= arrived:
+            return 0.0 if arrived else None
+        if len(arrived) < max(1.0, self.rule.quorum * len(self.workers)) or tokens < self.rule.tokens:
+            return None
+        if self._window is None or self.workers <= arrived | self._slow:
+            return 0.0
+        return max(0.0, self._opened + self._window - now)
+
+    def propose(self, now: float) -> Closing | None:
+        """Return a closing of the open round if it is due and this worker is its owner."""
+        if not self.workers or self.seconds_to_wait(now) != 0.0 or owner(self.round, self.workers) != self.own:
+            return None
+        return Closing(self.round, tuple(sorted(self.waiting.values())))
+
+    def apply(self, closing: Closing, now: float) -> None:
+        """Close the open round as the record says; contributions that it does not have wait for the next one.
+
+        Raises:
+            ConfigError: the closing belongs to another round.
+        """
+        if closing.round != self.round:
+            raise ConfigError(
+                f"a closing of round {closing.round} while round {self.round} is open: closings are applied in order. "
+                "Apply those of the rounds between first"
+            )
+        for each in closing.contributions:
+            self.waiting.pop((each.worker, each.started), None)
+            self._taken.add((each.worker, each.started))
+        self.round, self._opened = self.round + 1, now
+        if self.round % _REMEMBERED == 0:
+            self._taken = {each for each in self._taken if each[1] > self.round - _REMEMBERED}
+        known = [seconds for each in self._durations.values() for seconds in each]
+        if len(known) >= _LEAST_DURATIONS:
+            window = self._window = deadline(known, self.rule.deviations)
+            self._slow = {worker for worker, each in self._durations.items() if median(each) > window}
