@@ -188,3 +188,30 @@ def weighted(
             x = ((seen / seen.sum()) @ x).expand_as(x)
             seen = torch.zeros_like(seen)
     return x
+
+
+def desynced_adam(
+    gradient: Gradient,
+    x: Tensor,
+    steps: int,
+    *,
+    rate: float,
+    period: int,
+    periods: Sequence[int],
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-8,
+) -> Tensor:
+    """DES-LOC: Adam on every worker; parameters and both moments are averaged at periods of their own."""
+    first, second = torch.zeros_like(x), torch.zeros_like(x)
+    for k in range(1, steps + 1):
+        g = gradient(x, k - 1)
+        first = betas[0] * first + (1 - betas[0]) * g
+        second = betas[1] * second + (1 - betas[1]) * g * g
+        x = x - rate * (first / (1 - betas[0] ** k)) / ((second / (1 - betas[1] ** k)).sqrt() + eps)
+        if k % period == 0:
+            x = x.mean(0).expand_as(x)
+        if periods and k % periods[0] == 0:
+            first = first.mean(0).expand_as(first)
+        if len(periods) > 1 and k % periods[1] == 0:
+            second = second.mean(0).expand_as(second)
+    return x

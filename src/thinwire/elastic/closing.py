@@ -47,7 +47,7 @@ class CloseRule:
 
     quorum: float = 0.5
     tokens: float = 0.0
-    deviations: float = 3.0
+    deviations: float = 1.0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
@@ -56,7 +56,7 @@ class CloseRule:
         if not 0 <= self.tokens < float("inf"):
             raise ConfigError(f"tokens={self.tokens}: must be finite and not negative. Use 0 for no such rule")
         if not 0 <= self.deviations < float("inf"):
-            raise ConfigError(f"deviations={self.deviations}: must be finite and not negative. 3 is usual")
+            raise ConfigError(f"deviations={self.deviations}: must be finite and not negative. 1 is usual")
 
 
 @dataclass(frozen=True, order=True)

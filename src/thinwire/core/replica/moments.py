@@ -72,21 +72,25 @@ class Moments:
                 if parameter in own and state:  # Adagrad fills its state in its constructor
                     each.state[parameter] = state
 
-    def average_(self, comm: Comm) -> None:
-        """Replace every moment with its mean over ranks: one all-reduce of the size of the parameters per name.
+    def average_(self, comm: Comm, names: Sequence[str] | None = None) -> None:
+        """Replace moments with their means over ranks: one all-reduce of the size of the parameters per name.
 
         Moments are sent in the dtype that the optimizer keeps them in, with one all-reduce per dtype: small variances
         in fp32 would vanish in a parameter's fp16. A rank without a moment contributes zero, and still has none
         afterwards.
+
+        Args:
+            comm: the ranks.
+            names: of the moments; by default all.
         """
         if not self.names:
             return
         own = self.parameters[0].dtype
         together: dict[torch.dtype, list[str]] = {}
-        for name in self.names:
+        for name in self.names if names is None else names:
             together.setdefault(self._dtypes.get((name, own), own), []).append(name)
-        for dtype, names in together.items():
-            self._average_(comm, names, dtype)
+        for dtype, each in together.items():
+            self._average_(comm, each, dtype)
 
     def _average_(self, comm: Comm, names: Sequence[str], dtype: torch.dtype) -> None:
         assert self.optimizer is not None, "no optimizer has no moments"
@@ -103,9 +107,36 @@ class Moments:
                     targets.append(segment.of(row))
         if held:
             copy_each_(targets, held)
-        comm.all_reduce_(vector).wait().div_(comm.size)
+        if comm.rank in comm.silent:
+            vector.zero_()
+        comm.all_reduce_(vector).wait().div_(comm.size - len(comm.silent))
         if held:
             copy_each_(held, targets)
+
+
+def check_periods(periods: Sequence[int], period: int, optimizer: Optimizer | None) -> None:
+    """Refuse periods of moments that are no multiples of a round's, or that the optimizer has no moments for.
+
+    Raises:
+        ConfigError: with the rule.
+    """
+    if any(each < 1 or each % period for each in periods):
+        raise ConfigError(
+            f"moments={tuple(periods)}: each must be a multiple of period={period}, so that moments are sent at the end "
+            f"of a round. Use ({3 * period}, {6 * period}), for example"
+        )
+    if periods and optimizer is not None and len(periods) > len(names := moment_names(optimizer)):
+        raise ConfigError(
+            f"moments={tuple(periods)} with {type(optimizer).__name__}: it has {len(names)} moments. Give at most one "
+            "period for each"
+        )
+
+
+def average_due_(moments: Moments, comm: Comm, periods: Sequence[int], step: int) -> None:
+    """Average the moments whose period ends with this step; periods are in the order of the moments' names."""
+    due = [name for name, period in zip(moments.names, periods, strict=False) if step % period == 0]
+    if due:
+        moments.average_(comm, due)
 
 
 def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:

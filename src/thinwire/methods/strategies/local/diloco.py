@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.flat import Segment
+from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
@@ -70,8 +71,9 @@ class DiLoCo(OuterStep):
     `outliers`, and rank 0 logs which workers they are.
 
     $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
-    the paper; its state stays with each worker. SGD with `lr=1` as the outer optimizer is Local SGD, and with momentum
-    too BMUF (Chen and Huo, ICASSP 2016); Adam is FedAdam (Reddi et al., ICLR 2021), and SGD on one worker Lookahead.
+    the paper; its state stays with each worker, unless `moments` gives periods at which its moments are averaged. SGD
+    with `lr=1` as the outer optimizer is Local SGD, and with momentum too BMUF (Chen and Huo, ICASSP 2016); Adam is
+    FedAdam (Reddi et al., ICLR 2021), and SGD on one worker Lookahead.
 
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period; one number more with
     `weights="samples"`; what the base sends. A coded mean of two stages begins its second in the middle of the delay.
@@ -84,7 +86,8 @@ class DiLoCo(OuterStep):
     Algorithm 1. Fragments, delay and mixing: Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025,
     arXiv:2501.18512, Algorithm 2. Outliers by norm, weights and clipping: Cheng et al., EDiT: A Local-SGD-Based
     Efficient Distributed Training Method for Large Language Models, ICLR 2025, arXiv:2412.07210; the median as the
-    measure is our own, and so is the cosine as the weight of carried steps.
+    measure is our own, and so is the cosine as the weight of carried steps. Moments: DES-LOC, Desynced Low
+    Communication Adaptive Optimizers for Training Foundation Models, ICLR 2026, arXiv:2505.22549.
 
     Args:
         base: the strategy between outer steps; with `Local()`, as in the paper, workers send nothing there.
@@ -101,6 +104,8 @@ class DiLoCo(OuterStep):
             tokens; a step without such a number counts as one, a step without gradient as none.
         carry: what becomes of the steps of the delay: "off" drops them, but for the part $\alpha$; "full" takes them on
             from the new point; "adaptive" as far as they agree with the outer step.
+        moments: for each moment of the optimizer, such as Adam's first and second, the steps between its averages, each
+            a multiple of the period; empty keeps them local. An average sends as much as one of the parameters.
         outliers: "keep"; or "clip", "down-weight" or "leave-out" what a worker adds if it has moved much further than
             usual, for 16 bytes more to each worker and fragment.
 
@@ -131,6 +136,7 @@ class DiLoCo(OuterStep):
     weights: Literal["equal", "samples"] = "equal"
     carry: Carry = "off"
     outliers: Outliers = "keep"
+    moments: tuple[int, ...] = ()
 
     paper = "Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Streaming DiLoCo, 2025, arXiv:2501.18512"
     waits = (
@@ -156,6 +162,7 @@ class DiLoCo(OuterStep):
                 weight="samples" if self.weights == "samples" and self.fragments == 1 else "",
                 fragments=self.fragments,
                 delay=self.delay or self.base.traits.rounds.delay,
+                optimizer_state="average" if self.moments else super().traits.rounds.optimizer_state,
             ),
             # Workers send how far they have come since their last message, where they keep a part of that.
             on_resize="restart" if self._tracks_mean else "keep",
@@ -167,6 +174,7 @@ class DiLoCo(OuterStep):
         super().__post_init__()
         if not 1 <= self.fragments <= self.period:
             raise ConfigError(f"fragments={self.fragments}: must lie between 1 and period={self.period}")
+        check_periods(self.moments, self.period, None)
         if not 0 <= self.delay < self.period:
             raise ConfigError(
                 f"delay={self.delay}: must lie between 0 and period - 1 = {self.period - 1}; 0 waits for the all-reduce"
@@ -224,6 +232,7 @@ class DiLoCo(OuterStep):
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """As the base; and refuse a codec that forgets where workers never come together."""
         super().check(size, optimizer)
+        check_periods(self.moments, self.period, optimizer)
         # With less mixing every round takes a part of what was forgotten out of the workers too.
         if self.mixing == 1:
             check_tracked(self.codec)
@@ -266,6 +275,8 @@ class DiLoCo(OuterStep):
                 fragment.advance("average")
             if left == 0:
                 self._end_round(fragment, where)
+        if self.moments and not r.postponed:
+            average_due_(r.moments, r.comm, self.moments, r.step)
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
         """One step of the outer optimizer, whose gradient is the displacement of the average."""

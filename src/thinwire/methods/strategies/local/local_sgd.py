@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
@@ -93,7 +94,8 @@ class LocalSGD(Strategy):
     $C$ and $x_0$ the last average, $x_i \leftarrow x_0 + \tfrac1n \sum_j C(x_j - x_0)$. `NodeAverage` around it is
     hierarchical Local SGD.
 
-    `period=1` with plain SGD equals `AllReduce`. Optimizer state (momentum, Adam's moments) stays local.
+    `period=1` with plain SGD equals `AllReduce`. Optimizer state (momentum, Adam's moments) stays local, unless
+    `moments` gives periods at which its moments are averaged too (DES-LOC).
     Traffic per worker: $2\frac{n-1}{n}$ of the parameters for an average over all $n$ workers; with
     `weights="samples"` one more element; with a codec its payload in place of the parameters.
     State: with `weights="samples"` the number `samples` ($s_i$); with a codec `anchor` ($x_0$), like the parameters in
@@ -101,7 +103,8 @@ class LocalSGD(Strategy):
 
     Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767. Warm-up: Lin et al., Don't
     Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217. Weights: McMahan et al., Communication-Efficient
-    Learning of Deep Networks from Decentralized Data, AISTATS 2017, arXiv:1602.05629, Algorithm 1.
+    Learning of Deep Networks from Decentralized Data, AISTATS 2017, arXiv:1602.05629, Algorithm 1. Moments: DES-LOC,
+    Desynced Low Communication Adaptive Optimizers for Training Foundation Models, ICLR 2026, arXiv:2505.22549.
 
     Args:
         period: $\tau$, steps between averages; more sends less, and lets workers drift further apart.
@@ -110,6 +113,8 @@ class LocalSGD(Strategy):
         weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`; a step without
             such a number counts as one sample, a step without gradient as none.
         codec: compresses the differences from the last average; None sends them uncompressed.
+        moments: for each moment of the optimizer, such as Adam's first and second, the steps between its averages, each
+            a multiple of the period; empty keeps them local. An average sends as much as one of the parameters.
 
     Example:
         >>> import torch
@@ -133,6 +138,7 @@ class LocalSGD(Strategy):
     warmup_steps: int = 0
     weights: Literal["equal", "samples"] = "equal"
     codec: Codec | None = None
+    moments: tuple[int, ...] = ()
 
     paper = "Stich, Local SGD Converges Fast and Communicates Little, ICLR 2019, arXiv:1805.09767"
     waits = (
@@ -145,7 +151,7 @@ class LocalSGD(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
-            elementwise=True,
+            elementwise=not self.moments,
             period=self.period,
             steady_from=self.warmup_steps,
             rounds=Rounds(
@@ -155,6 +161,7 @@ class LocalSGD(Strategy):
                 weight="samples" if self.weights == "samples" else "",
                 # A codec encodes differences from a point that is common to all workers.
                 estimates=self.codec is None,
+                optimizer_state="average" if self.moments else "maintain",
                 postpones=True,
             ),
             lr_factor=1.0 if sends_all(self.codec) else None,
@@ -165,14 +172,16 @@ class LocalSGD(Strategy):
         check_period(self.period)
         if self.warmup_steps < 0:
             raise ConfigError(f"warmup_steps={self.warmup_steps}: must not be negative; 0 is no warm-up")
+        check_periods(self.moments, self.period, None)
         if self.codec is not None and self.weights == "samples":
             raise ConfigError(
                 f"codec={self.codec} with weights='samples': a codec works with plain means only; keep one of them"
             )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Check that the codec can compress differences; a biased one needs error feedback."""
+        """Check that the codec can compress differences, a biased one with error feedback, and the moments."""
         check_differences(self.codec)
+        check_periods(self.moments, self.period, optimizer)
 
     def start(self, r: Replica) -> None:
         """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""
@@ -187,6 +196,7 @@ class LocalSGD(Strategy):
             r.state["samples"] += r.samples
         if self.traits.averages_at(r.step) and not r.postponed:
             self._average_all_(r)
+            average_due_(r.moments, r.comm, self.moments, r.step)
 
     def restart(self, r: Replica) -> None:
         """With a codec, take differences from here on from the new parameters, which are equal on all ranks."""
