@@ -32,6 +32,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.runs.configuration import option_name
 
 if TYPE_CHECKING:
+    from thinwire.arrays.sweep.adapting import Adapting
     from thinwire.arrays.sweep.plan import Plan
     from thinwire.arrays.sweep.space import Domain, Space
     from thinwire.arrays.sweep.trials import Outcome, Population
@@ -47,6 +48,10 @@ _HYPERPARAMETERS = (
     "alpha",
     "rho",
     "lr_decay",
+    "rank",
+    "lora_alpha",
+    "lora_dropout",
+    "adapter_seed",
     "optimizer",
     "batch_size",
     "model_size",
@@ -74,6 +79,8 @@ class Sweep:
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; digits unless given.
         own_model: instead of a task, MODULE:FUNCTION of yours that returns the model. Needs --data and --loss.
         own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss.
+        adapters: train adapters of LoRA around the model, which stays frozen; saves each as a folder of PEFT.
+        targets: with --adapters, names of the adapted layers, such as q_proj,v_proj; default PEFT's for the model.
         trials: number of trials.
         steps: optimizer steps of a trial that is not stopped early.
         lr: learning rates.
@@ -85,6 +92,10 @@ class Sweep:
         alpha: decay rates of rmsprop's squares.
         rho: decay rates of adadelta's squares.
         lr_decay: decays of adagrad's learning rate.
+        rank: ranks of adapters; 8 unless given.
+        lora_alpha: scales of adapters, times their rank; twice the rank unless given.
+        lora_dropout: dropout rates of adapters.
+        adapter_seed: seeds of adapters' initial values and dropout.
         optimizer: sgd, adam, adamw, lamb, adagrad, rmsprop, adadelta, or several of them, such as sgd,adamw.
         batch_size: examples per step.
         model_size: named sizes of the task's model.
@@ -113,6 +124,8 @@ class Sweep:
     task: str | None = None
     own_model: Annotated[str | None, arg(name="model")] = None
     own_loss: Annotated[str | None, arg(name="loss")] = None
+    adapters: bool = False
+    targets: str | None = None
     trials: int = 16
     steps: int = 300
     lr: str | None = None
@@ -124,6 +137,10 @@ class Sweep:
     alpha: str | None = None
     rho: str | None = None
     lr_decay: str | None = None
+    rank: str | None = None
+    lora_alpha: str | None = None
+    lora_dropout: str | None = None
+    adapter_seed: str | None = None
     optimizer: str | None = None
     batch_size: str | None = None
     model_size: str | None = None
@@ -173,7 +190,7 @@ class Sweep:
         keep_memory()
         check_counts(self.trials, self.together)
         space = self._space()
-        plan = self._plan(space)
+        plan = self._plan(space, folder)
         # Every check comes before the folder is made: a mistyped option leaves nothing behind.
         plan.check(space)
         sampler = sampler_of(self.sampler, space, seed=self.seed)
@@ -242,7 +259,17 @@ class Sweep:
                 f"add {options}"
             )
 
-    def _plan(self, space: Space) -> Plan:
+    def _adapting(self, folder: Path) -> Adapting | None:
+        from thinwire.arrays.sweep.adapting import Adapting
+
+        if not self.adapters:
+            if self.targets is not None:
+                raise ConfigError(f"--targets {self.targets}: belongs to a sweep over adapters; add --adapters")
+            return None
+        names = [] if self.targets is None else [name.strip() for name in self.targets.split(",")]
+        return Adapting(tuple(filter(None, names)), folder / "adapters")
+
+    def _plan(self, space: Space, folder: Path) -> Plan:
         import torch
 
         from thinwire.arrays.sweep.plan import Plan
@@ -262,6 +289,7 @@ class Sweep:
             None if self.halving is None else Halving(self.halving, self.keep),
             self.eval_limit,
             self._population(space),
+            self._adapting(folder),
         )
 
     @property
@@ -347,6 +375,7 @@ class Sweep:
             "best_hyperparameters": dict(best[0].trial.hyperparameters),
             "stopped": sum(each.stopped for each in best),
             "diverged": sum(not math.isfinite(each.loss) for each in best),
+            **({"best_adapter": f"adapters/trial-{best[0].trial.number}"} if self.adapters else {}),
             "command": command_line(),
         }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from thinwire.arrays.finetuning.array import AdapterArray
 from thinwire.arrays.fusion.array import FusedArray
 from thinwire.arrays.fusion.optimizers.adam import Adam, AdamW
 from thinwire.arrays.fusion.optimizers.adaptive import Adadelta, Adagrad, RMSprop
@@ -51,7 +52,7 @@ OPTIMIZERS = {
 """Every optimizer that arrays of models have, by the name that options give it."""
 
 
-def fused_optimizer(array: FusedArray, settings: Sequence[Setting]) -> FusedOptimizer:
+def fused_optimizer(array: FusedArray | AdapterArray, settings: Sequence[Setting]) -> FusedOptimizer:
     """An optimizer of the array with each trial's hyperparameters."""
     kind = OPTIMIZERS[settings[0].optimizer]
     names = ("lr", "weight_decay", *kind.hyperparameters)
@@ -63,7 +64,8 @@ def torch_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer
     """The optimizer of one model by itself, with one trial's hyperparameters."""
     kind = OPTIMIZERS[setting.optimizer]
     names = ("lr", "weight_decay", *kind.hyperparameters)
-    return kind.alone(model.parameters(), **_arguments({name: getattr(setting, name) for name in names}))
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return kind.alone(trained, **_arguments({name: getattr(setting, name) for name in names}))
 
 
 def _arguments(values: dict[str, Any]) -> dict[str, Any]:

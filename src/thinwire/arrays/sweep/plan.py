@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
+from thinwire.arrays.sweep.adapting import ADAPTED, Adapting
 from thinwire.arrays.sweep.optimizers import OPTIMIZERS
 from thinwire.arrays.sweep.setting import Setting
 from thinwire.arrays.sweep.space import Choices, Hyperparameters, Range, Space, Value
@@ -27,6 +28,7 @@ class Plan:
         halving: when trials are stopped early; None never stops one.
         eval_limit: number of held-out examples; None takes all.
         population: when members become copies of better ones; None trains every trial independently.
+        adapting: trains adapters of the task's model; None trains whole models.
 
     Raises:
         ConfigError: fewer than one step or held-out example, a negative seed, or both halving and a population.
@@ -39,6 +41,7 @@ class Plan:
     halving: Halving | None = None
     eval_limit: int | None = None
     population: Population | None = None
+    adapting: Adapting | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
@@ -60,7 +63,7 @@ class Plan:
         Raises:
             ConfigError: a hyperparameter does not exist, or its value has the wrong type.
         """
-        known = {field.name for field in fields(Setting)}
+        known = {field.name for field in fields(Setting)} - ({*ADAPTED} if self.adapting is None else set[str]())
         for name in hyperparameters:
             if name not in known:
                 raise ConfigError(f"hyperparameter {name!r}: there are {', '.join(sorted(known))}")
@@ -85,6 +88,7 @@ class Plan:
             optimizer=optimizer,
             batch_size=_whole(hyperparameters, "batch_size", own.batch_size),
             model_size=size,
+            lora_alpha=_number(hyperparameters, "lora_alpha", 16.0) if "lora_alpha" in hyperparameters else None,
             **{name: _number(hyperparameters, name, usual) for name, usual in rest.items()},
         )
 
@@ -95,6 +99,15 @@ class Plan:
             ConfigError: a hyperparameter does not exist, has an impossible value, or has no effect because none of the
                 optimizers has it.
         """
+        for name in ADAPTED if self.adapting is None else ():
+            if name in space.domains:
+                raise ConfigError(
+                    f"{name}={space.domains[name]}: belongs to a sweep over adapters. Add --adapters, or leave it out"
+                )
+        for name in ("rank", "adapter_seed"):
+            domain = space.domains.get(name)
+            if isinstance(domain, Range) and domain.scale != "whole":
+                raise ConfigError(f"{name}={domain}: must be whole numbers. Use whole:2:16, or a list such as 4,8,16")
         # Settings are valid in intervals, so the ends of a range stand for all of it.
         for hyperparameters in space.extremes():
             self.setting(hyperparameters)

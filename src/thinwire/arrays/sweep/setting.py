@@ -26,6 +26,10 @@ class Setting:
         alpha: decay rate of rmsprop's squares.
         rho: decay rate of adadelta's squares.
         lr_decay: decay of adagrad's learning rate.
+        rank: of an adapter.
+        lora_dropout: dropout rate of an adapter's input.
+        adapter_seed: seed of an adapter's initial values and dropout.
+        lora_alpha: what an adapter is scaled by, times its rank; None takes twice the rank.
 
     Raises:
         ConfigError: a number out of its range.
@@ -43,6 +47,10 @@ class Setting:
     alpha: float = 0.99
     rho: float = 0.9
     lr_decay: float = 0.0
+    rank: float = 8.0
+    lora_dropout: float = 0.0
+    adapter_seed: float = 0.0
+    lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("lr", "momentum", "weight_decay", "eps", "lr_decay"):
@@ -53,5 +61,13 @@ class Setting:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"{name}={value}: must lie in [0, 1); 0.9 and 0.999 are usual")
+        for name, least in (("rank", 1), ("adapter_seed", 0)):
+            value = getattr(self, name)
+            if not least <= value < 2**32 or value != int(value):
+                raise ConfigError(f"{name}={value}: must be a whole number, at least {least}")
+        if not 0 <= self.lora_dropout < 1:
+            raise ConfigError(f"lora_dropout={self.lora_dropout}: must lie in [0, 1); 0.05 is usual")
+        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
+            raise ConfigError(f"lora_alpha={self.lora_alpha}: must be finite and positive; twice the rank is usual")
         if self.batch_size < 1:
             raise ConfigError(f"batch_size={self.batch_size}: a step needs at least 1 example")

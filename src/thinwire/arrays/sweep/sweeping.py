@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,6 +24,8 @@ from thinwire.errors import ConfigError
 _USABLE = 0.8
 # With so many times the memory that all trials need by the figure of one, all are tried at once.
 _AMPLE = 8
+# Adapters train as one array unless a step of it takes longer than this fraction of separate steps allows.
+_WORTH_IT = 0.95
 _MEMINFO = Path("/proc/meminfo")
 
 
@@ -80,7 +83,7 @@ def sweep(
         proposed = sampler.ask(min(trials - len(ended), at_once or together or trials))
         outcomes = list[Outcome]()
         for group in partition(proposed, FUSIBLE):
-            most = together or journal.capacity(partial(capacity_for, plan, group))
+            most = together or journal.capacity(partial(array_size_for, plan, group))
             for begin in range(0, len(group), most):
                 members, arrays = group[begin : begin + most], arrays + 1
                 on_step = _on_step(callback, arrays, len(members), [*ended, *outcomes])
@@ -148,6 +151,32 @@ def capacity_for(plan: Plan, trials: Sequence[Trial]) -> int:
     if not found:
         raise ConfigError("not one trial fits into memory; use a smaller model or batch")
     return found
+
+
+def array_size_for(plan: Plan, trials: Sequence[Trial]) -> int:
+    """How many of these trials to train as one array: as many as fit, or 1 where adapters together are not faster.
+
+    Raises:
+        ConfigError: as `capacity_for`.
+    """
+    most = capacity_for(plan, trials)
+    if plan.adapting is None or most == 1:
+        return most
+    with without_autotuning():
+        together, alone = (
+            _step_seconds(TrialArray(replace(plan, halving=None), trials[:count])) for count in (most, 1)
+        )
+    return most if together < most * alone / _WORTH_IT else 1
+
+
+def _step_seconds(run: TrialArray) -> float:
+    """The least CPU time of a step: the first ones allocate, and other processes disturb some."""
+    found: list[float] = []
+    for _ in range(4):
+        start = time.process_time()
+        run.advance()
+        found.append(time.process_time() - start)
+    return min(found[1:])
 
 
 def largest_that_fits(fits: Callable[[int], bool], most: int) -> int:

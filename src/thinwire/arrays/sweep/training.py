@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.arrays.fusion.array import fuse
+from thinwire.arrays.finetuning.array import AdapterArray
+from thinwire.arrays.fusion.array import FusedArray, fuse
 from thinwire.arrays.fusion.checkpoints import restore, state_of
 from thinwire.arrays.sweep.optimizers import fused_optimizer, torch_optimizer
 from thinwire.arrays.sweep.plan import Plan
@@ -49,7 +50,9 @@ class TrialArray:
         with torch.device("cpu"):  # where the batches are
             model = plan.task.model(size, seed=plan.seed)
         # `fuse` copies the model, so that all trials start from the same parameters.
-        self.array = fuse([model] * len(trials))
+        self.array: FusedArray | AdapterArray = (
+            fuse([model] * len(trials)) if plan.adapting is None else plan.adapting.array(model, settings)
+        )
         self.optimizer = fused_optimizer(self.array, settings)
         if plan.population is not None:
             self._perturbed_by(plan.population)  # raises early, not at the first selection
@@ -146,6 +149,11 @@ class TrialArray:
         values[slot] = population.perturb(name, float(values[slot]), rng)
         return float(values[slot])
 
+    def save_adapters(self) -> None:
+        """Save each trial's adapter where the plan says so."""
+        if self.plan.adapting is not None and isinstance(self.array, AdapterArray):
+            self.plan.adapting.save(self.array, self.trials)
+
     def outcomes(self, *, stopped: bool = False) -> list[Outcome]:
         """Evaluate every trial on held-out data."""
         task, size = self.plan.task, len(self.trials)
@@ -215,6 +223,7 @@ def train_together(
         if callback is not None:
             callback(run, ended)
     ended += run.outcomes()
+    run.save_adapters()
     order = {trial.number: index for index, trial in enumerate(trials)}
     return sorted(ended, key=lambda each: order[each.trial.number])
 
@@ -225,6 +234,9 @@ def train_alone(plan: Plan, trial: Trial) -> Outcome:
     (shard,) = task.shards(1, seed=plan.seed)
     with torch.device("cpu"):  # where the batches are
         model = task.model(setting.model_size, seed=plan.seed)
+    if plan.adapting is not None:
+        # PEFT's own model with the same initial adapter.
+        model = plan.adapting.array(model, [setting]).extract(0)
     optimizer = torch_optimizer(model, setting)
     for step in range(plan.steps):
         batch = task.batch(shard, step, batch_size=setting.batch_size, seed=plan.seed, rank=0)

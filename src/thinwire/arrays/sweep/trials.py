@@ -12,7 +12,10 @@ import numpy as np
 from thinwire.arrays.sweep.space import Hyperparameters, Value
 from thinwire.errors import ConfigError
 
-FUSIBLE = ("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "alpha", "rho", "lr_decay")
+FUSIBLE = (
+    *("lr", "momentum", "weight_decay", "beta1", "beta2", "eps", "alpha", "rho", "lr_decay"),
+    *("rank", "lora_alpha", "lora_dropout", "adapter_seed"),
+)
 """The hyperparameters in which members of one array may differ."""
 
 # Perturbed by their distance from 1: 0.9 and 0.99 average over 10 and 100 steps.

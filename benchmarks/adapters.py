@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapters of one base as one array against separate runs with PEFT, one after another: time of a step, and memory.
+
+python -m benchmarks.adapters [speed] [memory]
+
+All models are random and of the structure of Llama. Times are CPU seconds; the contenders take turns, and a figure is
+the median of ratios within rounds, with the quartiles. Memory is the peak of what tensors hold.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import peft
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.fusion import ratios, seconds
+from thinwire.arrays.finetuning import AdapterArray, adapters
+from thinwire.arrays.finetuning.capacity import PeakMemory
+from thinwire.arrays.fusion import AdamW, Each, keep_memory
+
+# Hidden size, layers; the base of 25 million parameters is the last.
+BASES = {"0.4 M": (64, 4), "3 M": (192, 6), "25 M": (512, 8)}
+# The targets and the rank that PEFT has for Llama by default.
+_USUAL = ["q_proj", "v_proj"]
+SHAPES = [(8, 1, 64), (8, 1, 16), (8, 4, 64), (2, 1, 64), (1, 1, 64), (8, 2, 512)]
+
+
+def base_of(hidden: int, layers: int) -> Any:
+    """Make a model with random weights."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": hidden, "intermediate_size": 43 * hidden // 16, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": hidden // 32, "num_key_value_heads": hidden // 32}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, vocab_size=1000, use_cache=False)).train()
+
+
+def configs(members: int) -> list[Any]:
+    """Adapters of ranks 2 to 16 of all linear layers of attention."""
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    return [peft.LoraConfig(r=(2, 4, 8, 16)[slot % 4], target_modules=targets) for slot in range(members)]
+
+
+def as_array(base: Any, members: int, ids: Tensor, each: Any = None, **options: Any) -> Callable[[], object]:
+    """Return one step of an array on ids [members, rows, length]."""
+    array: AdapterArray = adapters(base, each or configs(members))
+    optimizer = AdamW(array.parameters(), lr=1e-4)
+
+    def step() -> None:
+        array.zero_grad()
+        array.backward(lambda: array(input_ids=Each(ids), labels=Each(ids)).loss, **options)
+        optimizer.step()
+
+    return step
+
+
+def one_by_one(
+    base: Any, members: int, ids: Tensor, each: Any = None, kept: dict[int, Any] | None = None
+) -> Callable[[], object]:
+    """Return one step of each of as many separate runs."""
+    models = [
+        peft.get_peft_model(copy.deepcopy(base, dict(kept or {})), config).train()
+        for config in each or configs(members)
+    ]
+    optimizers = [torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=1e-4) for m in models]
+
+    def step() -> None:
+        for model, optimizer, own in zip(models, optimizers, ids, strict=True):
+            optimizer.zero_grad()
+            model(input_ids=own, labels=own).loss.backward()
+            optimizer.step()
+
+    return step
+
+
+def speed(rounds: int = 7) -> None:
+    """Print a row per base and shape of batch."""
+    print(f"{'base':6} members rows length  array ms  separate ms  speed-up (quartiles)")
+    for name, sizes in reversed(BASES.items()):
+        for members, rows, length in SHAPES:
+            if sizes[0] > 192 and rows * length > 512:
+                continue
+            base, ids = base_of(*sizes), torch.randint(1000, (members, rows, length))
+            found = seconds({"array": as_array(base, members, ids), "separate": one_by_one(base, members, ids)}, rounds)
+            low, middle, high = ratios(found["separate"], found["array"])
+            times = [1e3 * sorted(each)[len(each) // 2] for each in found.values()]
+            print(
+                f"{name:6} {members:7} {rows:4} {length:6} {times[0]:9.1f} {times[1]:12.1f}  "
+                f"{middle:.2f} ({low:.2f} to {high:.2f})",
+                flush=True,
+            )
+
+
+def memory(members: int = 16) -> None:
+    """Print the peak of an array relative to that of one separate run."""
+    base, ids = base_of(*BASES["25 M"]), torch.randint(1000, (members, 1, 64))
+    with PeakMemory(base) as one:
+        # One run holds the base itself, and not a copy.
+        kept = {id(each): each for each in base.parameters()}
+        _two(one_by_one(base, 1, ids[:1], [peft.LoraConfig(target_modules=_USUAL)], kept))
+    print(f"one run: {one.peak / 1e6:.0f} MB")
+    for at_once, checkpointed in ((None, False), (4, False), (1, False), (4, True), (2, True)):
+        if checkpointed:
+            base.activation_checkpointing_enable()
+        with PeakMemory(base) as many:
+            _two(as_array(base, members, ids, [peft.LoraConfig(target_modules=_USUAL)] * members, at_once=at_once))
+        print(
+            f"{members} members, at_once={at_once}, checkpointed={checkpointed}: {many.peak / 1e6:.0f} MB, "
+            f"{many.peak / one.peak:.2f} times one run",
+            flush=True,
+        )
+
+
+def _two(step: Callable[[], object]) -> None:
+    # The second step has the optimizer's state from its beginning.
+    step()
+    step()
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore", FutureWarning)
+    keep_memory()
+    for name in sys.argv[1:] or ("speed", "memory"):
+        {"speed": speed, "memory": memory}[name]()
