@@ -112,6 +112,14 @@ def attached(names: Names, strategy: thinwire.Strategy) -> Names:
     return {"model": model, "optimizer": optimizer, "worker": thinwire.attach(model, optimizer, strategy)}
 
 
+def with_global_batch(names: Names) -> Names:
+    """A worker that has a share of a global batch."""
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = thinwire.attach(model, optimizer, thinwire.AllReduce(), global_batch=8)
+    return {"worker": worker, "dataset": names["data"]}
+
+
 def with_config(names: Names) -> Names:
     """A worker whose model has a configuration, as those of transformers have."""
     found = attached(names, thinwire.SlowMo())
@@ -250,6 +258,7 @@ OWN: dict[tuple[str, int], Callable[[Names], Names]] = {
     ("docs/how-to/elastic.md", 2): lambda names: {"batches": names["loader"], "steps": names["worker"].step + 4},
     ("docs/how-to/heterogeneity.md", 0): probed,
     ("docs/how-to/sharded-models.md", 0): sharded,
+    ("docs/how-to/unequal-workers.md", 0): with_global_batch,
     ("docs/strategies/accelerated-minibatch.md", 0): lambda names: {"rounds": [[names["batch"]] * 3] * 2},
     ("docs/strategies/async-leader-sgd.md", 0): asynchronous,
     ("docs/strategies/backup-workers.md", 1): elastic,
