@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import http.client
 import os
+import random
 import shutil
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,6 +98,92 @@ def serve(server: str, folder: Path) -> Generator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+class FaultyProxy(ThreadingHTTPServer):
+    """A proxy before an S3 server that fails some requests, before or after the server has got them.
+
+    Args:
+        endpoint: of the server.
+        seed: of the draws.
+        share: the share of requests that fail, and the share that is slow.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, endpoint: str, seed: int, share: float) -> None:
+        super().__init__(("127.0.0.1", 0), _Forward)
+        self.host = endpoint.removeprefix("http://")
+        self.share = share
+        self.draw = random.Random(seed)
+        self.faults: Counter[str] = Counter()
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def fault(self) -> str:
+        """Draw what goes wrong with a request."""
+        kinds = ("500 before", "500 after", "closed after", "slow")
+        kind = self.draw.choice(kinds) if self.draw.random() < self.share else ""
+        self.faults[kind] += 1
+        return kind
+
+
+class _Forward(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: FaultyProxy
+
+    def _forward(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        fault = self.server.fault()
+        if fault == "slow":
+            time.sleep(0.5)
+        if fault == "500 before":
+            return self._answer(500, {}, b"")
+        connection = http.client.HTTPConnection(self.server.host, timeout=20)
+        try:
+            connection.request(self.command, self.path, body, dict(self.headers))
+            found = connection.getresponse()
+            content, headers = found.read(), dict(found.getheaders())
+        finally:
+            connection.close()
+        if fault == "closed after":
+            self.close_connection = True
+            return None
+        if fault == "500 after":
+            return self._answer(500, {}, b"")
+        return self._answer(found.status, headers, content)
+
+    def _answer(self, status: int, headers: Mapping[str, str], content: bytes) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            if name.lower() not in ("transfer-encoding", "content-length", "connection"):
+                self.send_header(name, value)
+        length = headers.get("Content-Length", len(content)) if self.command == "HEAD" else len(content)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_GET = do_PUT = do_DELETE = do_HEAD = do_POST = _forward
+
+    def handle(self) -> None:
+        """Ignore clients that have ended."""
+        with suppress(ConnectionError):
+            super().handle()
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing."""
+
+
+@contextmanager
+def faulty(endpoint: str, *, seed: int, share: float) -> Generator[FaultyProxy]:
+    """Run a proxy before a server that fails a share of the requests."""
+    with FaultyProxy(endpoint, seed, share) as proxy:
+        thread = threading.Thread(target=proxy.serve_forever, daemon=True, name="thinwire-bucket-proxy")
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.shutdown()
+            thread.join()
 
 
 def set_environment(patch: pytest.MonkeyPatch, endpoint: str) -> None:

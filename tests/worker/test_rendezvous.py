@@ -18,7 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
-from tests.buckets import SERVERS, Process, environment, serve
+from tests.buckets import SERVERS, Process, environment, faulty, serve
 from thinwire import Comm, Worker, attach, run_threads
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError
@@ -245,6 +245,14 @@ def test_processes_over_a_folder_equal_threads(tmp_path: Path) -> None:
 def test_processes_over_an_s3_server_equal_threads(tmp_path: Path) -> None:
     with serve("weed", tmp_path) as endpoint:
         check_processes("s3://bucket/run", environment(endpoint), 2, RECIPES[2:3], tmp_path)
+
+
+@pytest.mark.slow
+def test_failed_slow_and_lost_requests_change_nothing(tmp_path: Path) -> None:
+    """Also writes that have succeeded although the answer says otherwise."""
+    with serve("moto", tmp_path) as endpoint, faulty(endpoint, seed=3, share=0.3) as proxy:
+        check_processes("s3://bucket/faulty", environment(proxy.endpoint), 2, RECIPES[2:3], tmp_path)
+        assert min(proxy.faults[kind] for kind in ("500 before", "500 after", "closed after", "slow")) > 3, proxy.faults
 
 
 @pytest.mark.slow

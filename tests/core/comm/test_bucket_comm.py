@@ -106,8 +106,16 @@ def test_objects_that_all_ranks_have_read_are_deleted(tmp_path: Path) -> None:
             comm.send_recv(torch.ones(3), [right], [left]).wait()
             comm.all_to_all([torch.ones(1)] * comm.size, [1] * comm.size).wait()
 
+    def exchange(comm: BucketComm) -> None:
+        for _ in range(20):
+            comm.send_recv(torch.ones(3), [1 - comm.rank], [1 - comm.rank]).wait()
+
     run_workers(f"file://{tmp_path}/run", 3, work)
+    run_workers(f"file://{tmp_path}/pairs", 2, exchange)
     end = time.monotonic() + 10
+    while len(left := [path for path in (tmp_path / "pairs" / "0").rglob("*") if path.is_file()]) > 2 * 3:
+        assert time.monotonic() < end, left
+        time.sleep(0.05)
     while len(left := [path for path in (tmp_path / "run" / "0").rglob("*") if path.is_file()]) > 3 * 8:
         assert time.monotonic() < end, left
         time.sleep(0.05)

@@ -195,6 +195,13 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
         Bucket.open("s3://bucket/run", key=new_key(), timeout=5)
 
 
+def test_a_bucket_that_does_not_exist_is_reported_at_once(url: str) -> None:
+    if not url.startswith("s3:"):
+        pytest.skip("only servers have buckets")
+    with pytest.raises(CommError, match=r"s3://no-such-bucket/run: the store cannot be used.*Check the name of the bu"):
+        Bucket.open("s3://no-such-bucket/run", timeout=300)
+
+
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 

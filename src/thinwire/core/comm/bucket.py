@@ -227,6 +227,7 @@ class BucketComm(Comm):
             )
             found = await asyncio.gather(*(receive(peer, n) for peer, n in receives))
             await writes
+            self._sweep()
             return list(found)
 
         return self._launch(call, run()).then(lambda rows: [_tensor(row, x) for row in rows])

@@ -118,8 +118,8 @@ class Bucket:
         bucket = cls(url.rstrip("/"), secret, _store_of(url.rstrip("/")))
         end = time.monotonic() + timeout
         try:
-            bucket.wait(bucket._check_create(), end - time.monotonic())
-            bucket.wait(bucket._unlock(), end - time.monotonic())
+            bucket.wait(bucket._unlock(timeout), end - time.monotonic())
+            bucket.wait(bucket._check_create(timeout), end - time.monotonic())
         except (ConnectionError, TimeoutError) as error:
             problem = str(error) or f"no answer within {timeout:g} s"
             raise CommError(
@@ -200,8 +200,8 @@ class Bucket:
         while True:
             try:
                 return await attempt()
-            except ConnectionError:
-                if time.monotonic() + pause > end:
+            except ConnectionError as error:
+                if isinstance(error, _RefusedError) or time.monotonic() + pause > end:
                     raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
@@ -251,16 +251,19 @@ class Bucket:
         Raises:
             ConnectionError: it failed, or took too long.
         """
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
         limit = _REQUEST_SECONDS + nbytes / _SLOWEST
         try:
             return await asyncio.wait_for(call, limit)
         except (CommError, ConnectionError):
             raise
         except TimeoutError:
-            problem = f"a request took longer than {limit:.0f} s"
+            raise ConnectionError(f"a request took longer than {limit:.0f} s") from None
         except Exception as error:  # obstore has errors of its own beside Python's
             problem = f"{type(error).__name__}: {(str(error) or 'no text').splitlines()[0][:300]}"
-        raise ConnectionError(problem)
+            final = isinstance(error, FileNotFoundError | PermissionDeniedError | UnauthenticatedError)
+        raise _RefusedError(problem) if final else ConnectionError(problem)
 
     async def _is(self, name: str, sealed: bytes) -> bool:
         try:
@@ -286,14 +289,15 @@ class Bucket:
                 "with the run key for their own name are accepted. Check who can write to the store"
             ) from None
 
-    async def _unlock(self) -> None:
+    async def _unlock(self, seconds: float) -> None:
         """Derive the key from the salt of the run, which the first worker draws."""
         most = len(_MAGIC) + _SALT_BYTES + len(_PROOF) + SEAL_BYTES
         while True:
-            found = await self._get("run", most)
+            found = await self.repeated(lambda: self._get("run", most), seconds)
             if found is None:
                 self._derive(salt := secrets.token_bytes(_SALT_BYTES))
-                await self._put("run", _MAGIC + salt + await self._seal("run", _PROOF), create=True)
+                content = _MAGIC + salt + await self._seal("run", _PROOF)
+                await self.repeated(lambda content=content: self._put("run", content, create=True), seconds)
                 continue  # another worker may have been first
             start = len(_MAGIC) + _SALT_BYTES
             if not found.startswith(_MAGIC):
@@ -318,7 +322,7 @@ class Bucket:
 
         self._cipher = ChaCha20Poly1305(HKDF(SHA256(), 32, salt, _MAGIC).derive(self._secret))
 
-    async def _check_create(self) -> None:
+    async def _check_create(self, seconds: float) -> None:
         """Check that of several writers of one object exactly one succeeds, and measure a request.
 
         Raises:
@@ -326,17 +330,21 @@ class Bucket:
         """
         name = f"probe/{secrets.token_hex(8)}"
         start = time.monotonic()
-        written = await asyncio.gather(*(self._put(name, bytes([each]), create=True) for each in range(_RACERS)))
-        found = await self._get(name, 1)
+        written = await asyncio.gather(*(self.create(name, bytes([n]), seconds=seconds) for n in range(_RACERS)))
+        found = await self.repeated(lambda: self.get(name, 1), seconds)
         self.seconds = time.monotonic() - start
-        again = await self._put(name, b"again", create=True)
-        await self.delete([name])
+        again = await self.create(name, b"again", seconds=seconds)
+        await self.repeated(lambda: self.delete([name]), seconds)
         if sum(written) != 1 or again or found != bytes([written.index(True)]):
             raise ConfigError(
                 f"{self.url}: {sum(written) + again} of {_RACERS + 1} writers of one new object succeeded. The store "
                 "must support create-if-absent (If-None-Match: *), so that exactly one succeeds. AWS S3, Cloudflare "
                 "R2, MinIO, SeaweedFS, Google Cloud Storage, Azure and local folders do"
             )
+
+
+class _RefusedError(ConnectionError):
+    """The store refuses these requests: no such bucket, or no permission."""
 
 
 async def _off_loop(nbytes: int, call: Callable[[], bytes]) -> bytes:

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic runs over a bucket: workers join, leave and are killed, by the same membership as over TCP."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
+
+from tests.buckets import Process, environment, serve
+from tests.worker.test_rendezvous import build, flat
+from thinwire import attach
+from thinwire.core.storage.bucket import KEY, new_key
+from thinwire.elastic.notice import Notice
+
+
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(KEY, new_key())
+
+
+def train(outbox: Any, url: str, recipe: str, stop: Path) -> None:
+    """Train until the step in the file `stop`; answers with the number of workers after each change."""
+    # Clocks of machines may differ and jump, so nothing may depend on one.
+    time.time = random.Random(os.getpid()).random
+    model, optimizer = build()
+    worker = attach(model, optimizer, recipe, rendezvous=url, timeout=40)
+    assert worker.elastic is not None
+    worker.elastic.on_view.append(lambda view: outbox.send((view.size, worker.step)))
+    notice = Notice(worker, every=4, signals=[signal.SIGUSR1])
+    outbox.send((worker.size, worker.step))
+    until = 1_000_000
+    while worker.step < until:
+        draw = torch.Generator().manual_seed(os.getpid() + worker.step)
+        x = torch.randn(8, 5, generator=draw)
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+        time.sleep(0.02)
+        if notice.leave():
+            outbox.send("left")
+            return
+        if stop.exists() and until == 1_000_000:
+            until = int(stop.read_text())
+    with worker.consensus():
+        outbox.send((flat(model).tolist(), flat(model).isfinite().all().item()))
+    notice.close()
+    worker.detach()
+
+
+def until_size(worker: Process, size: int) -> int:
+    """Wait until a worker is one of `size`; returns its step."""
+    while True:
+        found = worker.receive(60)
+        assert not isinstance(found, str), found
+        if found[0] == size:
+            return int(found[1])
+
+
+def check_changes(url: str, extra: dict[str, str], recipe: str, folder: Path) -> None:
+    workers: list[Process] = []
+    stop = folder / "stop"
+
+    def add() -> Process:
+        workers.append(Process(train, url, recipe, stop, extra={**extra, KEY: os.environ[KEY]}))
+        return workers[-1]
+
+    try:
+        a = add()
+        until_size(a, 1)
+        b = add()
+        until_size(a, 2)
+        until_size(b, 2)
+        c = add()
+        for each in (a, b, c):
+            until_size(each, 3)
+        assert c.process.pid is not None and b.process.pid is not None
+        os.kill(c.process.pid, signal.SIGKILL)
+        for each in (a, b):
+            until_size(each, 2)
+        d = add()
+        for each in (a, b, d):
+            step = until_size(each, 3)
+        os.kill(b.process.pid, signal.SIGUSR1)
+        while b.receive(60) != "left":
+            pass
+        for each in (a, d):
+            step = max(step, until_size(each, 2))
+        stop.with_suffix(".new").write_text(str(step + 120))
+        stop.with_suffix(".new").rename(stop)
+        found = [each.receive(100) for each in (a, d)]
+        assert found[0][1] and found[0] == found[1]
+    finally:
+        for each in workers:
+            each.end()
+
+
+@pytest.mark.parametrize("recipe", ["LocalSGD(period=4)"])
+def test_workers_join_leave_and_are_killed_over_a_folder(recipe: str, tmp_path: Path) -> None:
+    check_changes(f"file://{tmp_path}/run", {}, recipe, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "recipe",
+    ["LocalSGD(period=4)", "DiLoCo(period=4, delay=2, codec=ErrorFeedback(Nearest(bits=4)))", "NoLoCo(period=4)"],
+)
+@pytest.mark.timeout(400)
+def test_workers_join_leave_and_are_killed_over_s3(recipe: str, tmp_path: Path) -> None:
+    with serve("weed", tmp_path) as endpoint:
+        check_changes("s3://bucket/run", environment(endpoint), recipe, tmp_path)
+
+
+def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed: int) -> None:
+    """Kill a worker at any instant while two join at once, and pause another; the others must end up equal."""
+    draw = random.Random(seed)
+    stop = folder / f"stop{seed}"
+    workers: list[Process] = []
+
+    def add(count: int) -> list[Process]:
+        extended = {**extra, KEY: os.environ[KEY]}
+        workers.extend(Process(train, f"{url}/{seed}", recipe, stop, extra=extended) for _ in range(count))
+        return workers[-count:]
+
+    try:
+        first = add(1)
+        until_size(first[0], 1)
+        first += add(2)
+        for each in first:
+            until_size(each, 3)
+        victim, paused, _ = draw.sample(first, 3)
+        joining = add(2)
+        time.sleep(draw.uniform(0, 2))
+        assert victim.process.pid is not None and paused.process.pid is not None
+        os.kill(victim.process.pid, signal.SIGKILL)
+        os.kill(paused.process.pid, signal.SIGSTOP)
+        time.sleep(draw.uniform(0, 1))
+        os.kill(paused.process.pid, signal.SIGCONT)
+        rest = [each for each in first if each is not victim] + joining
+        step = max(until_size(each, 4) for each in rest)
+        stop.with_suffix(".new").write_text(str(step + 120))
+        stop.with_suffix(".new").rename(stop)
+        found = [each.receive(100) for each in rest]
+        while any(isinstance(each[0], int) for each in found):  # a report of a view
+            found = [
+                each if isinstance(each[0], list) else worker.receive(100)
+                for each, worker in zip(found, rest, strict=True)
+            ]
+        assert found[0][1] and all(each == found[0] for each in found)
+    finally:
+        for each in workers:
+            each.end()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("recipe", ["LocalSGD(period=4)", "DiLoCo(period=8, delay=3)", "NoLoCo(period=4)"])
+def test_fifty_runs_of_each_recipe_survive_chaos(recipe: str, tmp_path: Path) -> None:
+    for seed in range(50):
+        check_chaos(f"file://{tmp_path}/run", {}, recipe, tmp_path, seed)
+
+
+def test_a_run_whose_workers_have_ended_is_not_joined(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/run"
+    model, optimizer = build()
+    worker = attach(model, optimizer, "LocalSGD(period=2)", rendezvous=url)
+    (model(torch.ones(1, 5)).sum()).backward()
+    optimizer.step()
+    worker.detach()
+    second = Process(train, url, "LocalSGD(period=2)", tmp_path / "none", extra={KEY: os.environ[KEY]})
+    try:
+        told = second.receive(60)
+        assert told.startswith("RunEndedError: ") and "use another path, and load a checkpoint" in told
+    finally:
+        second.end(5)
