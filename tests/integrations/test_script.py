@@ -17,6 +17,7 @@ import torch
 
 from tests.pool import run_processes
 from thinwire.cli import main
+from thinwire.core.storage.bucket import new_key
 from thinwire.errors import ThinwireError
 from thinwire.integrations.script import ADD_LINES, run_script
 
@@ -33,6 +34,14 @@ def run_up(script: str, strategy: str, arguments: list[str], export: str | None 
             run_script(script, arguments, strategy, note=notes.append, export=export)
     except ThinwireError as error:
         notes.append(f"{type(error).__name__}: {error}")
+    return printed.getvalue(), notes
+
+
+def run_in_bucket(script: str, url: str, key: str) -> tuple[str, list[str]]:
+    """One worker of two that meet in a folder."""
+    printed, notes = io.StringIO(), []
+    with redirect_stdout(printed):
+        run_script(script, [], "LocalSGD(period=5)", note=notes.append, rendezvous=url, workers=2, key=key)
     return printed.getvalue(), notes
 
 
@@ -141,6 +150,14 @@ def test_a_shuffled_loader_is_shared_in_every_epoch_and_evaluation_is_whole(tmp_
     (_, notes), _ = found
     assert any("each of 2 workers reads 5 of its 11 batches" in note for note in notes)
     assert any("torch.save writes on rank 0 only" in note for note in notes)
+
+
+def test_workers_that_meet_in_a_folder_read_the_data_in_orders_of_their_own(tmp_path: Path) -> None:
+    pytest.importorskip("obstore")
+    arguments = (str(MNIST), (tmp_path / "run").as_uri(), new_key())
+    (first, notes), (second, _) = run_processes(2, run_in_bucket, *arguments, seconds=120)
+    assert losses(first) != losses(second) and first.count("/11] Loss") == second.count("/11] Loss") == 22
+    assert any("each worker reads all 11 batches in its own order" in note for note in notes)
 
 
 HEAD = """

@@ -50,6 +50,7 @@ COMMANDS = {
     ),
     "select": Command("thinwire.cli.select", "Select", "choose a small weighted subset of a data set: a coreset"),
     "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
+    "bucket": Command("thinwire.cli.bucket", "Bucket", "draw the key of a run over a bucket, or delete an ended run"),
     "store": Command("thinwire.cli.store", "Store", "host the store in which elastic workers agree on who they are"),
     "doctor": Command("thinwire.cli.doctor", "Doctor", "examine machines and links: what is wrong, and what it costs"),
     "tools": Command("thinwire.cli.tools", "Tools", "list what runs natively on this machine, and what is missing"),

@@ -35,6 +35,10 @@ class Up:
         script: the Python script.
         strategy: the recipe.
         processes: start so many workers on this machine.
+        rendezvous: the URL of a bucket or a shared folder over which the workers train, such as s3://bucket/run. Run
+            the same command on each machine, with the same THINWIRE_KEY. Each worker then reads all data in its own
+            order.
+        workers: with --rendezvous, the fixed number of workers; they may join and leave at any time unless given.
         seed: of torch, numpy and random where the script sets none.
         export: write the model that all workers agree on to this safetensors file at the end. What the script itself
             saves is rank 0's own replica.
@@ -44,6 +48,8 @@ class Up:
     script: Positional[Path]
     strategy: str = "AllReduce()"
     processes: int | None = None
+    rendezvous: str | None = None
+    workers: int | None = None
     seed: int = 0
     export: Path | None = None
     timeout: float = 60.0
@@ -59,6 +65,12 @@ class Up:
             raise ConfigError(
                 f"{self.script}: no such file. Give a Python script that trains a model, such as train.py"
             )
+        if self.workers is not None and self.rendezvous is None:
+            raise ConfigError(f"--workers {self.workers}: is for --rendezvous. Use --processes {self.workers}")
+        if self.rendezvous is not None and self.processes is None:
+            if not started_by_torchrun():
+                _note(f"on each other machine, with the same THINWIRE_KEY, run:\n  {self._on_machines()}")
+            return self._work()
         if started_by_torchrun():
             if self.processes is not None:
                 raise ConfigError(f"--processes {self.processes}: torchrun has started the workers; leave it out")
@@ -84,6 +96,8 @@ class Up:
             export=self.export,
             note=_note,
             timeout=self.timeout,
+            rendezvous=self.rendezvous,
+            workers=self.workers,
         )
         if done.rank == 0:
             stats = done.stats
@@ -122,12 +136,16 @@ class Up:
 
     def _on_machines(self) -> str:
         """The command that starts one worker on each of two machines."""
+        if self.rendezvous is not None:
+            return shlex.join(["thinwire", *self._own_words()])
         start = "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m thinwire"
         return f"{start} {shlex.join(self._own_words())}"
 
     def _own_words(self) -> list[str]:
         """This command without --processes."""
         words = ["up", str(self.script), "--strategy", self.strategy]
+        words += [] if self.rendezvous is None else ["--rendezvous", self.rendezvous]
+        words += [] if self.workers is None else ["--workers", str(self.workers)]
         words += ["--seed", str(self.seed)] * (self.seed != Up.seed)
         words += ["--timeout", f"{self.timeout:g}"] * (self.timeout != Up.timeout)
         words += [] if self.export is None else ["--export", str(self.export)]

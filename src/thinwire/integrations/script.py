@@ -11,6 +11,7 @@ import gc
 import os
 import random
 import runpy
+import secrets
 import sys
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, SequentialSampler
 
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import plain_model
@@ -87,7 +88,8 @@ def run_script(
         seed: of `torch`, `numpy` and `random` where the script sets none.
         export: a safetensors file for the model that all workers agree on, written when the script has ended.
         note: called on rank 0 with each message about the run.
-        options: more for `attach`.
+        options: more for `attach`. With `rendezvous`, workers have no rank before they are attached, so each reads all
+            data in an order of its own, and each writes its own files.
 
     Raises:
         ConfigError: the script has several candidates for the model or the optimizer, or none; a parameter moves
@@ -137,6 +139,8 @@ class _Run:
         self.rank, self.size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.worker: Worker | None = None
         self._strategy, self._options = strategy, options
+        # Workers that meet in a bucket have no rank before they are attached, and may join at any time.
+        self._own_order = bool(options.get("rendezvous"))
         self._note = note if self.rank == 0 else lambda text: None
         self._environment = {name: os.environ[name] for name in _HIDDEN if name in os.environ}
         self._outermost: nn.Module | None = None
@@ -151,7 +155,7 @@ class _Run:
     @contextmanager
     def installed(self, seed: int) -> Generator[None]:
         """Within it, the script that runs is watched and its data are shared."""
-        own = {RANK: str(self.rank), SIZE: str(self.size)}
+        own = {} if self._own_order else {RANK: str(self.rank), SIZE: str(self.size)}
         with ExitStack() as undo:
             if torch.cuda.is_available() and int(self._environment.get("LOCAL_WORLD_SIZE", "1")) > 1:
                 torch.cuda.set_device(int(self._environment["LOCAL_RANK"]) % torch.cuda.device_count())
@@ -165,7 +169,7 @@ class _Run:
             undo.callback(register_module_forward_hook(self._after_forward, always_call=True).remove)
             undo.callback(register_optimizer_step_pre_hook(self._before_step).remove)
             undo.callback(register_optimizer_step_post_hook(self._after_step).remove)
-            if self.size > 1:
+            if self.size > 1 or self._own_order:
                 self._share_data(undo)
             yield
 
@@ -245,13 +249,13 @@ class _Run:
             self._first_step.callback(optimizer.register_step_pre_hook(self._parity.before).remove)
         self._note(
             f"{type(model).__name__} with {sum(p.numel() for p in model.parameters()):,} parameters and "
-            f"{_described(optimizer)}: attached with {worker.strategy} on {self.size} workers"
+            f"{_described(optimizer)}: attached with {worker.strategy} on {worker.comm.size} workers"
         )
-        if self.size > 1 and not (worker.comm.in_step and worker.strategy.traits.meets_every == 1):
+        if worker.comm.size > 1 and not (worker.comm.in_step and worker.strategy.traits.meets_every == 1):
             self._note("workers take their steps at their own pace, so it is not checked that they read other batches")
         self._seed = torch.initial_seed()
-        if self.rank:
-            _seed_all(self._seed + self.rank)
+        if self._own_order or self.rank:
+            _seed_all(secrets.randbits(32) if self._own_order else self._seed + self.rank)
 
     def _check_parity(self, *_: object) -> None:
         if self._parity is not None and self.worker is not None:
@@ -279,14 +283,15 @@ class _Run:
             if not epoch:
                 self._report_share(length(loader))
             # DataLoader refuses an assignment after its construction; its iterators read the attribute once.
-            vars(loader)["batch_sampler"] = _Share(batches, self.rank, self.size, self._seed + epoch)
+            own = _OwnOrder(batches) if self._own_order else _Share(batches, self.rank, self.size, self._seed + epoch)
+            vars(loader)["batch_sampler"] = own
             try:
                 return iterate(loader)
             finally:
                 vars(loader)["batch_sampler"] = batches
 
         def shared_length(loader: DataLoader[Any]) -> int:
-            return length(loader) // (self.size if self._is_shared(loader) else 1)
+            return length(loader) // (self.size if self._is_shared(loader) and not self._own_order else 1)
 
         def save_on_first(*arguments: Any, **more: Any) -> None:
             if not self._saves_reported:
@@ -298,7 +303,7 @@ class _Run:
         changed: list[tuple[Any, str, Any]] = [
             (DataLoader, "__iter__", shared),
             (DataLoader, "__len__", shared_length),
-            (torch, "save", save_on_first),
+            *[(torch, "save", save_on_first)] * (not self._own_order),
         ]
         for owner, name, function in changed:
             setattr(owner, name, function)
@@ -309,6 +314,9 @@ class _Run:
         return training and torch.is_grad_enabled() and loader.batch_sampler is not None and not own
 
     def _report_share(self, batches: int) -> None:
+        if self._own_order:
+            self._note(f"a DataLoader is read for training: each worker reads all {batches} batches in its own order")
+            return
         if batches < self.size:
             raise ConfigError(
                 f"a DataLoader has {batches} batches for {self.size} workers: each needs at least one. Use a smaller "
@@ -336,6 +344,27 @@ class _Share:
         batches = chain(first, batches)
         while len(group := list(islice(batches, self._size))) == self._size:
             yield group[self._rank]
+
+
+class _OwnOrder:
+    """All batches in a worker's own order: a random one if the sampler draws one, otherwise from another start."""
+
+    def __init__(self, batches: Any) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = secrets.randbits(32)
+        state = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        batches = iter(self._batches)
+        first = list(islice(batches, 1))
+        torch.default_generator.set_state(state)
+        batches = chain(first, batches)
+        if isinstance(getattr(self._batches, "sampler", None), SequentialSampler):
+            rows = list(batches)
+            start = seed % max(1, len(rows))
+            batches = iter([*rows[start:], *rows[:start]])
+        yield from batches
 
 
 class _Parity:

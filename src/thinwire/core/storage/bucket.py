@@ -36,6 +36,7 @@ _SALT_BYTES, _NONCE_BYTES, _TAG_BYTES = 16, 12, 16
 SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
 _PROOF = b"this is the key of the run"
 _NAME = re.compile(r"[A-Za-z0-9._=-]+(/[A-Za-z0-9._=-]+)*")
+_OF_RUN = re.compile(r"run$|probe/|\d+/")
 _MOST_RECORD_BYTES = 1 << 20
 _REQUEST_SECONDS, _SLOWEST = 20.0, 50_000.0  # a request may take this long, plus its bytes at 50 kB/s
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts of a failed request
@@ -193,6 +194,38 @@ class Bucket:
                 return
 
         await asyncio.gather(*(self._request(request(name), 0) for name in names))
+
+    def clean(self, quiet_seconds: float = 12.0) -> int:
+        """Delete all objects of the run, and return their number; objects that thinwire does not write are kept.
+
+        Args:
+            quiet_seconds: how long no worker may write; workers write a heartbeat every few seconds.
+
+        Raises:
+            CommError: a worker writes to the run, or the store cannot be reached.
+        """
+        try:
+            before = self.wait(self._contents())
+            time.sleep(quiet_seconds)
+            names = [name for name in self.wait(self.list("")) if _OF_RUN.match(name)]
+            if {name: before.get(name) for name in names} != self.wait(self._contents()):
+                raise CommError(
+                    f"{self.url}: a worker writes to this run. Only the objects of a run that has ended are deleted. "
+                    "Stop all workers first"
+                )
+            # The start of the run is last: until then, an interrupted call can be repeated.
+            self.wait(self.delete([name for name in names if name != "run"]))
+            self.wait(self.delete(["run"]))
+        except ConnectionError as error:
+            raise CommError(f"{self.url}: the store does not answer ({error}). Try again") from None
+        return len(names)
+
+    async def _contents(self) -> dict[str, bytes | None]:
+        """The names of the run's objects, with the sealed contents of those that are overwritten."""
+        names = [name for name in await self.list("") if _OF_RUN.match(name)]
+        hints = [name for name in names if "/hint/" in name]
+        found = await asyncio.gather(*(self._get(name, _MOST_RECORD_BYTES) for name in hints))
+        return {**dict.fromkeys(names), **dict(zip(hints, found, strict=True))}
 
     async def repeated(self, attempt: Callable[[], Coroutine[Any, Any, T]], seconds: float) -> T:
         """Return the result of an attempt; failed ones are repeated for `seconds`."""
