@@ -16,7 +16,7 @@ from thinwire.errors import ConfigError
 class Bucket:
     """Draw the key of a run over an object store or a shared folder, or delete the objects of a run that has ended.
 
-    Example: export THINWIRE_KEY=$(thinwire bucket key)
+    Example: thinwire bucket clean s3://bucket/run
 
     Args:
         action: key prints a new run key, which all machines of the run need as THINWIRE_KEY; clean deletes all objects
