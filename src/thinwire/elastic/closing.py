@@ -8,7 +8,7 @@ that falls with its age.
 This is a state machine: its inputs are arrivals, losses, joins and times, and its output is a closing. It holds no
 tensor, reads no clock and sends nothing. Each worker has one. For each round one worker, its owner, proposes a
 closing; if the owner is lost, the next worker does. Proposals go to a write-once record, such as `Records.propose`,
-which returns the first one, so that a round has one closing whoever proposes it.
+which returns the first one, so that a round has one closing, whichever worker proposes it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from thinwire.errors import ConfigError
 Late = Literal["off", "discounted", "full"]
 _DURATIONS = 8  # of each worker, the latest
 _LEAST_DURATIONS = 4  # of all workers
-_REMEMBERED = 1000  # rounds for which taken contributions are remembered
+_REMEMBERED = 1000  # rounds for which taken contributions are kept
 _DISCOUNT = 0.5  # the exponent of the age, as in the paper's experiments
 
 
