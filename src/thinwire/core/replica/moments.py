@@ -122,8 +122,8 @@ def check_periods(periods: Sequence[int], period: int, optimizer: Optimizer | No
     """
     if any(each < 1 or each % period for each in periods):
         raise ConfigError(
-            f"moments={tuple(periods)}: each must be a multiple of period={period}, so that moments are sent at the end "
-            f"of a round. Use ({3 * period}, {6 * period}), for example"
+            f"moments={tuple(periods)}: each must be a multiple of period={period}, so that moments are sent at the "
+            f"end of a round. Use ({3 * period}, {6 * period}), for example"
         )
     if periods and optimizer is not None and len(periods) > len(names := moment_names(optimizer)):
         raise ConfigError(
