@@ -14,7 +14,8 @@ from collections.abc import Callable
 
 _BUSY_OFFSET = 168  # of `tcpi_busy_time` in the kernel's struct tcp_info (Linux 4.10), in microseconds
 _RESCAN_SECONDS = 5.0
-_ESTABLISHED = 1
+_ESTABLISHED = b"\x01"
+_BUSY = struct.Struct("=QQ")
 _INET = struct.Struct("=H2x4s")
 _INET6 = struct.Struct("=H6x16s")
 
@@ -30,6 +31,7 @@ class SendTimes:
     def __init__(self) -> None:
         self._getsockopt = _libc_call("getsockopt")
         self._names = [_libc_call(name) for name in ("getsockname", "getpeername")]
+        self._buffer, self._length = ctypes.create_string_buffer(_BUSY_OFFSET + 16), ctypes.c_uint32()
         self._busy: dict[int, float] = {}
         self._scanned = -_RESCAN_SECONDS
 
@@ -60,11 +62,12 @@ class SendTimes:
 
     def _total(self, descriptor: int) -> float | None:
         assert self._getsockopt is not None
-        buffer, length = ctypes.create_string_buffer(_BUSY_OFFSET + 16), ctypes.c_uint32(_BUSY_OFFSET + 16)
+        buffer, length = self._buffer, self._length
+        length.value = _BUSY_OFFSET + 16
         found = self._getsockopt(descriptor, socket.IPPROTO_TCP, socket.TCP_INFO, buffer, ctypes.byref(length))
-        if found != 0 or length.value < _BUSY_OFFSET + 16 or buffer.raw[0] != _ESTABLISHED:
+        if found != 0 or length.value < _BUSY_OFFSET + 16 or buffer[0] != _ESTABLISHED:
             return None
-        busy, unread = struct.unpack_from("=QQ", buffer.raw, _BUSY_OFFSET)
+        busy, unread = _BUSY.unpack_from(buffer, _BUSY_OFFSET)
         return max(0, busy - unread) / 1e6
 
     @staticmethod
