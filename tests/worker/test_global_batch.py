@@ -13,6 +13,7 @@ import thinwire
 from tests.elastic.fleets import Kill, run_fleet, survivors
 from tests.engine import attach, batch, flat, net
 from thinwire import AllReduce, Comm, ConfigError, LocalSGD, Paced, Worker, run_threads
+from thinwire.elastic.sampler import batch_share
 from thinwire.worker.global_batch import GlobalBatch, shares
 
 GLOBAL, STEPS, RATE = 13, 5, 0.1
@@ -25,7 +26,7 @@ def whole_batch(step: int) -> tuple[Tensor, Tensor]:
 def take_steps(worker: Worker, until: int, *, passes: int = 1) -> list[tuple[int, range]]:
     read: list[tuple[int, range]] = []
     while worker.step < until:
-        share = worker.batch_share
+        share = batch_share(worker)
         read.append((worker.step, share))
         x, y = whole_batch(worker.step)
         worker.optimizer.zero_grad()
@@ -99,7 +100,7 @@ def test_twenty_losses_and_joins_keep_the_global_batch() -> None:
 
     def before(worker: Worker) -> None:
         assert worker.elastic is not None
-        read.setdefault(worker.step, []).extend(worker.batch_share)
+        read.setdefault(worker.step, []).extend(batch_share(worker))
 
     kills = tuple(Kill(3 + number, 4 + 3 * number) for number in range(losses))
     ends = survivors(
@@ -142,6 +143,9 @@ def test_a_step_whose_share_was_not_read_is_refused() -> None:
             (worker.model(x) - y).square().mean().backward()
         return str(found.value)
 
-    assert all("Read worker.batch_share before each step" in text for text in run_threads(2, train))
+    assert all(
+        "Call batch_share(worker) of thinwire.elastic.sampler before each step" in text
+        for text in run_threads(2, train)
+    )
     with pytest.raises(ConfigError, match="attach got no global batch"):
-        _ = attach(None, AllReduce()).batch_share
+        batch_share(attach(None, AllReduce()))

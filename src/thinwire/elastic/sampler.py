@@ -13,6 +13,7 @@ import torch
 from thinwire.asynchronous.quorum.log import memberships
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
+from thinwire.worker.worker import Worker, internals_of
 
 _RECORDED_STEPS = 10_000  # steps whose assignments are kept; earlier ones are computed by replaying the run
 
@@ -252,3 +253,40 @@ class ElasticSampler:
             self._queue.extend((self._epoch, number) for number in permutation)
             self._epoch += 1
         return [self._queue.popleft() for _ in range(count)]
+
+
+def batch_share(worker: Worker) -> range:
+    """Return a worker's positions in the global batch of its next step, under `attach(global_batch=...)`.
+
+    Call it before each step: the share follows the number of workers, so that the global batch stays the same. It also
+    records the number of samples. Use any number of passes for them, all but the last within `worker.no_sync()`, and
+    let the step's loss be the mean over these samples. It sends nothing.
+
+    Args:
+        worker: the worker returned by `attach`, elastic or not.
+
+    Raises:
+        ConfigError: `attach` got no global batch, or there are more workers than samples.
+
+    Example:
+        >>> import torch, thinwire
+        >>> from thinwire.elastic.sampler import batch_share
+        >>> def train(comm):
+        ...     model = torch.nn.Linear(1, 1, bias=False)
+        ...     torch.nn.init.zeros_(model.weight)
+        ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        ...     worker = thinwire.attach(model, optimizer, "AllReduce()", comm=comm, global_batch=5)
+        ...     batch = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
+        ...     share = batch_share(worker)
+        ...     model(batch[share.start : share.stop]).mean().backward()
+        ...     optimizer.step()
+        ...     return share, round(model.weight.item(), 4)
+        >>> thinwire.run_threads(2, train)
+        [(range(0, 3), -3.0), (range(3, 5), -3.0)]
+    """
+    state = internals_of(worker)
+    if state.global_batch is None:
+        raise ConfigError("batch_share: attach got no global batch. Use attach(..., global_batch=256)")
+    share = state.global_batch.share(state.step, *state.members())
+    worker.record_batch(len(share))
+    return share

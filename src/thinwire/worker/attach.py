@@ -108,8 +108,8 @@ def attach(
         elastic: continue when workers are lost, and accept workers that join later. `Worker.view` is the list of
             workers; see `docs/how-to/elastic.md` for starting workers and for what survives. A `Fleet` is this worker's
             entry into the run; True reads it from the environment.
-        global_batch: samples of each step, of all workers together. `Worker.batch_share` is this worker's part, which
-            follows the number of workers. Means of gradients are over samples.
+        global_batch: samples of each step, of all workers together. `thinwire.elastic.sampler.batch_share` is this
+            worker's part, which follows the number of workers. Means of gradients are over samples.
         timeout: how long one wait may last, in seconds. With `rendezvous`, use more than the time by which one worker's
             rounds are longer than another's.
         rendezvous: the URL of an object store or a shared folder over which the workers train, instead of a process

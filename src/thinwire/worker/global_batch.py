@@ -67,7 +67,7 @@ class GlobalBatch:
         if self.step != step:
             raise ConfigError(
                 f"step {step}: the share of the global batch was not read. A worker's share changes with the number of "
-                "workers. Read worker.batch_share before each step and use these samples"
+                "workers. Call batch_share(worker) of thinwire.elastic.sampler before each step, and use these samples"
             )
         parts = shares(self.samples, len(self.members))
         sizes = {each: len(part) for each, part in zip(self.members, parts, strict=True)}

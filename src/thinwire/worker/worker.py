@@ -153,39 +153,6 @@ class Worker:
             replica.samples = replica.samples if num_samples is None else float(num_samples)
             replica.loss = replica.loss if loss is None else as_number(loss, replica.x, "loss")
 
-    @property
-    def batch_share(self) -> range:
-        """This worker's positions in the global batch of the next step, under `attach(global_batch=...)`.
-
-        Read it before each step: it follows the number of workers, so that the global batch stays the same. It also
-        records the number of samples. Use any number of passes for them, all but the last within `no_sync()`, and let
-        the step's loss be the mean over these samples.
-
-        Raises:
-            ConfigError: `attach` got no global batch, or there are more workers than samples.
-
-        Example:
-            >>> import torch, thinwire
-            >>> def train(comm):
-            ...     model = torch.nn.Linear(1, 1, bias=False)
-            ...     torch.nn.init.zeros_(model.weight)
-            ...     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            ...     worker = thinwire.attach(model, optimizer, "AllReduce()", comm=comm, global_batch=5)
-            ...     batch = torch.tensor([[1.0], [2.0], [3.0], [4.0], [5.0]])
-            ...     share = worker.batch_share
-            ...     model(batch[share.start : share.stop]).mean().backward()
-            ...     optimizer.step()
-            ...     return share, round(model.weight.item(), 4)
-            >>> thinwire.run_threads(2, train)
-            [(range(0, 3), -3.0), (range(3, 5), -3.0)]
-        """
-        state = self._state
-        if state.global_batch is None:
-            raise ConfigError("batch_share: attach got no global batch. Use attach(..., global_batch=256)")
-        share = state.global_batch.share(self.step, *state.members())
-        self.record_batch(len(share))
-        return share
-
     def sampler(
         self, dataset: Sized, *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> DistributedSampler[Any]:
