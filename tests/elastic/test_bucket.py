@@ -19,8 +19,13 @@ pytest.importorskip("cryptography")
 from tests.buckets import Process, environment, serve
 from tests.worker.test_rendezvous import build, flat
 from thinwire import attach
-from thinwire.core.storage.bucket import KEY, new_key
+from thinwire.core.comm.liveness import State
+from thinwire.core.storage.bucket import KEY, Bucket, BucketStore, new_key
+from thinwire.elastic import membership
+from thinwire.elastic.fleet import fleet_in_bucket
+from thinwire.elastic.membership import Membership
 from thinwire.elastic.notice import Notice
+from thinwire.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -167,6 +172,45 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
 def test_fifty_runs_of_each_recipe_survive_chaos(recipe: str, tmp_path: Path) -> None:
     for seed in range(50):
         check_chaos(f"file://{tmp_path}/run", {}, recipe, tmp_path, seed)
+
+
+def test_a_fixed_run_starts_again_when_a_worker_of_another_machine_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "_GIVEN_UP_SECONDS", 1.0)
+    bucket = Bucket.open("memory://silent")
+
+    def member(name: str, timeout: float) -> Membership:
+        return Membership(
+            BucketStore(bucket, "0"),
+            name,
+            timeout=timeout,
+            state=lambda _: State.UNKNOWN,
+            beat_seconds=0.02,
+            fixed=True,
+            connected=False,
+        )
+
+    first, second, third = (member(name, timeout) for name, timeout in [("a", 20), ("b", 0.3), ("c", 20)])
+    assert first.enter(None, 1).members == ("a",)
+    with pytest.raises(ConfigError, match="this run has 1 workers already, and all of them run"):
+        second.enter(None, 1)
+    first._ended.set()  # as by a power cut
+    view = third.enter(None, 1)
+    assert (view.epoch, view.begins, view.members) == (1, 1, ("c",))
+    assert third.are_gone([0]) is False
+    third.close()
+    fourth = member("d", 20)
+    assert fourth.enter(None, 1).epoch == 2  # at once, since the last one has announced its end
+    fourth.close()
+
+
+def test_a_number_of_the_environment_is_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("THINWIRE_RANK", "1")
+    found, fixed = fleet_in_bucket("memory://rank", workers=2)
+    assert (found.rank, found.size, fixed) == (1, 2, True)
+    found, fixed = fleet_in_bucket("memory://rank", workers=2, elastic=True)
+    assert (found.rank, fixed) == (1, False)
+    with pytest.raises(ConfigError, match=r"THINWIRE_RANK=1 of 1 workers: must lie in 0\.\.0"):
+        fleet_in_bucket("memory://rank")
 
 
 def test_a_run_whose_workers_have_ended_is_not_joined(tmp_path: Path) -> None:

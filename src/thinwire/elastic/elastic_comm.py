@@ -60,7 +60,7 @@ class ElasticComm(Comm):
         """Continue with another comm."""
         self.rank, self.size, self._comm = comm.rank, comm.size, comm
         self.check_device, self.runtime = comm.check_device, comm.runtime
-        self.request_seconds = comm.request_seconds
+        self.request_seconds, self.traffic = comm.request_seconds, comm.traffic
 
     @property
     def comm(self) -> Comm:

@@ -22,6 +22,7 @@ from torch import Tensor
 from thinwire.core.comm.mailbox.base import Mailbox
 from thinwire.core.comm.runtime import REAL, Runtime
 from thinwire.core.comm.work import Meter, Work, completed, describe
+from thinwire.core.storage.bucket import Traffic
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
 T = TypeVar("T")
@@ -71,6 +72,7 @@ class Comm(ABC):
         reporter: adds two integers of each rank to every check; None sends zeros.
         runtime: the clock, the locks and the threads; a simulation provides its own.
         request_seconds: how long one message takes at least, over a store that answers requests; 0 over connections.
+        traffic: the requests to that store so far; None over connections.
         checks_first_steps: whether workers compare their initial parameters and their data in the first steps; False in
             simulations, where these messages would take virtual time.
 
@@ -105,6 +107,7 @@ class Comm(ABC):
         self.reporter: Reporter | None = None
         self.runtime: Runtime = REAL
         self.request_seconds = 0.0
+        self.traffic: Traffic | None = None
         # Weak, so that a mailbox ends with its owner without being closed.
         self._mailboxes: WeakKeyDictionary[object, Mailbox] = WeakKeyDictionary()
         self._mailbox_count = 0

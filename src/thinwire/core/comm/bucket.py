@@ -139,7 +139,7 @@ class BucketComm(Comm):
     ) -> None:
         super().__init__(rank, size, timeout=timeout)
         self.bucket = bucket
-        self.request_seconds = bucket.seconds
+        self.request_seconds, self.traffic = bucket.seconds, bucket.traffic
         self._place = place
         self._lost = lost
         self._on_close = on_close
