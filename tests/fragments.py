@@ -46,6 +46,7 @@ LEFT_OUT = {
     "docs/strategies/local-sgd.md": "loss_fn(model(x), y).backward()",
 }
 NEEDS = {
+    **{("docs/fusion/adapters.md", number): "peft" for number in range(5)},
     ("docs/fusion/sweeps.md", 0): "ray",
     ("docs/how-to/trainers.md", 0): "accelerate",  # and transformers
     ("docs/how-to/trainers.md", 1): "accelerate",
