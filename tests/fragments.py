@@ -8,6 +8,7 @@ for its page and number; where it leaves something out with a line "...", `LEFT_
 from __future__ import annotations
 
 import builtins
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,7 @@ NEEDS = {
     ("docs/how-to/trainers.md", 2): "lightning",
     ("docs/how-to/trainers.md", 3): "ray",
     ("docs/how-to/trainers.md", 4): "tensorboard",
+    ("docs/tutorials/two-homes.md", 0): "obstore",  # and cryptography
 }
 """Libraries that a fragment needs and the tests do not bring."""
 
@@ -240,6 +242,14 @@ def scored(names: Names) -> Names:
     return {"common_inputs": names["inputs"], "common_targets": names["targets"], "ScoreFunction": ScoreFunction}
 
 
+def bucketed(names: Names) -> Names:
+    """The variables of the page, for one worker and a bucket of this process."""
+    from thinwire.core.storage.bucket import new_key
+
+    os.environ.update(THINWIRE_RENDEZVOUS="memory://two-homes", THINWIRE_KEY=new_key(), THINWIRE_WORKERS="1")
+    return {}
+
+
 OWN: dict[tuple[str, int], Callable[[Names], Names]] = {
     ("docs/codecs/uses.md", 0): lambda names: meshed(names, (2, 1)),
     ("docs/coresets/selection.md", 0): coresets,
@@ -267,19 +277,19 @@ OWN: dict[tuple[str, int], Callable[[Names], Names]] = {
     ("docs/strategies/leader-sgd.md", 1): scored,
     ("docs/strategies/local-sgd.md", 0): lambda names: attached(names, thinwire.LocalSGD(weights="samples")),
     ("docs/tensor-parallel/index.md", 0): split,
+    ("docs/tutorials/two-homes.md", 0): bucketed,
 }
 
 
 def run_fragments(page: str, codes: list[str], folder: str) -> list[str]:
     """Run a page's fragments one after another; returns why some could not run."""
     import importlib.util
-    import os
 
     rank = dist.get_rank() if dist.is_initialized() else 0
     here = Path(folder) if page == "docs/fusion/sweeps.md" else Path(folder) / str(rank)
     here.mkdir(exist_ok=True)
     os.chdir(here)
-    names, left_out = {"__name__": "fragment", **common()}, []
+    names, left_out, environment = {"__name__": "fragment", **common()}, [], dict(os.environ)
     for number, code in enumerate(codes):
         needed = NEEDS.get((page, number))
         if needed is not None and importlib.util.find_spec(needed) is None:
@@ -291,6 +301,8 @@ def run_fragments(page: str, codes: list[str], folder: str) -> list[str]:
         exec(compile(filled, f"{page}, fragment {number}", "exec"), names)
     if page == "docs/strategies/backup-workers.md":
         names["worker"].detach()  # a worker that has ended is a lost one otherwise
+    os.environ.clear()
+    os.environ.update(environment)
     if dist.is_initialized():
         dist.barrier()  # rank 0 hosts the store
     return left_out
