@@ -145,6 +145,23 @@ def test_a_strategy_that_a_bucket_cannot_carry_is_refused_with_the_reason(recipe
     attach(*build(), "LocalSGD(period=2)", rendezvous="memory://refused", workers=1).detach()
 
 
+def test_a_strategy_that_no_elastic_run_can_have_asks_for_the_number_of_workers() -> None:
+    with pytest.raises(ConfigError, match=r"NodeAverage: its nodes.*a run is elastic: give workers=N"):
+        attach(*build(), "NodeAverage(node_size=1)", rendezvous="memory://inelastic")
+    attach(*build(), "NodeAverage(node_size=1)", rendezvous="memory://inelastic", workers=1).detach()
+
+
+def test_a_process_may_attach_again_after_a_refusal(tmp_path: Path) -> None:
+    """The runs of a process are numbered, and a refused one must not count: other machines have not seen it."""
+    url = f"file://{tmp_path}/run"
+    with pytest.raises(ConfigError, match="sends at every step"):
+        attach(*build(), "AllReduce()", rendezvous=url, workers=1)
+    with pytest.raises(CommTimeoutError, match="rank 1 of 2 initial workers did not arrive"):
+        attach(*build(), "LocalSGD(period=2)", rendezvous=url, workers=2, timeout=1)
+    attach(*build(), "LocalSGD(period=2)", rendezvous=url, workers=1).detach()
+    assert not (tmp_path / "run" / "1").exists() and (tmp_path / "run" / "0").exists()
+
+
 def test_settings_that_a_bucket_cannot_carry_are_refused() -> None:
     model, optimizer = build()
     url = "memory://settings"
@@ -171,7 +188,7 @@ def test_a_worker_with_another_model_is_refused_on_all_ranks() -> None:
         return str(caught.value)
 
     first, second = on_threads(2, work)
-    assert first == second and "parameter 0.weight is 7x5 float32" in first and "6x5 float32" in first
+    assert first == second and "parameter 0.weight is" in first and "6x5 float32" in first and "7x5 float32" in first
 
 
 def test_a_run_that_has_its_workers_refuses_another_one() -> None:

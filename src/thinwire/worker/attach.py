@@ -152,15 +152,19 @@ def attach(
     device = next(iter(named.values())).device
     views = watch = fixed = None
     elsewhere = (group, comm, mesh, None if isinstance(elastic, bool) else elastic)
-    url = rendezvous or ("" if any(elsewhere) else os.environ.get(_RENDEZVOUS, ""))
+    connected = any(other is not None for other in elsewhere)
+    url = rendezvous or ("" if connected else os.environ.get(_RENDEZVOUS, ""))
     if url:
         check_bucket(named, elsewhere, automatic=automatic, scaled=scaled, find_unused=find_unused)
         fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=bool(elastic), timeout=timeout)
         try:
             check_carried(strategy, fleet.request_seconds)
-        except ConfigError:
+            if not is_fixed:
+                check_elastic(strategy, optimizer, named, (), scaled=scaled, find_unused=find_unused, gloo=False)
+        except ConfigError as error:
             fleet.withdraw()
-            raise
+            hint = "" if elastic or is_fixed else ". Without a number of workers a run is elastic: give workers=N"
+            raise ConfigError(f"{error}{hint}") from None
         fixed, elastic = (fleet, False) if is_fixed else (None, fleet)
     elif workers is not None or key is not None:
         raise ConfigError(
@@ -174,14 +178,15 @@ def attach(
                 "others; name the strategy, such as the one that `thinwire plan` recommends"
             )
         check_new(named, optimizer)
-        check_elastic(
-            strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused, gloo=not url
-        )
+        if not url:
+            check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
         views = enter_run(elastic, timeout)
         comm = views.comm
     with _leaving_on_failure(views) as on_failure:
         given = mesh.data if mesh is not None else comm
         comm = given or (fixed.connect(timeout) if fixed else comm_for(group, timeout=timeout, device=device))
+        if fixed is not None:
+            on_failure.callback(fixed.withdraw)
         if given is None:
             on_failure.callback(comm.disconnect)
         settings = {

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -205,7 +206,8 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
 
     Args:
         strategy: the strategy.
-        request_seconds: how long a message takes at least; 0 over connections, which carry all strategies.
+        request_seconds: how long a message takes at least; 0 over connections, which carry all strategies. Infinity
+            leaves the time out of the error.
 
     Raises:
         ConfigError: with the reason and what to use instead.
@@ -220,10 +222,12 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
             f"calls that all ranks make together. {use}"
         )
     if (traits.period or 1) <= traits.rounds.fragments:
+        # Ranks that refuse together compare their words, so that a time of one rank must not be in them.
+        seconds = f"{request_seconds:.2f} s"
+        times = f" Just now these took {seconds}, so that every step would take at least {seconds} longer."
         raise ConfigError(
-            f"{strategy} over a bucket: it sends at every step, and each message takes a write and a read. Just now "
-            f"these took {request_seconds:.2f} s, so that every step would take at least {request_seconds:.2f} s "
-            f"longer. {use}"
+            f"{strategy} over a bucket: it sends at every step, and each message takes a write and a read."
+            f"{times if math.isfinite(request_seconds) else ''} {use}"
         )
 
 

@@ -7,6 +7,7 @@ kept if the new one has the same class and uses it in the same sense; `kept` is 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -148,7 +149,7 @@ def _check(worker: WorkerState, new: Strategy) -> None:
     check_skipped_steps(new, find_unused=worker.find_unused, scaled=scaled)
     check_compatible(new, worker.optimizer, worker.comm.size, parameters)
     check_closures(new, worker.optimizer)
-    check_carried(new, worker.comm.request_seconds)
+    check_carried(new, math.inf if worker.comm.request_seconds else 0.0)
     if worker.mesh is not None:
         check_mesh(new, worker.optimizer, worker.mesh.block, scaled=scaled)
     # Of a step that a GradScaler has skipped, or a batch that all have left out, nothing is waiting.
