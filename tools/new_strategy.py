@@ -26,7 +26,7 @@ METHOD = '''\
 from functools import cached_property
 
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
@@ -76,9 +76,7 @@ class NAME(Strategy):
         return Traits(period=self.period, lr_factor=None)
 
     def __post_init__(self) -> None:
-        """Check the types and the period."""
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step. 8 is usual")
+        check_ranges(self, period=("1..", "8 is usual"))
 
     def after_step(self, r: Replica) -> None:
         """Average the parameters at the end of a period."""
@@ -145,7 +143,7 @@ def test_MODULE_is_local_sgd() -> None:
 
 
 def test_MODULE_refuses_a_period_below_one() -> None:
-    with pytest.raises(thinwire.ConfigError, match="period=0: must be at least 1 step"):
+    with pytest.raises(thinwire.ConfigError, match="period=0: must be at least 1"):
         thinwire.NAME(period=0)
 '''
 

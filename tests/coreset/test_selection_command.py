@@ -56,7 +56,7 @@ X = points(12)
     [
         ({}, "one of budget, fraction and cover"),
         ({"budget": 3, "fraction": 0.1}, "budget=3, fraction=0.1"),
-        ({"fraction": 0.0}, r"fraction=0.0: must be above 0"),
+        ({"fraction": 0.0}, r"fraction=0.0: must lie in \(0, 1\]"),
         ({"fraction": 1.5}, r"fraction=1.5"),
         ({"fraction": float("nan")}, r"fraction=nan"),
         ({"budget": 0}, r"1\.\.12"),
@@ -373,7 +373,7 @@ def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path)
         (["--data", "objects.npy"], "cannot be read"),
         (["--data", "empty.npy"], "cannot be read"),
         (["--data", "empty.npz"], "cannot be read"),
-        (["--data", "archive.npy"], "give it a name that ends in .npz"),
+        (["--data", "archive.npy"], "Give it a name that ends in .npz"),
         (["--data", "texts.npy"], "features of <U1: distances need numbers"),
         (["--data", "number.npy"], "need a matrix [n, d]"),
         (["--data", "x.npy", "--labels", "number.npy"], "need one number for each point"),

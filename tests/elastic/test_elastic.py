@@ -392,10 +392,10 @@ def test_a_joiner_with_another_optimizer_is_refused_and_the_others_go_on() -> No
         (thinwire.ADPSGD(), "own pace"),
         (thinwire.BackupWorkers(), "continues by itself without up to `backups` lost workers"),
         (thinwire.Sharded(SlowMo()), "part of the outer state"),
-        (thinwire.NodeAverage(), "neighbouring ranks"),
+        (thinwire.NodeAverage(), "neighboring ranks"),
         (
             LocalSGD(codec=thinwire.BetweenNodes(ErrorFeedback(OneBit()))),
-            r"with BetweenNodes: its nodes are neighbouring ranks.*; use the codec inside it",
+            r"with BetweenNodes: its nodes are neighboring ranks.*\. Use the codec inside it",
         ),
         (SlowMo(codec=thinwire.BetweenNodes()), "with BetweenNodes"),
     ],

@@ -217,9 +217,9 @@ def test_a_hook_s_mean_is_the_compressed_mean_of_its_bucket() -> None:
 
 
 def test_hooks_refuse_biased_codecs_without_feedback_and_the_state_of_another_model() -> None:
-    with pytest.raises(ConfigError, match=r"use ErrorFeedback\("):
+    with pytest.raises(ConfigError, match=r"Use ErrorFeedback\("):
         ddp_hook(OneBit())
-    with pytest.raises(ConfigError, match=r"use ErrorFeedback\("):
+    with pytest.raises(ConfigError, match=r"Use ErrorFeedback\("):
         fsdp_hook(TopK(), None)
     hook, weight = ddp_hook(ErrorFeedback(OneBit())), nn.Parameter(torch.zeros(4))
     with pytest.raises(CheckpointError, match=r"bias: a residual of shape \(4,\) does not fit"):

@@ -247,7 +247,7 @@ def test_a_run_resumes_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Pa
         (EagerPushSum(), sgd, "EagerPushSum on 2x2 blocks: its results depend on timing"),
         (SlowMo(EagerPushSum(), period=4), sgd, "EagerPushSum on 2x2 blocks"),
         (CompressedMomentum(max_norm=1.0), one_bit_adam, "knows the norm of its own block only"),
-        (CompressedMomentum(warmup_steps=None), one_bit_adam, "give warmup_steps a number"),
+        (CompressedMomentum(warmup_steps=None), one_bit_adam, "Set warmup_steps to a number"),
         (AllReduce(), lambda model, _: Lamb(model.parameters()), "use Lamb2D"),
     ],
 )

@@ -132,7 +132,7 @@ class ADPSGD(Strategy):
                     r.state[name].copy_(r.x)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The mean of all workers' current parameters, answers in flight included."""
+        """Return the mean of all workers' current parameters, answers in flight included."""
         r.wait_pending()
         x = _current(r)
         if "answer" in r.inflight:
@@ -183,7 +183,7 @@ def _answer(r: Replica, box: Mailbox, message: Message) -> bool:
 
 
 def _current(r: Replica) -> Tensor:
-    """The parameters with all averages since the last step in them; a new vector."""
+    """Return the parameters with all averages since the last step in them; a new vector."""
     if "published" not in r.state:
         return r.x.clone()
     return r.state["published"] + (r.x - r.state["snapshot"])

@@ -21,7 +21,7 @@ from thinwire.core.kernels.decisions import decide
 from thinwire.core.replica.point_to_point import number, on_message, open_mailbox, others
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.rounds import Answers, GoOn, RoundBudget
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
     ScoreSource,
@@ -105,11 +105,11 @@ class AsyncLeaderSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
-        if not 0 <= self.pull <= 1:
-            raise ConfigError(f"pull={self.pull}: must lie in [0, 1]; 0.1 is usual")
+        check_ranges(
+            self,
+            period=("1..", "16 is usual"),
+            pull=("[0, 1]", "0.1 is usual"),
+        )
 
     def start(self, r: Replica) -> None:
         """Open the mailbox; rank 0 begins to count."""
@@ -138,7 +138,7 @@ class AsyncLeaderSGD(Strategy):
         r.launch("barrier", Work(lambda: self._barrier(r)))
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The leader of the moment, or the mean of all workers, as `result` says, once all are at the barrier."""
+        """Return the current leader's parameters or the mean of all workers, depending on `result`."""
         r.wait_pending()
         return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
 
@@ -155,7 +155,7 @@ class AsyncLeaderSGD(Strategy):
             r.x.lerp_(z, self.pull)
 
     def _count_step(self, r: Replica) -> int:
-        """The steps of this round by all workers, with the one that has just ended."""
+        """Return the steps of this round by all workers, with the one that has just ended."""
         box, round_ = r.comm.mailbox(r), int(r.state["round"])
         # On a comm that only counts bytes: as many steps as if all workers were equally fast.
         expected = r.comm.size * int(r.state["own_steps"])

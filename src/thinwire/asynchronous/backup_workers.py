@@ -15,6 +15,7 @@ from thinwire.asynchronous.quorum.opening import open_participant, participant_o
 from thinwire.asynchronous.quorum.rules import Choice, Reduction
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import At, Strategy
@@ -109,11 +110,9 @@ class BackupWorkers(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the kinds and the ranges."""
         if self.backups < 0:
             raise ConfigError(f"backups={self.backups}: must be at least 0, which waits for all")
-        if self.deviations < 0:
-            raise ConfigError(f"deviations={self.deviations}: must not be negative. 3 is usual")
+        check_ranges(self, deviations=("[0, inf)", "3 is usual"))
         if self.coordinator < 0:
             raise ConfigError(f"coordinator={self.coordinator}: must be a rank, from 0")
         if self.retry_seconds <= 0:
@@ -195,11 +194,11 @@ class BackupWorkers(Strategy):
         return participant_of(r).lost if self.backups else ()
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The parameters themselves: all ranks hold the same vector after the barrier."""
+        """Return the parameters themselves: all ranks hold the same vector after the barrier."""
         return r.x
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
-        """The log, with a place for each of the new workers; those that are no more are left out."""
+        """Return the log, with a place for each of the new workers; those that are no more are left out."""
         if not self.backups:
             return super().resized(states, size)
         return [resize_log(states[0], size) for _ in range(size)]

@@ -136,7 +136,7 @@ class ParameterServer(Strategy):
             r.state["snapshot"].copy_(r.x)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The shared parameters, after all workers have pushed their updates."""
+        """Return the shared parameters, after all workers have pushed their updates."""
         if r.comm.size == 1:
             return r.x
         r.wait_pending()
@@ -165,7 +165,7 @@ class ParameterServer(Strategy):
 
 
 def _split(x: Tensor, size: int) -> Sequence[Tensor]:
-    """A vector in `size` parts of one length; the last ones are padded with zeros."""
+    """Return a vector in `size` parts of one length; the last ones are padded with zeros."""
     length = -(-x.numel() // size)
     padded = torch.cat([x, x.new_zeros(size * length - x.numel())])
     return padded.split(length)

@@ -56,7 +56,7 @@ def parse_rank(text: str, workers: int, *, argument: str) -> int:
     """
     if text.isdecimal() and len(text) <= _RANK_DIGITS and int(text) < workers:
         return int(text)
-    raise ConfigError(f"{argument}: there is no worker {text!r}; with {workers} they are 0 to {workers - 1}")
+    raise ConfigError(f"{argument}: there is no worker {text!r}. With {workers} they are 0 to {workers - 1}")
 
 
 def split_rank(text: str, workers: int, *, argument: str) -> tuple[int | None, str]:

@@ -149,7 +149,7 @@ def wrap_unscale(scaler: torch.amp.GradScaler, wrap: Callable[[Callable[..., Any
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
-    """Whether a scaler leaves gradients scaled for this optimizer, as for fused ones; False where torch lacks it."""
+    """Return True if a scaler does not unscale gradients for this optimizer, such as a fused one."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 

@@ -19,7 +19,7 @@ def digits(value: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration given in seconds: 120 µs, 41.2 ms, 3.40 s, 5 min 12 s, 2 h 05 min."""
+    """Format a duration given in seconds: 120 µs, 41.2 ms, 3.40 s, 5 min 12 s, 2 h 05 min."""
     if abs(value) < 0.9995e-3:
         return f"{value * 1e6:.0f} µs"
     if abs(value) < 0.9995:
@@ -33,12 +33,12 @@ def seconds(value: float) -> str:
 
 
 def nbytes(value: float) -> str:
-    """A number of bytes in decimal units: 812 B, 26.3 kB, 4.20 MB, 1.53 GB."""
+    """Format a number of bytes in decimal units: 812 B, 26.3 kB, 4.20 MB, 1.53 GB."""
     return _scaled(value, _BYTES, "B")
 
 
 def rate(bits_per_second: float) -> str:
-    """A link's speed: 100 Mbit/s, 1 Gbit/s."""
+    """Format a link's speed: 100 Mbit/s, 1 Gbit/s."""
     for unit, size in _RATES:
         if bits_per_second >= size:
             return f"{bits_per_second / size:.4g} {unit}"
@@ -46,42 +46,42 @@ def rate(bits_per_second: float) -> str:
 
 
 def score(value: float) -> str:
-    """A loss or a metric, to four significant digits: 1.808, 24.10, 0.9312."""
+    """Format a loss or a metric, to four significant digits: 1.808, 24.10, 0.9312."""
     return f"{value:#.4g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
 def mark(value: float) -> str:
-    """A value that was chosen, such as a target, without needless digits: 2.0, 1.75."""
+    """Format a chosen value, such as a target, without needless digits: 2.0, 1.75."""
     return f"{value:.1f}" if value == round(value, 1) else f"{value:g}"
 
 
 def times(ratio: float) -> str:
-    """A factor: 1.05×, 3.4×, 12×."""
+    """Format a factor: 1.05×, 3.4×, 12×."""
     if ratio < 1.95:
         return f"{ratio:.2f}×"
     return f"{ratio:.1f}×" if ratio < 9.95 else f"{ratio:.0f}×"
 
 
 def tick(value: float, longest: float) -> str:
-    """A duration on an axis that ends at `longest` seconds: the same unit for all marks, no needless zeros."""
+    """Format a duration on an axis that ends at `longest` seconds: the same unit for all marks, no needless zeros."""
     if value == 0:
         return "0"
     return f"{value * 1e3:.6g} ms" if longest < 2 else f"{value:.6g} s"
 
 
 def share(part: float) -> str:
-    """A fraction of one as a percentage; below 10 % with one decimal."""
+    """Format a fraction of one as a percentage; below 10 % with one decimal."""
     percent = 100 * part
     return f"{percent:.1f} %" if 0 < percent < 9.95 else f"{percent:.0f} %"
 
 
 def count(value: float) -> str:
-    """A whole number with thousands separators: 1,234,567."""
+    """Format a whole number with thousands separators: 1,234,567."""
     return f"{round(value):,}"
 
 
 def workers(number: int) -> str:
-    """A number of workers: 1 worker, 4 workers."""
+    """Format a number of workers: 1 worker, 4 workers."""
     return f"{number:,} worker{'s' * (number != 1)}"
 
 

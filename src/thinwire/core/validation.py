@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks the types of a recipe's fields when it is made."""
+"""Check the types and the ranges of a recipe's fields when it is created."""
 
 from dataclasses import fields
 from functools import cache
@@ -25,7 +25,7 @@ def check_field_types(recipe: Any) -> None:
     for field in fields(recipe):
         value, hint = getattr(recipe, field.name), hints[field.name]
         if not _fits(value, hint):
-            fix = f"; write {value.__name__}()" if isinstance(value, type) else ""
+            fix = f". Write {value.__name__}()" if isinstance(value, type) else ""
             raise ConfigError(f"{name}({field.name}={value!r}): {field.name} must be {_describe(hint)}{fix}")
 
 
@@ -37,6 +37,59 @@ def check_number(name: str, value: object, *, whole: bool = False) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, Integral if whole else Real):
         raise ConfigError(f"{name}={value!r}: must be {_DESCRIPTIONS[int if whole else float]}")
+
+
+def check_ranges(recipe: Any, **ranges: tuple[str, str]) -> None:
+    """Check that fields of a recipe lie in their ranges; None is accepted.
+
+    Args:
+        recipe: the object with these fields.
+        ranges: for each field its range, as in `check_range`, and the end of the error.
+
+    Raises:
+        ConfigError: with the first wrong field, its value, its range and the fix.
+    """
+    for name, (within, fix) in ranges.items():
+        check_range(name, getattr(recipe, name), within, fix)
+
+
+def check_range(name: str, value: float | None, within: str, fix: str) -> None:
+    """Check that an argument lies in a range; None is accepted.
+
+    Args:
+        name: the name of the argument.
+        value: its value.
+        within: "1.." or "1..8" for whole numbers, or an interval such as "[0, 1)" or "(0, inf)".
+        fix: the end of the error: a usual value, or another way to the same aim.
+
+    Raises:
+        ConfigError: with the value, the range and the fix.
+
+    Example:
+        >>> check_range("momentum", 0.9, "[0, 1)", "0.9 is usual")
+        >>> check_range("period", 0, "1..", "8 is usual")
+        Traceback (most recent call last):
+            ...
+        thinwire.errors.ConfigError: period=0: must be at least 1. 8 is usual
+    """
+    if value is None:
+        return
+    if ".." in within:
+        low, _, high = within.partition("..")
+        fits = int(low) <= value <= float(high or "inf")
+        rule = f"lie in {within}" if high else f"be at least {low}"
+    else:
+        low, high = map(float, within[1:-1].split(","))
+        # NaN compares as False.
+        fits = (low <= value if within[0] == "[" else low < value) and (
+            value <= high if within[-1] == "]" else value < high
+        )
+        rule = _RULES.get(within, f"lie in {within}")
+    if not fits:
+        raise ConfigError(f"{name}={value}: must {rule}. {fix}")
+
+
+_RULES = {"(0, inf)": "be positive and finite", "[0, inf)": "be finite and not negative"}
 
 
 def _fits(value: object, hint: Any) -> bool:

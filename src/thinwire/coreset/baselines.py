@@ -26,7 +26,6 @@ class Random(Policy):
     """
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
 
@@ -43,7 +42,6 @@ class Stratified(Policy):
     """Random points, of each class its share; within a class all with the same weight."""
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
 
@@ -64,7 +62,6 @@ class KCenter(Policy):
     """
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
 
@@ -83,7 +80,6 @@ class El2n(Policy):
     """
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
 
@@ -100,7 +96,6 @@ class Grand(Policy):
     """
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
 
@@ -133,7 +128,6 @@ class Crest(Policy):
     ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
         if not 1 <= self.batch <= self.part:

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import check_field_types
+from thinwire.core.validation import check_field_types, check_ranges
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
 from thinwire.coreset.selection import select
@@ -70,20 +70,18 @@ class Craig(Policy):
     probe: float = 0.1
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_field_types(self)
         self.check()
         if self.bound is not None and not self.bound > 0:
-            raise ConfigError(f"bound={self.bound}: a relative error must be positive; 0.3 is usual")
-        if not 0 < self.probe <= 1:
-            raise ConfigError(f"probe={self.probe}: must lie in (0, 1]; 0.1 is usual")
+            raise ConfigError(f"bound={self.bound}: a relative error must be positive. 0.3 is usual")
+        check_ranges(self, probe=("(0, 1]", "0.1 is usual"))
         if self.proxy == "last_layer" and self.method in ("sparse", "streaming"):
             raise ConfigError(
-                f"method={self.method!r} with proxy='last_layer': needs coordinates, and these gradients have none; "
-                "use 'lazy', or proxy='logits'"
+                f"method={self.method!r} with proxy='last_layer': needs coordinates, and these gradients have none. "
+                "Use 'lazy', or proxy='logits'"
             )
         if self.preconditioned and self.proxy == "features":
-            raise ConfigError("preconditioned=True with proxy='features': features are no gradients; use 'logits'")
+            raise ConfigError("preconditioned=True with proxy='features': features are no gradients. Use 'logits'")
 
     def choose(self, points: Points, seed: int, before: Subset | None) -> Subset | Strata:
         """Select by facility location."""

@@ -98,7 +98,7 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
     try:
         if isinstance(features, Distances):
             raise ConfigError(
-                "features: with comm give a rank's own rows; distances between points of two ranks need them"
+                "features: with comm give a rank's own rows. Distances between points of two ranks need them"
             )
         rows = checked(features)
     except ConfigError as error:
@@ -180,7 +180,7 @@ class Shards:
             ConfigError: the method needs all points on one rank.
         """
         if settings.method in ("sparse", "streaming"):
-            raise ConfigError(f"method={settings.method!r}: selects on one rank alone; with comm use lazy or greedi")
+            raise ConfigError(f"method={settings.method!r}: selects on one rank alone. With comm use lazy or greedi")
         members = self.members[group]
         own = members - self._start
         mine = own[(own >= 0) & (own < len(self._rows))].to(self._rows.device)

@@ -174,7 +174,7 @@ def stochastic(facility: Facility, goal: Goal, *, eps: float, generator: torch.G
         ConfigError: eps is out of range.
     """
     if not 0 < eps < 1:
-        raise ConfigError(f"eps={eps}: must lie between 0 and 1; 0.01 is usual, 0.9 is hardly better than random")
+        raise ConfigError(f"eps={eps}: must lie between 0 and 1. 0.01 is usual, 0.9 is hardly better than random")
     size = math.ceil(facility.n / goal.budget * math.log(1 / eps))
     picks, left = no_picks(facility), all_candidates(facility)
     while not picks.done(goal):

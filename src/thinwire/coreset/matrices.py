@@ -28,11 +28,11 @@ def read_matrix(path: Path, labels: str | None = None) -> tuple[Array, Array | N
         ConfigError: the file cannot be read, is of another kind, or has no such labels.
     """
     if not path.is_file():
-        raise ConfigError(f"{path}: no such file; give one that ends in .npy, .npz, .parquet or .libsvm")
+        raise ConfigError(f"{path}: no such file. Give one that ends in .npy, .npz, .parquet or .libsvm")
     readers = {".npy": _npy, ".npz": _npz, ".parquet": _parquet} | dict.fromkeys(_LIBSVM, _libsvm)
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise ConfigError(f"{path}: unknown kind of file; the name must end in {', '.join(readers)}")
+        raise ConfigError(f"{path}: unknown kind of file. The name must end in {', '.join(readers)}")
     if labels is not None and labels.endswith(".npy"):
         features, _ = reader(path, None)
         return features, _array(Path(labels))
@@ -59,7 +59,7 @@ def _npz(path: Path, labels: str | None) -> tuple[Array, Array | None]:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     matrices = [name for name, array in arrays.items() if array.ndim == 2]
     if len(matrices) != 1:
-        raise ConfigError(f"{path}: holds {len(matrices)} matrices ({', '.join(arrays)}); it needs exactly one")
+        raise ConfigError(f"{path}: holds {len(matrices)} matrices ({', '.join(arrays)}). It needs exactly one")
     if labels is not None and labels not in arrays:
         raise ConfigError(f"--labels {labels}: {path} holds {', '.join(arrays)}")
     return arrays[matrices[0]], None if labels is None else arrays[labels]
@@ -69,7 +69,7 @@ def _parquet(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
-        raise ConfigError(f"{path}: parquet needs pyarrow; pip install pyarrow, or give a .npy file") from None
+        raise ConfigError(f"{path}: parquet needs pyarrow. Run pip install pyarrow, or give a .npy file") from None
     try:
         table = parquet.read_table(path)
     except (OSError, ArrowException) as error:
@@ -80,7 +80,7 @@ def _parquet(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     columns = {name: table[name].to_numpy() for name in names if name != labels}
     not_numbers = [name for name, column in columns.items() if column.dtype.kind not in "biuf"]
     if not_numbers or not columns:
-        raise ConfigError(f"{path}: the columns {', '.join(not_numbers) or '(none)'} are not numbers; drop them")
+        raise ConfigError(f"{path}: the columns {', '.join(not_numbers) or '(none)'} are not numbers. Drop them")
     own = None if labels is None else table[labels].to_numpy(zero_copy_only=False)
     return np.stack(list(columns.values()), axis=1), own
 
@@ -89,9 +89,9 @@ def _libsvm(path: Path, labels: str | None) -> tuple[Array, Array | None]:
     try:
         from sklearn.datasets import load_svmlight_file
     except ModuleNotFoundError:
-        raise ConfigError(f"{path}: libsvm needs scikit-learn; pip install 'thinwire[data]'") from None
+        raise ConfigError(f"{path}: libsvm needs scikit-learn. Run pip install 'thinwire[data]'") from None
     if labels is not None:
-        raise ConfigError(f"--labels {labels}: a libsvm file has its own; leave the option out")
+        raise ConfigError(f"--labels {labels}: a libsvm file has its own. Leave the option out")
     try:
         matrix, own = load_svmlight_file(str(path))
     except (OSError, ValueError) as error:
@@ -106,5 +106,5 @@ def _array(path: Path) -> Array:
     except Exception as error:  # broken files end in errors of many kinds
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     if not isinstance(array, np.ndarray):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"{path}: cannot be read (it is an archive of arrays); give it a name that ends in .npz")
+        raise ConfigError(f"{path}: cannot be read (it is an archive of arrays). Give it a name that ends in .npz")
     return array

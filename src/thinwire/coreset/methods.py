@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import check_number
+from thinwire.core.validation import check_number, check_ranges
 from thinwire.coreset.facility import CoordinateFacility, DistanceFacility, Facility, Goal, Numbers, Picks, nearest_for
 from thinwire.coreset.greedy import best_of_parts, lazy, naive, no_picks, pick_in_parts, stochastic
 from thinwire.coreset.similarity import Distances, power_above
@@ -43,13 +43,13 @@ class MethodSettings:
         for name in ("seed", "neighbours", "parts"):
             check_number(name, getattr(self, name), whole=True)
         if abs(self.seed) >= 2**32:
-            raise ConfigError(f"seed={self.seed}: must be less than {2**32}; 0 is usual")
-        if not 0 < self.eps < 1:
-            raise ConfigError(f"eps={self.eps}: must lie between 0 and 1; 0.01 is usual, 0.9 hardly beats random")
-        if self.neighbours < 1:
-            raise ConfigError(f"neighbours={self.neighbours}: must be at least 1; 32 is usual, more is nearer to exact")
-        if self.parts < 1:
-            raise ConfigError(f"parts={self.parts}: must be at least 1; 4 is usual, more is faster and further off")
+            raise ConfigError(f"seed={self.seed}: must be less than {2**32}. 0 is usual")
+        check_ranges(
+            self,
+            eps=("(0, 1)", "0.01 is usual, 0.9 hardly beats random"),
+            neighbours=("1..", "32 is usual, more is nearer to exact"),
+            parts=("1..", "4 is usual, more is faster and further off"),
+        )
 
     def generator(self, group: int) -> torch.Generator:
         """The random generator of one class."""
@@ -100,7 +100,7 @@ def solve(
         unit = unit_of(points)
         rows = points / unit
     elif settings.method in ("sparse", "streaming"):
-        raise ConfigError(f"method={settings.method!r}: needs features; for distances use lazy or stochastic")
+        raise ConfigError(f"method={settings.method!r}: needs features. For distances use lazy or stochastic")
     else:
         rows, unit = points, DistanceFacility(points).unit
     inner = replace(goal, cost=None if goal.cost is None else goal.cost / unit)

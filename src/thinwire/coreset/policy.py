@@ -61,12 +61,12 @@ class Points:
             raise ConfigError("preconditioned=True: needs an Adam optimizer and a last layer with a bias")
         # Known before the first step, and SGD without momentum has no state at all.
         if "betas" not in self.optimizer.defaults:
-            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments; use Adam")
+            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments. Use Adam")
         weight, bias = (self.optimizer.state.get(parameters[name], {}) for name in ("weight", "bias"))
         if not weight or not bias:
             return None
         if "exp_avg_sq" not in weight:
-            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments; use Adam")
+            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments. Use Adam")
         last: Tensor = bias["exp_avg_sq"]
         return torch.cat([weight["exp_avg_sq"], last[:, None]], dim=1) if hidden else last
 
@@ -95,9 +95,9 @@ class Policy(ABC):
             ConfigError: with the value, the rule and the fix.
         """
         if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]; 0.1 is usual")
+            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]. 0.1 is usual")
         if self.every is not None and self.every < 1:
-            raise ConfigError(f"every={self.every}: must be at least 1 epoch; None selects once")
+            raise ConfigError(f"every={self.every}: must be at least 1 epoch. None selects once")
         if self.full_epochs < 0:
             raise ConfigError(f"full_epochs={self.full_epochs}: must be at least 0")
 

@@ -224,7 +224,7 @@ def head_of(model: nn.Module) -> nn.Linear:
     """
     layers = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if not layers:
-        raise ConfigError(f"{type(model).__name__} has no nn.Linear; name its last layer with head=, or use logits")
+        raise ConfigError(f"{type(model).__name__} has no nn.Linear. Name its last layer with head=, or use logits")
     return layers[-1]
 
 
@@ -261,7 +261,7 @@ def _piece(model: nn.Module, batch: tuple[Tensor, ...], count: int, seen: list[T
             "a coreset needs one row of logits and one class a point"
         )
     if not bool(torch.isfinite(logits).all()):
-        raise NonFiniteError("a logit is NaN or infinite, so gradients cannot be compared; lower the learning rate")
+        raise NonFiniteError("a logit is NaN or infinite, so gradients cannot be compared. Lower the learning rate")
     if seen is not None and (len(seen) != 1 or seen[0].ndim != 2 or len(seen[0]) != count):
         shapes = [list(x.shape) for x in seen]
         raise ConfigError(f"the last layer was given {shapes} for {count} points: it must run once for each point")

@@ -211,7 +211,7 @@ class CraigSampler(Sampler[int]):
             CheckpointError: it does not belong to this sampler.
         """
         if (state["source"] is not None) != isinstance(self.source, Selector):
-            raise CheckpointError("the sampler was saved with another kind of source; construct it as before")
+            raise CheckpointError("the sampler was saved with another kind of source. Construct it as before")
         if isinstance(self.source, Selector):
             self.source.load_state_dict(state["source"])
         self.epoch, self._start = state["epoch"], state["consumed"]
@@ -220,7 +220,7 @@ class CraigSampler(Sampler[int]):
     def _check(self, subset: Subset) -> int:
         if len(subset) < self.size:
             raise ConfigError(
-                f"{len(subset)} points for {self.size} ranks: give every rank at least one; raise fraction"
+                f"{len(subset)} points for {self.size} ranks: give every rank at least one. Raise fraction"
             )
         return len(subset)
 

@@ -89,7 +89,7 @@ class Selector:
             raise CheckpointError(f"the selection was saved with {state['policy']}, not with {self.policy!r}")
         subset, chosen = _from_entries(state["subset"]), _from_entries(state["chosen"])
         if subset is not None and subset.n != self.points.n:
-            raise CheckpointError(f"the selection was saved among {subset.n} points; there are {self.points.n}")
+            raise CheckpointError(f"the selection was saved among {subset.n} points. There are {self.points.n}")
         assert not isinstance(subset, Strata)
         self._epoch, self._selected = state["epoch"], state["selected"]
         self.seconds, self.selections = state["seconds"], state["selections"]

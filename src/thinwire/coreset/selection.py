@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.comm.base import Comm
-from thinwire.core.validation import check_number
+from thinwire.core.validation import check_number, check_ranges
 from thinwire.coreset.distributed import Shards
 from thinwire.coreset.facility import Goal, Progress
 from thinwire.coreset.methods import EXACT, ClassSelection, Method, MethodSettings, WarmStart, solve
@@ -47,8 +47,7 @@ class Size:
             raise ConfigError(f"{words}: give one of budget, fraction and cover, such as fraction=0.1")
         for name, value in given.items():
             check_number(name, value, whole=name == "budget")
-        if self.fraction is not None and not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must be above 0 and at most 1; 0.1 is usual")
+        check_ranges(self, fraction=("(0, 1]", "0.1 is usual"))
         if self.cover is not None and not 0 <= self.cover < float("inf"):
             raise ConfigError(f"cover={self.cover}: must be 0 or more, a sum of distances over all points")
 
@@ -170,7 +169,7 @@ def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
         raise ConfigError(f"labels {list(array.shape)}: need one number for each point, [n]")
     if array.dtype.kind == "f" and not np.isfinite(array).all():
         first = int((~np.isfinite(array)).argmax())
-        raise ConfigError(f"labels: row {first} has none ({array[first]}); add one, or leave the row out")
+        raise ConfigError(f"labels: row {first} has none ({array[first]}). Add one, or leave the row out")
     return array
 
 
@@ -272,8 +271,8 @@ def proportional_budgets(sizes: Sequence[int], budget: int) -> list[int]:
     n = sum(sizes)
     if not len(sizes) <= budget <= n:
         raise ConfigError(
-            f"budget={budget}: {len(sizes)} classes of {n} points need at least 1 point each and at most all; "
-            f"take {len(sizes)} to {n}, or select without labels"
+            f"budget={budget}: {len(sizes)} classes of {n} points need at least 1 point each and at most all. "
+            f"Take {len(sizes)} to {n}, or select without labels"
         )
     given = [max(1, size * budget // n) for size in sizes]
     while (over := sum(given) - budget) != 0:

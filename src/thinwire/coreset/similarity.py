@@ -134,10 +134,10 @@ def checked(features: Features) -> Tensor:
     matrix = matrix if matrix.layout is torch.strided else matrix.to_dense()
     if matrix.ndim != 2 or 0 in matrix.shape:
         raise ConfigError(
-            f"features {list(matrix.shape)}: need a matrix [n, d] with a row for each point; reshape it, x.flatten(1)"
+            f"features {list(matrix.shape)}: need a matrix [n, d] with a row for each point. Reshape it, x.flatten(1)"
         )
     if matrix.is_complex():
-        raise ConfigError(f"features of {matrix.dtype}: distances need real numbers; use torch.view_as_real")
+        raise ConfigError(f"features of {matrix.dtype}: distances need real numbers. Use torch.view_as_real")
     matrix = matrix.detach()
     matrix = matrix if matrix.is_floating_point() else matrix.to(torch.float64)
     # Rows rather than a yes or no: the error says which to look at.
@@ -164,13 +164,13 @@ def _tensor_of(features: object) -> Tensor:
         features = cast(SparseMatrix, features).toarray()
     if not isinstance(features, np.ndarray):
         raise ConfigError(
-            f"features are a {type(features).__name__}: need a matrix [n, d] as a tensor or an array; convert them, "
+            f"features are a {type(features).__name__}: need a matrix [n, d] as a tensor or an array. Convert them, "
             "np.asarray(x)"
         )
     array: NDArray[Any] = features
     if array.dtype.kind not in "biufc":
         raise ConfigError(
-            f"features of {array.dtype}: distances need numbers; convert them, x.astype(float), or leave columns out"
+            f"features of {array.dtype}: distances need numbers. Convert them, x.astype(float), or leave columns out"
         )
     if not array.dtype.isnative or array.dtype.itemsize > 16 or array.dtype == np.longdouble:
         # Numbers that torch has no dtype for.

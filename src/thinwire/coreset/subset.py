@@ -71,7 +71,7 @@ class Subset:
         if low < 0 or high >= self.n:
             raise ConfigError(f"indices from {low} to {high}: must lie in 0..{self.n - 1} for {self.n} points")
         if not bool((torch.isfinite(self.weights) & (self.weights > 0)).all()):
-            raise ConfigError("weights: every one must be a positive number; leave out points without weight")
+            raise ConfigError("weights: every one must be a positive number. Leave out points without weight")
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -99,7 +99,7 @@ def budget_of(fraction: float, n: int) -> int:
         ConfigError: the fraction is not in (0, 1].
     """
     if not 0 < fraction <= 1:
-        raise ConfigError(f"fraction={fraction}: must lie in (0, 1]; 0.1 is usual")
+        raise ConfigError(f"fraction={fraction}: must lie in (0, 1]. 0.1 is usual")
     return max(1, round(fraction * n))
 
 
@@ -173,7 +173,7 @@ class Coreset:
                 tensors: dict[str, Tensor] = {key: file.get_tensor(key) for key in _KEYS}
             cost, n = float.fromhex(facts["cost"]), int(facts["n"])
         except (OSError, SafetensorError, KeyError, ValueError) as error:
-            raise ConfigError(f"{path}: holds no coreset ({error}); give a file that Coreset.save wrote") from None
+            raise ConfigError(f"{path}: holds no coreset ({error}). Give a file that Coreset.save wrote") from None
         return cls(**tensors, cost=cost, n=n, method=facts.get("method", "lazy"))
 
 
@@ -242,7 +242,7 @@ def stratify(distances: Distances, medoids: Tensor, budget: int, *, labels: Tens
     """
     nearest, members = _assign(distances, medoids, labels)
     if not bool(torch.isfinite(nearest).all()):
-        raise ConfigError("medoids: a class has none; select per class")
+        raise ConfigError("medoids: a class has none. Select per class")
     squares = torch.zeros(len(medoids), dtype=torch.float64, device="cpu").index_add_(
         0, members, nearest.double().square()
     )

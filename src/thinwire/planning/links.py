@@ -37,7 +37,7 @@ class Link:
         if rate is not None and not SLOWEST <= rate <= FASTEST:
             raise ConfigError(f"bits_per_second={rate}: must lie between 1e4 (10kbit) and 1e11 (100gbit), or be None")
         if self.delay_seconds and not 1e-6 <= self.delay_seconds < 10:
-            raise ConfigError(f"delay_seconds={self.delay_seconds}: must be 0 or from 1e-6 to 10; 5ms is 0.005")
+            raise ConfigError(f"delay_seconds={self.delay_seconds}: must be 0 or from 1e-6 to 10. 5ms is 0.005")
 
     def __str__(self) -> str:
         """The text that `parse_links` reads back."""
@@ -69,7 +69,7 @@ def parse_links(text: str, workers: int) -> tuple[Link, ...]:
         rank, rest = split_rank(entry.strip(), workers, argument=argument)
         if rank in entries:
             whose = "all workers" if rank is None else f"worker {rank}"
-            raise ConfigError(f"{argument}: has {whose} twice; keep one of the entries")
+            raise ConfigError(f"{argument}: has {whose} twice. Keep one of the entries")
         rate, plus, delay = rest.partition("+")
         bits = None if rate.strip().lower() == "none" else parse_rate(rate, argument=argument)
         entries[rank] = Link(bits, parse_duration(delay, argument=argument) if plus else 0.0)

@@ -293,7 +293,7 @@ def test_what_does_not_fit_is_refused() -> None:
     wrong = [
         (lambda: encode_signs_(x, None, payload[:5], block=16), "must be 6 bytes"),
         (lambda: encode_signs_(x, None, payload.float(), block=16), "uint8"),
-        (lambda: encode_signs_(x, x[:3].clone(), payload, block=16), "residual of 3"),
+        (lambda: encode_signs_(x, x[:3].clone(), payload, block=16), "residual has 3"),
         (lambda: encode_signs_(x, None, payload, block=0), "block=0"),
         (lambda: encode_signs_(x, None, payload, block=16, scale_bytes=3), "scale_bytes=3"),
         (lambda: encode_signs_(x, None, payload, block=16, norm="l3"), "norm='l3'"),  # type: ignore[arg-type]

@@ -102,7 +102,7 @@ class OwnCounter(Counter[int]):
 
 @pytest.mark.parametrize("value", [MappingProxyType({"a": 1}), UserDict({"a": 1}), OwnCounter([1])])
 def test_a_mapping_of_another_class_is_refused_with_what_to_save_instead(value: Any) -> None:
-    wanted = rf"/extra is a {type(value).__name__}, and would come back as a plain dict; save dict\(...\) of it"
+    wanted = rf"/extra is a {type(value).__name__}, and would come back as a plain dict. Save dict\(...\) of it"
     with pytest.raises(CheckpointError, match=wanted):
         pack({"extra": value})
     with pytest.raises(CheckpointError, match=r"/extra is a defaultdict of .*OwnCounter.*: only those of bool, dict"):

@@ -227,10 +227,10 @@ def test_half_precision_parameters_keep_a_residual_in_fp32() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: PowerSGD(0), "rank=0: must be at least 1 column"),
-        (lambda: PowerSGD(1, -1), "min_ratio=-1: must not be negative"),
+        (lambda: PowerSGD(0), "rank=0: must be at least 1"),
+        (lambda: PowerSGD(1, -1), "min_ratio=-1: must be finite and not negative"),
         (lambda: ErrorFeedback(PowerSGD()), "already has error feedback. Use it without"),
-        (lambda: Choco(codec=PowerSGD()), "the shapes of tensors are not known here; use it as AllReduce"),
+        (lambda: Choco(codec=PowerSGD()), "the shapes of tensors are not known here. Use it as AllReduce"),
         (lambda: CompressedMomentum(PowerSGD()), "the shapes of tensors are not known here"),
         (lambda: ZeroOne(PowerSGD()), "the shapes of tensors are not known here"),
         (lambda: fsdp_hook(PowerSGD(), thinwire.CountingComm(0, 2)), "the shapes of tensors are not known here"),

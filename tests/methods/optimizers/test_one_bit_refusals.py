@@ -24,8 +24,8 @@ OVERLAPPED = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=True)
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"warmup_steps": 0}, "warmup_steps=0: the variance needs"),
-        ({"settled": 1.0}, "settled=1.0: must lie between"),
+        ({"warmup_steps": 0}, "warmup_steps=0: must be at least 1. The variance needs"),
+        ({"settled": 1.0}, r"settled=1.0: must lie in \(0, 1\)"),
         ({"max_norm": 0.0}, "max_norm=0.0: must be positive"),
         ({"max_norm": 1.0, "overlap": True}, "overlap=True, max_norm=1.0"),
         ({"codec": 3}, "codec must be"),

@@ -277,5 +277,5 @@ def test_schedules_that_cannot_be_are_refused(settings: dict[str, Any], reason: 
 
 def test_other_optimizers_are_refused() -> None:
     model = net()
-    with pytest.raises(ConfigError, match="use ZeroOneAdam"):
+    with pytest.raises(ConfigError, match="Use ZeroOneAdam"):
         thinwire.attach(model, torch.optim.Adam(model.parameters()), ZeroOne())

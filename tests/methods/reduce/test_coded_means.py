@@ -470,7 +470,7 @@ def test_residuals_with_a_prefix_are_resized_too_and_zero_ranks_are_refused() ->
     (only,) = resize_errors(states, 1)
     assert list(only) == ["momentum/0/error"]
     assert only["momentum/0/error"].tolist() == [2.0] * 4
-    with pytest.raises(ConfigError, match="both must be at least one"):
+    with pytest.raises(ConfigError, match="both must be at least 1"):
         resize_errors(states, 0)
 
 

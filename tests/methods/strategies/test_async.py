@@ -343,7 +343,7 @@ def test_graphs_that_do_not_connect_are_refused() -> None:
 
 
 def test_types_and_staleness_are_checked() -> None:
-    with pytest.raises(ConfigError, match="staleness=-1: must be at least 0 steps"):
+    with pytest.raises(ConfigError, match="staleness=-1: must be at least 0"):
         EagerPushSum(staleness=-1)
     for wrong in (lambda: ADPSGD(3), lambda: EagerPushSum(staleness=1.5), lambda: ADPSGD(Ring)):  # type: ignore[arg-type]
         with pytest.raises(ConfigError, match="must be"):
@@ -352,7 +352,7 @@ def test_types_and_staleness_are_checked() -> None:
 
 def test_strategies_with_mailboxes_cannot_be_cut_into_fragments() -> None:
     for base in (ADPSGD(), EagerPushSum(), AsyncLeaderSGD()):
-        with pytest.raises(ConfigError, match=r"has no period for fragments|on no common schedule"):
+        with pytest.raises(ConfigError, match=r"has no period for fragments|no common schedule"):
             Streaming(base, fragments=2)
 
 

@@ -260,7 +260,7 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
     ("made", "words"),
     [
         (lambda: BackupWorkers(-1), "backups=-1: must be at least 0"),
-        (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must not be negative"),
+        (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must be finite and not negative"),
         (lambda: BackupWorkers(retry_seconds=0.0), "retry_seconds=0.0: must be positive"),
         (lambda: BackupWorkers(reduction="auto"), "reduction must be"),  # type: ignore[arg-type]
         (lambda: BackupWorkers(choice="online"), "choice must be"),  # type: ignore[arg-type]
@@ -310,7 +310,7 @@ def test_uneven_data_are_refused() -> None:
 
 @pytest.mark.parametrize("around", [SlowMo(BackupWorkers(), period=5), Probe(BackupWorkers())])
 def test_strategies_around_it_are_refused_before_anything_moves(around: Strategy) -> None:
-    with pytest.raises(ConfigError, match="Use it alone, or AllReduce"):
+    with pytest.raises(ConfigError, match="Use the base alone, or AllReduce"):
         run_threads(2, lambda comm: attach(comm, around), timeout=10)
 
 

@@ -313,17 +313,17 @@ def test_means_of_a_base_within_the_base_are_paid_for() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Budget(budget="2MB"), "budget='2MB': a number of bytes per second or step; such as 2MB/s"),
-        (lambda: Budget(budget="0B/s"), "such as 2MB/s"),
-        (lambda: Budget(AllReduce()), r"there is nothing to choose; use AllReduce\(\) with a codec"),
-        (lambda: Budget(AllReduce(ErrorFeedback(OneBit()))), "there is nothing to choose"),
-        (lambda: Budget(Gossip()), "there is nothing to choose"),
+        (lambda: Budget(budget="2MB"), "budget='2MB': must be a number of bytes per second or step. Use 2MB/s"),
+        (lambda: Budget(budget="0B/s"), "Use 2MB/s"),
+        (lambda: Budget(AllReduce()), r"the size of its messages cannot be changed. Use AllReduce\(\) with a codec"),
+        (lambda: Budget(AllReduce(ErrorFeedback(OneBit()))), "the size of its messages cannot be changed"),
+        (lambda: Budget(Gossip()), "the size of its messages cannot be changed"),
         (
             lambda: Budget(SlowMo(AllReduce(), period=4)),
-            r"sends at steps of its own, .* use Local\(\) there",
+            r"sends on its own schedule, .* Use Local\(\) in its place",
         ),
-        (lambda: Budget(DiLoCo(NodeAverage(LocalSGD(4), period=2), period=8)), r"use Local\(\) there"),
-        (lambda: Budget(SlowMo(period=4, buffers="average")), "use buffers='maintain' or 'reset'"),
+        (lambda: Budget(DiLoCo(NodeAverage(LocalSGD(4), period=2), period=8)), r"Use Local\(\) in its place"),
+        (lambda: Budget(SlowMo(period=4, buffers="average")), "Use buffers='maintain' or 'reset'"),
     ],
 )
 def test_wrong_budgets_are_refused_with_the_fix(make: Any, words: str) -> None:

@@ -121,16 +121,16 @@ def momentum_of(rule: Callable[..., tuple[Tensor, Tensor]]) -> Oracle:
 
 
 WRAPPER_NAMES = ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded", "Probe")
-IN_FLIGHT = {"SlowMo without averages": "own parameters are not its estimate"}
-EVEN = {"SlowMo without averages": "own parameters are not its estimate|needs an even number"}
+IN_FLIGHT = {"SlowMo without averages": "own parameters do not estimate"}
+EVEN = {"SlowMo without averages": "own parameters do not estimate|needs an even number"}
 NO_PERIOD = {"Streaming": "has no period", "Probe": "neither sends gradients nor ends rounds"}
 NOT_MEASURED = {"Probe": "neither sends gradients nor ends rounds"}
 ONE_OUTER_STEP = dict.fromkeys(
-    ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded"), "one outer step at a time"
+    ("SlowMo", "SlowMo without averages", "DiLoCo", "Sharded", "Offloaded"), "outer steps cannot be nested"
 )
 GRADIENTS = {"Streaming": "has no period"}
 EXACT = (Fp32(), ErrorFeedback(Fp32()))
-MOMENTA = {**GRADIENTS, "Probe": "does not exchange gradients at every step"}
+MOMENTA = {**GRADIENTS, "Probe": "does not average plain gradients at every step"}
 BASES: dict[str, list[Case]] = {
     "Local": [Case(Local(), lambda n, a: Machine(a), {"Streaming": "has no period"})],
     "LocalSGD": [
@@ -276,7 +276,7 @@ BASES: dict[str, list[Case]] = {
             None,
             {
                 **GRADIENTS,
-                **dict.fromkeys(WRAPPER_NAMES, "a late worker leaves out steps|backups"),
+                **dict.fromkeys(WRAPPER_NAMES, "a late worker skips steps|backups"),
             },
         ),
     ],
@@ -303,7 +303,7 @@ BASES: dict[str, list[Case]] = {
         Case(
             DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.7)),
             lambda n, a: SlowMomentum(Machine(a), 5, momentum=0.0, lr=0.7),
-            {**ONE_OUTER_STEP, **NOT_MEASURED, "Streaming": "has fragments of its own"},
+            {**ONE_OUTER_STEP, **NOT_MEASURED, "Streaming": "has its own fragments"},
         )
     ],
     "Sharded": [
@@ -326,7 +326,7 @@ BASES: dict[str, list[Case]] = {
             lambda n, a: compositions.Means(2, a),
             dict.fromkeys(
                 (*WRAPPER_NAMES, "Streaming"),
-                "a late worker leaves out steps|has no period|plain means|nor ends rounds with",
+                "a late worker skips steps|has no period|plain means|nor ends rounds with",
             ),
         )
     ],
@@ -566,7 +566,7 @@ def test_averages_within_nodes_equal_their_oracle_around_local_steps_and_nothing
     try:
         strategy = NodeAverage(case.strategy, period=1, node_size=2)
     except ConfigError as refused:
-        assert "must be local steps with averages over all workers" in str(refused)
+        assert "must take local steps between averages over all workers" in str(refused)
         assert kinds - {LocalSGD, SlowMo, DiLoCo, Sharded, Offloaded, Local} or every == 1
         return
     assert case.oracle is not None

@@ -113,7 +113,7 @@ def test_parameters_of_sixteen_bits_are_refused(kind: Callable[[], Strategy]) ->
         return torch.optim.SGD(model.parameters(), lr=0.05)
 
     model = torch.nn.Linear(2, 2).bfloat16()
-    with pytest.raises(ConfigError, match=r"bfloat16.*keep the parameters in float32"):
+    with pytest.raises(ConfigError, match=r"bfloat16.*Keep the parameters in float32"):
         attach(None, kind(), model=model, optimizer=plain)
 
 

@@ -377,12 +377,12 @@ def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: DQSGD(block=12), "block=12: codes fill whole bytes"),
+        (lambda: DQSGD(block=12), "block=12: must be a multiple of 8"),
         (lambda: DQSGD(rule=4), "rule must be a FixedBits or a ErrorBound or a BitBudget"),
-        (lambda: DQSGD(rule=BitBudget), r"write BitBudget\(\)"),
+        (lambda: DQSGD(rule=BitBudget), r"Write BitBudget\(\)"),
         (lambda: DQSGD(dither=1), "dither must be True or False"),
-        (lambda: DQSGD(answer=-1), "answer=-1: at least 0"),
-        (lambda: DQSGD(answer=1), r"answer=1: .* the rule's 8 bits at most 8; .* BitBudget\(most=7\)"),
+        (lambda: DQSGD(answer=-1), r"answer=-1: must lie in 0\.\.0"),
+        (lambda: DQSGD(answer=1), r"answer=1: .* rule's 8 bits codes have at most 8.* BitBudget\(most=7\)"),
         (lambda: DQSGD(FixedBits(6), answer=3), "the rule's 6 bits"),
         (lambda: DQSGD(answer=1.5), "answer must be a whole number or None"),
     ],

@@ -141,7 +141,7 @@ def test_the_largest_stable_step_is_where_a_quadratic_stops_to_converge(n: int) 
 
 
 def test_pulls_that_are_never_stable_are_refused() -> None:
-    with pytest.raises(ConfigError, match="workers and centre would oscillate forever; their sum must be below 2"):
+    with pytest.raises(ConfigError, match=r"workers and centre would oscillate forever. Their sum must be below 2"):
         EASGD(pull=1.0, centre_pull=1.0).check(2)
     EASGD(pull=1.0, centre_pull=0.99).check(2)
 

@@ -313,13 +313,18 @@ def metrics(dissimilarity: float, noise: float, gradient: float) -> dict[str, fl
             (4.0, 1.0, 1.0),
             "inner/outer",
             "MinibatchLocalSGD(period=8, inner=0.5)",
-            "local steps of 0.5 of their length",
+            "local steps scaled by 0.5",
         ),
         ((400.0, 8.0, 1.0), "minibatch", "MinibatchLocalSGD(period=2, inner=0.0)", "would drift"),
         ((400.0, 0.0, 1.0), "minibatch", "MinibatchLocalSGD(period=1, inner=0.0)", "AC-SA"),
-        ((0.0, 1000.0, 1.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing, and cannot drift"),
-        ((0.1, 1.0, -0.5), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing"),
-        ((0.0, 0.0, 0.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "lose nothing"),
+        (
+            (0.0, 1000.0, 1.0),
+            "minibatch",
+            "MinibatchLocalSGD(period=32, inner=0.0)",
+            "loses nothing and does not drift",
+        ),
+        ((0.1, 1.0, -0.5), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "loses nothing"),
+        ((0.0, 0.0, 0.0), "minibatch", "MinibatchLocalSGD(period=32, inner=0.0)", "loses nothing"),
     ],
 )
 def test_what_is_recommended_follows_from_the_figures(
@@ -370,22 +375,22 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Probe(every=1), "every=1: must be at least 2, because a measurement takes two successive exchanges"),
+        (lambda: Probe(every=1), "every=1: must be at least 2. A measurement takes two successive exchanges"),
         (lambda: Probe(keep=1.0), r"keep=1.0: must lie in \[0, 1\)"),
         (lambda: Probe(Gossip()), r"neither sends gradients .* SlowMo\(base=Probe\(base=Local\(\)\)\)"),
         (lambda: Probe(SlowMo()), "Put the probe inside"),
         (lambda: Probe(Probe()), "Put the probe inside"),
         (lambda: Probe(NodeAverage()), "nor ends rounds with a plain mean"),
         (lambda: Probe(LocalSGD(weights="samples")), "LocalSGD without weights"),
-        (lambda: Probe(AllReduce(ErrorFeedback(TopK()))), "have what earlier messages left out, .* Measure AllReduce"),
-        (lambda: Probe(LocalSGD(2, codec=ErrorFeedback(OneBit()))), "have what earlier messages left out"),
-        (lambda: Probe(SlowMo(AllReduce(PowerSGD()))), "have what earlier messages left out"),
-        (lambda: Probe(AllReduce(MajorityVote())), "may exceed the gradient itself, and would count as noise"),
-        (lambda: Probe(AllReduce(RandomK())), "may exceed the gradient itself"),
+        (lambda: Probe(AllReduce(ErrorFeedback(TopK()))), "contain parts of earlier gradients, .* Measure AllReduce"),
+        (lambda: Probe(LocalSGD(2, codec=ErrorFeedback(OneBit()))), "contain parts of earlier gradients"),
+        (lambda: Probe(SlowMo(AllReduce(PowerSGD()))), "contain parts of earlier gradients"),
+        (lambda: Probe(AllReduce(MajorityVote())), "may exceed the gradient, and would count as noise"),
+        (lambda: Probe(AllReduce(RandomK())), "may exceed the gradient"),
         (lambda: recommend(metrics(1, 1, 1), workers=1), "at least 2 workers"),
-        (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step a round"),
-        (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: needs a finite figure"),
-        (lambda: recommend(metrics(1, float("nan"), 1), workers=2), "gradient_noise=nan: needs a finite figure"),
+        (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step per round"),
+        (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: must be finite"),
+        (lambda: recommend(metrics(1, float("nan"), 1), workers=2), "gradient_noise=nan: must be finite"),
     ],
 )
 def test_recipes_that_cannot_be_measured_are_refused(make: Callable[[], Any], words: str) -> None:
@@ -396,7 +401,7 @@ def test_recipes_that_cannot_be_measured_are_refused(make: Callable[[], Any], wo
 @pytest.mark.parametrize("make", [adamw(), sgd(0.1, 0.9)])
 def test_averages_under_other_optimizers_are_refused(make: Any) -> None:
     problem = Regression(1, 1, DOUBLE)
-    with pytest.raises(ConfigError, match=r"takes SGD without momentum\. Measure AllReduce"):
+    with pytest.raises(ConfigError, match=r"needs SGD without momentum\. Measure AllReduce"):
         begin(None, Probe(LocalSGD()), problem, make)
     begin(None, Probe(AllReduce()), problem, make).detach()
 

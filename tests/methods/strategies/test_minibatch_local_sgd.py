@@ -309,10 +309,10 @@ def test_gradients_without_a_number_reach_all_workers_at_the_end_of_the_round() 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: MinibatchLocalSGD(0), "period=0: must be at least 1 step"),
+        (lambda: MinibatchLocalSGD(0), "period=0: must be at least 1"),
         (
             lambda: MinibatchLocalSGD(inner=-0.1),
-            "inner=-0.1: must be finite and not negative; 0 is minibatch, 1 is Local SGD",
+            "inner=-0.1: must be finite and not negative. 0 is minibatch, 1 is Local SGD",
         ),
         (lambda: MinibatchLocalSGD(inner=float("inf")), "must be finite"),
         (lambda: MinibatchLocalSGD(period=2.5), "period must be a whole number"),  # type: ignore[arg-type]
@@ -326,10 +326,10 @@ def test_rounds_that_cannot_work_are_refused(make: Callable[[], Any], words: str
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (adamw(), r"AdamW under MinibatchLocalSGD.*: its step is not along a sum of gradients; average its parameters"),
+        (adamw(), r"AdamW under MinibatchLocalSGD.*: its step is not a multiple of the gradient. Use LocalSGD\(\)"),
         (sgd(0.1, 0.9), r"SGD\(momentum=0.9\) under MinibatchLocalSGD.*SlowMo\(momentum=...\)"),
-        (sgd(0.1, 0.0, weight_decay=0.01), r"SGD\(weight_decay=0.01\).*put it into the loss"),
-        (sgd(0.1, 0.0, maximize=True), r"SGD\(maximize=True\).*change the sign of the loss"),
+        (sgd(0.1, 0.0, weight_decay=0.01), r"SGD\(weight_decay=0.01\).*Add it to the loss"),
+        (sgd(0.1, 0.0, maximize=True), r"SGD\(maximize=True\).*Change the sign of the loss"),
     ],
 )
 def test_optimizers_that_are_not_plain_sgd_are_refused(make: Any, words: str) -> None:

@@ -71,9 +71,9 @@ def test_noloco_is_refused_where_workers_would_drift_apart() -> None:
     NoLoCo(OnePeerExponential()).check(6)
     for make, words in (
         (lambda: NoLoCo(period=0), "period=0: must be at least 1"),
-        (lambda: NoLoCo(lr=0.0), "lr=0.0: the outer step must be positive"),
+        (lambda: NoLoCo(lr=0.0), "lr=0.0: must be positive"),
         (lambda: NoLoCo(momentum=1.0), r"momentum=1.0: must lie in \[0, 1\)"),
-        (lambda: NoLoCo(pull=0.0), "pull=0.0: must be positive, as nothing else keeps workers together"),
+        (lambda: NoLoCo(pull=0.0), "pull=0.0: must be positive and finite. Nothing else keeps workers together"),
     ):
         with pytest.raises(ConfigError, match=words):
             make()

@@ -185,7 +185,7 @@ def test_parameters_in_16_bits_move_by_the_weighted_mean() -> None:
     ids=str,
 )
 def test_a_base_without_plain_rounds_is_refused(base: Strategy) -> None:
-    with pytest.raises(ConfigError, match="must be rounds of local steps"):
+    with pytest.raises(ConfigError, match="must have equal rounds of local steps"):
         Paced(base)
 
 

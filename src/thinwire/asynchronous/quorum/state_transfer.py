@@ -59,7 +59,7 @@ def _own_names(r: Replica) -> dict[int, str]:
 
 
 def digest(r: Replica) -> int:
-    """A number that is equal on all ranks as long as their optimizers' settings are."""
+    """Return a number that is equal on all ranks as long as their optimizers' settings are."""
     optimizer = r.moments.optimizer
     if optimizer is None:
         return 0
@@ -73,7 +73,7 @@ def digest(r: Replica) -> int:
 
 
 def split_state(step: int, data: Tensor, nbytes: int) -> list[StateChunk]:
-    """A packed state as chunks.
+    """Return a packed state as chunks.
 
     Args:
         step: the step whose state it is.

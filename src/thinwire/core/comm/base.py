@@ -91,7 +91,7 @@ class Comm(ABC):
         if not 0 <= rank < size:
             raise ConfigError(f"rank={rank}: must lie in 0..{size - 1} for {size} workers")
         if timeout <= 0:
-            raise ConfigError(f"timeout={timeout}: must be positive; 60 is usual")
+            raise ConfigError(f"timeout={timeout}: must be positive. 60 is usual")
         self.rank = rank
         self.size = size
         self.step = 0

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The arithmetic of codecs (vectors to bytes and back), arrays of models (`rows`, `normalised`, `linear`) and coresets
-(`nearest`).
+"""The arithmetic of codecs, of arrays of models (`rows`, `normalised`, `linear`) and of coresets (`nearest`).
 
 It runs as C on the CPU, as Triton on a GPU, and where neither is available as torch, in
 `thinwire.core.kernels.reference`.
@@ -9,7 +8,7 @@ Meta tensors have sizes but no data. As with torch's own operators, results have
 computed. Only `reading` turns data into Python values, so a dry run executes the lines of a real one.
 """
 
-from thinwire.core.kernels.base import quantized_nbytes
+from thinwire.core.kernels.base import as_fp32, quantized_nbytes
 from thinwire.core.kernels.chunks import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
 from thinwire.core.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
 from thinwire.core.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
@@ -24,6 +23,7 @@ __all__ = [
     "add_chunks_",
     "all_finite",
     "all_finite_each",
+    "as_fp32",
     "bytes_of",
     "cells_at",
     "chunk_kept",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which implementation runs, on how many threads, and the checks that all kernels share."""
+"""Choose the implementation and the number of threads of a kernel, and check its arguments."""
 
 from __future__ import annotations
 
@@ -200,11 +200,12 @@ def quantized_nbytes(n: int, bits: int, block: int, scale_bytes: int = 4) -> int
 def check_code(
     x: Tensor, payload: Tensor, residual: Tensor | None = None, *, bits: int = 1, block: int, scale_bytes: int
 ) -> None:
-    """Check blocks, scales, the size of the payload, and that all tensors are on one device.
+    """Check bits, blocks, scales, the size of the payload, and that all tensors are on one device.
 
     Raises:
         ConfigError: a value is invalid.
     """
+    check_bits(bits)
     if block < 1:
         raise ConfigError(f"block={block}: must be at least 1. 2048 is usual")
     if scale_bytes not in (2, 4):
@@ -215,11 +216,21 @@ def check_code(
         check_length("residual", residual.numel(), x.numel())
 
 
+def check_bits(bits: int) -> None:
+    """Check the bits of a code.
+
+    Raises:
+        ConfigError: they do not lie in 1 to 8.
+    """
+    if not 1 <= bits <= 8:
+        raise ConfigError(f"bits={bits}: must lie in 1..8")
+
+
 def check_norm(norm: str, known: tuple[str, str]) -> None:
     """Check that a norm is known.
 
     Raises:
-        ConfigError: the norm is unknown; the error lists the known ones.
+        ConfigError: with the known norms.
     """
     if norm not in known:
         raise ConfigError(f"norm={norm!r}: must be one of {', '.join(known)}")
@@ -229,7 +240,7 @@ def check_payload(payload: Tensor, nbytes: int) -> None:
     """Check the size of a payload: kernels would read or write beyond the end of a shorter one.
 
     Raises:
-        ConfigError: the size differs; the error has both sizes.
+        ConfigError: with both sizes.
     """
     if payload.dtype != torch.uint8 or payload.shape[-1] != nbytes:
         found = f"{payload.shape[-1]} elements of {payload.dtype}"
@@ -237,20 +248,20 @@ def check_payload(payload: Tensor, nbytes: int) -> None:
 
 
 def check_length(name: str, found: int, wanted: int) -> None:
-    """Check the length of a vector.
+    """Check the length of a vector or list.
 
     Raises:
-        ConfigError: the length differs; the error has both lengths.
+        ConfigError: with both lengths.
     """
     if found != wanted:
-        raise ConfigError(f"{name} of {found} elements: must be {wanted}, as the vector has")
+        raise ConfigError(f"{name} has {found} elements: expected {wanted}, as in the vector")
 
 
 def check_same_device(x: Tensor, *others: Tensor | None) -> None:
     """Check that all tensors are on one device.
 
     Raises:
-        ConfigError: they are not; the error has both devices.
+        ConfigError: with both devices.
     """
     for other in others:
         if other is not None and other.device != x.device:

@@ -8,7 +8,15 @@ import ctypes
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, check_length, check_payload, check_same_device, compiled, writable
+from thinwire.core.kernels.base import (
+    as_fp32,
+    check_bits,
+    check_length,
+    check_payload,
+    check_same_device,
+    compiled,
+    writable,
+)
 from thinwire.core.kernels.reference import chunks
 from thinwire.errors import ConfigError, NonFiniteError
 
@@ -65,8 +73,8 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
     if x.numel() == 0 or x.is_meta:
         return
     x, library = as_fp32(x), compiled(x)
-    rest = torch.empty(0, dtype=torch.float32, device="cpu") if residual is None else residual
-    with writable(out, torch.uint8) as target, writable(rest, read=True) as left:
+    # Without a residual any tensor takes its place: the kernel gets None.
+    with writable(out, torch.uint8) as target, writable(x if residual is None else residual, read=True) as left:
         given = None if residual is None else left
         if library is None:
             finite = chunks.encode_chunks_(x, given, target, chunk=chunk, kept=kept, bits=bits)
@@ -104,6 +112,5 @@ def _check(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> None
         raise ConfigError(f"chunk={chunk}: must lie in 2..{MOST_CHUNK}. 4096 is usual")
     if not 1 <= kept <= chunk:
         raise ConfigError(f"kept={kept}: must lie in 1..{chunk}, the elements of a chunk. 64 is usual")
-    if not 1 <= bits <= 8:
-        raise ConfigError(f"bits={bits}: must lie in 1..8")
+    check_bits(bits)
     check_payload(payload, chunked_nbytes(x.numel(), chunk, kept, bits))

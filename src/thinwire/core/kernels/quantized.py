@@ -67,7 +67,7 @@ def quantize_(
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _check(bits, shift)
+    _check_shift(shift)
     check_norm(norm, ("max", "l2"))
     check_code(x, out, bits=bits, block=block, scale_bytes=scale_bytes)
     if x.numel() == 0 or x.is_meta:
@@ -105,7 +105,7 @@ def dequantize_(
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _check(bits, shift)
+    _check_shift(shift)
     check_code(out, payload, bits=bits, block=block, scale_bytes=scale_bytes)
     if out.numel() == 0 or out.is_meta:
         return
@@ -123,9 +123,7 @@ def dequantize_(
         )
 
 
-def _check(bits: int, shift: float) -> None:
-    if not 1 <= bits <= 8:
-        raise ConfigError(f"bits={bits}: must lie in 1..8")
+def _check_shift(shift: float) -> None:
     if not 0 <= shift < 1:
         raise ConfigError(f"shift={shift}: must lie in [0, 1), because it is added modulo 1")
 

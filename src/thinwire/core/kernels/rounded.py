@@ -13,7 +13,6 @@ from torch import Tensor
 
 from thinwire.core.kernels.base import as_fp32, check_code, compiled, writable
 from thinwire.core.kernels.reference import rounded
-from thinwire.errors import ConfigError
 
 _SCALE_BYTES = 4
 
@@ -43,17 +42,19 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _check_bits(bits)
     check_code(x, out, residual, bits=bits, block=block, scale_bytes=_SCALE_BYTES)
     if x.numel() == 0 or x.is_meta:
         return
     x, library = as_fp32(x), compiled(x)
-    with writable(out, torch.uint8) as target:
-        if residual is None:
-            _encode(library, x, None, target, bits, block)
-            return
-        with writable(residual, read=True) as rest:
-            _encode(library, x, rest, target, bits, block)
+    # Without a residual any tensor takes its place: the kernel gets None.
+    with writable(out, torch.uint8) as target, writable(x if residual is None else residual, read=True) as kept:
+        rest = None if residual is None else kept
+        if library is None:
+            rounded.encode_rounded_(x, rest, target, bits=bits, block=block)
+        else:
+            how = _Rounding(x.numel(), block, bits)
+            left = None if rest is None else rest.data_ptr()
+            library.thinwire_encode_rounded(x.data_ptr(), left, target.data_ptr(), ctypes.byref(how))
 
 
 def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> None:
@@ -62,7 +63,6 @@ def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> N
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    _check_bits(bits)
     check_code(out, payload, bits=bits, block=block, scale_bytes=_SCALE_BYTES)
     if out.numel() == 0 or out.is_meta:
         return
@@ -73,17 +73,3 @@ def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> N
         else:
             how = _Rounding(out.numel(), block, bits)
             library.thinwire_decode_rounded(payload.data_ptr(), target.data_ptr(), ctypes.byref(how))
-
-
-def _encode(library: ctypes.CDLL | None, x: Tensor, rest: Tensor | None, target: Tensor, bits: int, block: int) -> None:
-    if library is None:
-        rounded.encode_rounded_(x, rest, target, bits=bits, block=block)
-        return
-    how = _Rounding(x.numel(), block, bits)
-    left = None if rest is None else rest.data_ptr()
-    library.thinwire_encode_rounded(x.data_ptr(), left, target.data_ptr(), ctypes.byref(how))
-
-
-def _check_bits(bits: int) -> None:
-    if not 1 <= bits <= 8:
-        raise ConfigError(f"bits={bits}: must lie in 1..8")

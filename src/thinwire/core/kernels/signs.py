@@ -65,27 +65,21 @@ def encode_signs_(
     """
     check_norm(norm, ("l1", "l2"))
     check_code(x, out, residual, block=block, scale_bytes=scale_bytes)
-    if residual is None:
-        with writable(out, torch.uint8) as target:
-            _encode_signs(as_fp32(x), None, target, block, norm, scale_bytes)
-        return
-    with writable(out, torch.uint8) as target, writable(residual, read=True) as kept:
-        _encode_signs(as_fp32(x), kept, target, block, norm, scale_bytes)
-
-
-def _encode_signs(x: Tensor, residual: Tensor | None, out: Tensor, block: int, norm: str, scale_bytes: int) -> None:
-    n, library = x.numel(), compiled(x)
+    n = x.numel()
     if n == 0 or x.is_meta:
         return
-    if library is not None:
-        address = None if residual is None else residual.data_ptr()
-        library.thinwire_encode_signs(x.data_ptr(), address, out.data_ptr(), n, block, norm == "l2", scale_bytes)
-    elif on_gpu(x):
-        from thinwire.core.kernels import triton_signs
-
-        triton_signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
-    else:
-        signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
+    x, library = as_fp32(x), compiled(x)
+    # Without a residual any tensor takes its place: the kernel gets None.
+    with writable(out, torch.uint8) as target, writable(x if residual is None else residual, read=True) as kept:
+        rest = None if residual is None else kept
+        if library is not None:
+            left = None if rest is None else rest.data_ptr()
+            library.thinwire_encode_signs(x.data_ptr(), left, target.data_ptr(), n, block, norm == "l2", scale_bytes)
+            return
+        encode_by = signs.encode_signs_
+        if on_gpu(x):
+            from thinwire.core.kernels.triton_signs import encode_signs_ as encode_by
+        encode_by(x, rest, target, block=block, norm=norm, scale_bytes=scale_bytes)
 
 
 def decode_signs_(payload: Tensor, out: Tensor, *, block: int, scale_bytes: int = 4) -> None:

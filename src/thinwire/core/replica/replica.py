@@ -159,7 +159,7 @@ class Replica:
 
     @property
     def equal_start(self) -> bool:
-        """Whether all ranks start from equal parameters."""
+        """True if all ranks start from equal parameters."""
         return self.progress.equal_start
 
     @equal_start.setter
@@ -168,7 +168,7 @@ class Replica:
 
     @property
     def postponed(self) -> bool:
-        """Whether means of parameters that would start at this step are left out."""
+        """True if means of parameters that would start at this step are left out."""
         return self.progress.postponed
 
     @postponed.setter

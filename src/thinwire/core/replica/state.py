@@ -21,7 +21,7 @@ SCHEDULED = frozenset(("initial_lr", "max_lr", "min_lr", "base_momentum", "max_m
 
 
 def parameter_names(optimizer: Optimizer, known: Mapping[int, str]) -> list[str]:
-    """The names of an optimizer's parameters, in the order in which torch numbers them.
+    """Return the names of an optimizer's parameters, in the order in which torch numbers them.
 
     Args:
         optimizer: the optimizer.

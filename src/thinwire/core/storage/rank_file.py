@@ -172,5 +172,5 @@ def _bytes_of(path: Path) -> bytes:
 
 
 def _seal(body: dict[str, Any]) -> str:
-    """The checksum of the JSON text; parsing and writing it again gives the same text."""
+    """Return the checksum of the JSON text; parsing and writing it again gives the same text."""
     return hashlib.sha256(json.dumps(body).encode()).hexdigest()

@@ -48,7 +48,7 @@ def _pack(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
         }
     if isinstance(value, Tensor) and value.layout != torch.strided:
         raise CheckpointError(
-            f"{path or 'the value'} has layout {value.layout}: only dense and COO tensors are saved; convert it with "
+            f"{path or 'the value'} has layout {value.layout}: only dense and COO tensors are saved. Convert it with "
             "to_sparse_coo()"
         )
     if isinstance(value, Tensor):
@@ -87,11 +87,11 @@ def _kind_of(value: Mapping[Any, Any], path: str) -> dict[str, str | None]:
         if factory is None or names:
             return {"kind": "defaultdict", "factory": names[0] if names else None}
         raise CheckpointError(
-            f"{path or 'the value'} is a defaultdict of {factory!r}: only those of {', '.join(_FACTORIES)} are saved; "
-            "save dict(...) of it"
+            f"{path or 'the value'} is a defaultdict of {factory!r}: only those of {', '.join(_FACTORIES)} are saved. "
+            "Save dict(...) of it"
         )
     raise CheckpointError(
-        f"{path or 'the value'} is a {type(value).__name__}, and would come back as a plain dict; save dict(...) of it"
+        f"{path or 'the value'} is a {type(value).__name__}, and would come back as a plain dict. Save dict(...) of it"
     )
 
 

@@ -10,6 +10,7 @@ from typing import ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from thinwire.core.kernels import as_fp32, join
 from thinwire.errors import ConfigError
 from thinwire.registry import Recipe
 
@@ -64,14 +65,12 @@ class Codec(Recipe, ABC):
     elementwise: ClassVar[bool] = False
     """Whether every element is encoded by itself, so that one vector may hold several models."""
     growing: ClassVar[tuple[str, ...]] = ()
-    """Names in the codec's state, or how they begin, of tensors whose size the vectors' sizes do not determine."""
+    """Names or prefixes in the codec's state of tensors whose shape may change."""
     inelastic: ClassVar[str] = ""
-    """Why workers cannot go on with it when one of them is lost, under `attach(elastic=True)`; empty where they can."""
+    """Why workers cannot continue after one of them is lost, under `attach(elastic=True)`; empty if they can."""
 
     def check(self, size: int) -> None:
-        """Refuse a number of workers that the codec does not work with.
-
-        `attach` calls it before the first step.
+        """Check that the codec works with this number of workers; `attach` calls it before the first step.
 
         Raises:
             ConfigError: with the value, the rule and the fix.
@@ -79,7 +78,7 @@ class Codec(Recipe, ABC):
 
     @property
     def linear(self) -> bool:
-        """Whether the payload of a sum is the sum of the payloads, so that an all-reduce may add payloads."""
+        """True if the payload of a sum is the sum of the payloads, so that an all-reduce may add payloads."""
         return False
 
     @property
@@ -89,54 +88,54 @@ class Codec(Recipe, ABC):
 
     @property
     def rounds_sums(self) -> bool:
-        """For a linear codec: whether the all-reduce rounds sums to the payload's dtype; no rank can measure it."""
+        """True if a linear codec's all-reduce rounds sums to the payload's dtype; no rank can measure that error."""
         return False
 
     @property
     def residual_after_sum(self) -> bool:
-        """For a linear codec: whether the compression error is known only after the sum of all payloads is decoded."""
+        """True if a linear codec's error is known only after the sum of all payloads is decoded."""
         return False
 
     @property
     def needs_feedback(self) -> bool:
-        """Whether the codec is biased, so that training without error feedback may diverge."""
+        """True if the codec is biased, so that training without error feedback may diverge."""
         return False
 
     @property
     def sign_only(self) -> bool:
-        """Whether all elements of a block are decoded to one absolute value, so that no element's own size is sent."""
+        """True if all elements of a block are decoded to one absolute value."""
         return False
 
     @property
     def keeps_size(self) -> bool:
-        """Whether elements are decoded to about the size that they had; where not, as in a vote, only gradients fit."""
+        """True if elements are decoded to about their size; otherwise, as in a vote, the codec fits gradients only."""
         return True
 
     @property
     def keeps_residual(self) -> bool:
-        """Whether what one message leaves out is added to the next."""
+        """True if the compression error of one message is added to the next."""
         return False
 
     @property
     def forgets(self) -> bool:
-        """Whether some of what messages leave out is never sent."""
+        """True if some of the compression error is never sent."""
         return False
 
     @property
     def own_mean(self) -> bool:
-        """Whether it decides how means are taken, such as in how many rounds, and not only what a payload is."""
+        """True if the codec also decides how means are computed, such as in how many rounds."""
         return self.one_round
 
     @property
     def one_round(self) -> bool:
-        """Whether every worker's payload goes to all others as it is, and is not encoded again by a server."""
+        """True if every worker's payload goes to all others unchanged, and no server encodes it again."""
         return False
 
     @property
     def error_bound(self) -> float:
         r"""An upper bound of $E|x - C(x)|^2 / |x|^2$; if it is 1 or more, error feedback may diverge.
 
-        0 where none is stated: casts, and codecs that are made for error feedback, such as `TopK` and `OneBit`.
+        0 if no bound is stated: for casts, and for codecs made for error feedback, such as `TopK` and `OneBit`.
         """
         return 0.0
 
@@ -174,10 +173,10 @@ class Codec(Recipe, ABC):
         """Decompress the payload of each piece of `x`, which is in fp32.
 
         Args:
-            payloads: one for each piece; what follows the piece's own bytes is ignored.
-            x: becomes the decoded vector.
+            payloads: one for each piece; bytes after the piece's own are ignored.
+            x: overwritten with the decoded vector.
             cuts: the pieces as slices, end to end.
-            keys: with which the pieces were encoded.
+            keys: the keys that the pieces were encoded with.
         """
         for payload, cut, key in zip(payloads, cuts, keys, strict=True):
             own = payload[: self.nbytes(cut.stop - cut.start) // payload.element_size()]
@@ -193,13 +192,13 @@ class Codec(Recipe, ABC):
 
 
 class Matrix(NamedTuple):
-    """Where a tensor lies in a vector, as a matrix; of a tensor with one dimension it has one row.
+    """The position of a tensor in a vector, and its shape as a matrix; a one-dimensional tensor is one row.
 
     Attributes:
-        start: its first element.
-        rows: of the tensor's outermost dimension in memory.
-        columns: all others.
-        place: its first element in the vector of all parameters, of which this one may be a part.
+        start: the index of its first element.
+        rows: the size of the tensor's outermost dimension in memory.
+        columns: the product of the other sizes.
+        place: the index of its first element in the vector of all parameters, of which this vector may be a part.
     """
 
     start: int
@@ -218,36 +217,37 @@ class Matrix(NamedTuple):
         return self.start + self.size
 
     def of(self, vector: Tensor) -> Tensor:
-        """The matrix as a view of the vector."""
+        """Return the matrix as a view of the vector."""
         return vector[self.start : self.stop].view(self.rows, self.columns)
 
 
 class MatrixCodec(Codec):
     """Base class of codecs that need the shapes of tensors: they compute means themselves, by two all-reduces.
 
-    A vector without shapes they send as it is.
+    They send vectors without shapes uncompressed.
     """
 
     @abstractmethod
     def mean(
         self, x: Tensor, residual: Tensor, matrices: Sequence[Matrix], state: State, *, key: int, share: float
     ) -> Rounds:
-        """Yield two vectors, each of which is sent its mean over workers; either may be empty.
+        """Yield two vectors, which may be empty; each `yield` evaluates to the vector's mean over workers.
 
-        The last lines, which change `state` and the residual, run only where the means are finite on all ranks.
+        The lines after the second `yield`, which change `state` and the residual, run only if the means are finite on
+        all ranks.
 
         Args:
-            x: a vector in fp32 with the residual added, of any tensors; becomes the mean.
-            residual: becomes what the mean leaves out of `x`.
+            x: a vector in fp32 with the residual added; overwritten with the mean.
+            residual: overwritten with the part of `x` that the mean does not contain.
             matrices: the tensors of `x`, in order and without gaps.
-            state: of the codec; what is equal on all ranks.
-            key: of the random draws, equal on all ranks.
-            share: of the mean that each worker subtracts from its own vector to find its residual; 1 where all count.
+            state: the state of the codec, equal on all ranks.
+            key: the key of the random draws, equal on all ranks.
+            share: each worker's residual is its vector minus `share` times the mean; 1 if all workers contribute.
         """
 
     @property
     def linear(self) -> bool:
-        """True: all-reduces add what is sent."""
+        """True: all-reduces add the messages."""
         return True
 
     @property
@@ -262,19 +262,19 @@ class MatrixCodec(Codec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Values in fp32."""
+        """fp32."""
         return torch.float32
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
-        """The elements as they are, in fp32."""
-        return as_single(x).clone()
+        """Return the elements uncompressed, in fp32."""
+        return as_fp32(x).clone()
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
-        """The elements."""
+        """Return the elements."""
         return payload.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Four bytes per element, of a vector without shapes."""
+        """Return four bytes per element, for a vector without shapes."""
         return 4 * n
 
 
@@ -311,7 +311,7 @@ CODEC_SOURCES: dict[str, Literal["codec", "own"]] = {
 
 
 class CodecWrapper(Codec):
-    """A codec around another one: what it is comes from that one, as the table `CODEC_SOURCES` says.
+    """A codec around another one, whose properties it has unless the table `CODEC_SOURCES` says otherwise.
 
     Attributes:
         codec: the codec inside.
@@ -333,7 +333,6 @@ class CodecWrapper(Codec):
 
 
 def _of_codec(name: str) -> property:
-    """A property that reads that of the codec inside."""
     return property(lambda self: getattr(self.codec, name), doc=f"The `{name}` of the codec inside.")
 
 
@@ -343,73 +342,73 @@ for _name, _source in CODEC_SOURCES.items():
 
 
 def check_vectors(codec: Codec) -> None:
-    """Refuse a codec of matrices where tensors have no shapes.
+    """Check that a codec does not need the shapes of tensors.
 
     Raises:
-        ConfigError: naming where it can be used.
+        ConfigError: it needs them; the error names the strategies that know them.
     """
     inner = codec.codec if isinstance(codec, CodecWrapper) else codec
     if isinstance(inner, MatrixCodec):
         raise ConfigError(
-            f"codec={codec}: it compresses matrices, and the shapes of tensors are not known here; use it as "
+            f"codec={codec}: it compresses matrices, and the shapes of tensors are not known here. Use it as "
             "AllReduce(codec) or LocalSGD(period, codec=codec) under attach"
         )
 
 
 def check_payloads(codec: Codec) -> None:
-    """Refuse a codec that decides how means are taken, where the method does; and one of matrices.
+    """Check that a codec only makes payloads, and does not decide itself how means are computed.
 
     Raises:
-        ConfigError: naming what to use.
+        ConfigError: it decides that, or it needs the shapes of tensors.
     """
     check_vectors(codec)
     if codec.own_mean:
         raise ConfigError(
-            f"codec={codec}: this method itself decides between whom payloads travel; use the codec that is inside"
+            f"codec={codec}: this strategy itself decides which ranks exchange payloads. Use the codec inside it"
         )
 
 
 def check_feedback(codec: Codec | None) -> None:
-    """Refuse a biased codec that has no error feedback.
+    """Check that a biased codec has error feedback.
 
     Raises:
-        ConfigError: naming the wrapper that adds it.
+        ConfigError: it has none.
     """
     if codec is not None and codec.needs_feedback:
         raise ConfigError(
-            f"codec={codec}: it is biased, so training without error feedback may diverge; use ErrorFeedback({codec})"
+            f"codec={codec}: it is biased, so training without error feedback may diverge. Use ErrorFeedback({codec})"
         )
 
 
 def check_sizes(codec: Codec | None, instead: str = "OneBit()") -> None:
-    """Refuse a codec that decodes to sizes of its own, where anything but the gradient of one step is compressed.
+    """Check that a codec keeps the sizes of elements, as vectors other than the gradient of one step need.
 
     Args:
-        codec: of the strategy.
-        instead: a codec of signs and sizes that may be used in its place.
+        codec: the codec of the strategy.
+        instead: a codec for the error message.
 
     Raises:
-        ConfigError: naming where it can be used.
+        ConfigError: it does not keep them.
     """
     if codec is not None and not codec.keeps_size:
         raise ConfigError(
             f"codec={codec}: every element is decoded to plus or minus one, whatever its size, which fits the "
-            f"gradient of one step alone; use AllReduce({codec}), or a codec that sends sizes here, such as {instead}"
+            f"gradient of one step only. Use AllReduce({codec}), or a codec that sends sizes, such as {instead}"
         )
 
 
 def check_differences(codec: Codec | None) -> None:
-    """Refuse codecs that differences, sums or momenta cannot be compressed with: `check_sizes` and `check_feedback`.
+    """Check that a codec can compress differences, sums and momenta: `check_sizes` and `check_feedback`.
 
     Raises:
-        ConfigError: with the fix.
+        ConfigError: it cannot.
     """
     check_sizes(codec, "ErrorFeedback(OneBit())")
     check_feedback(codec)
 
 
 def sends_all(codec: Codec | None) -> bool:
-    """Whether all that a codec is given is sent sooner or later, so that it does not change the learning rate."""
+    """Return True if all that a codec encodes is sent sooner or later, so the effective learning rate is unchanged."""
     return codec is None or (codec.keeps_size and not codec.forgets)
 
 
@@ -421,12 +420,12 @@ class DrawKey(int):
         shift: this worker's shift of them in [0, 1): rank / size.
     """
 
-    # A subclass of int, so that codecs without correlated draws use it as a plain key.
+    # A subclass of int, so that codecs without correlated draws can use it as a plain key.
     shared: int
     shift: float
 
     def __new__(cls, value: int, *, shared: int | None = None, shift: float = 0.0) -> DrawKey:
-        """An integer with two attributes."""
+        """Make the key; by default it is shared and has no shift."""
         key = super().__new__(cls, value)
         key.shared, key.shift = value if shared is None else shared, shift
         return key
@@ -436,11 +435,11 @@ def draw_key(seed: int, step: int, rank: int = 0, stage: int = 0, offset: int = 
     """Return the key of the random draws for one message: a hash of 63 bits of all arguments.
 
     Args:
-        seed: of the run, equal on all ranks.
+        seed: the seed of the run, equal on all ranks.
         step: the training step.
         rank: the rank that draws; 0 for messages that all ranks must be able to decode.
         stage: the number of the message within the step.
-        offset: where the part begins in the replica's vector.
+        offset: the index of the part's first element in the replica's vector.
     """
     # Not Python's `hash`, which may differ between versions; and no generator, whose state would have to be saved.
     return DrawKey(_hash(seed, step, rank, stage, offset))
@@ -456,9 +455,9 @@ class StageKeys(NamedTuple):
     """The keys of a mean in two stages, one for each rank.
 
     Attributes:
-        own: of this worker's codes, by the rank that adds them.
-        received: of the codes that this rank adds, by the worker that encoded them.
-        means: of the encoded means, by the rank that encoded them.
+        own: the keys of this worker's payloads, by the rank that decodes them.
+        received: the keys of the payloads that this rank decodes, by the worker that encoded them.
+        means: the keys of the encoded means, by the rank that encoded them.
     """
 
     own: list[DrawKey]
@@ -467,7 +466,7 @@ class StageKeys(NamedTuple):
 
     @classmethod
     def of(cls, key: int, rank: int, size: int) -> StageKeys:
-        """From the key of the mean."""
+        """Derive all keys from the key of the mean."""
         return cls(
             [worker_key(key, rank, size, piece) for piece in range(size)],
             [worker_key(key, worker, size, rank) for worker in range(size)],
@@ -477,7 +476,7 @@ class StageKeys(NamedTuple):
 
 
 def _hash(*numbers: int) -> int:
-    """A hash of several integers, by the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Hash several integers with the finalizer of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK_64
@@ -488,16 +487,43 @@ def _hash(*numbers: int) -> int:
     return state >> 1
 
 
-def payload_like(x: Tensor, nbytes: int) -> Tensor:
-    """Return an empty payload on the device of `x`."""
-    return torch.empty(nbytes, dtype=torch.uint8, device=x.device)
+def check_multiple_of_8(name: str, elements: int, usual: int) -> None:
+    """Check that the elements that share a scale fill whole bytes of a bit plane.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if elements < 8 or elements % 8:
+        raise ConfigError(
+            f"{name}={elements}: must be a multiple of 8, to fill whole bytes of bits. Use {usual}, for example"
+        )
 
 
-def as_single(x: Tensor) -> Tensor:
-    """Return the vector in fp32 and contiguous, as kernels take it; itself if it is both."""
-    return x.detach().to(torch.float32).contiguous()
+def split_planes(payload: Tensor, n: int, cuts: Sequence[slice], *, bits: int, block: int) -> list[Tensor]:
+    """Split a payload of scales in fp32 and bit planes into payloads of pieces, which start at multiples of 8.
+
+    A block that belongs to several pieces has its scale in each of them.
+    """
+    if len(cuts) == 1:
+        return [payload]
+    scales, planes = _planes(payload, n, bits, block)
+    found: list[Tensor] = []
+    for cut in cuts:
+        if cut.start == cut.stop:  # vectors shorter than the number of ranks have empty pieces
+            found.append(payload[:0])
+            continue
+        rows = (plane[cut.start // 8 : -(-cut.stop // 8)] for plane in planes)
+        found.append(join([scales[cut.start // block * 4 : -(-cut.stop // block) * 4], *rows]))
+    return found
 
 
-def shared_draw(key: int) -> tuple[int, float]:
-    """The key of the draws that all workers of a message have in common, and this worker's shift in [0, 1)."""
-    return (key.shared, key.shift) if isinstance(key, DrawKey) else (key, 0.0)
+def join_planes(payloads: Sequence[Tensor], cuts: Sequence[slice], *, bits: int, block: int) -> Tensor:
+    """Reverse `split_planes` for pieces of whole blocks; bytes after a piece's own are ignored."""
+    parts = [_planes(payload, cut.stop - cut.start, bits, block) for payload, cut in zip(payloads, cuts, strict=True)]
+    return join([*(scales for scales, _ in parts), *(planes[bit] for bit in range(bits) for _, planes in parts)])
+
+
+def _planes(payload: Tensor, n: int, bits: int, block: int) -> tuple[Tensor, list[Tensor]]:
+    """Return the scales and the bit planes of a payload."""
+    head, plane = 4 * -(-n // block), -(-n // 8)
+    return payload[:head], [payload[head + bit * plane : head + (bit + 1) * plane] for bit in range(bits)]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from thinwire.core.comm.members import check_nodes
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, CodecWrapper
 from thinwire.methods.codecs.cast import Bf16
@@ -20,12 +21,11 @@ class BetweenNodes(CodecWrapper):
 
     With nodes of $m$ consecutive ranks, each rank adds one $m$-th of the vector for its node. Ranks with the same
     position in their nodes then average their parts with the codec, and each node gathers its parts. For `PowerSGD`,
-    parts are whole tensors, as even as these allow. The codec's error is thus that of $n/m$ means, and each rank sends
-    a payload of an $m$-th of the vector over the slow links.
+    parts are whole tensors, as even as these allow. The mean has the error of $n/m$ encodings, and each rank sends a
+    payload of an $m$-th of the vector over the slow links.
     Traffic per rank: $2 \frac{m-1}{m}$ of the vector within its node and 4 bytes to each rank of it, and between nodes
-    the codec's for an $m$-th of the vector among $n/m$ workers. State: the codec's; each rank's residual is that of
-    its part, and zero elsewhere. If a checkpoint is loaded with another number of workers, an $m$-th of the residuals
-    is kept.
+    the codec's for an $m$-th of the vector among $n/m$ workers. State: the codec's; a rank's residual is zero outside
+    its part. A checkpoint that is loaded with another number of workers keeps an $m$-th of the residuals.
 
     Args:
         codec: the codec between nodes, with error feedback if needed: `BetweenNodes(ErrorFeedback(OneBit()))`.
@@ -44,17 +44,15 @@ class BetweenNodes(CodecWrapper):
     codec: Codec = Bf16()
     node_size: int = 2
 
-    inelastic = "its nodes are neighbouring ranks, whose numbers change when one is lost; use the codec inside it"
+    inelastic = "its nodes are neighboring ranks, whose numbers change when one is lost. Use the codec inside it"
 
     def __post_init__(self) -> None:
-        """Check the codec and the range."""
-        if self.node_size < 1:
-            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
+        check_ranges(self, node_size=("1..", "Use the number of ranks of a machine"))
         if isinstance(self.codec, BetweenNodes):
             raise ConfigError(f"codec={self.codec}: nested nodes are not supported. Use its codec")
 
     def check(self, size: int) -> None:
-        """Check that the number of workers fills whole nodes; a single worker is fine."""
+        """Check that the workers fill whole nodes; a single worker is accepted."""
         if size > 1:
             check_nodes(self.node_size, size)
 

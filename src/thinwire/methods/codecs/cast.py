@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_fp8, encode_fp8
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import Codec, State
 from thinwire.registry import registered
 
@@ -94,10 +94,10 @@ class Bf16(_Cast):
 
 @registered
 class Fp16(_Cast):
-    """Send fp16: five bits of exponent, ten of mantissa.
+    """Cast to fp16: five bits of exponent, ten of mantissa.
 
-    It is eight times finer than bf16, but infinite above 65,504. A sum can overflow although no summand does; a loss
-    scale is the usual remedy. Payload: 2 bytes an element.
+    It is eight times finer than bf16, but infinite above 65,504. A sum can overflow although no summand does; the usual
+    remedy is a loss scale. Payload: 2 bytes an element.
 
     Example:
         >>> import torch
@@ -116,15 +116,15 @@ class Fp16(_Cast):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Two bytes per element."""
+        """fp16, two bytes per element."""
         return torch.float16
 
 
 @registered
 class Fp8(Codec):
-    """Send fp8: one byte an element, and a scale for every block that maps its largest element to fp8's largest.
+    """Cast to fp8: one byte an element, and a scale for every block that maps its largest element to fp8's largest.
 
-    All-reduces do not add fp8, so payloads go through two stages. An element's relative error is at most 2**-4 ("e4m3")
+    All-reduces cannot add fp8, so a mean takes two stages. An element's relative error is at most 2**-4 ("e4m3")
     or 2**-3 ("e5m2"), for elements down to 2**-15 or 2**-30 of the largest of their block.
     Payload: a byte an element, and 4 bytes a block.
 
@@ -146,9 +146,7 @@ class Fp8(Codec):
     block: int = 2048
 
     def __post_init__(self) -> None:
-        """Check the types and the block."""
-        if self.block < 1:
-            raise ConfigError(f"block={self.block}: must be at least 1 element. 2048 is usual")
+        check_ranges(self, block=("1..", "2048 is usual"))
 
     @property
     def alignment(self) -> int:
@@ -165,5 +163,5 @@ class Fp8(Codec):
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """One byte per element, and 4 per block."""
+        """Return one byte per element, and 4 per block."""
         return n + _SCALE_BYTES * -(-n // self.block)

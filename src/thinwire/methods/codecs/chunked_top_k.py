@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import add_chunks_, chunk_kept, chunked_nbytes, encode_chunks_
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single, payload_like
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import Codec, State
 from thinwire.registry import registered
 
 _MOST_CHUNK = 16384
@@ -21,9 +21,9 @@ class ChunkedTopK(Codec):
     r"""Send the $k$ largest elements of every chunk by absolute value: packed positions, and values in $b$ bits.
 
     In a chunk of $c$ elements a position takes $\lceil \log_2 c \rceil$ bits, fewer than in the whole vector, and every
-    part of the vector sends its share. Values are rounded to levels of the chunk as in `Nearest`. So
-    $|x - C(x)|^2 \le |x|^2$. Small elements might never be sent, so the codec needs error feedback. The first of equal
-    elements are sent. A shorter last chunk sends a proportional number, rounded up.
+    part of the vector sends its share. Values are rounded as in `Nearest`, with a scale for each chunk, so that
+    $|x - C(x)|^2 \le |x|^2$. Small elements might never be sent, so the codec needs error feedback. Of equal elements
+    the first are sent. A shorter last chunk sends a proportional number, rounded up.
     Payload of a chunk: 4 bytes, $\lceil k \lceil\log_2 c\rceil / 8 \rceil$ for positions and $\lceil k b / 8 \rceil$
     for values: with the defaults 116 bytes for 4096 elements, 1/141 of fp32.
 
@@ -50,13 +50,12 @@ class ChunkedTopK(Codec):
     bits: int = 2
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 2 <= self.chunk <= _MOST_CHUNK:
-            raise ConfigError(f"chunk={self.chunk}: must lie in 2..{_MOST_CHUNK}. 4096 is usual")
-        if not 1 <= self.kept <= self.chunk:
-            raise ConfigError(f"kept={self.kept}: must lie in 1..{self.chunk}, the elements of a chunk. 64 is usual")
-        if not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 1..8. Use TopK() for values in fp32")
+        check_ranges(
+            self,
+            chunk=(f"2..{_MOST_CHUNK}", "4096 is usual"),
+            kept=(f"1..{self.chunk}", "64 of 4096 is usual"),
+            bits=("1..8", "Use TopK() for values in fp32"),
+        )
 
     @property
     def needs_feedback(self) -> bool:
@@ -70,8 +69,8 @@ class ChunkedTopK(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write a record for each chunk: scale, positions, values."""
-        payload = payload_like(x, self.nbytes(x.numel()))
-        encode_chunks_(as_single(x), None, payload, chunk=self.chunk, kept=self.kept, bits=self.bits)
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+        encode_chunks_(x, None, payload, chunk=self.chunk, kept=self.kept, bits=self.bits)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
@@ -84,7 +83,7 @@ class ChunkedTopK(Codec):
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode in one pass over memory, chunk by chunk."""
-        payload = payload_like(x, self.nbytes(x.numel()))
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
         encode_chunks_(residual, x, payload, chunk=self.chunk, kept=self.kept, bits=self.bits)
         return payload

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import norm_if_finite
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, CodecWrapper, State
 from thinwire.methods.codecs.one_bit import OneBit
@@ -26,12 +27,15 @@ class ErrorFeedback(CodecWrapper):
 
     with $y$ the decoded payload and $e$ the residual. After any number of vectors $\sum y + e = \sum x$: compression
     delays information, but loses none. The codec may be biased, if its error is smaller than its input.
+
     If an all-reduce cannot add the payloads, each rank is the server of one piece of the vector: it adds the workers'
-    payloads of this piece, encodes the sum, and keeps a second residual for that. Payload: the codec's. State: the
-    residual `error`, with the size of the vector, in fp32; for a server among $W$ workers also its server residual,
-    $1/W$ of that size. With a `decay` $\beta$ below 1, $e \leftarrow \beta\,(x + e - y)$, the residual is gradually
-    forgotten: then $e$ is a momentum of unsent values, and replaces that of `DiLoCo`'s outer step (SparseLoCo). A
-    server's residual does not decay.
+    payloads of this piece, encodes the mean, and keeps a second residual for that.
+
+    With a `decay` $\beta$ below 1, $e \leftarrow \beta\,(x + e - y)$: the residual becomes a momentum of unsent values,
+    and replaces that of `DiLoCo`'s outer step (SparseLoCo). A server's residual does not decay.
+
+    Payload: the codec's. State: the residual `error`, with the size of the vector, in fp32; for a server among $W$
+    workers also its server residual, $1/W$ of that size.
 
     Seide et al., 1-Bit Stochastic Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes
     SignSGD, ICML 2019, arXiv:1901.09847, Algorithm 1; in two stages: Tang et al., DoubleSqueeze, ICML 2019,
@@ -39,8 +43,7 @@ class ErrorFeedback(CodecWrapper):
 
     Args:
         codec: $C$, which encodes the payloads.
-        decay: $\beta$ in (0, 1], the decay of the residual from one message to the next; a smaller value forgets it
-            faster.
+        decay: $\beta$ in (0, 1], the decay of the residual from one message to the next.
 
     Example:
         >>> import torch
@@ -57,9 +60,7 @@ class ErrorFeedback(CodecWrapper):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
-        """Check that the residual cannot grow without bound."""
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay}: must lie in (0, 1]: 0 would drop the residual. 1 keeps all of it")
+        check_ranges(self, decay=("(0, 1]", "1 keeps the whole residual"))
         if self.codec.keeps_residual:
             raise ConfigError(f"codec={self.codec}: it already has error feedback. Use it without ErrorFeedback")
         if self.codec.own_mean and not self.codec.one_round:
@@ -74,7 +75,7 @@ class ErrorFeedback(CodecWrapper):
         if self.codec.error_bound >= 1:
             raise ConfigError(
                 f"codec={self.codec}: its squared error can be {self.codec.error_bound:.3g} times the squared input, "
-                "so the residual could grow without bound. Its rounding is unbiased: use it without feedback, or "
+                "so the residual could grow without bound. Its rounding is unbiased. Use it without feedback, or "
                 "with more bits or smaller blocks"
             )
 
@@ -258,7 +259,7 @@ def resize_errors(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dic
         [[2.0, 3.0], [2.0, 3.0], [2.0, 3.0]]
     """
     if not states or size < 1:
-        raise ConfigError(f"{len(states)} states for {size} workers: both must be at least one")
+        raise ConfigError(f"{len(states)} states for {size} workers: both must be at least 1")
     found = {name: match for state in states for name in state if (match := _RESIDUAL_NAME.fullmatch(name))}
     resized = {
         name: torch.stack([state[name] for state in states]).mean(0)

@@ -19,15 +19,16 @@ class Gathered(CodecWrapper):
 
     $$\bar y = \tfrac1n \sum_i C(x_i)$$
 
-    No payload is encoded a second time, so the mean has only the error of the workers' encodings, and one latency
-    instead of two. Each worker sends $n - 1$ payloads of the whole vector, where two stages send two $n$-ths of that:
-    as many bytes for two workers, $n/2$ times as many for more. Use it for two workers (`Gathered(Quantize(8))` is an
-    all-reduce in 8 bits and one round), if latency is longer than the transfer, and for sparse codecs, whose servers
-    would select again among the workers' elements, as in SparseLoCo, 2025, arXiv:2508.15706.
-    Put it inside error feedback: `ErrorFeedback(Gathered(ChunkedTopK()))`.
+    No payload is encoded a second time, so the mean has only the error of the workers' encodings, and takes one latency
+    instead of two. Each worker sends $n - 1$ payloads of the whole vector: as many bytes as in two stages for two
+    workers, and $n/2$ times as many for $n$.
+
+    Use it for two workers (`Gathered(Quantize(8))` is an all-reduce in 8 bits and one round), if latency is longer than
+    the transfer, and for sparse codecs, whose servers would select again among the workers' elements, as in SparseLoCo,
+    2025, arXiv:2508.15706. Put it inside error feedback: `ErrorFeedback(Gathered(ChunkedTopK()))`.
 
     Args:
-        codec: $C$, which encodes the payloads; not one whose payloads an all-reduce can add.
+        codec: $C$, which encodes the payloads; an all-reduce must not be able to add them.
 
     Example:
         >>> import torch, thinwire
@@ -42,7 +43,6 @@ class Gathered(CodecWrapper):
     codec: Codec = OneBit()
 
     def __post_init__(self) -> None:
-        """Check that the codec needs a gather, and keeps no residual."""
         if self.codec.linear:
             raise ConfigError(
                 f"codec={self.codec}: an all-reduce can add its payloads, in fewer bytes. Use it without Gathered"

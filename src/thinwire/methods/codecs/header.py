@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The 16-byte header of a payload: its codec, step and stage, validity flags, and a checksum.
 
-The checksum is a CRC-32 of the header and the payload. On a GPU it covers the header only, since the payload would have
-to be copied to the host. It detects every single-bit error, and all but one in 2^32 of the others.
+The checksum is a CRC-32 of the header and the payload. On a GPU it covers the header only, so that the payload need not
+be copied to the host.
 """
 
 from __future__ import annotations
@@ -56,11 +56,6 @@ def seal(payload: Tensor, header: Header) -> Tensor:
     payload = payload.contiguous().view(torch.uint8)
     front = torch.frombuffer(bytearray(_packed(header, payload)), dtype=torch.uint8).to(payload.device)
     return join([front, payload])
-
-
-def seal_all(payloads: Sequence[Tensor], header: Header) -> list[Tensor]:
-    """Prepend one header to each payload."""
-    return [seal(payload, header) for payload in payloads]
 
 
 def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
@@ -122,7 +117,6 @@ def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, 
 
 
 def _packed(header: Header, payload: Tensor) -> bytes:
-    """Pack the header for this payload."""
     flags = _NON_FINITE * header.non_finite | _REJECTED * header.rejected | _SECOND_STAGE * header.second_stage
     on_host = payload.device.type == "cpu"
     # A NaN does not equal itself.

@@ -19,10 +19,10 @@ class MajorityVote(Codec):
     $$C(x)_i = \pm 1 \quad\text{with the sign of } x_i, \qquad
       \text{in two stages: } \operatorname{sgn} \sum_w \operatorname{sgn} x_{w,i} .$$
 
-    Zero has the sign bit that it is stored with, usually plus; a tie is plus. All elements move by the learning rate,
-    whatever the size of their gradient: use 1 % to 10 % of the usual learning rate, little momentum, and gradients
-    whose noise is symmetric about their mean. Elements whose gradient is always zero move too. The codec is only
-    accepted for the gradient of one step, and not in `ErrorFeedback`: otherwise every element would move by one.
+    Zero counts as plus, unless it is stored as -0.0; a tie is plus. All elements move by the learning rate, whatever
+    the size of their gradient, even if it is zero. Use 1 % to 10 % of the usual learning rate, little momentum, and
+    gradients whose noise is symmetric about their mean. The codec is only accepted for the gradient of one step, and
+    not in `ErrorFeedback`.
     Payload: 1 bit an element, in either stage.
 
     Bernstein et al., signSGD with Majority Vote is Communication Efficient and Fault Tolerant, ICLR 2019,
@@ -43,12 +43,12 @@ class MajorityVote(Codec):
 
     @property
     def keeps_size(self) -> bool:
-        """False: only the learning rate decides how far elements move."""
+        """False: every element is decoded to plus or minus one."""
         return False
 
     @property
     def error_bound(self) -> float:
-        """Infinity: a small element is decoded to one."""
+        """Infinity: an element close to zero is decoded to plus or minus one."""
         return inf
 
     @property
@@ -65,5 +65,5 @@ class MajorityVote(Codec):
         return unpack_signs(payload, like.numel()).to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """One bit per element."""
+        """Return one bit per element, in whole bytes."""
         return -(-n // 8)

@@ -50,5 +50,5 @@ class Natural(Codec):
         return decode_powers(payload, like.numel()).to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Nine bits per element."""
+        """Return nine bits per element, in whole bytes."""
         return n + -(-n // 8)

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_rounded_, encode_rounded_, quantized_nbytes
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single, payload_like
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8, join_planes, split_planes
 from thinwire.registry import registered
 
 
@@ -21,10 +23,10 @@ class Nearest(Codec):
     $$C(x)_i = a\, l_i, \qquad l_i \in \{\pm 1, \pm 3, \dots, \pm (2^b - 1)\}, \qquad
       a = \frac{\sum_i x_i l_i}{\sum_i l_i^2} .$$
 
-    Levels are assigned with the best distance for normally distributed numbers of the block's mean absolute value, so
-    that a few large elements do not make all others coarse; from five bits on they reach the largest element. Then the
-    least-squares scale is computed, so that $|x - C(x)|^2 < |x|^2$ unless $x$ is zero: the codec is biased, and with
-    error feedback it never diverges. With one bit it is `OneBit`.
+    Levels are chosen as for normally distributed numbers with the block's mean absolute value, so that a few large
+    elements do not make all others coarse; from five bits on they reach the largest element. Then the least-squares
+    scale is computed, so that $|x - C(x)|^2 < |x|^2$ unless $x$ is zero: the codec is biased, and error feedback with
+    it never diverges. With one bit it is `OneBit`.
     Payload: $b$ bits an element, and 4 bytes a block.
 
     Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory, 1960; with error feedback on
@@ -46,13 +48,8 @@ class Nearest(Codec):
     block: int = 2048
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 1..8. Use Bf16() for more")
-        if self.block < 8 or self.block % 8:
-            raise ConfigError(
-                f"block={self.block}: must be a multiple of 8, since blocks fill whole bytes. Use 2048, for example"
-            )
+        check_ranges(self, bits=("1..8", "Use Bf16() for more"))
+        check_multiple_of_8("block", self.block, 2048)
 
     @property
     def needs_feedback(self) -> bool:
@@ -71,8 +68,8 @@ class Nearest(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
-        payload = payload_like(x, self.nbytes(x.numel()))
-        encode_rounded_(as_single(x), None, payload, bits=self.bits, block=self.block)
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+        encode_rounded_(x, None, payload, bits=self.bits, block=self.block)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
@@ -82,12 +79,24 @@ class Nearest(Codec):
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """`bits` per element, and 4 bytes per block."""
+        """Return `bits` per element, in whole bytes, and 4 bytes per block."""
         return quantized_nbytes(n, self.bits, self.block)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode in one pass over memory, block by block."""
-        payload = payload_like(x, self.nbytes(x.numel()))
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
         encode_rounded_(residual, x, payload, bits=self.bits, block=self.block)
         return payload
+
+    def encode_pieces_with_residual_(
+        self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
+    ) -> list[Tensor]:
+        """Encode in one pass over all pieces."""
+        payload = self.encode_with_residual_(x, residual)
+        return split_planes(payload, x.numel(), cuts, bits=self.bits, block=self.block)
+
+    def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
+        """Decode in one pass over all pieces."""
+        payload = join_planes(payloads, cuts, bits=self.bits, block=self.block)
+        decode_rounded_(payload, x, bits=self.bits, block=self.block)

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_signs_, encode_signs_, join, sign_nbytes, sum_signs_
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single, payload_like
+from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8, join_planes, split_planes
 from thinwire.registry import registered
-
-_SCALE_BYTES = 4
 
 
 @registered
@@ -35,8 +32,8 @@ class OneBit(Codec):
     Args:
         block: elements that share a scale, a multiple of 8; fewer are more exact and cost more bytes.
         norm: the scale is the mean absolute value ("l1") or the root mean square ("l2").
-        whole: use one scale for the whole vector, as in the papers; it does not fit parts whose elements are much
-            smaller than the rest.
+        whole: use one scale for the whole vector, as in the papers; parts with much smaller elements are then sent with
+            a large error.
 
     Example:
         >>> import torch
@@ -51,11 +48,7 @@ class OneBit(Codec):
     whole: bool = False
 
     def __post_init__(self) -> None:
-        """Check the types and the block."""
-        if self.block < 8 or self.block % 8:
-            raise ConfigError(
-                f"block={self.block}: must be a multiple of 8, since signs fill whole bytes. Use 2048, for example"
-            )
+        check_multiple_of_8("block", self.block, 2048)
 
     @property
     def needs_feedback(self) -> bool:
@@ -74,65 +67,48 @@ class OneBit(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the signs: element 8k+j is bit j of byte k."""
-        payload = payload_like(x, self.nbytes(x.numel()))
-        encode_signs_(as_single(x), None, payload, **self._options(x.numel()))
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+        encode_signs_(x, None, payload, block=self._span(x.numel()), norm=self.norm)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Multiply each element's sign by its block's scale."""
         x = torch.empty_like(like, dtype=torch.float32)
-        decode_signs_(payload, x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        decode_signs_(payload, x, block=self._span(x.numel()))
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """One bit per element, and 4 bytes per block."""
-        return sign_nbytes(n, self._span(n), _SCALE_BYTES)
+        """Return one bit per element, in whole bytes, and 4 bytes per block."""
+        return sign_nbytes(n, self._span(n))
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode in one pass over memory."""
-        payload = payload_like(x, self.nbytes(x.numel()))
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         # The kernel writes the new residual into its second argument; swapping the two does not change their sum.
-        encode_signs_(residual, x, payload, **self._options(x.numel()))
+        encode_signs_(residual, x, payload, block=self._span(x.numel()), norm=self.norm)
         return payload
 
     def encode_pieces_with_residual_(
         self, x: Tensor, residual: Tensor, cuts: Sequence[slice], keys: Sequence[int]
     ) -> list[Tensor]:
-        """Encode in one pass over all pieces; the scale of a whole vector is part of each payload."""
-        payload, span = self.encode_with_residual_(x, residual), self._span(x.numel())
-        scales, signs = payload.split([payload.numel() - -(-x.numel() // 8), -(-x.numel() // 8)])
-        pieces: list[Tensor] = []
-        for cut in cuts:
-            if cut.start == cut.stop:  # vectors shorter than the number of ranks have empty pieces
-                pieces.append(signs[:0])
-                continue
-            own_scales = scales[cut.start // span * _SCALE_BYTES : -(-cut.stop // span) * _SCALE_BYTES]
-            pieces.append(join([own_scales, signs[cut.start // 8 : -(-cut.stop // 8)]]))
-        return pieces
+        """Encode in one pass over all pieces; with `whole`, each payload has the scale."""
+        payload = self.encode_with_residual_(x, residual)
+        return split_planes(payload, x.numel(), cuts, bits=1, block=self._span(x.numel()))
 
     def decode_pieces_(self, payloads: Sequence[Tensor], x: Tensor, cuts: Sequence[slice], keys: Sequence[int]) -> None:
-        """Decode in one pass over all pieces if blocks have the scales."""
+        """Decode in one pass over all pieces, unless `whole`."""
         if self.whole:
             for payload, cut in zip(payloads, cuts, strict=True):
                 n = cut.stop - cut.start
-                decode_signs_(payload[: self.nbytes(n)], x[cut], block=max(n, 1), scale_bytes=_SCALE_BYTES)
+                decode_signs_(payload[: self.nbytes(n)], x[cut], block=max(n, 1))
             return
-        scales, signs = list[Tensor](), list[Tensor]()
-        for payload, cut in zip(payloads, cuts, strict=True):
-            n = cut.stop - cut.start
-            head = -(-n // self.block) * _SCALE_BYTES
-            scales.append(payload[:head])
-            signs.append(payload[head : head + -(-n // 8)])
-        decode_signs_(join([*scales, *signs]), x, block=self.block, scale_bytes=_SCALE_BYTES)
+        decode_signs_(join_planes(payloads, cuts, bits=1, block=self.block), x, block=self.block)
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode and add in one pass over memory."""
         x = torch.empty_like(like, dtype=torch.float32)
-        sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()), scale_bytes=_SCALE_BYTES)
+        sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()))
         return x.to(like.dtype)
 
     def _span(self, n: int) -> int:
         return max(n, 1) if self.whole else self.block
-
-    def _options(self, n: int) -> dict[str, Any]:
-        return {"block": self._span(n), "norm": self.norm, "scale_bytes": _SCALE_BYTES}

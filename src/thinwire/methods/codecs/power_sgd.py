@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import uniform
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import Matrix, MatrixCodec, Rounds, State, draw_key
 from thinwire.registry import registered
 
@@ -29,12 +29,12 @@ class PowerSGD(MatrixCodec):
       Q \leftarrow \tfrac1W \sum_i \Delta_i^\top \hat P, \quad
       \bar M = \hat P Q^\top, \quad e_i \leftarrow \Delta_i - \bar M .$$
 
-    $\bar M = \hat P \hat P^\top \tfrac1W \sum_i \Delta_i$is the mean projected onto $r$ columns that follow its largest
-    singular vectors from message to message. A tensor's rows are its first dimension, its columns all others. Tensors
-    with one dimension, and those that would not shrink by `min_ratio`, are averaged uncompressed.
+    $\bar M = \hat P \hat P^\top \tfrac1W \sum_i \Delta_i$ is the mean projected onto $r$ columns that follow its
+    largest singular vectors from message to message. A tensor's rows are its first dimension, its columns all others.
+    Tensors with one dimension, and those that would not shrink by `min_ratio`, are averaged uncompressed.
     Error feedback is built in: use it without `ErrorFeedback`. Both sums are all-reduces, so the cost does not grow
-    with the number of workers. It needs tensors with shapes: under `AllReduce` those of each bucket, under methods that
-    average parameters those of the model.
+    with the number of workers. It needs the shapes of tensors: under `AllReduce` those of each bucket, under strategies
+    that average parameters those of the model.
     Payload: $4r(m + n)$ bytes for each matrix, in two all-reduces; 4 bytes for each other element. State: the residual
     `error`, like the vector in fp32, and `factor/START` ($Q$) for each matrix, equal on all ranks.
 
@@ -67,11 +67,7 @@ class PowerSGD(MatrixCodec):
     growing = ("factor/",)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if self.rank < 1:
-            raise ConfigError(f"rank={self.rank}: must be at least 1 column. 1 to 4 are usual")
-        if self.min_ratio < 0:
-            raise ConfigError(f"min_ratio={self.min_ratio}: must not be negative. 2 is usual")
+        check_ranges(self, rank=("1..", "1 to 4 are usual"), min_ratio=("[0, inf)", "2 is usual"))
 
     def compresses(self, matrix: Matrix) -> bool:
         """Return True if a matrix is sent as two factors."""

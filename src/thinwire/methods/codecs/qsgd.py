@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single, payload_like
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8
 from thinwire.registry import registered
-
-_SCALE_BYTES = 4
 
 
 @registered
@@ -25,7 +23,7 @@ class QSGD(Codec):
 
     so that $E\,C(x) = x$ and $E|C(x) - x|^2 \le \min(d/s^2, \sqrt d/s)\,|x|^2$ in a bucket of $d$ elements. Few
     elements are near the norm, so with equal bits `Quantize`, whose scale is the largest element, is more exact. This
-    codec follows the paper.
+    codec is the paper's.
     Payload: $b$ bits an element (of fixed length, where the paper uses Elias codes), and 4 bytes a bucket.
 
     Alistarh et al., QSGD: Communication-Efficient SGD via Gradient Quantization and Encoding, NeurIPS 2017,
@@ -47,13 +45,8 @@ class QSGD(Codec):
     bucket: int = 512
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
-        if not 2 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 2..8, including the sign. Use OneBit() for one")
-        if self.bucket < 8 or self.bucket % 8:
-            raise ConfigError(
-                f"bucket={self.bucket}: must be a multiple of 8, since buckets fill whole bytes. Use 512, for example"
-            )
+        check_ranges(self, bits=("2..8", "Use OneBit() for one"))
+        check_multiple_of_8("bucket", self.bucket, 512)
 
     @property
     def error_bound(self) -> float:
@@ -68,17 +61,16 @@ class QSGD(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the norms, then the levels: the lowest bit of all elements, then the next bit."""
-        payload = payload_like(x, self.nbytes(x.numel()))
-        single, bits = as_single(x), self.bits
-        quantize_(single, payload, bits=bits, block=self.bucket, key=int(key), norm="l2", scale_bytes=_SCALE_BYTES)
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
+        quantize_(x, payload, bits=self.bits, block=self.bucket, key=int(key), norm="l2")
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Decode each element to its level."""
         x = torch.empty_like(like, dtype=torch.float32)
-        dequantize_(payload, x, bits=self.bits, block=self.bucket, key=int(key), scale_bytes=_SCALE_BYTES)
+        dequantize_(payload, x, bits=self.bits, block=self.bucket, key=int(key))
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """`bits` per element, and 4 bytes per bucket."""
-        return quantized_nbytes(n, self.bits, self.bucket, _SCALE_BYTES)
+        """Return `bits` per element, in whole bytes, and 4 bytes per bucket."""
+        return quantized_nbytes(n, self.bits, self.bucket)

@@ -7,11 +7,9 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import dequantize_, quantize_, quantized_nbytes
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single, payload_like, shared_draw
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import Codec, DrawKey, State, check_multiple_of_8
 from thinwire.registry import registered
-
-_SCALE_BYTES = 4
 
 
 @registered
@@ -24,9 +22,9 @@ class Quantize(Codec):
     $$C(x)_i = \Delta \Bigl( \bigl\lfloor x_i / \Delta + s + u_i \bigr\rfloor - s \Bigr), \qquad E\,C(x) = x, \qquad
       E\,(C(x)_i - x_i)^2 \le \Delta^2 / 4 .$$
 
-    With one bit there are two levels, $\pm N_b$. `dither` draws $u$ again at decoding and subtracts it: the error is
-    then uniform, of variance $\Delta^2/12$, whatever $x$ is. `correlated` shares one $u$ among workers, each shifted by
-    an equal part of the circle, so that their errors cancel if their vectors are similar. The codec is unbiased, so it
+    With one bit the levels are $\pm N_b$. `dither` draws $u$ again at decoding and subtracts it: the error is then
+    uniform, of variance $\Delta^2/12$, whatever $x$ is. With `correlated` all workers use one $u$, shifted by
+    $\text{rank}/n$ modulo 1, so that their errors cancel if their vectors are similar. The codec is unbiased, so it
     needs no error feedback.
     Payload: $b$ bits an element, and 4 bytes a block.
 
@@ -37,8 +35,8 @@ class Quantize(Codec):
     Args:
         bits: $b$, bits per element, 1 to 8; fewer are less exact.
         block: elements that share a scale; fewer cost more bytes and are more exact.
-        dither: subtract the draws after decoding.
-        correlated: shift one draw for each worker, so that errors cancel.
+        dither: subtract the random numbers after decoding.
+        correlated: let the workers' random numbers differ by a shift only, so that errors cancel.
 
     Example:
         >>> import torch
@@ -54,13 +52,8 @@ class Quantize(Codec):
     correlated: bool = False
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
-        if not 1 <= self.bits <= 8:
-            raise ConfigError(f"bits={self.bits}: must lie in 1..8. Use Bf16() for more")
-        if self.block < 8 or self.block % 8:
-            raise ConfigError(
-                f"block={self.block}: must be a multiple of 8, since blocks fill whole bytes. Use 2048, for example"
-            )
+        check_ranges(self, bits=("1..8", "Use Bf16() for more"))
+        check_multiple_of_8("block", self.block, 2048)
 
     @property
     def sign_only(self) -> bool:
@@ -69,7 +62,7 @@ class Quantize(Codec):
 
     @property
     def error_bound(self) -> float:
-        """The bound is reached by small elements next to a large one."""
+        """The bound for a block of one large element and many small ones."""
         # With one bit every element becomes plus or minus the largest of its block.
         if self.bits == 1:
             return float(self.block)
@@ -83,37 +76,20 @@ class Quantize(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
-        payload, (draw, shift) = payload_like(x, self.nbytes(x.numel())), self._draw(key)
-        quantize_(
-            as_single(x),
-            payload,
-            bits=self.bits,
-            block=self.block,
-            key=draw,
-            shift=shift,
-            norm="max",
-            scale_bytes=_SCALE_BYTES,
-        )
+        payload, (draw, shift) = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8), self._draw(key)
+        quantize_(x, payload, bits=self.bits, block=self.block, key=draw, shift=shift)
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Decode each element to its level."""
         x, (draw, shift) = torch.empty_like(like, dtype=torch.float32), self._draw(key)
-        dequantize_(
-            payload,
-            x,
-            bits=self.bits,
-            block=self.block,
-            key=draw,
-            dither=self.dither,
-            shift=shift,
-            scale_bytes=_SCALE_BYTES,
-        )
+        dequantize_(payload, x, bits=self.bits, block=self.block, key=draw, dither=self.dither, shift=shift)
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """`bits` per element, and 4 bytes per block."""
-        return quantized_nbytes(n, self.bits, self.block, _SCALE_BYTES)
+        """Return `bits` per element, in whole bytes, and 4 bytes per block."""
+        return quantized_nbytes(n, self.bits, self.block)
 
     def _draw(self, key: int) -> tuple[int, float]:
-        return shared_draw(key) if self.correlated else (int(key), 0.0)
+        """Return the key of the random numbers, and their shift."""
+        return (key.shared, key.shift) if self.correlated and isinstance(key, DrawKey) else (int(key), 0.0)

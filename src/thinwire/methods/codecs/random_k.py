@@ -8,9 +8,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import take, top_k, uniform
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single
+from thinwire.core.kernels import as_fp32, take, top_k, uniform
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import Codec, State
 from thinwire.registry import registered
 
 
@@ -42,9 +42,7 @@ class RandomK(Codec):
     unbiased: bool = True
 
     def __post_init__(self) -> None:
-        """Check the types and the range."""
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]. 0.01 is usual")
+        check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
     @property
     def linear(self) -> bool:
@@ -53,7 +51,7 @@ class RandomK(Codec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Values in fp32."""
+        """fp32."""
         return torch.float32
 
     @property
@@ -68,7 +66,7 @@ class RandomK(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the values, in fp32."""
-        x, k = as_single(x), self.count(x.numel())
+        x, k = as_fp32(x), self.count(x.numel())
         values = take(x, _indices(x, k, key))
         return values.mul_(x.numel() / k) if self.unbiased and k else values
 
@@ -79,7 +77,7 @@ class RandomK(Codec):
         return x
 
     def nbytes(self, n: int) -> int:
-        """Four bytes per value."""
+        """Return four bytes per value."""
         return 4 * self.count(n)
 
     def count(self, n: int) -> int:

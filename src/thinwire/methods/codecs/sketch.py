@@ -6,9 +6,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import heavy, sketch_, unsketch
+from thinwire.core.kernels import as_fp32, heavy, sketch_, unsketch
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single
+from thinwire.methods.codecs.base import Codec, State
 from thinwire.registry import registered
 
 # With fewer columns, large elements share cells so often that the median of few rows does not recover them.
@@ -54,7 +54,6 @@ class Sketch(Codec):
     kept: int = 512
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         if self.rows < 1 or self.rows % 2 == 0:
             raise ConfigError(f"rows={self.rows}: must be odd for a median. Use 3 or 5")
         if self.kept < 1 or self.columns < _MIN_COLUMNS_PER_ELEMENT * self.kept:
@@ -75,7 +74,7 @@ class Sketch(Codec):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Values in fp32."""
+        """fp32."""
         return torch.float32
 
     @property
@@ -85,7 +84,7 @@ class Sketch(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the table in fp32, row by row; short vectors unchanged."""
-        x = as_single(x)
+        x = as_fp32(x)
         if self._fits_table(x.numel()):
             return x.clone()
         table = x.new_zeros(self.rows, self.columns)
@@ -103,7 +102,7 @@ class Sketch(Codec):
         return x
 
     def nbytes(self, n: int) -> int:
-        """Four bytes per cell of the table, or per element of a shorter vector."""
+        """Return four bytes per cell of the table, or per element of a shorter vector."""
         return 4 * min(n, self.rows * self.columns)
 
     def _fits_table(self, n: int) -> bool:

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from thinwire.core.kernels import clip_outliers, dequantize_, quantize_, quantized_nbytes
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, payload_like
+from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8
 from thinwire.registry import registered
 
-_BITS, _SCALE_BYTES = 2, 4
+_BITS = 2
 
 
 @registered
@@ -44,11 +44,7 @@ class TernGrad(Codec):
     clip: float | None = 2.5
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
-        if self.block < 8 or self.block % 8:
-            raise ConfigError(
-                f"block={self.block}: must be a multiple of 8, since blocks fill whole bytes. Use 2048, for example"
-            )
+        check_multiple_of_8("block", self.block, 2048)
         if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"clip={self.clip}: must be positive. 2.5 standard deviations is usual")
 
@@ -64,17 +60,17 @@ class TernGrad(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write a scale per block, then two bits per element: first all low bits, then all high bits."""
-        payload = payload_like(x, self.nbytes(x.numel()))
+        payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)
         clipped = x if self.clip is None else clip_outliers(x, block=self.block, deviations=self.clip)
-        quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key), norm="max", scale_bytes=_SCALE_BYTES)
+        quantize_(clipped, payload, bits=_BITS, block=self.block, key=int(key))
         return payload
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
         """Decode each element to zero, or to plus or minus the scale of its block."""
         x = torch.empty_like(like, dtype=torch.float32)
-        dequantize_(payload, x, bits=_BITS, block=self.block, key=int(key), scale_bytes=_SCALE_BYTES)
+        dequantize_(payload, x, bits=_BITS, block=self.block, key=int(key))
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Two bits per element, and 4 bytes per block."""
-        return quantized_nbytes(n, _BITS, self.block, _SCALE_BYTES)
+        """Return two bits per element, in whole bytes, and 4 bytes per block."""
+        return quantized_nbytes(n, _BITS, self.block)

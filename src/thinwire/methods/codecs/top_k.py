@@ -8,9 +8,9 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import join, pack_indices, packed_nbytes, take, top_k, unpack_indices
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec, State, as_single
+from thinwire.core.kernels import as_fp32, join, pack_indices, packed_nbytes, take, top_k, unpack_indices
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import Codec, State
 from thinwire.registry import registered
 
 _VALUE_BYTES = 4
@@ -42,9 +42,7 @@ class TopK(Codec):
     fraction: float = 0.01
 
     def __post_init__(self) -> None:
-        """Check the type and the range."""
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]. 0.01 is usual")
+        check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
     @property
     def needs_feedback(self) -> bool:
@@ -53,7 +51,7 @@ class TopK(Codec):
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the values, then their indices in ascending order."""
-        x = as_single(x)
+        x = as_fp32(x)
         return _payload(x, top_k(x, self.count(x.numel())))
 
     def decode(self, payload: Tensor, like: Tensor, key: int = 0) -> Tensor:
@@ -66,7 +64,7 @@ class TopK(Codec):
         return x.to(like.dtype)
 
     def nbytes(self, n: int) -> int:
-        """Four bytes per value, and the packed indices."""
+        """Return four bytes per value, and the bytes of the packed indices."""
         return _VALUE_BYTES * self.count(n) + packed_nbytes(self.count(n), n)
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from thinwire.core.replica.flat import copy_each_
 from thinwire.core.torch_internals import foreach
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.optimizers.base import ClosureOptimizer
 
@@ -79,14 +80,10 @@ class AcSA(ClosureOptimizer):
         restart_every: int | None = None,
         weight_decay: float = 0.0,
     ) -> None:
-        if not 0 < lr < inf:
-            raise ConfigError(f"lr={lr}: must be positive and finite. Up to 1/(2L) convergence is guaranteed")
-        if not 0 <= strong_convexity < inf or not 0 <= weight_decay < inf:
-            raise ConfigError(
-                f"strong_convexity={strong_convexity}, weight_decay={weight_decay}: must be finite and not negative"
-            )
-        if restart_every is not None and restart_every < 1:
-            raise ConfigError(f"restart_every={restart_every}: must be at least 1 step. None never restarts")
+        check_range("lr", lr, "(0, inf)", "Up to 1/(2L) convergence is guaranteed")
+        check_range("strong_convexity", strong_convexity, "[0, inf)", "0 is for functions that are merely convex")
+        check_range("weight_decay", weight_decay, "[0, inf)", "0 is usual")
+        check_range("restart_every", restart_every, "1..", "None never restarts")
         if restart_every is not None and strong_convexity:
             raise ConfigError(
                 f"restart_every={restart_every}, strong_convexity={strong_convexity}: both set the length of a stage. "

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.core.replica.flat import copy_each_
+
 T = TypeVar("T")
 _BATCH_ELEMENTS = 1 << 20  # 4 MB in fp32
 
@@ -60,7 +62,7 @@ class ClosureOptimizer(Optimizer):
 
 
 def cache_batches(parameters: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in their order, in batches so small that every pass but the first finds them in the cache.
+    """Yield parameters in order, in batches that fit the cache, so that only the first pass reads memory.
 
     On accelerators, where launches are expensive, all parameters are one batch.
     """
@@ -110,3 +112,10 @@ def exact_parameters(parameters: Sequence[Tensor], states: Sequence[Mapping[str,
             master.copy_(torch.where(untouched, master, parameter.to(master.dtype)))
         exact.append(parameter if master is None else master)
     return exact
+
+
+def round_to_parameters(exact: Sequence[Tensor], parameters: Sequence[Tensor]) -> None:
+    """Copy the `master` copies in the result of `exact_parameters` into their 16-bit parameters."""
+    rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
+    if rounded:
+        copy_each_([p for p, _ in rounded], [x for _, x in rounded])

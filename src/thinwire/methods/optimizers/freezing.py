@@ -20,9 +20,13 @@ from thinwire.methods.optimizers.base import (
     cache_batches,
     exact_parameters,
     restore_dtypes,
+    round_to_parameters,
     zero_moments,
 )
 from thinwire.methods.optimizers.lamb import check_adaptive, update_moments_
+
+Group = dict[str, Any]
+States = Sequence[dict[str, Tensor]]
 
 
 class FreezingOptimizer(ClosureOptimizer):
@@ -94,7 +98,7 @@ class FreezingOptimizer(ClosureOptimizer):
 
     @torch.no_grad()
     def variance_change(self) -> Tensor:
-        """The relative change of the variance since the last call; infinite at the first.
+        """Return the relative change of the variance since the last call; infinite at the first.
 
         Returns:
             $|v - v'|_1 / |v|_1$ over all parameters, a number in fp64 on the first parameter's device.
@@ -185,7 +189,7 @@ class FreezingOptimizer(ClosureOptimizer):
                 self._move(group, batch, means)
             self.on_moved(group)
 
-    def _move(self, group: dict[str, Any], parameters: Sequence[Tensor], means: dict[Tensor, Tensor]) -> None:
+    def _move(self, group: Group, parameters: Sequence[Tensor], means: dict[Tensor, Tensor]) -> None:
         states = [self.state[p] for p in parameters]
         exact = exact_parameters(parameters, states)
         momenta = [state["momentum"] for state in states]
@@ -198,10 +202,7 @@ class FreezingOptimizer(ClosureOptimizer):
                 for p, m in zip(parameters, momenta, strict=True)
             ]
             self.frozen_step(group, exact, after, states)
-        # The model's own 16-bit parameters are roundings of the fp32 copy.
-        rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
-        if rounded:
-            copy_each_([p for p, _ in rounded], [x for _, x in rounded])
+        round_to_parameters(exact, parameters)
 
     # -- for subclasses ------------------------------------------------------------------------------------------
 
@@ -210,33 +211,21 @@ class FreezingOptimizer(ClosureOptimizer):
         """Add the subclass's own state of a parameter."""
 
     @abstractmethod
-    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
+    def on_freeze(self, groups: Sequence[tuple[Group, list[dict[str, Tensor]]]]) -> None:
         """Create the state of the second stage; called after the variance freezes, with each group's states."""
 
-    def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+    def on_send(self, group: Group, momenta: list[Tensor], states: States) -> None:
         """Turn the next momenta of a group's tensors into the message, in place; unchanged by default."""
 
-    def on_moved(self, group: dict[str, Any]) -> None:
+    def on_moved(self, group: Group) -> None:
         """Update the group's state after its step."""
 
     @abstractmethod
-    def warm_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def warm_step(self, group: Group, parameters: list[Tensor], gradients: list[Tensor], states: States) -> None:
         """Take a step of the warm-up: move the parameters and update their state."""
 
     @abstractmethod
-    def frozen_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def frozen_step(self, group: Group, parameters: list[Tensor], momenta: list[Tensor], states: States) -> None:
         """Take a step of the second stage; states have the old momenta, the new ones may be overwritten."""
 
 
@@ -293,19 +282,13 @@ class FreezingAdam(FreezingOptimizer):
     def on_init_state(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Add nothing to the moments."""
 
-    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
+    def on_freeze(self, groups: Sequence[tuple[Group, list[dict[str, Tensor]]]]) -> None:
         """Set all coefficients to 1: momenta are sent unchanged."""
         for _, states in groups:
             for state in states:
                 state["coefficient"] = torch.ones((), dtype=state["momentum"].dtype, device=state["momentum"].device)
 
-    def warm_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def warm_step(self, group: Group, parameters: list[Tensor], gradients: list[Tensor], states: States) -> None:
         """Take a step of Adam without bias correction."""
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         update_moments_(group, momenta, variances, gradients)
@@ -313,7 +296,7 @@ class FreezingAdam(FreezingOptimizer):
 
 
 def adam_step_(
-    group: dict[str, Any],
+    group: Group,
     parameters: list[Tensor],
     momenta: list[Tensor],
     variances: list[Tensor],

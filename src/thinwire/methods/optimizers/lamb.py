@@ -11,14 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.core.kernels import adaptive
-from thinwire.core.replica.flat import copy_each_
 from thinwire.core.torch_internals import foreach
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.optimizers.base import (
     ClosureOptimizer,
     cache_batches,
     exact_parameters,
     restore_dtypes,
+    round_to_parameters,
     zero_moments,
 )
 
@@ -114,10 +115,7 @@ class Lamb(ClosureOptimizer):
         add_decay_(group, directions, exact)
         ratios, _ = trust_ratios(group, exact, directions)
         descend_(group, exact, directions, ratios)
-        # The model's own 16-bit parameters are roundings of the fp32 copy.
-        rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
-        if rounded:
-            copy_each_([p for p, _ in rounded], [x for _, x in rounded])
+        round_to_parameters(exact, parameters)
 
 
 # -- the arithmetic, on lists of tensors -------------------------------------------------------------------------------
@@ -187,14 +185,11 @@ def check_adaptive(lr: float, betas: tuple[float, float], eps: float, weight_dec
     Raises:
         ConfigError: a value is invalid.
     """
-    if not 0 <= lr < inf:
-        raise ConfigError(f"lr={lr}: must be finite and not negative. 0.001 is usual")
+    check_range("lr", lr, "[0, inf)", "0.001 is usual")
     if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"betas={betas}: must be two numbers in [0, 1). (0.9, 0.999) is usual")
-    if not 0 < eps < inf:
-        raise ConfigError(f"eps={eps}: must be positive and finite. 1e-8 is usual")
-    if not 0 <= weight_decay < inf:
-        raise ConfigError(f"weight_decay={weight_decay}: must be finite and not negative. 0.01 is usual")
+    check_range("eps", eps, "(0, inf)", "1e-8 is usual")
+    check_range("weight_decay", weight_decay, "[0, inf)", "0.01 is usual")
 
 
 def check_trust(least_trust: float, most_trust: float) -> None:

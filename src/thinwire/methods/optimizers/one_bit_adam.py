@@ -3,12 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from torch import Tensor
 
-from thinwire.methods.optimizers.freezing import FreezingAdam, adam_step_
+from thinwire.methods.optimizers.freezing import FreezingAdam, Group, States, adam_step_
 
 
 class OneBitAdam(FreezingAdam):
@@ -50,13 +47,7 @@ class OneBitAdam(FreezingAdam):
         ConfigError: a value is out of its range.
     """
 
-    def frozen_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def frozen_step(self, group: Group, parameters: list[Tensor], momenta: list[Tensor], states: States) -> None:
         """Move along the new momentum."""
         before, frozen = ([state[name] for state in states] for name in ("momentum", "variance"))
         adam_step_(group, parameters, momenta, frozen, before)

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from thinwire.core.kernels.adaptive import lamb_direction_
 from thinwire.core.replica.flat import copy_each_
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
-from thinwire.methods.optimizers.freezing import FreezingOptimizer
+from thinwire.methods.optimizers.freezing import FreezingOptimizer, Group, States
 from thinwire.methods.optimizers.lamb import (
     add_decay_,
     check_adaptive,
@@ -100,15 +101,13 @@ class OneBitLamb(FreezingOptimizer):
     ) -> None:
         check_adaptive(lr, betas, eps, weight_decay)
         check_trust(least_trust, most_trust)
-        if not 0 <= trust_beta < 1:
-            raise ConfigError(f"trust_beta={trust_beta}: must lie in [0, 1). 0.9 is usual")
+        check_range("trust_beta", trust_beta, "[0, 1)", "0.9 is usual")
+        check_range("factor_change", factor_change, "(0, 1)", "0.1 is usual")
         if not 0 < least_factor <= 1 <= most_factor:
             raise ConfigError(
                 f"least_factor={least_factor}, most_factor={most_factor}: must be positive, the first at most 1 "
                 "and the second at least 1. 0.5 and 4 are usual"
             )
-        if not 0 < factor_change < 1:
-            raise ConfigError(f"factor_change={factor_change}: must lie between 0 and 1. 0.1 is usual")
         settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "least_trust": least_trust}
         more = {"most_trust": most_trust, "trust_beta": trust_beta, "least_factor": least_factor}
         super().__init__(params, {**settings, **more, "most_factor": most_factor, "factor_change": factor_change})
@@ -118,7 +117,7 @@ class OneBitLamb(FreezingOptimizer):
         for name in ("trust", "trust_weight"):
             state[name] = torch.zeros((), dtype=state["momentum"].dtype, device=parameter.device)
 
-    def on_freeze(self, groups: Sequence[tuple[dict[str, Any], list[dict[str, Tensor]]]]) -> None:
+    def on_freeze(self, groups: Sequence[tuple[Group, list[dict[str, Tensor]]]]) -> None:
         """Set `fresh` to the frozen variance and `factor` to 1, and compute `trust` and `coefficient`."""
         states = [state for _, members in groups for state in members]
         for state in states:
@@ -137,13 +136,7 @@ class OneBitLamb(FreezingOptimizer):
         for state, size in zip(sized, sizes, strict=True):
             state["coefficient"] = torch.where(size > 0, mean.to(size) / size, torch.ones_like(size))
 
-    def warm_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        gradients: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def warm_step(self, group: Group, parameters: list[Tensor], gradients: list[Tensor], states: States) -> None:
         """Take a LAMB step, and update the moving average of its trust ratios."""
         momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
         update_moments_(group, momenta, variances, gradients)
@@ -156,13 +149,7 @@ class OneBitLamb(FreezingOptimizer):
             mean = torch.where(known, torch.lerp(before, values, 1 - group["trust_beta"]), before)
             copy_each_([state[name] for state in states], list(mean.unbind()))
 
-    def frozen_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def frozen_step(self, group: Group, parameters: list[Tensor], momenta: list[Tensor], states: States) -> None:
         """Take a step with the frozen variance, and correct its length with the fresh one (`factor`)."""
         before, frozen, fresh = ([state[name] for state in states] for name in ("momentum", "variance", "fresh"))
         decay = group["weight_decay"]

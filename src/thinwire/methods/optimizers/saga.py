@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.optimizers.base import evaluate
 
@@ -60,12 +61,9 @@ class Saga(Optimizer):
     """
 
     def __init__(self, layer: nn.Linear, n: int, *, lr: float, weight_decay: float = 0.0) -> None:
-        if n < 1:
-            raise ConfigError(f"n={n}: must be at least 1 sample")
-        if not lr > 0:
-            raise ConfigError(f"lr={lr}: must be positive. 1/(3L) is usual")
-        if weight_decay < 0:
-            raise ConfigError(f"weight_decay={weight_decay}: must be 0 or a positive number")
+        check_range("n", n, "1..", "Give the number of samples of the data set")
+        check_range("lr", lr, "(0, inf)", "1/(3L) is usual")
+        check_range("weight_decay", weight_decay, "[0, inf)", "0 is usual")
         super().__init__(layer.parameters(), {"lr": lr, "weight_decay": weight_decay})
         self.n = n
         self._layer = layer
@@ -91,8 +89,8 @@ class Saga(Optimizer):
             indices: int64, [batch]; the samples of the batch, as numbers from 0 to n - 1.
 
         Raises:
-            ConfigError: indices are missing, repeated, out of range or not one for each sample; or no
-                    backward pass ran through the layer since the last step.
+            ConfigError: indices are missing, repeated, out of range or not one for each sample; or no backward pass ran
+                through the layer since the last step.
         """
         loss = evaluate(closure)
         inputs, residuals, rows = self._batch(indices)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.optimizers.base import evaluate
 
@@ -69,10 +70,8 @@ class Svrg(Optimizer):
     def __init__(
         self, params: Iterable[nn.Parameter] | Iterable[dict[str, Any]], lr: float, *, weight_decay: float = 0.0
     ) -> None:
-        if not lr > 0:
-            raise ConfigError(f"lr={lr}: must be positive")
-        if weight_decay < 0:
-            raise ConfigError(f"weight_decay={weight_decay}: must be 0 or a positive number")
+        check_range("lr", lr, "(0, inf)", "1/(10L) is usual")
+        check_range("weight_decay", weight_decay, "[0, inf)", "0 is usual")
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @torch.no_grad()

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thinwire.core.replica.flat import copy_each_
 from thinwire.core.torch_internals import foreach
-from thinwire.methods.optimizers.freezing import FreezingAdam, adam_step_
+from thinwire.methods.optimizers.freezing import FreezingAdam, Group, States, adam_step_
 from thinwire.methods.optimizers.lamb import denominators_of
 
 
@@ -64,7 +64,7 @@ class ZeroOneAdam(FreezingAdam):
         ConfigError: a value is out of its range.
     """
 
-    # `alone` marks local steps; `reach` is the sum of their learning rates since the last synchronization.
+    # `local` marks local steps; `lr_sum` is the sum of their learning rates since the last synchronization.
     group_defaults: ClassVar[Mapping[str, Any]] = {"lr_sum": 0.0, "local": False}
 
     def unfreeze(self) -> None:
@@ -82,7 +82,7 @@ class ZeroOneAdam(FreezingAdam):
         for group in self.param_groups:
             group["lr_sum"] = 0.0
 
-    def on_send(self, group: dict[str, Any], momenta: list[Tensor], states: Sequence[dict[str, Tensor]]) -> None:
+    def on_send(self, group: Group, momenta: list[Tensor], states: States) -> None:
         """Send the mean momentum since the last synchronization, each step weighted by its learning rate.
 
         The mean has the size of one momentum however many steps it covers, so residuals keep their scale when the gaps
@@ -96,13 +96,7 @@ class ZeroOneAdam(FreezingAdam):
         foreach.add_(momenta, [state["update_sum"] for state in states])
         foreach.div_(momenta, group["lr_sum"] + lr)
 
-    def frozen_step(
-        self,
-        group: dict[str, Any],
-        parameters: list[Tensor],
-        momenta: list[Tensor],
-        states: Sequence[dict[str, Tensor]],
-    ) -> None:
+    def frozen_step(self, group: Group, parameters: list[Tensor], momenta: list[Tensor], states: States) -> None:
         """Move along this worker's momentum, or from the last synchronized parameters along the mean momentum."""
         copy_each_([state["momentum"] for state in states], momenta)
         lr, variances = float(group["lr"]), [state["variance"] for state in states]
@@ -130,6 +124,6 @@ class ZeroOneAdam(FreezingAdam):
             return
         adam_step_(group, parameters, momenta, variances)
 
-    def on_moved(self, group: dict[str, Any]) -> None:
+    def on_moved(self, group: Group) -> None:
         """Add up the learning rates since the last synchronization."""
         group["lr_sum"] = group["lr_sum"] + float(group["lr"]) if group["local"] else 0.0

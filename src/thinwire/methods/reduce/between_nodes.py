@@ -12,8 +12,7 @@ from torch import Tensor
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.members import Members, node_and_peers
 from thinwire.core.comm.pending import Stages
-from thinwire.core.kernels import decisions
-from thinwire.methods.codecs.base import as_single
+from thinwire.core.kernels import as_fp32, decisions
 
 
 def mean_between_nodes(
@@ -36,7 +35,7 @@ def mean_between_nodes(
         count: the divisor of the sum over all ranks.
     """
     node, peers = node_and_peers(comm, node_size)
-    single = as_single(x)
+    single = as_fp32(x)
     own = cuts[node.rank]
     parts = [single[cut] for cut in cuts]
 

@@ -13,7 +13,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.members import Members
 from thinwire.core.comm.pending import PendingMeans, Stages
 from thinwire.core.comm.work import Work
-from thinwire.core.kernels import all_finite, norm_if_finite
+from thinwire.core.kernels import all_finite, as_fp32, norm_if_finite
 from thinwire.core.replica.flat import Segment, cut_out
 from thinwire.errors import CommError, NonFiniteError
 from thinwire.methods.codecs.base import (
@@ -22,14 +22,12 @@ from thinwire.methods.codecs.base import (
     MatrixCodec,
     StageKeys,
     State,
-    as_single,
     check_payloads,
-    payload_like,
     worker_key,
 )
 from thinwire.methods.codecs.between_nodes import BetweenNodes
 from thinwire.methods.codecs.feedback import ErrorFeedback, keep_, residual_of, server_residual_of
-from thinwire.methods.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_all, unseal, unseal_all
+from thinwire.methods.codecs.header import HEADER_BYTES, Header, codec_number, seal, unseal, unseal_all
 from thinwire.methods.reduce.between_nodes import mean_between_nodes
 from thinwire.methods.reduce.pieces import pieces, pieces_at
 from thinwire.methods.topology.base import Peers
@@ -89,7 +87,7 @@ def compressed_mean_(
         pending: the means that finish together with this one; by default none.
     """
     count = count or _num_contributors(comm, x)
-    if codec.linear and not codec.keeps_residual:
+    if not codec.keeps_residual and codec.linear:
         return _linear_mean(comm, x, codec, state, key=key, count=count)
     where = ResidualSlice(offset, length if length is not None else x.numel(), segments)
     mean = _stages(comm, x, codec, state, where, key=key, count=count)
@@ -272,15 +270,16 @@ def _two_stage_mean(
     recipe = repr(codec) if server is codec else f"{codec!r} and {server!r}"
     # The step of the launch, since the waits may belong to a later step.
     header = Header(codec_number(recipe, x.numel()), comm.step)
-    keys, updated = StageKeys.of(key, comm.rank, comm.size), as_single(x)
+    keys, updated = StageKeys.of(key, comm.rank, comm.size), as_fp32(x)
 
     # Encode each piece, unless it is not finite; `updated` becomes the new residual.
     finite, square = norm_if_finite(x)
     if finite:
         payloads = _encoded(codec, updated, residuals and residuals[0], cuts, keys.own, undo=undo)
     else:
-        payloads = [payload_like(x, codec.nbytes(length)).zero_() for length in lengths]
-    messages = seal_all(payloads, header._replace(non_finite=not finite, squared_norm=square))
+        payloads = [x.new_zeros(codec.nbytes(length), dtype=torch.uint8) for length in lengths]
+    own_header = header._replace(non_finite=not finite, squared_norm=square)
+    messages = [seal(payload, own_header) for payload in payloads]
     if not undo:
         x = updated = torch.empty(0, dtype=torch.float32, device=x.device)  # drop the references
 
@@ -294,7 +293,7 @@ def _two_stage_mean(
     del scattered
     finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
     # An all-gather needs payloads of one size: that of the first piece, the longest one.
-    payload = payload_like(x, server.nbytes(lengths[0])).zero_()
+    payload = x.new_zeros(server.nbytes(lengths[0]), dtype=torch.uint8)
     mean = updated[own] if undo else torch.empty(lengths[comm.rank], dtype=torch.float32, device=x.device)
     if finite and not problem:
         mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
@@ -355,7 +354,7 @@ def _encoded_mean(
 
 def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:
     """Average payloads that an all-reduce can add, with residuals; `yield` as in `_two_stage_mean`."""
-    updated, codec = as_single(x), feedback.codec  # the vector becomes the new residual
+    updated, codec = as_fp32(x), feedback.codec  # the vector becomes the new residual
 
     # Encode.
     if not norm_if_finite(x)[0]:
@@ -404,9 +403,9 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
     header = Header(codec_number(repr(inner), x.numel()), comm.step)
     keys = [worker_key(key, rank, comm.size) for rank in range(comm.size)]
-    updated, (finite, square) = as_single(x), norm_if_finite(x)
+    updated, (finite, square) = as_fp32(x), norm_if_finite(x)
     if not finite:
-        payload = payload_like(x, inner.nbytes(x.numel())).zero_()
+        payload = x.new_zeros(inner.nbytes(x.numel()), dtype=torch.uint8)
     elif residual is None:
         payload = inner.encode(updated, {}, keys[comm.rank])
     else:
@@ -448,7 +447,7 @@ def _matrix_mean(
     count: int,
 ) -> Stages:
     """Average with a matrix codec, by two all-reduces; `yield` as in `_two_stage_mean`."""
-    updated, finite = as_single(x), norm_if_finite(x)[0]
+    updated, finite = as_fp32(x), norm_if_finite(x)[0]
     if finite:
         updated.add_(residual)
     else:
@@ -548,7 +547,7 @@ def compressed_exchange(
         CommError: in `wait`, if a payload is damaged, or belongs to another codec or step.
     """
     # A non-finite vector is sent as zeros with a flag, so codecs need not handle NaN.
-    single, number = as_single(x), codec_number(repr(codec), x.numel())
+    single, number = as_fp32(x), codec_number(repr(codec), x.numel())
     finite, square = norm_if_finite(x)
     own_key = worker_key(key, comm.rank, comm.size)
     payload = codec.encode(single if finite else torch.zeros_like(single), {}, own_key)

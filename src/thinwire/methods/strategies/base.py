@@ -24,21 +24,21 @@ from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import Recipe
 
 At = Literal["now", "resume", "end", "outer"]
-"""What an average is for; see `Strategy.average`."""
+"""The purpose of an average; see `Strategy.average`."""
 
 
 class Strategy(Recipe, ABC):
     """A frozen dataclass of hyperparameters that decides what workers send, and when.
 
-    It holds no tensor: everything that changes lies in the `Replica` that each hook is given. Its repr is the recipe.
-    Every hook may be left as it is; without any, workers send nothing. All ranks call the hooks in the same order.
+    It holds no tensor: everything that changes is in the `Replica` that each hook gets. Its repr is the recipe. All
+    hooks are optional; a strategy without hooks sends nothing. All ranks call the hooks in the same order.
 
     Attributes:
-        paper: where the method comes from.
-        waits: which worker waits for which, and when.
-        limits: what it assumes, and when not to use it.
-        traits: what other packages need to know about it; see `Traits`. A class whose traits are not the defaults
-            overrides it by a `cached_property` that returns others.
+        paper: the source of the method.
+        waits: which workers wait for each other, and when.
+        limits: the method's assumptions, and when not to use it.
+        traits: the properties that other packages read; see `Traits`. To change the defaults, override it with a
+            `cached_property`.
 
     Example:
         A strategy that averages the parameters after every second step:
@@ -65,16 +65,16 @@ class Strategy(Recipe, ABC):
     """
 
     paper: ClassVar[str] = ""
-    waits: ClassVar[str] = "no worker waits for another"
+    waits: ClassVar[str] = "workers do not wait for each other"
     limits: ClassVar[str] = ""
 
     @cached_property
     def traits(self) -> Traits:
-        """The defaults: it averages parameters in its hooks, and nothing more is known of it."""
+        """The defaults describe a strategy that averages parameters in its hooks."""
         return Traits()
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse a number of workers or an optimizer that the recipe does not support, before anything is sent.
+        """Check that the recipe supports this number of workers and this optimizer, before anything is sent.
 
         Args:
             size: the number of workers.
@@ -88,80 +88,78 @@ class Strategy(Recipe, ABC):
         """Allocate `r.state`; `r.x` holds the initial parameters, equal on all ranks if `r.equal_start`."""
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """Start to send `r.g[part]`, which is final. Parts arrive in one fixed order; the engine waits for the work."""
+        """Start to send `r.g[part]`, which is final. The order of parts is fixed; the engine awaits the result."""
 
     def before_step(self, r: Replica) -> None:
-        """Runs once a step, before the optimizer changes `r.x`.
+        """Run before the optimizer changes `r.x`, once per step.
 
-        The gradient is complete where the strategy says that it `reads_gradient`. For others it may still have to be
-        computed, by the closure that the optimizer's step was given. Weight decay acts on the parameters that the
-        optimizer finds, so a strategy whose gradients belong to `r.x` as it is now moves it in `after_step`.
+        `r.g` is complete only with the trait `reads_gradient`; otherwise the optimizer's closure may still compute it.
+        The gradient and the optimizer's weight decay belong to the current `r.x`, so move the parameters in
+        `after_step`.
         """
 
     def after_step(self, r: Replica) -> None:
-        """Runs when the optimizer has changed `r.x`; `r.step` includes this step already."""
+        """Run after the optimizer has changed `r.x`; `r.step` includes this step."""
 
     def ends_round(self, r: Replica) -> bool:
         """Return True if the step just taken ends this worker's round; asked before `after_step`."""
         return self.traits.averages_at(r.step)
 
     def restart(self, r: Replica) -> None:
-        """Restart a round at `r.x`, which something else has just set, such as the slow step of a wrapper.
+        """Restart a round at `r.x`, which other code, such as the slow step of a wrapper, has just set.
 
-        Drop messages in flight, and set to the new parameters what refers to the old ones, such as an anchor. Momenta
-        and residuals stay. All ranks call it together, with equal parameters unless `Rounds.estimates`.
+        Drop messages in flight, and set state that refers to the old parameters, such as an anchor, to the new ones.
+        Keep momenta and residuals. All ranks call it together, with equal parameters unless `Rounds.estimates`.
         """
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
         """Return the average of all workers' parameters, equal on all ranks; all call it together.
 
-        `Traits.averages_at` says when all workers continue from it anyway.
-
         Args:
-            r: the replica, which stays unchanged, but for "outer".
-            at: what the average is for.
+            r: the replica, which only "outer" may change.
+            at: the purpose of the average.
 
                 - "now": the model to evaluate and export.
-                - "resume": another number of workers continues from it, with the old workers' state and messages in
-                  flight as they were saved.
+                - "resume": another number of workers continues from it, with the state and the messages in flight that
+                  the old workers saved.
                 - "end": the round ends here. Messages in flight, which have arrived, and sums of the round are dropped
-                  afterwards, so it must contain what they add. Momenta and residuals stay.
-                - "outer": a strategy around this one ends its own round here, and calls `restart` afterwards. It may
-                  change `r` as the end of a round does, and may be `r.x` itself.
+                  afterwards, so the average must include them. Momenta and residuals are kept.
+                - "outer": a strategy around this one ends its own round here, and calls `restart` afterwards. The hook
+                  may change `r` like the end of a round, and may return `r.x` itself.
         """
         if self.traits.equal_replicas:
             return r.x
         if at != "outer":
             return mean_(r.comm, r.x.clone()).wait()
-        r.wait_pending()  # messages may be sent from the memory of the parameters
+        r.wait_pending()  # messages may still read the parameters
         return mean_(r.comm, r.x).wait()
 
     def lost(self, r: Replica) -> Sequence[int]:
-        """The ranks that are lost, and that this strategy goes on without, by itself; no call waits for them."""
+        """Return the lost ranks without which this strategy continues by itself; no call waits for them."""
         return ()
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
-        """The state of each of `size` workers, from the state that every worker of an earlier run saved.
+        """Redistribute the state that the workers of an earlier run saved over `size` workers.
 
-        Here what is equal on all workers stays; of the rest each new worker gets the mean, so that what a mean over
-        workers would find is kept: momenta, residuals of error feedback (`resize_errors`), points where workers were.
-        What the result lacks is as `start` makes it, at the average for "resume".
+        By default state that was equal on all workers is kept, and each new worker gets the mean of the rest, which
+        preserves means over workers; for residuals of error feedback see `resize_errors`. State that is missing in the
+        result is allocated by `start`, at the average for "resume".
 
         Returns:
-            None where the state cannot be redistributed.
+            One state for each new worker; None if the state cannot be redistributed.
         """
         if self.traits.on_resize == "start":
             return [{} for _ in range(size)]
         return resize_alike(states, size)
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Hand on what only workers that leave with notice have; all call it together, after a step and before they go.
+        """Pass on the state of workers that are about to leave gracefully; all ranks call it together after a step.
 
-        Here all take the mean of their parameters, messages in flight included, and begin a round there, unless they
-        have equal parameters anyway; and residuals of error feedback go to neighbours, so that no mean misses them.
+        By default all workers whose parameters differ restart a round at their average, messages in flight included,
+        and residuals of error feedback go to other workers, so that no mean misses them.
 
         Args:
-            r: the replica, among the ranks of before.
+            r: the replica; its comm still has the leaving ranks.
             leaving: the ranks that leave; at least one stays.
         """
         if not (self.traits.equal_replicas or self.traits.averages_at(r.step)):
@@ -171,20 +169,19 @@ class Strategy(Recipe, ABC):
         hand_on_residuals(r.comm, r.state, leaving)
 
     def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
-        """Go on among other workers: some were lost, or some have joined; all that are there now call it together.
+        """Continue among other workers after some were lost or have joined; all current workers call it together.
 
-        `r.comm` has the new ranks already. A round that not all survivors have the result of is as before its first
-        message: it will be repeated. Here state and residuals stay, those of lost workers are lost with them. Where
-        something is in flight, or the state belongs to a graph of ranks or to a mean that tracks all workers, the
-        messages are dropped, all take the mean of their parameters, and restart a round there; what is equal on all
-        workers, such as slow momentum, stays. In the end `regroup` puts right what must hold among all of them.
+        `r.comm` already has the new ranks. If some survivors lack the result of the last round, its state is restored,
+        and the round will be repeated. By default every worker keeps its state. If messages are in flight, or with
+        `Traits.on_resize` "restart" or "start", messages are dropped and all restart a round at the mean of their
+        parameters; state that is equal on all workers is kept. Finally `regroup` is called.
 
         Args:
             r: the replica.
-            before: the number of workers before; 0 on one that has just joined, with another worker's state.
+            before: the previous number of workers; 0 on a worker that has just joined with another worker's state.
 
         Returns:
-            What was lost, by name.
+            Figures about lost messages or weights, by name.
         """
         dropped = {"dropped_messages": float(len(r.inflight))} if r.inflight else {}
         if starts_again(self):
@@ -197,8 +194,8 @@ class Strategy(Recipe, ABC):
             r.state.update(carried[0] if carried else {})
         elif r.inflight or any(each.traits.on_resize == "restart" for each in nested(self)):
             r.inflight.clear()
-            # Equal parameters need no mean. Some workers may have used the message that others still have in flight, so
-            # that not all would take part in one.
+            # Equal parameters need no mean. Workers may also differ in which messages they have in flight, so not all
+            # of them would take part in one.
             if not self.traits.equal_replicas:
                 r.x.copy_(mean_(r.comm, r.x.clone()).wait())
                 self.restart(r)
@@ -206,24 +203,24 @@ class Strategy(Recipe, ABC):
         return dropped
 
     def regroup(self, r: Replica, before: int) -> None:
-        """Put right what must hold among all workers' states, such as a sum; the end of a change of view.
+        """Restore invariants of all workers' states, such as a sum, at the end of a change of view.
 
-        All workers call it together, and perhaps once more, where another one is lost meanwhile.
+        All workers call it together. They repeat the call if another worker is lost meanwhile.
 
         Args:
             r: the replica.
-            before: the number of workers before; 0 on one that has just joined, with another worker's state.
+            before: the previous number of workers; 0 on a worker that has just joined with another worker's state.
         """
 
 
 def weight_of(strategy: Strategy, r: Replica) -> Tensor | None:
-    """This worker's weight in averages of the parameters, a number; None where all workers weigh the same."""
+    """Return this worker's weight in averages of the parameters; None if all workers have equal weights."""
     name = strategy.traits.rounds.weight
     return r.state[name] if name else None
 
 
 def pace_rule(strategy: Strategy) -> str:
-    """How to write the loop of workers that meet only after multiples of some steps, for errors."""
+    """Describe the training loop that workers with different numbers of steps need, for errors."""
     return (
         f"under {type(strategy).__name__} workers take different numbers of steps. Let every rank loop while "
         "worker.step is below one number, and evaluate, save or switch where it is a multiple of "
@@ -232,13 +229,13 @@ def pace_rule(strategy: Strategy) -> str:
 
 
 def gradient_buffer(strategy: Strategy, x: Tensor) -> Tensor:
-    """A vector for `r.g`: like `x` where the strategy uses gradients, empty elsewhere."""
+    """Allocate `r.g`: a vector like `x` if the strategy uses gradients, otherwise an empty one."""
     traits = strategy.traits
     return torch.zeros_like(x) if traits.sends_gradients or traits.reads_gradient else x.new_empty(0)
 
 
 def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:
-    """The codecs of a strategy, but for those of its base, and those inside them; or those inside a codec."""
+    """Yield the codecs of a strategy, without those of its base, or of a codec; with the codecs inside them."""
     if is_dataclass(part):
         for field in fields(part):
             value = getattr(part, field.name)
@@ -248,7 +245,7 @@ def codecs_of(part: Strategy | Codec) -> Iterator[Codec]:
 
 
 def check_workers(strategy: Strategy, size: int, optimizer: Optimizer | None = None) -> None:
-    """Refuse a number of workers or an optimizer that a strategy, its base or one of its codecs does not work with.
+    """Check that a strategy, its base and their codecs support this number of workers and this optimizer.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
@@ -260,14 +257,14 @@ def check_workers(strategy: Strategy, size: int, optimizer: Optimizer | None = N
 
 
 def check_blocks(strategy: Strategy, blocks: str) -> None:
-    """Refuse a strategy that needs the whole gradient, where each of its vectors is one block of it.
+    """Check that a strategy works on blocks of the gradient.
 
     Args:
-        strategy: the recipe.
+        strategy: the strategy.
         blocks: how the model is split, for the error.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: it needs the whole gradient.
     """
     for each in nested(strategy):
         if each.traits.needs_whole:
@@ -275,12 +272,12 @@ def check_blocks(strategy: Strategy, blocks: str) -> None:
 
 
 def starts_again(strategy: Strategy) -> bool:
-    """Whether a strategy, or one that it is made of, starts from scratch among another number of workers."""
+    """Return True if a strategy, or one inside it, starts from scratch when the number of workers changes."""
     return any(each.traits.on_resize == "start" for each in nested(strategy))
 
 
 def nested(strategy: Strategy) -> Iterator[Strategy]:
-    """A strategy and those that it is made of, outermost first."""
+    """Yield a strategy and those inside it, outermost first."""
     yield strategy
     if is_dataclass(strategy):
         for field in fields(strategy):

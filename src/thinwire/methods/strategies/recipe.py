@@ -26,19 +26,19 @@ _FEW = 6
 
 
 def parse(text: str, *, imports: bool = True) -> Strategy:
-    """The strategy that a recipe names, as in "SlowMo(base=PushSum(), period=48)"; a bare name is its defaults.
+    """Parse a strategy from its recipe, such as "SlowMo(base=PushSum(), period=48)".
 
-    Nothing is evaluated: names are looked up among the strategies, topologies and codecs, arguments are literals.
-    Case, hyphens and underscores do not matter: slow-mo is SlowMo. A registered class of another package is named by
-    its module, as in "SlowMo(base=my_package.methods:Mine(period=4))", and the module is imported, from the current
-    folder too.
+    No code is evaluated: names are looked up among the strategies, topologies and codecs, and arguments are literals. A
+    name without arguments stands for the defaults. Case, hyphens and underscores do not matter: slow-mo is SlowMo.
+    Write a registered class of another package with its module, as in "SlowMo(base=my_package.methods:Mine(period=4))";
+    the module is imported, also from the current folder.
 
     Args:
         text: the recipe.
-        imports: whether modules of other packages may be imported; False for text that comes from a file or a peer.
+        imports: whether modules of other packages may be imported; False for text from a file or another process.
 
     Raises:
-        ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
+        ConfigError: the text is not a recipe, or it has an unknown name, an unknown argument or an invalid value.
 
     Example:
         >>> strategy = parse("SlowMo(base=PushSum, period=48)")
@@ -53,14 +53,14 @@ def parse(text: str, *, imports: bool = True) -> Strategy:
 
 
 def parse_topology(text: str, *, imports: bool = True) -> Topology:
-    """The graph that a recipe names, as in "Hierarchical(node_size=8)"; a bare name is its defaults.
+    """Parse a topology from its recipe, such as "Hierarchical(node_size=8)".
 
     Args:
         text: the recipe.
         imports: whether modules of other packages may be imported, as in `parse`.
 
     Raises:
-        ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
+        ConfigError: the text is not a recipe, or it has an unknown name, an unknown argument or an invalid value.
     """
     return read(text, Topology, what="topology", example="Ring() or Hierarchical(node_size=8)", imports=imports)
 
@@ -74,18 +74,18 @@ def read(
     imports: bool = True,
     more: Mapping[str, type] | None = None,
 ) -> T:
-    """The object that a recipe names.
+    """Parse an object from its recipe.
 
     Args:
         text: the recipe.
-        kind: what it must be an instance of.
-        what: the word for that in errors.
-        example: how one is written.
+        kind: the class that the object must be an instance of.
+        what: the name of that class in errors.
+        example: a valid recipe, for errors.
         imports: whether modules of other packages may be imported, as in `parse`.
-        more: classes that it may name besides, by name.
+        more: further classes that the recipe may name, by name.
 
     Raises:
-        ConfigError: the text is no recipe, has an unknown name or argument, or a value that its class refuses.
+        ConfigError: the text is not a recipe, or it has an unknown name, an unknown argument or an invalid value.
     """
     where, text = f"{what} {_shortened(repr(text))}", text.strip()
     try:
@@ -97,7 +97,7 @@ def read(
             raise ConfigError(f"{where}: {reason}. Write it like {example}") from None
         found = _Reader(text, where, example, more or {}, imports, kind).build(tree)
     except (RecursionError, MemoryError):
-        # Both the parser of Python and the walk over its tree recurse as deeply as the text is nested.
+        # Python's parser and the walk over its tree both recurse as deeply as the text is nested.
         raise ConfigError(f"{where}: nested too deeply. Write it like {example}") from None
     if not isinstance(found, kind):
         raise ConfigError(f"{where}: is a {type(found).__name__}, not a {what}. Write it like {example}")
@@ -109,7 +109,7 @@ def read(
 
 @dataclass(frozen=True)
 class _Reader:
-    """Makes the objects of a recipe's syntax tree; the words of errors begin with `where`."""
+    """Creates the objects of a recipe's syntax tree; errors begin with `where`."""
 
     text: str
     where: str
@@ -119,7 +119,7 @@ class _Reader:
     kind: type | tuple[type, ...]
 
     def build(self, node: ast.expr) -> Any:
-        """The value of a syntax tree: a known name, a call of one, or a literal."""
+        """Create the value of a syntax tree: a class, a call of a class, or a literal."""
         if isinstance(node, ast.Name):
             return self.call(self.source(node), ast.Call(node, [], []))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
@@ -134,7 +134,7 @@ class _Reader:
             ) from None
 
     def call(self, name: str, call: ast.Call) -> Any:
-        """An instance of the class of that name, with the arguments of a call."""
+        """Create an instance of the named class with the arguments of a call."""
         kind, where = self.find(name), f"{self.where}: {name}"
         parameters = signature(kind).parameters.values()
         taken = [each for each in parameters if each.kind is not Parameter.VAR_KEYWORD]
@@ -164,11 +164,11 @@ class _Reader:
         except ThinwireError:
             raise
         except Exception as error:
-            # An unexpected error of a class is caused by the text too, and needs more than a traceback.
+            # The text also causes unexpected errors of a class, and a traceback would not show it.
             raise ConfigError(f"{where} refuses its arguments: {type(error).__name__}: {error}") from error
 
     def find(self, name: str) -> type:
-        """The class of a name."""
+        """Return the named class."""
         if ":" in name:
             return user_class(name, self.where, imports=self.imports)
         own = {**recipe_classes(), **self.more}
@@ -199,17 +199,17 @@ def _shortened(text: str) -> str:
 
 
 def _plain(name: str) -> str:
-    """A name without case, hyphens and underscores."""
+    """Return a name without case, hyphens and underscores."""
     return re.sub(r"[-+_]", "", name).lower()
 
 
 def _same(name: str, known: Sequence[str]) -> str | None:
-    """The known name that this one stands for, whatever its case, hyphens and underscores."""
+    """Return the known name that equals this one, ignoring case, hyphens and underscores."""
     return name if name in known else {_plain(each): each for each in known}.get(_plain(name))
 
 
 def _nearest(word: str, known: Sequence[str]) -> str:
-    """The three known names that are most like a word."""
+    """Suggest the three known names that are most similar to a word."""
     plain = {_plain(name): name for name in known}
     close = [plain[name] for name in get_close_matches(_plain(word), plain, n=3, cutoff=0.0)]
     return f"; did you mean {', '.join(close[:-1])}{' or ' * (len(close) > 1)}{close[-1]}?" if close else ""

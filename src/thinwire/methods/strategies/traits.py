@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a strategy tells the rest of the package about itself."""
+"""The properties of a strategy that the rest of the package reads."""
 
 from __future__ import annotations
 
@@ -8,29 +8,28 @@ from typing import Literal
 
 from thinwire.methods.topology.base import Topology
 
-_OWN_PACE = "its workers go at their own pace, and their messages belong to fixed ranks; use AllReduce() or SlowMo()"
+_OWN_PACE = "its workers run at their own pace, and their messages belong to fixed ranks. Use AllReduce() or SlowMo()"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rounds:
-    """When all workers continue from one average of their parameters, and what a round consists of.
+    """The schedule of averages of the parameters, from which all workers continue.
 
     Attributes:
-        ends: rounds end after multiples of each of these numbers of steps. Empty where the steps cannot be known in
-            advance, or where workers never continue from one average.
-        warmup: the first steps, each of which ends a round, if any step does.
-        local: a round consists of local steps alone, and ends with a mean of all workers' parameters. Something else
-            may move the parameters in between, as a local step does.
-        weight: the name in `r.state` of this worker's weight in averages, a number; empty where all weigh the same.
-        estimates: each worker's own parameters are its estimate of the average, as `SlowMo(exact=False)` takes them to
-            be. They are not where a part of the average is in flight or in the state, nor where the state refers to a
-            point that all workers share. Always true of `Traits.equal_replicas`.
-        fragments: the parts of the vector that are averaged at different steps of a period.
-        delay: the steps between the start of a mean and its use. It counts only where parameters are used late.
-        optimizer_state: what happens to the optimizer's state when a round ends: it is left alone, cleared, or averaged
-            over workers.
-        postpones: a mean of parameters may be left out, and its round continues to the next one, where
-            `Replica.postponed` asks for it, as `Budget` does.
+        ends: rounds end after multiples of each of these numbers of steps. Empty if the steps are not known in advance,
+            or if workers never continue from one average.
+        warmup: each of these first steps ends a round, if `ends` is not empty.
+        local: a round consists of local steps only, and ends with a mean of all workers' parameters. A wrapper may also
+            change the parameters during the round.
+        weight: the name in `r.state` of this worker's weight in averages; empty if all weights are equal.
+        estimates: each worker's own parameters are its estimate of the average, as `SlowMo(exact=False)` assumes. False
+            if a part of the average is in flight or in the state, or if the state refers to a point that all workers
+            share. Always true with `Traits.equal_replicas`.
+        fragments: the number of parts of the vector that are averaged at different steps of a period.
+        delay: the steps between the start of a mean of parameters and its use.
+        optimizer_state: the optimizer's state is kept, cleared, or averaged over workers when a round ends.
+        postpones: the strategy skips a mean, and continues its round until the next one, if `Replica.postponed` is
+            true, as under `Budget`.
 
     Example:
         >>> import thinwire
@@ -52,45 +51,46 @@ class Rounds:
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What other packages need to know about a strategy, which they read as `strategy.traits`.
+    """The properties of a strategy that other packages read, as `strategy.traits`.
 
-    They ask for nothing else: neither for the class of a strategy nor for its hyperparameters. The defaults describe
-    a strategy that only averages parameters in its hooks.
+    They read neither its class nor its hyperparameters. The defaults describe a strategy that only averages parameters
+    in its hooks.
 
     Attributes:
-        period: it communicates only after steps that are multiples of `period`; None where there is no such number.
-        steady_from: the step from which on its traffic repeats, after a warm-up; `explain` describes that traffic.
-        topology: the graph whose neighbors exchange messages; None where all workers exchange with all.
-        sends_gradients: gradients are sent during the backward pass, through `on_gradient`. Without a period, it leaves
-            the parameters to the optimizer.
-        reads_gradient: `before_step` needs `r.g`, and may change it. If it also sends gradients or keeps replicas
-            equal, all workers skip a step in which the gradient of any of them is NaN or infinite.
-        equal_replicas: the parameters are equal on all ranks, bit for bit, after every step. The engine compares them
-            now and then. Averages and the consensus then need no message, and all ranks must start equal.
-        needs_equal_start: nothing makes parameters equal that started unequal, so `attach(init="own")` refuses workers
-            whose parameters differ. Always true with `equal_replicas`.
+        period: the strategy communicates only after steps that are multiples of `period`; None if no such number
+            exists.
+        steady_from: the step at which its traffic starts to repeat, after a warm-up; `explain` describes that traffic.
+        topology: the graph whose neighbors exchange messages; None if all workers exchange with all.
+        sends_gradients: gradients are sent during the backward pass, through `on_gradient`. Without a `period`, only
+            the optimizer changes the parameters.
+        reads_gradient: `before_step` needs `r.g`, and may change it. If the strategy also sends gradients or keeps
+            replicas equal, all workers skip a step in which the gradient of any of them is NaN or infinite.
+        equal_replicas: the parameters are equal on all ranks, bit for bit, after every step. All ranks must start
+            equal, and the engine compares them from time to time. Averages and the consensus need no message.
+        needs_equal_start: parameters that start unequal stay unequal, so `attach(init="own")` refuses workers whose
+            parameters differ. Always true with `equal_replicas`.
         rounds: when all workers continue from one average; see `averages_at`.
-        skips_steps: a worker that is late skips steps, and continues at the step where the others are. With a `period`,
-            workers are at the same step only after its multiples.
+        skips_steps: a late worker skips steps, and continues at the others' step. With a `period`, workers are at the
+            same step only after its multiples.
         timing_dependent: results depend on which message arrives first, so two runs differ.
-        data_dependent_bytes: the number of bytes that are sent depends on the numbers that are sent.
-        elementwise: every element of the vectors is treated by itself, so one vector may hold several models.
-        on_resize: what becomes of the state when the number of workers changes. "keep": state that is equal on all
-            workers stays, and the rest is averaged (`Strategy.resized`). "restart": as "keep"; but it keeps a mean to
-            which each worker adds how far it has come since its last message, in which a lost worker would stay, so
-            that all restart at their average. "start": it starts from scratch at the average, because its state and
-            messages in flight belong to single workers or to the graph between them.
-        feeds_back: it adds what its codec leaves out of a message to the next one, so a biased codec needs no
+        data_dependent_bytes: the number of bytes sent depends on the values sent.
+        elementwise: elements do not affect each other, so one vector may hold several models.
+        on_resize: how the state changes with the number of workers. "keep": state that is equal on all workers is kept,
+            and the rest is averaged (`Strategy.resized`). "restart": as "keep", but all restart at their average,
+            because the state has a mean to which each worker adds only its changes, and a lost worker would remain part
+            of it. "start": state and messages in flight belong to single workers or to the graph between them, so the
+            strategy starts from scratch at the average.
+        feeds_back: the strategy itself adds the codec's error to the next message, so a biased codec needs no
             `ErrorFeedback`.
-        growing: the names (or their beginnings) in `r.state` and `r.inflight` of tensors whose size or dtype changes
-            during training. A checkpoint's other tensors must have the sizes that `start` makes.
-        inelastic: why its workers cannot go on when one of them is lost, as `attach(elastic=True)` promises; empty
-            where they can. None refuses it where `timing_dependent` or `skips_steps` is true.
-        needs_whole: why it needs the norm or the whole gradient of the model, and what to use instead; empty where any
-            part of the vector will do: a block of tensor parallelism, or a fragment of `Streaming`.
-        lr_factor: the effective learning rate in the long run, while gradients stay alike, as a multiple of the
-            optimizer's. A momentum of the strategy's own makes it larger, a pull to an older mean smaller. None where
-            it is not known, or differs between workers, gradients or times.
+        growing: names or prefixes in `r.state` and `r.inflight` of tensors whose shape or dtype may change during
+            training. All other tensors of a checkpoint must have the shapes that `start` allocates.
+        inelastic: why workers cannot continue after one of them is lost, under `attach(elastic=True)`; empty if they
+            can. With None they can unless `timing_dependent` or `skips_steps` is true.
+        needs_whole: why the strategy needs the whole gradient of the model or its norm, and what to use instead; empty
+            if it works on any part of the vector: a block of tensor parallelism, or a fragment of `Streaming`.
+        lr_factor: the effective learning rate in steady state, while gradients are similar, as a multiple of the
+            optimizer's. The strategy's own momentum increases it, a pull to an older mean decreases it. None if it is
+            unknown, or differs between workers or gradients, or over time.
 
     Example:
         >>> import thinwire
@@ -132,12 +132,12 @@ class Traits:
     lr_factor: float | None = 1.0
 
     def __post_init__(self) -> None:
-        """Replicas that stay equal must start equal."""
+        # Replicas that stay equal must start equal.
         if self.equal_replicas:
             object.__setattr__(self, "needs_equal_start", True)
 
     def averages_at(self, step: int) -> bool:
-        """Whether all workers continue from one average of their parameters after that many steps.
+        """Return True if all workers continue from one average of their parameters after this step.
 
         Example:
             >>> import thinwire
@@ -149,26 +149,26 @@ class Traits:
 
     @property
     def moves_parameters(self) -> bool:
-        """Whether a hook beside the optimizer's step may change `r.x` and leave the optimizer's state unchanged.
+        """True if a hook may change `r.x`, besides the optimizer's step.
 
-        An optimizer that computes the parameters from that state would undo such a change.
+        An optimizer that computes the parameters from its own state would undo such a change.
         """
         alone = self.sends_gradients or self.equal_replicas or self.rounds.local
         return self.period is not None or not alone
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether all workers skip a step in which the gradient of any of them is not finite, in `before_step`."""
+        """True if all workers skip a step in which the gradient of any of them is not finite, in `before_step`."""
         return self.reads_gradient and (self.sends_gradients or self.equal_replicas)
 
     @property
     def meets_every(self) -> int:
-        """The number of steps after whose multiples all workers are at the same step."""
+        """After multiples of this number of steps, all workers are at the same step."""
         return (self.period or 1) if self.skips_steps else 1
 
     @property
     def inelastic_reason(self) -> str:
-        """Why its workers cannot go on when one of them is lost; empty where they can."""
+        """Why workers cannot continue after one of them is lost; empty if they can."""
         if self.inelastic is None:
             return _OWN_PACE if self.timing_dependent or self.skips_steps else ""
         return self.inelastic

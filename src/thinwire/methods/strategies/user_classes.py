@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classes that other packages define for recipes: found by `module:Class`, and checked when they are attached."""
+"""Import classes of other packages that recipes name as `module:Class`, and check them when they are attached."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from thinwire.registry import REGISTERED
 
 
 def user_class(name: str, where: str, *, imports: bool) -> type:
-    """The registered class that `module:Class` names.
+    """Return the registered class `module:Class`.
 
     Args:
         name: `module:Class`.
-        where: how errors begin.
+        where: the beginning of errors.
         imports: whether the module may be imported if it is not yet.
 
     Raises:
-        ConfigError: the module cannot or may not be imported, or has no such class that is registered.
+        ConfigError: the module cannot or may not be imported, or has no such registered class.
     """
     if name in REGISTERED:
         return REGISTERED[name]
@@ -48,11 +48,11 @@ def user_class(name: str, where: str, *, imports: bool) -> type:
     if found is None:
         raise ConfigError(f"{where}: {place} has no {short!r}; {has}")
     what = "class that is not registered" if isinstance(found, type) else type(found).__name__
-    raise ConfigError(f"{where}: {short!r} in {place} is a {what}; put @thinwire.registered above the class ({has})")
+    raise ConfigError(f"{where}: {short!r} in {place} is a {what} ({has}). Put @thinwire.registered above the class")
 
 
 def user_module(name: str, where: str, *, imports: bool) -> ModuleType:
-    """The module of `module:Name`, imported if it is not yet.
+    """Return the module of `module:Name`, imported if it is not yet.
 
     Raises:
         ConfigError: it cannot or may not be imported.
@@ -61,7 +61,7 @@ def user_module(name: str, where: str, *, imports: bool) -> ModuleType:
     if not imports and home not in sys.modules and home.partition(".")[0] != "thinwire":
         raise ConfigError(
             f"{where}: {name} is not imported, and a recipe that is read from a file or from another process imports "
-            f"nothing; import {home} first, or on the command line repeat the recipe as --strategy"
+            f"nothing. Import {home} first, or on the command line repeat the recipe as --strategy"
         )
     return sys.modules.get(home) or _import(home, where)
 
@@ -74,7 +74,7 @@ def _import(name: str, where: str) -> ModuleType:
     """Import a module, from the current folder too, which the path of an installed command does not have."""
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
-        # The last place, so that it hides no installed module; kept, for what the module imports later.
+        # At the end, so that it hides no installed module. It stays, because the module may import more later.
         sys.path.append(folder)
     try:
         return import_module(name)
@@ -82,8 +82,8 @@ def _import(name: str, where: str) -> ModuleType:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(f"{where}: importing {name} failed: {error} ({_place(error)})") from error
         raise ConfigError(
-            f"{where}: there is no module {error.name}, neither installed nor in {folder}; name it as one would import "
-            "it, such as my_package.methods:Mine"
+            f"{where}: no module {error.name} is installed or in {folder}. Name the module as in an import, such as "
+            "my_package.methods:Mine"
         ) from None
     except (Exception, SystemExit) as error:
         raise ConfigError(
@@ -92,7 +92,7 @@ def _import(name: str, where: str) -> ModuleType:
 
 
 def _place(error: BaseException) -> str:
-    """The file and line at which an error was raised."""
+    """Return the file and line at which an error was raised."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}, line {error.lineno}"
     last = traceback.extract_tb(error.__traceback__)[-1]
@@ -100,22 +100,22 @@ def _place(error: BaseException) -> str:
 
 
 _SIZES, _DRAWS = (1, 63, 256), 24
-# A mean that is further away than this share of the vector, and than its spread explains, is that of a biased codec.
+# A codec is biased if the mean is further away than this share of the vector plus this many standard errors.
 _MOST_BIAS, _DEVIATIONS = 0.1, 5.0
 
 
 def check_user_classes(recipe: object, *, fed_back: bool = False) -> None:
-    """Check the classes of a recipe that other packages define against what thinwire relies on.
+    """Check the classes of a recipe that other packages define.
 
-    Strategies, codecs and topologies must be frozen dataclasses. Codecs encode a few short vectors, without any effect
-    on state or on generators of random numbers. The result is the same on all ranks.
+    Strategies, codecs and topologies must be frozen dataclasses. Codecs must encode and decode a few short vectors
+    correctly; this changes neither state nor random generators. The result is the same on all ranks.
 
     Args:
         recipe: a strategy, or a part of one.
-        fed_back: whether what a codec leaves out of a message is added to the next one.
+        fed_back: whether a codec's error is added to the next message.
 
     Raises:
-        ConfigError: naming the class, the rule and the fix.
+        ConfigError: with the class, the rule and the fix.
     """
     if isinstance(recipe, Strategy | Codec | Topology) and not type(recipe).__module__.startswith("thinwire."):
         _check_frozen(recipe)
@@ -145,7 +145,7 @@ def _check_frozen(recipe: object) -> None:
 
 
 def _check_traits(strategy: Strategy) -> None:
-    """Refuse a trait that is written as an attribute of the class, where nothing reads it."""
+    """Check that no trait is an attribute of the class, which nothing reads."""
     hyperparameters = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
     for name in sorted({each.name for each in fields(Traits)} - hyperparameters):
         value = getattr(type(strategy), name, None)
@@ -167,11 +167,11 @@ _FORMER = {
     "check_optimizer": "check(size, optimizer)",
     "check_blocks": "the trait needs_whole",
 }
-"""Hooks of earlier versions, which nothing calls any more, and what takes their place."""
+"""Hooks of earlier versions, which are not called any more, and their replacements."""
 
 
 def _check_hooks(strategy: Strategy) -> None:
-    """Refuse hooks of earlier versions, which would be ignored, and a `check` that does not take the optimizer."""
+    """Check that the class has no hooks of earlier versions, and that `check` takes the optimizer."""
     kind = type(strategy)
     hyperparameters = {each.name for each in fields(strategy)} if is_dataclass(strategy) else set[str]()
     for name in sorted(_FORMER.keys() - hyperparameters):
@@ -193,7 +193,7 @@ def _check_codec(codec: Codec, *, fed_back: bool) -> None:
     """Encode and decode short vectors.
 
     Raises:
-        ConfigError: the size, the dtype or the numbers are not those that the codec's other methods promise.
+        ConfigError: sizes, dtypes or values do not match the codec's other methods.
     """
     where = f"codec {type(codec).__name__}"
     generator = torch.Generator("cpu").manual_seed(0)

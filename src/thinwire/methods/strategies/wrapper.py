@@ -33,7 +33,7 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "data_dependent_bytes": "base",
     "elementwise": "base",
     "lr_factor": "base",
-    # These describe one class alone; code that reads them looks at the base too.
+    # These describe one class only; code that reads them checks the base too.
     "on_resize": "own",
     "feeds_back": "own",
     "growing": "own",
@@ -51,22 +51,22 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "lost": "base",
     "average": "base",
     "resized": "both",
-    "before_leave": "own",  # it reads the state of both
+    "before_leave": "own",  # reads the state of both
     "change_view": "own",  # the wrapper's state refers to the base's parameters, and restarts when these do
 }
-"""Where each trait and hook of a wrapper comes from, unless its class overrides it.
+"""The source of each trait and hook of a wrapper, unless its class overrides it.
 
-"base" is the base's, called with the base's replica; "own" is that of any strategy, and not the base's; "both" is
-written in `Wrapper`.
+"base" is the base's, called with the base's replica; "own" is the default of `Strategy`; "both" is defined in
+`Wrapper`.
 """
 
 
 class Wrapper(Strategy):
     """A strategy around another one, its base.
 
-    Its hooks and traits are the base's, as the table `SOURCES` says, unless a class overrides them. The base has names
-    of its own for state and messages: it is given `inner(r)`, so neither can overwrite the other's. A wrapper that sets
-    the parameters calls the base's `restart` afterwards.
+    It takes hooks and traits from the base, according to the table `SOURCES`, unless the class overrides them. The base
+    gets the replica `inner(r)`, whose state and messages have separate names, so neither can overwrite the other's. A
+    wrapper that sets the parameters must call the base's `restart` afterwards.
 
     Attributes:
         base: the strategy that is wrapped.
@@ -98,30 +98,30 @@ class Wrapper(Strategy):
 
     @cached_property
     def traits(self) -> Traits:
-        """The base's, but for those that describe one class alone."""
+        """The base's traits, except those that describe one class only."""
         plain, rounds = Traits(), self.base.traits.rounds
-        # A class that postpones reads `Replica.postponed` itself. The weight lies in the base's state.
+        # A class that postpones reads `Replica.postponed` itself. The weight is in the base's state.
         rounds = replace(rounds, postpones=False, weight=rounds.weight and _PREFIX + rounds.weight)
         return replace(self.base.traits, rounds=rounds, **{name: getattr(plain, name) for name in _OWN_TRAITS})
 
     def inner(self, r: Replica) -> Replica:
-        """The replica that the base is given: the same vectors, other names."""
+        """Return the base's replica: the same vectors, with separate names."""
         return r.part("base")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse one whose late workers leave out steps, and a second wrapper of the same kind."""
+        """Run the base's check; the base must not skip steps, nor contain a wrapper of the same kind."""
         if any(type(each) is type(self) for each in nested(self.base)):
             name = type(self).__name__
             raise ConfigError(f"{self}: {name} around {name} does one thing twice. Keep one of them")
         if self.base.traits.skips_steps:
             raise ConfigError(
-                f"{type(self).__name__} around {self.base}: a late worker leaves out steps, which the strategy around "
-                "it would miss. Use it alone, or AllReduce() as the base"
+                f"{type(self).__name__} around {self.base}: a late worker skips steps, which the wrapper would miss. "
+                "Use the base alone, or AllReduce() as the base"
             )
         self.base.check(size, optimizer)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
-        """The base's state as the base redistributes it; the wrapper's own as any strategy's."""
+        """Redistribute the base's state with the base's hook, and the wrapper's own with the default."""
         inner = self.base.resized([_named(state, inside=True) for state in states], size)
         own = super().resized([_named(state, inside=False) for state in states], size)
         if inner is None or own is None:
@@ -130,13 +130,13 @@ class Wrapper(Strategy):
 
 
 def _named(state: Mapping[str, Tensor], *, inside: bool) -> dict[str, Tensor]:
-    """The entries of the base by their names within it, or those of the wrapper."""
+    """Return the base's entries, without the prefix of their names, or the wrapper's own."""
     names = [name for name in state if name.startswith(_PREFIX) == inside]
     return {name.removeprefix(_PREFIX) if inside else name: state[name] for name in names}
 
 
 def _of_base(name: str) -> Callable[..., Any]:
-    """A hook that calls the base's."""
+    """Return a hook that calls the base's."""
     hook: Callable[..., Any] = getattr(Strategy, name)
     takes_replica = "r" in signature(hook).parameters
 

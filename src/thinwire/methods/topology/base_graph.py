@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import combinations
 
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.registry import registered
 
@@ -45,9 +45,7 @@ class BaseGraph(Topology):
     degree: int = 1
 
     def __post_init__(self) -> None:
-        """Check the types and the degree."""
-        if self.degree < 1:
-            raise ConfigError(f"degree={self.degree}: must be at least 1 peer")
+        check_ranges(self, degree=("1..", "1 sends least"))
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return this step's partners, with the weights of their edges."""

@@ -63,7 +63,6 @@ class FromGraph(Topology):
     weights: Weights = "metropolis"
 
     def __post_init__(self) -> None:
-        """Check the edges and sort them, so that equal graphs are equal recipes."""
         if not isinstance(self.edges, (tuple, list)):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ConfigError(f"FromGraph: edges={self.edges!r}: must be pairs of ranks, such as ((0, 1), (1, 2))")
         object.__setattr__(self, "edges", _in_order(self.edges, directed=self.directed))

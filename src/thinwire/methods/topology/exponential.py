@@ -3,6 +3,7 @@
 
 from typing import ClassVar
 
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.topology.base import Peers, Topology, uniform
 from thinwire.registry import registered
@@ -64,9 +65,7 @@ class SymmetricExponential(Topology):
     base: int = 2
 
     def __post_init__(self) -> None:
-        """Check the types and the base."""
-        if self.base < 2:
-            raise ConfigError(f"base={self.base}: must be at least 2. Use Complete() to reach all ranks")
+        check_ranges(self, base=("2..", "Use Complete() to reach all ranks"))
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the ranks at all hops of at most half the circle, ahead and behind."""
@@ -99,9 +98,7 @@ class PPeerExponential(Topology):
     degree: int = 2
 
     def __post_init__(self) -> None:
-        """Check the types and the number of peers."""
-        if self.degree < 1:
-            raise ConfigError(f"degree={self.degree}: must be at least 1")
+        check_ranges(self, degree=("1..", "1 sends least"))
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the ranks j (p+1)^i ahead, for the i of this step, and those as far behind."""

@@ -5,6 +5,7 @@ from functools import lru_cache
 from math import gcd, isqrt, lcm
 from typing import Literal
 
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.topology.base import Peers, Topology, uniform, weighted
 from thinwire.methods.topology.exponential import OnePeerExponential
@@ -168,14 +169,11 @@ class Hierarchical(Topology):
     every: int = 2
 
     def __post_init__(self) -> None:
-        """Check the types and the numbers."""
-        if self.node_size < 1:
-            raise ConfigError(f"node_size={self.node_size}: must be at least 1 worker")
-        if self.every < 2:
-            raise ConfigError(
-                f"every={self.every}: must be at least 2 steps, or no step would be within a node. To ignore "
-                f"nodes, use {self.between} itself"
-            )
+        check_ranges(
+            self,
+            node_size=("1..", "Use the number of ranks of a machine"),
+            every=("2..", f"With 1 no step would be within a node: use {self.between} for that"),
+        )
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return ranks of the same node, or ranks with the same position in other nodes."""

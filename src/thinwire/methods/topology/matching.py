@@ -4,7 +4,7 @@
 from functools import lru_cache
 from hashlib import blake2b
 
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.topology.base import Peers, Topology, uniform
 from thinwire.registry import registered
 
@@ -33,9 +33,7 @@ class RandomMatching(Topology):
     draws: int = 32
 
     def __post_init__(self) -> None:
-        """Check the types and the number of draws."""
-        if self.draws < 1:
-            raise ConfigError(f"draws={self.draws}: must be at least 1 matching")
+        check_ranges(self, draws=("1..", "32 is usual"))
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the partner of this step, if any."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.topology.base import Peers, Topology
 from thinwire.methods.topology.exponential import OnePeerExponential
 from thinwire.registry import registered
@@ -36,9 +36,7 @@ class Periodic(Topology):
     every: int = 4
 
     def __post_init__(self) -> None:
-        """Check the types and the period."""
-        if self.every < 1:
-            raise ConfigError(f"every={self.every}: must be at least 1 step. 1 is the graph itself")
+        check_ranges(self, every=("1..", "1 is the graph itself"))
 
     def check(self, size: int) -> None:
         """Run the check of the graph."""

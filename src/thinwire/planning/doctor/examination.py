@@ -120,14 +120,14 @@ def _gather(peers: Rendezvous, budget: Budget) -> tuple[bytes, list[int], dict[i
     found: dict[int, Any] = peers.collect("present", [0], seconds=2 * budget.answer)
     if 0 not in found:
         raise CommTimeoutError(
-            f"rank {peers.rank}: the rendezvous answers, but rank 0 did not come within {2 * budget.answer:g} s; see "
+            f"rank {peers.rank}: the rendezvous answers, but rank 0 did not come within {2 * budget.answer:g} s. See "
             "whether it was started and what it printed"
         )
     told = {int(rank): address for rank, address in found[0]["addresses"].items()}
     if peers.rank not in told:
         raise CommTimeoutError(
-            f"rank {peers.rank}: came too late; rank 0 had waited for {budget.answer:g} s and went on with "
-            f"{len(told)} of {peers.size} ranks; start all ranks at about the same time, or raise --timeout"
+            f"rank {peers.rank}: came too late. Rank 0 had waited for {budget.answer:g} s and went on with "
+            f"{len(told)} of {peers.size} ranks. Start all ranks at about the same time, or raise --timeout"
         )
     return bytes.fromhex(found[0]["token"]), sorted(told), told
 

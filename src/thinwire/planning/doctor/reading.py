@@ -25,13 +25,13 @@ def read_examination(path: Path) -> Examination:
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(
-            f"--doctor {path}: cannot be read ({reason}); write it with thinwire doctor --out {path}"
+            f"--doctor {path}: cannot be read ({reason}). Write it with thinwire doctor --out {path}"
         ) from None
     try:
         return _examination(content)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"{path}: is not what thinwire doctor --out writes ({type(error).__name__}: {error}); write it again with "
+            f"{path}: is not what thinwire doctor --out writes ({type(error).__name__}: {error}). Write it again with "
             "this version"
         ) from None
 

@@ -136,5 +136,5 @@ def join(*, seconds: float) -> Rendezvous:
     who = "start the doctor on the rank that hosts it (rank 0)" if rank else "choose a free port"
     raise CommTimeoutError(
         f"rank {rank}: the rendezvous at {host}:{port} (MASTER_ADDR, MASTER_PORT) cannot be reached within "
-        f"{seconds:g} s: {problem}; check the name and that a firewall lets the port through, and {who}"
+        f"{seconds:g} s: {problem}. Check the name and that a firewall lets the port through, and {who}"
     )

@@ -96,7 +96,7 @@ def time_steps(name: str, model: nn.Module, optimizer: torch.optim.Optimizer, lo
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:
-        raise ConfigError(f"{name}: the model has no parameters that are trained; set requires_grad")
+        raise ConfigError(f"{name}: the model has no parameters that are trained. Set requires_grad")
     final = [0.0] * len(trained)
     rows: list[list[float]] = []
 

@@ -217,7 +217,7 @@ def _examined(shapes: list[tuple[int, ...]]) -> Examined | None:
     if sum(map(prod, theirs)) != sum(map(prod, shapes)):
         raise ConfigError(
             f"{FILE}={path}: is of a model with {sum(map(prod, theirs))} trained parameters, and this one has "
-            f"{sum(map(prod, shapes))}; run thinwire doctor with --model for this one"
+            f"{sum(map(prod, shapes))}. Run thinwire doctor with --model for this one"
         )
     return found
 

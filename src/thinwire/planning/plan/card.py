@@ -229,12 +229,12 @@ def _tensors_of(
     if isinstance(parameters, nn.Module):
         trained = [p for p in parameters.parameters() if p.requires_grad]
         if not trained:
-            raise ConfigError("the model has no parameters that are trained; set requires_grad")
+            raise ConfigError("the model has no parameters that are trained. Set requires_grad")
         return [tuple(p.shape) for p in trained], [dtype or p.dtype for p in trained]
     dtype = dtype or torch.float32
     if isinstance(parameters, int):
         if parameters > _MOST_PARAMETERS:
-            raise ConfigError(f"parameters={parameters:.3g}: at most {_MOST_PARAMETERS:g}; give those of one model")
+            raise ConfigError(f"parameters={parameters:.3g}: at most {_MOST_PARAMETERS:g}. Give those of one model")
         # Many small tensors fill each bucket exactly to its limit.
         piece = max(1, bucket_bytes // dtype.itemsize)
         # A dry run takes time for each tensor; and models as large have tensors that fill a message by themselves.
@@ -243,7 +243,7 @@ def _tensors_of(
         parameters = [rest] * bool(rest) + [piece] * whole
     shapes = [(size,) for size in parameters if size]
     if not shapes:
-        raise ConfigError("parameters=0: a model has at least 1; give its number, such as 6_500_000")
+        raise ConfigError("parameters=0: a model has at least 1. Give its number, such as 6_500_000")
     return shapes, [dtype] * len(shapes)
 
 

@@ -100,11 +100,11 @@ class Guard:
             if given is not None and not given > 0:
                 raise ConfigError(f"{name}={given}: must be positive, or None to measure it")
         if fallback_seconds is not None and fallback_least is not None:
-            raise ConfigError("fallback_least with fallback_seconds: what it takes is given; use one of the two")
+            raise ConfigError("fallback_least with fallback_seconds: what it takes is given. Use one of the two")
         if not tolerance >= 0:
-            raise ConfigError(f"tolerance={tolerance}: must not be negative; 0.02 is two percent")
+            raise ConfigError(f"tolerance={tolerance}: must not be negative. 0.02 is two percent")
         if windows < 1:
-            raise ConfigError(f"windows={windows}: must be at least 1; 3 let one of them be disturbed")
+            raise ConfigError(f"windows={windows}: must be at least 1. 3 let one of them be disturbed")
         self.worker = worker
         self.verdict: Verdict | None = None
         self._tried = worker.strategy

@@ -71,7 +71,7 @@ def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -
     for field, reason in reasons.items():
         if getattr(network, field) != getattr(usual, field):
             entry = "[compute]" if field == "compute" else f"[[{field}]]"
-            raise ConfigError(f"{argument}: {entry}: {reason}; leave it out")
+            raise ConfigError(f"{argument}: {entry}: {reason}. Leave it out")
 
 
 def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> Network:

@@ -408,7 +408,7 @@ def _order(shapes: Sequence[Sequence[int]], model_time: ModelTime) -> list[tuple
         return [(place, sizes[place] / sum(sizes)) for place in reversed(range(len(shapes)))]
     ready = model_time.ready
     if len(ready) != len(shapes):
-        raise ConfigError(f"ready has {len(ready)} shares for {len(shapes)} parameter tensors; give one each")
+        raise ConfigError(f"ready has {len(ready)} shares for {len(shapes)} parameter tensors. Give one each")
     places = sorted(range(len(shapes)), key=lambda place: (ready[place], -place))
     before = [0.0, *(ready[place] for place in places)]
     return [(place, ready[place] - start) for place, start in zip(places, before, strict=False)]

@@ -173,7 +173,7 @@ class Planner:
             ConfigError: a recipe cannot be read, or none is given.
         """
         if not self.recipes:
-            raise ConfigError("no recipes to look at; name some, such as LocalSGD(period=8)")
+            raise ConfigError("no recipes to look at. Name some, such as LocalSGD(period=8)")
         for recipe in self.recipes:
             parse(recipe)
 
@@ -393,6 +393,6 @@ def choose(options: Sequence[Option]) -> Option:
             f"{DENSE}, or measure them on your task with thinwire compare"
         )
     raise ConfigError(
-        f"of {serving[0].recipe} and the others accuracy was not measured, so that none is recommended; include "
+        f"of {serving[0].recipe} and the others accuracy was not measured, so that none is recommended. Include "
         f"{DENSE}, or run python -m benchmarks.accuracy with them"
     )

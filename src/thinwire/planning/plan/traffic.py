@@ -290,7 +290,7 @@ def reads_numbers(make: MakeOptimizer, model: nn.ParameterList) -> bool:
     if evaluates_several_gradients(tried):
         raise ConfigError(
             f"optimizer={type(tried).__name__}: the number of gradients that a step evaluates depends on data. Use "
-            "an optimizer that evaluates one gradient in a step, such as SGD; each evaluation sends as much as its step"
+            "an optimizer that evaluates one gradient in a step, such as SGD. Each evaluation sends as much as its step"
         )
     for parameter in parameters:
         parameter.grad = torch.empty_like(parameter)

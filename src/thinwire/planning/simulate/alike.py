@@ -76,7 +76,7 @@ class AlikeComm(SimulatedComm):
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         if self._step_began is not None:
-            raise UnlikeError(f"{self._where('broadcast')}: one rank sends to all others; simulate all workers")
+            raise UnlikeError(f"{self._where('broadcast')}: one rank sends to all others. Simulate all workers")
         collective = Collective("broadcast", src)
         for rank in range(self.size):
             collective.launched[rank] = self.now
@@ -95,8 +95,8 @@ class AlikeComm(SimulatedComm):
         label = f"send_recv with ranks {', '.join(map(str, sorted({*dst, *src})))}"
         if len(dst) != len(src) or len(dst) > 1:
             raise UnlikeError(
-                f"{self._where(label)}: sends to {len(dst)} ranks and receives from {len(src)}; only where each sends "
-                "one message and receives one they are sure to take the same time on all; simulate all workers"
+                f"{self._where(label)}: sends to {len(dst)} ranks and receives from {len(src)}. Only where each sends "
+                "one message and receives one they are sure to take the same time on all. Simulate all workers"
             )
         world, content = self._world, x if x.is_meta else x.clone()
         if not dst:
@@ -126,10 +126,10 @@ class AlikeComm(SimulatedComm):
 
     def among(self, ranks: Sequence[int]) -> SimulatedComm:
         """Refused: a worker cannot stand for those of other groups."""
-        raise UnlikeError(f"{self._where('among')}: there are groups of some ranks; simulate all workers")
+        raise UnlikeError(f"{self._where('among')}: there are groups of some ranks. Simulate all workers")
 
     def _open_mailbox(self, epoch: int, like: Tensor, capacity: int) -> Mailbox:
         raise UnlikeError(
             f"{self._where('opening of a mailbox')} for messages of {describe(like)}: what comes depends on each "
-            "worker's own time; simulate all workers"
+            "worker's own time. Simulate all workers"
         )

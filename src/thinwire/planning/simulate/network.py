@@ -170,7 +170,7 @@ class Network:
             )
         for special in self.specials:
             if not 0 < special.slowdown < inf:
-                raise ConfigError(f"slowdown={special.slowdown}: must be positive and finite; 4 is four times as slow")
+                raise ConfigError(f"slowdown={special.slowdown}: must be positive and finite. 4 is four times as slow")
         for death in self.deaths:
             if (death.at is None) == (death.step is None):
                 raise ConfigError(f"the death of rank {death.rank}: give either `at` or `step`")
@@ -194,7 +194,7 @@ class Network:
         for rank in ranks:
             if not 0 <= rank < workers:
                 raise ConfigError(
-                    f"network: there is no rank {rank}; with {workers} workers they are 0 to {workers - 1}"
+                    f"network: there is no rank {rank}. With {workers} workers they are 0 to {workers - 1}"
                 )
 
 
@@ -229,7 +229,7 @@ def load_network(path: str | Path, *, name: str | None = None) -> Network:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{name}: cannot be read ({reason}); give a network file in TOML") from error
+        raise ConfigError(f"{name}: cannot be read ({reason}). Give a network file in TOML") from error
     try:
         table = tomllib.loads(text)
     except ValueError as error:  # also an integer of more digits than Python reads
@@ -264,7 +264,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
         {"delayed": _number, "delay": _duration, "overtaking": _flag},
     )
     if ("delay" in messages) != ("delayed" in messages):
-        raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message; give both")
+        raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message. Give both")
     compute = _read(top.get("compute", {}), f"{name}: [compute]", {"time": _duration})
     racks = None
     if "racks" in top:

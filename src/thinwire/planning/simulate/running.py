@@ -56,7 +56,7 @@ def check_call(workers: int, network: Network, timeout: float) -> None:
     if not 1 <= workers <= MOST_WORKERS:
         raise ConfigError(f"workers={workers}: a simulation has 1 to {MOST_WORKERS}")
     if not timeout > 0:
-        raise ConfigError(f"timeout={timeout}: must be positive; 60 is usual")
+        raise ConfigError(f"timeout={timeout}: must be positive. 60 is usual")
     network.check(workers)
 
 
@@ -184,5 +184,5 @@ def run(
     for failure in ended.failures.values():
         raise failure
     for rank, at in ended.died.items():
-        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result; simulate() returns those of the others")
+        raise PeerLostError(f"rank {rank} died at {at:g} s and has no result. Simulate() returns those of the others")
     return list(ended.results)  # pyright: ignore[reportReturnType]

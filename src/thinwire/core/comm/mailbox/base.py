@@ -132,7 +132,7 @@ class Mailbox(ABC):
 
     def __init__(self, comm: Endpoint, like: Tensor, capacity: int, changed: Condition) -> None:
         if capacity < 1:
-            raise ConfigError(f"capacity={capacity}: must be at least 1 message; 4 is usual")
+            raise ConfigError(f"capacity={capacity}: must be at least 1 message. 4 is usual")
         self.changed = changed
         self.capacity = capacity
         self.duplicates = 0

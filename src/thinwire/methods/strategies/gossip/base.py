@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of decentralized momentum methods: gossip, with a momentum in gradient units that the strategy keeps."""
+"""The base class of decentralized momentum methods: gossip with a momentum that the strategy keeps."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from thinwire.methods.topology.exact_weights import exact_weights
 class DecentralisedMomentum(Strategy):
     r"""Gossip with a momentum that the strategy computes from the displacement of the parameters.
 
-    The optimizer takes its step without momentum. After it `r.state["anchor"]` still holds $x$ before the step, so
-    that $\gamma g$ is `anchor - r.x`; `r.state["momentum"]` is $m$, zero at first. Methods differ in `after_step`.
+    The optimizer takes its step without momentum. Afterwards `r.state["anchor"]` has $x$ before the step, so that
+    $\gamma g$ is `anchor - r.x`. `r.state["momentum"]` is $m$, initially zero. Subclasses define `after_step`.
 
     Args:
         topology: the graph; its weights must be doubly stochastic.
@@ -42,17 +42,16 @@ class DecentralisedMomentum(Strategy):
         return Traits(topology=self.topology, rounds=rounds, lr_factor=1 / (1 - self.momentum))
 
     def __post_init__(self) -> None:
-        """Check the types and the momentum."""
         check_field_types(self)
         check_momentum(self.momentum)
 
     @property
     def differences(self) -> Callable[[float], Disagreement] | None:
-        """How differences between workers evolve, given a momentum; None where they vanish on every allowed graph."""
+        """The evolution of differences between workers, given a momentum; None if they vanish on all allowed graphs."""
         return None
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse graphs that do not keep the average or on which this momentum diverges, and a second momentum."""
+        """Check that the graph keeps the average, that the momentum is stable on it, and that it is applied once."""
         check_average_kept(self, self.topology, size)
         if self.differences is not None:
             check_stable(self, self.topology, size, self.differences, self.momentum)
@@ -60,11 +59,11 @@ class DecentralisedMomentum(Strategy):
             refuse_momentum(optimizer, self, "Gossip(order='after')")
 
     def start(self, r: Replica) -> None:
-        """Allocate the state; refuse parameters in which small differences are lost to rounding."""
+        """Allocate the state; parameters must be exact enough for small differences."""
         if r.x.element_size() < 4:
             raise ConfigError(
-                f"{self} on parameters of {r.x.dtype}: it divides small differences of parameters by the learning "
-                "rate; keep the parameters in float32 and compute under torch.autocast, or use Gossip(order='after')"
+                f"{self} with parameters of {r.x.dtype}: it divides small differences of parameters by the learning "
+                "rate. Keep the parameters in float32 and compute under torch.autocast, or use Gossip(order='after')"
             )
         r.zeros_state("anchor")
         r.zeros_state("momentum")
@@ -74,13 +73,13 @@ class DecentralisedMomentum(Strategy):
         # Weight decay and clipping act in the optimizer, so that the displacement from here includes them.
         r.state["anchor"].copy_(r.x)
 
-    # `restart` does nothing: the anchor is saved again before each step. The momentum stays, as the optimizer's does;
-    # it is in units of a gradient, and does not refer to the parameters.
+    # `restart` does nothing: the anchor is saved again before each step. The momentum is in units of a gradient, so it
+    # does not refer to the parameters and is kept, like the optimizer's.
 
     @abstractmethod
     def after_step(self, r: Replica) -> None:
-        """Mix parameters with the neighbors', and update the momentum."""
+        """Mix parameters with those of the neighbors, and update the momentum."""
 
     def peers(self, r: Replica) -> Peers:
-        """The neighbors of the step that the optimizer has just taken; `r.step` includes it already."""
+        """Return the neighbors for the step that the optimizer has just taken, which is `r.step - 1`."""
         return exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)

@@ -7,6 +7,7 @@ import torch
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import ErrorFeedback
@@ -32,9 +33,9 @@ class Choco(Strategy):
       x_i \leftarrow x_i + \kappa \sum_j W_{ij} (\hat x_j - \hat x_i),$$
 
     where $d$ is the update of the worker's own optimizer. The error of a codec stays in $x_i - \hat x_i$ and is encoded
-    again at the next step, so the codec may be biased and needs no error feedback; its error must only be smaller than
-    its input. The mean of workers moves by their updates alone, whatever the codec. Public copies start as the
-    parameters, which are sent once uncompressed. With an exact codec and $\kappa = 1$ this is `Gossip(order="after")`.
+    again at the next step, so the codec may be biased and needs no error feedback, if its error is smaller than its
+    input. The mean of workers changes by their updates only, whatever the codec. Public copies start as the parameters,
+    which are sent once uncompressed. With an exact codec and $\kappa = 1$ this is `Gossip(order="after")`.
     Traffic: one payload and 16 bytes per neighbor and step. State: `public` ($\hat x_i$) and `mixed`
     ($\sum_j W_{ij} \hat x_j$), each like the parameters in fp32, for any number of neighbors.
 
@@ -48,7 +49,7 @@ class Choco(Strategy):
         step_size: $\kappa$, in (0, 1]; more mixes faster, and too much for a coarse codec diverges.
 
     Example:
-        One bit an entry, and the mean of the workers is that of their updates all the same:
+        With one bit per element, the mean of the workers still changes by the mean of their updates:
 
         >>> import torch
         >>> import thinwire
@@ -71,7 +72,7 @@ class Choco(Strategy):
     step_size: float = 0.3
 
     paper = "Koloskova, Stich and Jaggi, Decentralized ... with Compressed Communication, ICML 2019, arXiv:1902.00340"
-    waits = "at every step each worker waits for the messages of its neighbours"
+    waits = "at every step each worker waits for the messages of its neighbors"
     limits = (
         "tune the step size: coarse codecs need a small one; workers hold different parameters between averages of all"
     )
@@ -82,26 +83,24 @@ class Choco(Strategy):
         return Traits(topology=self.topology, on_resize="start", feeds_back=True)
 
     def __post_init__(self) -> None:
-        """Check the types, the step size and the codec."""
-        if not 0 < self.step_size <= 1:
-            raise ConfigError(f"step_size={self.step_size}: must lie in (0, 1]; 0.3 is a start for OneBit()")
+        check_ranges(self, step_size=("(0, 1]", "0.3 is a start for OneBit()"))
         check_payloads(self.codec)
         check_sizes(self.codec)
         if isinstance(self.codec, ErrorFeedback):
-            raise ConfigError(f"codec={self.codec}: public copies keep the residual already; use {self.codec.codec}")
+            raise ConfigError(f"codec={self.codec}: public copies keep the residual already. Use {self.codec.codec}")
         if self.codec.error_bound >= 1 or self.codec.residual_after_sum:
             raise ConfigError(
-                f"codec={self.codec}: its error can be larger than its input, so copies would diverge; use "
+                f"codec={self.codec}: its error can be larger than its input, so copies would diverge. Use "
                 "OneBit(), TopK(), or more bits in smaller blocks"
             )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse graphs that change, do not connect, or do not keep the average."""
+        """Check that the graph is static and connected, and keeps the average."""
         check_average_kept(self, self.topology, size)
         if self.topology.period(size) > 1:
             raise ConfigError(
-                f"topology={self.topology} with {size} workers: changes from step to step, but public copies are of "
-                "fixed neighbours; use a static graph, such as Ring()"
+                f"topology={self.topology} with {size} workers: it changes from step to step, but public copies need "
+                "fixed neighbors. Use a static graph, such as Ring()"
             )
 
     def start(self, r: Replica) -> None:
@@ -116,7 +115,7 @@ class Choco(Strategy):
         r.state["public"], r.state["mixed"] = public, mixed
 
     def restart(self, r: Replica) -> None:
-        """The public copies are the new parameters, which all workers have, so that nothing needs to be sent."""
+        """Set the public copies to the new parameters, which all workers have, without a message."""
         # The weights of a worker's neighbors and its own sum to one, so the weighted sum of equal copies is that copy.
         for name in ("public", "mixed"):
             r.state[name].copy_(r.x)

@@ -24,10 +24,10 @@ class DecentLaM(DecentralisedMomentum):
       m_i \leftarrow \beta m_i + \tfrac1\gamma (x_i - \hat x_i), \qquad x_i \leftarrow x_i - \gamma m_i .$$
 
     The momentum includes the correction by the neighbors, so it vanishes at D-PSGD's fixed point: the bias on
-    heterogeneous data is D-PSGD's, without the factor $1/(1-\beta)^2$ that momentum on gradients brings. Without $m$
-    it reads $x_i \leftarrow \hat x_i + \beta \frac{\gamma}{\gamma'}(x_i - x_i')$, dashes for the step before.
-    `momentum=0` is `Gossip(order="after")`; the complete graph is AllReduce with momentum. In a step whose learning
-    rate is zero parameters are mixed, and $m$ decays.
+    heterogeneous data is D-PSGD's, without the factor $1/(1-\beta)^2$ that momentum on gradients brings. An equivalent
+    form without $m$ is $x_i \leftarrow \hat x_i + \beta \frac{\gamma}{\gamma'}(x_i - x_i')$, with a prime for values of
+    the previous step. `momentum=0` is `Gossip(order="after")`; the complete graph is AllReduce with momentum. A step
+    with a learning rate of zero mixes the parameters, and $m$ decays.
     Traffic: one vector per neighbor and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
 
     Yuan et al., DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training, ICCV 2021, arXiv:2104.11981.
@@ -35,10 +35,11 @@ class DecentLaM(DecentralisedMomentum):
     Args:
         topology: the graph, static and symmetric unless the momentum is small; see `check`.
         momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
-        nesterov: look ahead, $x_i \leftarrow \hat x_i - \gamma \beta m_i$ with the new $m$; the same fixed points.
+        nesterov: use Nesterov momentum, $x_i \leftarrow \hat x_i - \gamma \beta m_i$ with the new $m$; the fixed points
+            are the same.
 
     Example:
-        On a static symmetric graph any momentum is stable; on a graph that changes, the largest one is computed:
+        On a static symmetric graph any momentum is stable; on a changing graph the largest stable one is computed:
 
         >>> import thinwire
         >>> from thinwire.methods.topology.certificate import largest_stable_momentum
@@ -54,7 +55,7 @@ class DecentLaM(DecentralisedMomentum):
     nesterov: bool = False
 
     paper = "Yuan et al., DecentLaM: Decentralized Momentum SGD for Large-batch ..., ICCV 2021, arXiv:2104.11981"
-    waits = "at every step each worker waits for its neighbours of that step"
+    waits = "at every step each worker waits for its neighbors of that step"
     limits = (
         "on directed and changing graphs only a small momentum is stable; workers hold different parameters between "
         "averages of all"
@@ -62,7 +63,7 @@ class DecentLaM(DecentralisedMomentum):
 
     @property
     def differences(self) -> Callable[[float], Disagreement]:
-        """How differences evolve in the chosen form."""
+        """The evolution of differences in the chosen form."""
         return partial(decentlam, nesterov=self.nesterov)
 
     def after_step(self, r: Replica) -> None:

@@ -55,7 +55,7 @@ class DoubleAveraging(DecentralisedMomentum):
     momentum: float = 0.9
 
     paper = "Yu, Jin and Yang, On the Linear Speedup Analysis of ... Momentum SGD, ICML 2019, arXiv:1905.03817"
-    waits = "at every step each worker waits for its neighbours of that step, for both parameters and momentum"
+    waits = "at every step each worker waits for its neighbors of that step, for both parameters and momentum"
     limits = "sends twice the bytes of the other gossip methods"
 
     def after_step(self, r: Replica) -> None:

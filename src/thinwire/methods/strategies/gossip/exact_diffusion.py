@@ -28,9 +28,9 @@ class ExactDiffusion(DecentralisedMomentum):
       x_i' = \tfrac12 \sum_j (I + W)_{ij} (p_j + c_j), \qquad c_i \leftarrow x_i' - p_i .$$
 
     The corrections $c$ sum to zero over workers and converge to each worker's own gradient at the common optimum, so
-    there is no bias on heterogeneous data, at any learning rate and momentum. `momentum=0` is exact diffusion (D2 mixes
-    with $W$ itself). The momentum is an average ($1-\beta$ before $g$): for the pace of `SGD(momentum=...)` multiply
-    the learning rate by $1/(1-\beta)$. In a step whose learning rate is zero parameters are mixed, and $m$ decays.
+    the method is unbiased on heterogeneous data, at any learning rate and momentum. `momentum=0` is exact diffusion (D2
+    mixes with $W$ itself). The momentum is an average ($1-\beta$ before $g$): to match `SGD(momentum=...)`, multiply
+    the learning rate by $1/(1-\beta)$. A step with a learning rate of zero mixes the parameters, and $m$ decays.
     Traffic: one vector per neighbor and step. State: `anchor` ($x$ before the step), `momentum` ($m$) and
     `correction` ($c$).
 
@@ -43,7 +43,7 @@ class ExactDiffusion(DecentralisedMomentum):
         momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
 
     Example:
-        Two workers with different curvatures, whose common optimum is 0.75, not the mean of their own optima:
+        Two workers with different curvatures; their common optimum is 0.75, which is not the mean of their optima:
 
         >>> import torch
         >>> import thinwire
@@ -64,18 +64,17 @@ class ExactDiffusion(DecentralisedMomentum):
     momentum: float = 0.9
 
     paper = "Hu et al., A Bias-Correction Decentralized ... Algorithm with Momentum Acceleration, arXiv:2501.19082"
-    waits = "at every step each worker waits for its neighbours of that step"
+    waits = "at every step each worker waits for its neighbors of that step"
+    limits = "directed and changing graphs of many workers are unstable; workers agree half as fast as the graph allows"
 
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
         return replace(super().traits, lr_factor=1.0)  # the momentum is an average
 
-    limits = "directed and changing graphs of many workers are unstable; workers agree half as fast as the graph allows"
-
     @property
     def differences(self) -> Callable[[float], Disagreement]:
-        """How differences evolve; the same at any momentum."""
+        """The evolution of differences, the same for any momentum."""
         return lambda _: exact_diffusion()
 
     def start(self, r: Replica) -> None:
@@ -83,9 +82,8 @@ class ExactDiffusion(DecentralisedMomentum):
         DecentralisedMomentum.start(self, r)
         r.zeros_state("correction")
 
-    # `restart` does nothing, and so keeps the corrections. They still sum to zero, so they do not move the mean. At
-    # the common optimum they are not zero: they make up for the workers' different gradients there. Without them a slow
-    # step would bring back the bias that they have removed.
+    # `restart` does nothing, so it keeps the corrections. They still sum to zero, so they do not move the mean. They
+    # compensate the different gradients at the common optimum, and without them the bias would return.
 
     def after_step(self, r: Replica) -> None:
         """Average the optimizer's steps in the momentum, add the correction, and mix."""
@@ -102,14 +100,14 @@ class ExactDiffusion(DecentralisedMomentum):
 
     def regroup(self, r: Replica, before: int) -> None:
         """Make the corrections of the current workers sum to zero; otherwise their mean would drift."""
-        # Those of lost workers are missing in the sum. One that joins has another one's, which belongs to other data.
+        # The sum lacks those of lost workers. A joining worker has the correction of another one, with other data.
         correction = r.state["correction"]
         if not before:
             correction.zero_()
         correction.sub_(mean_(r.comm, correction.clone()).wait())
 
     def peers(self, r: Replica) -> Peers:
-        r"""The step's neighbors, with the weights $\tfrac12 (I + W)$."""
+        r"""Return the step's neighbors, with the weights $\tfrac12 (I + W)$."""
         peers = DecentralisedMomentum.peers(self, r)
         halves = tuple(weight / 2 for weight in peers.weights)
         return peers._replace(own=(1 + peers.own) / 2, weights=halves)

@@ -26,11 +26,11 @@ class Gossip(Strategy):
     $$x_i \leftarrow \sum_j W_{ij} x_j - \gamma\, g_i(x_i)  \quad\text{(combine while adapting)}, \qquad
       x_i \leftarrow \sum_j W_{ij} \bigl(x_j - \gamma\, g_j(x_j)\bigr) \quad\text{(adapt, then combine)}.$$
 
-    The first is the paper's order: its messages are sent during the forward and backward pass. The second mixes newer
-    values and waits for them. On the complete graph the second is AllReduce under plain SGD. With a momentum in the
-    optimizer, which stays local, the first is AWC-DmSGD and the second DmSGD: both are stable on every graph, and on
-    heterogeneous data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$. `DecentLaM`, `QuasiGlobal` and
-    `ExactDiffusion` avoid that.
+    The first is the paper's order, whose messages are sent during the forward and backward pass. The second mixes newer
+    values and waits for them; on the complete graph it is AllReduce under plain SGD. With momentum in the optimizer,
+    which stays local, the first is AWC-DmSGD and the second DmSGD. Both are stable on every graph, and on heterogeneous
+    data their bias is D-PSGD's at the learning rate $\gamma/(1-\beta)$, which `DecentLaM`, `QuasiGlobal` and
+    `ExactDiffusion` avoid.
     Traffic: one vector per neighbor and step. State: none between steps.
 
     Lian et al., Can Decentralized Algorithms Outperform Centralized Algorithms?, NeurIPS 2017, arXiv:1705.09056,
@@ -61,7 +61,7 @@ class Gossip(Strategy):
     order: Literal["while", "after"] = "while"
 
     paper = "Lian et al., Can Decentralized Algorithms Outperform Centralized ...?, NeurIPS 2017, arXiv:1705.09056"
-    waits = "at every step each worker waits for its neighbours of that step"
+    waits = "at every step each worker waits for its neighbors of that step"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
     @cached_property
@@ -72,27 +72,26 @@ class Gossip(Strategy):
         return Traits(topology=self.topology, elementwise=True, rounds=rounds, on_resize="start")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse graphs that do not exist, do not connect, or do not keep the average."""
+        """Check that the graph exists for this number of workers, is connected, and keeps the average."""
         check_average_kept(self, self.topology, size)
 
     def start(self, r: Replica) -> None:
-        """Send the parameters where workers start apart; where they start alike, mixing them changes nothing."""
+        """Send the parameters unless all workers start equal, when mixing would not change them."""
         if self.order == "while" and not r.equal_start:
             self._launch(r)
 
     def before_step(self, r: Replica) -> None:
-        """In the order "while", compute how far the parameters move towards those that the neighbors have sent."""
+        """In the order "while", compute the move towards the parameters that the neighbors have sent."""
         received = r.collect("neighbours")
         if received is not None:
             r.record_distance(r.x, received)
-            # The messages were launched at the end of the last step for this one, and so have this step's weights.
+            # The messages were launched at the end of the last step, for this step's weights.
             peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step, r.x.dtype)
-            # The move itself follows the optimizer's step, whose weight decay, like the gradient, belongs to the
-            # parameters before it.
+            # The move follows the optimizer's step: gradient and weight decay belong to the parameters before it.
             r.state["pull"] = mix_(r.x.clone(), received, peers).sub_(r.x)
 
     def after_step(self, r: Replica) -> None:
-        """Send the parameters; in the order "after" also wait for the neighbors', and mix."""
+        """Send the parameters; in the order "after" also wait for those of the neighbors, and mix."""
         if self.order == "after":
             peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step - 1, r.x.dtype)
             gossip_(r.comm, r.x, peers, r.record_distance).wait()
@@ -102,7 +101,7 @@ class Gossip(Strategy):
         self._launch(r)
 
     def restart(self, r: Replica) -> None:
-        """Drop the messages in flight, which hold older parameters; mixing equal ones changes nothing."""
+        """Drop the messages in flight, which have older parameters; mixing equal ones changes nothing."""
         r.collect("neighbours")
 
     def _launch(self, r: Replica) -> None:

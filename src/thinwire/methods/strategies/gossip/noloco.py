@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Outer steps with a momentum, for which each worker meets one other instead of all."""
+"""Outer steps with momentum, for which each worker communicates with one partner instead of all workers."""
 
 from collections.abc import Callable
 from functools import cached_property
-from math import inf
 
 import torch
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.topology.base import Topology
@@ -23,19 +22,19 @@ from thinwire.registry import registered
 class NoLoCo(Strategy):
     r"""DiLoCo without an all-reduce: every `period` steps each worker takes an outer step with a random partner.
 
-    With $\phi_i$ the point where worker $i$ began its round, $x_i$ its parameters after $H$ steps, and $W$ the weights
-    of the round's graph (a half each for the worker and its partner),
+    With $\phi_i$ the parameters of worker $i$ at the start of a round, $x_i$ those after $H$ steps, and $W$ the weights
+    of the round's graph (1/2 each for the worker and its partner),
 
     $$\delta_i \leftarrow \beta \delta_i + \eta \sum_j W_{ij} (x_j - \phi_j)
         + \gamma \Bigl( \sum_j W_{ij} \phi_j - \phi_i \Bigr), \qquad
       \phi_i \leftarrow \phi_i + \delta_i, \qquad x_i \leftarrow \phi_i .$$
 
-    The first sum is the outer gradient of DiLoCo, among few; the second pulls the points together, which nothing else
-    does. With $\gamma = \eta$, as in the authors' code, the two are $\eta (\sum_j W_{ij} x_j - \phi_i)$, and only $x_i$
-    has to be sent. Without gradients differences between workers shrink on their own, which is computed for the graph
-    before step 0; $\gamma$ below $2 + 2\beta$ is needed for any pair. The mean of all workers moves as in DiLoCo with
-    heavy-ball momentum. A worker without a partner steps alone.
-    Traffic: one vector per neighbor and period, two with another $\gamma$ than $\eta$. State: `anchor` ($\phi$) and
+    The first sum is the outer gradient of DiLoCo, over the partners; the second pulls the points $\phi$ together. With
+    $\gamma = \eta$, as in the authors' code, the sum of both is $\eta (\sum_j W_{ij} x_j - \phi_i)$, and only $x_i$ is
+    sent. It is checked before step 0 that differences between workers shrink on this graph while gradients are zero;
+    any pair needs $\gamma < 2 + 2\beta$. The mean of all workers moves as in DiLoCo with heavy-ball momentum. A worker
+    without a partner steps alone.
+    Traffic: one vector per neighbor and period, two if $\gamma \ne \eta$. State: `anchor` ($\phi$) and
     `velocity` ($\delta$), like the parameters in fp32 at least.
 
     Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method for Large Models, 2025,
@@ -43,14 +42,14 @@ class NoLoCo(Strategy):
     experiments.
 
     Args:
-        topology: whom a worker meets, a step of the graph for each outer step; its weights must be doubly stochastic.
+        topology: the graph, with one of its steps for each outer step; its weights must be doubly stochastic.
         period: $H$, optimizer steps between outer steps; more sends less.
-        lr: $\eta$, of the outer step; more trusts the workers' way further.
-        momentum: $\beta$ in [0, 1), of the outer step; more smooths it, and raises the effective learning rate.
-        pull: $\gamma$, of the points towards each other; None is $\eta$. More keeps workers closer together.
+        lr: $\eta$, the outer learning rate; more follows the workers' displacements further.
+        momentum: $\beta$ in [0, 1), of the outer step; more smooths it, and increases the effective learning rate.
+        pull: $\gamma$, the pull of the points towards each other; None is $\eta$. More keeps workers closer together.
 
     Example:
-        Two workers that drift apart by one each step; the first outer step takes 0.7 of their mean way:
+        Two workers whose difference grows by one each step; the first outer step is 0.7 of their mean displacement:
 
         >>> import torch
         >>> import thinwire
@@ -85,36 +84,32 @@ class NoLoCo(Strategy):
             topology=self.topology,
             elementwise=True,
             lr_factor=self.lr / (1 - self.momentum),
-            # The velocity and the points belong to single workers.
+            # Velocities and anchors belong to single workers.
             on_resize="start",
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; 50 is usual")
-        if not 0 < self.lr < inf:
-            raise ConfigError(f"lr={self.lr}: the outer step must be positive and finite; 0.7 is usual")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.5 is usual")
-        if self.pull is not None and not 0 < self.pull < inf:
-            raise ConfigError(
-                f"pull={self.pull}: must be positive, as nothing else keeps workers together; None takes lr={self.lr}"
-            )
+        check_ranges(
+            self,
+            period=("1..", "50 is usual"),
+            lr=("(0, inf)", "0.7 is usual"),
+            momentum=("[0, 1)", "0.5 is usual"),
+            pull=("(0, inf)", f"Nothing else keeps workers together. None takes lr={self.lr}"),
+        )
 
     @property
     def differences(self) -> Callable[[float], Disagreement]:
-        """How differences between workers evolve over one outer step, given a momentum."""
+        """The evolution of differences between workers in one outer step, given a momentum."""
         pull = self.lr if self.pull is None else self.pull
         return lambda b: Disagreement(((pull, 0), (pull, 0)), ((1 - pull, b), (-pull, b)))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse graphs that do not keep the average, and those on which workers would drift apart."""
+        """Check that the graph keeps the average, and that workers do not diverge on it."""
         check_average_kept(self, self.topology, size)
         check_stable(self, self.topology, size, self.differences, self.momentum)
 
     def start(self, r: Replica) -> None:
-        """The first round begins at the initial parameters."""
+        """Start the first round at the initial parameters."""
         exact = torch.promote_types(r.x.dtype, torch.float32)
         r.state["anchor"] = r.x.to(exact, copy=True)
         r.state["velocity"] = torch.zeros_like(r.state["anchor"])
@@ -126,14 +121,14 @@ class NoLoCo(Strategy):
         anchor, velocity = r.state["anchor"], r.state["velocity"]
         peers = exact_weights(self.topology, r.comm.rank, r.comm.size, r.step // self.period - 1, anchor.dtype)
         both = self.pull is not None and self.pull != self.lr
-        # Anchors are sent in the parameters' dtype, as the rounds began there.
+        # Anchors are sent in the parameters' dtype, in which the round started.
         message = torch.cat([r.x, anchor.to(r.x.dtype)]) if both else r.x
         received = r.comm.send_recv(message, peers.dst, peers.src).wait()
         n = r.x.numel()
         r.record_distance(r.x, [theirs[:n] for theirs in received])
 
         def gap(mine: slice) -> torch.Tensor:
-            """The weighted mean of a part of the messages, from the anchor."""
+            """Return the weighted mean of a part of the messages, minus the anchor."""
             total = (message[mine].to(anchor.dtype) - anchor).mul_(peers.own)
             for weight, theirs in zip(peers.weights, received, strict=True):
                 total.add_(theirs[mine].to(anchor.dtype) - anchor, alpha=weight)
@@ -147,5 +142,5 @@ class NoLoCo(Strategy):
         r.x.copy_(anchor)
 
     def restart(self, r: Replica) -> None:
-        """Begin a round at the parameters; the velocity is a way, and refers to no point."""
+        """Start a round at the parameters; the velocity does not refer to them, and is kept."""
         r.state["anchor"].copy_(r.x)

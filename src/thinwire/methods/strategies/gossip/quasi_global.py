@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from thinwire.core.replica.displacement import accumulate_, descend_
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.reduce.compressed_all_reduce import gossip_
 from thinwire.methods.strategies.gossip.base import DecentralisedMomentum
 from thinwire.methods.topology.base import Topology
@@ -26,18 +26,18 @@ class QuasiGlobal(DecentralisedMomentum):
     After mixing, the displacement is nearly the same on all workers, so $m$ estimates the global direction without a
     message of its own. The bias on heterogeneous data is D-PSGD's, at any momentum; the fixed point of Nesterov's form
     is D-PSGD's at the learning rate $(1+\beta)\gamma$. `momentum=0` is `Gossip(order="after")`.
-    It is stable on directed and changing graphs, where DecentLaM is not. In a step whose learning rate is zero
-    parameters are mixed, and $m$ decays.
+    It is stable on directed and changing graphs, unlike DecentLaM. A step with a learning rate of zero mixes the
+    parameters, and $m$ decays.
     Traffic: one vector per neighbor and step. State: `anchor` ($x$ before the step) and `momentum` ($m$).
 
     Lin et al., Quasi-Global Momentum: Accelerating Decentralized Deep Learning on Heterogeneous Data, ICML 2021,
     arXiv:2102.04761.
 
     Args:
-        topology: any graph whose weights are doubly stochastic, changing ones too.
+        topology: any graph with doubly stochastic weights; it may change from step to step.
         momentum: $\beta$, in [0, 1); the optimizer must have none of its own.
-        nesterov: look ahead, $u_i = g_i + \beta (g_i + \beta m_i)$.
-        memory: $\mu$ in [0, 1), how much of $m$ is kept at each step; more smooths more. None is the momentum.
+        nesterov: use Nesterov momentum, $u_i = g_i + \beta (g_i + \beta m_i)$.
+        memory: $\mu$ in [0, 1), the decay of $m$; more smooths more. None is the momentum.
 
     Example:
         >>> import torch
@@ -65,26 +65,24 @@ class QuasiGlobal(DecentralisedMomentum):
     paper = (
         "Lin et al., Quasi-Global Momentum: Accelerating Decentralized Deep Learning ..., ICML 2021, arXiv:2102.04761"
     )
-    waits = "at every step each worker waits for its neighbours of that step"
+    waits = "at every step each worker waits for its neighbors of that step"
     limits = (
         "needs a smaller learning rate than heavy-ball momentum; workers hold different parameters between averages of "
         "all"
     )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         DecentralisedMomentum.__post_init__(self)
-        if self.memory is not None and not 0 <= self.memory < 1:
-            raise ConfigError(f"memory={self.memory}: must lie in [0, 1); None takes the momentum's value")
+        check_ranges(self, memory=("[0, 1)", "None takes the momentum's value"))
 
     @property
     def kept(self) -> float:
-        r"""$\mu$, as a number."""
+        r"""$\mu$: `memory`, or by default the momentum."""
         return self.momentum if self.memory is None else self.memory
 
     @property
     def differences(self) -> Callable[[float], Disagreement]:
-        """How differences evolve in the chosen form, with the memory that belongs to a momentum."""
+        """The evolution of differences in the chosen form, given a momentum."""
         return lambda b: quasi_global(b, memory=b if self.memory is None else self.memory, nesterov=self.nesterov)
 
     def after_step(self, r: Replica) -> None:

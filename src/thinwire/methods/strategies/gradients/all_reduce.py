@@ -22,17 +22,17 @@ class AllReduce(Strategy):
 
     $$x \leftarrow x - \gamma \, \tfrac1n \sum_i g_i(x)$$
 
-    This is large-batch SGD, exactly, and the baseline of every other method. Parameters stay equal on all ranks, so
+    This is exactly large-batch SGD, the baseline of every other method. Parameters stay equal on all ranks, so
     evaluation sends nothing.
 
-    With a `codec` the mean is that of the decoded payloads. The payloads of a linear codec, such as `Bf16()`, are added
-    up by the all-reduce itself. Others take two stages: an all-to-all, in which every rank receives all ranks' codes of
-    one piece of the vector, and an all-gather of the encoded means of these pieces. A gradient that is not finite on
-    any rank is then NaN on all of them. Codecs of signs, such as `OneBit()`, are refused under optimizers that divide
-    each element by its own size, as Adam does: `CompressedMomentum` sends one bit an element there.
+    With a `codec` the result is the mean of the decoded payloads. An all-reduce adds the payloads of a linear codec,
+    such as `Bf16()`. Other codecs take two stages: an all-to-all, in which every rank receives all ranks' payloads of
+    one piece of the vector, and an all-gather of the encoded means of these pieces. If a gradient is not finite on any
+    rank, it becomes NaN on all of them. Codecs of signs, such as `OneBit()`, are refused with optimizers that divide
+    each element by its size, such as Adam; use `CompressedMomentum` for one bit per element.
 
-    Traffic: $2\frac{n-1}{n}$ of the gradient, or of its payload, per worker and step. State: none, or with
-    `ErrorFeedback` the residuals, like the gradient in fp32 and an $n$-th of that.
+    Traffic: $2\frac{n-1}{n}$ of the gradient, or of its payload, per worker and step. State: none; with
+    `ErrorFeedback` the residuals, like the gradient in fp32, and $1/n$ of that for the server's residual.
 
     Example:
         >>> import torch, thinwire
@@ -47,7 +47,7 @@ class AllReduce(Strategy):
         [-1.5, -1.5]
 
     Args:
-        codec: for the gradients, bucket by bucket; None sends them uncompressed.
+        codec: compresses each bucket of gradients; None sends them uncompressed.
     """
 
     codec: Codec | None = None
@@ -67,7 +67,7 @@ class AllReduce(Strategy):
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse a biased codec without error feedback, and signs under an optimizer that divides by sizes."""
+        """Check that a biased codec has error feedback, and that a codec of signs fits the optimizer."""
         check_feedback(self.codec)
         if optimizer is not None:
             check_signs(self, self.codec, optimizer)

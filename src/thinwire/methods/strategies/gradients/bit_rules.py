@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules that choose the bits of every step: a fixed number, a bound on the error, or a budget."""
+"""Rules that choose the bits of each step: a fixed number, a bound on the error, or a budget."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from math import inf, isinf, isnan, log2, nan
 import torch
 from torch import Tensor
 
+from thinwire.core.validation import check_range, check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.gradients.bits import (
     LEAST,
@@ -23,21 +24,21 @@ from thinwire.methods.strategies.gradients.bits import (
 from thinwire.registry import registered
 
 _LEVEL_DECAY, _SLOPE_DECAY = 0.8, 0.95  # of the exponential means of log-squares and of their slope
-_MOST_SLOPE_BITS = 2.0  # that a slope may add or remove: gradients do not keep shrinking at the current rate
-_POINTS = 64  # of the remaining steps at which the error is evaluated: a run may have millions of them
+_MOST_SLOPE_BITS = 2.0  # a slope adds or removes at most this many, because gradients do not shrink at a constant rate
+_POINTS = 64  # the error is evaluated at this many of the remaining steps, of which a run may have millions
 
 
 @dataclass(frozen=True)
 class BitLedger:
-    """The bits spent so far, and the error made with them.
+    """The bits spent so far, and the resulting error.
 
     Args:
-        step: the number of decided steps.
-        bits: a worker has sent so far for one entry of its gradients; scales are not counted.
-        error: that quantization has added so far to the bound on the loss.
-        level: an exponential mean of half the binary logarithm of squares; NaN before the first.
-        slope: an exponential mean of the level's change in one step.
-        answered: bits so far of one entry of the means that were sent back; rules do not spend these.
+        step: the number of past steps.
+        bits: the bits that a worker has sent per entry of its gradients, without scales.
+        error: the error that quantization has added to the bound on the loss.
+        level: an exponential mean of half the binary logarithm of squares; NaN before the first step.
+        slope: an exponential mean of the level's change per step.
+        answered: the bits per entry of the means that were sent back, which rules do not count.
     """
 
     step: int = 0
@@ -49,16 +50,16 @@ class BitLedger:
 
     @staticmethod
     def read(numbers: Tensor) -> BitLedger:
-        """From six numbers, as `to_tensor` gives them."""
+        """Make a ledger from the result of `to_tensor`."""
         step, *rest = (float(number) for number in numbers.tolist())
         return BitLedger(int(step), *rest)
 
     def to_tensor(self) -> Tensor:
-        """As six numbers in double precision."""
+        """Return the six fields, fp64 [6]."""
         return torch.tensor(astuple(self), dtype=torch.float64, device="cpu")
 
     def after(self, bits: float, error: float, square: float) -> BitLedger:
-        """One step later."""
+        """Return the ledger one step later."""
         level, slope = self.level, self.slope
         # A zero gradient has no logarithm, and must not lower the mean forever.
         if square > 0:
@@ -69,7 +70,7 @@ class BitLedger:
         return BitLedger(self.step + 1, self.bits + bits, error, level, slope, self.answered)
 
     def with_answer(self, bits: float) -> BitLedger:
-        """With the bits in which the mean of the last step was sent back."""
+        """Return the ledger with the bits of the last step's mean added."""
         return replace(self, answered=self.answered + bits)
 
 
@@ -78,11 +79,11 @@ class Step:
     """The inputs of a rule for a step.
 
     Args:
-        squares: one worker's, of each part of the gradient: this step's, or the previous step's as an estimate;
-            infinite where neither is known.
-        sizes: entries of each part.
+        squares: the squares of one worker's gradient, for each part, of this step, or of the previous step as an
+            estimate; infinite if unknown.
+        sizes: the entries of each part.
         lr: the learning rate.
-        share: the mean square error relative to that of one worker's encoding, and to 1/4 of a level's square.
+        share: the mean square error, in units of that of one worker's payload and of 1/4 of a level's square.
     """
 
     squares: Sequence[float]
@@ -92,40 +93,39 @@ class Step:
 
     @property
     def square(self) -> float:
-        """Of the whole gradient."""
+        """The square of the whole gradient."""
         return sum(self.squares)
 
     def mean_bits(self, bits: Sequence[int]) -> float:
-        """For one entry, over all parts."""
+        """Return the mean bits per entry over all parts."""
         return sum(b * size for b, size in zip(bits, self.sizes, strict=True)) / max(1, sum(self.sizes))
 
 
 @registered
 class FixedBits:
-    """The same bits at every step, as in the baselines of Yan et al., DQ-SGD, 2021, arXiv:2107.14575.
+    """Use the same bits at every step, like the baselines of Yan et al., DQ-SGD, 2021, arXiv:2107.14575.
 
     Example:
         >>> FixedBits(3).choose(BitLedger(), Step(squares=[1.0, 9.0], sizes=[10, 10], lr=0.1, share=1.0))
         [3, 3]
 
     Args:
-        bits: of each entry, 2 to 8.
+        bits: bits per entry, 2 to 8.
     """
 
     bits: int = 4
 
     def __post_init__(self) -> None:
-        """Check the type and the range."""
         _check_range(self.bits, self.bits)
 
     @property
     def least(self) -> int:
-        """The same."""
+        """The bits of every step."""
         return self.bits
 
     @property
     def most(self) -> int:
-        """The same."""
+        """The bits of every step."""
         return self.bits
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
@@ -139,25 +139,25 @@ class FixedBits:
 
 @registered
 class ErrorBound:
-    r"""The fewest bits that keep what quantization adds to the bound on $F(x_T) - F^*$ within `error`.
+    r"""Use the fewest bits with which quantization adds at most `error` to the bound on $F(x_T) - F^*$.
 
     Let $E_t$ be the error added before step $t$, which follows
     $E_{t+1} = \alpha_t E_t + \eta_t^2 L S_t / 8 n s_t^2$ (this form allows the learning rate to change). The rule
-    assumes that the remaining steps are like this one. Each of them may add the same error $\lambda$, except where
-    `least` or `most` bits prevent it:
+    assumes that the remaining steps are like this one. Each of them may add the same error $\lambda$, within the limits
+    of `least` and `most` bits:
 
     $$\frac{a_t}{s_t^2} \approx \lambda, \qquad \sum_{k \ge t} \frac{a_k}{s_k^2} = \epsilon - \alpha_t^{T-t} E_t .$$
 
-    Bits are rounded so that the error is as near to $\lambda$ as it can be, and never exceeds what is left. The bound
-    therefore holds as long as `most` bits suffice, and squares are at most `margin` larger than estimated. After
-    `steps` steps the plan starts again.
+    Bits are rounded so that the error is as near to $\lambda$ as possible without exceeding the rest of the bound. The
+    bound therefore holds if `most` bits suffice, and squares are at most `margin` larger than estimated. After `steps`
+    steps the plan restarts.
 
-    Where squares shrink during the run, or each step removes much of the earlier errors ($\alpha_t$ well below 1), the
-    plan reserves error for steps that need less of it, and more bits are sent than the fewest that hindsight would
-    allow. Over 400 steps with $L = 1$, at the `error` that is worst for it: 1.5 times as many with squares that fall a
-    thousandfold, $\mu = 0.05$ and $\eta = 0.5$; 2.4 times with constant squares and $\mu = \eta = 0.5$, 3.5 times
-    where they fall a thousandfold there; 3.7 times with squares that fall a millionfold, $\mu = 0.5$ and $\eta = 1$.
-    Four times, all of `most` for `least`, is the most there can be. `BitBudget` does not depend on that.
+    If squares shrink during the run, or each step removes much of the earlier errors ($\alpha_t$ well below 1), the
+    plan reserves error for later steps that need less of it, and sends more than the fewest bits: at most four times
+    as many, the ratio of `most` to `least`. Over 400 steps with $L = 1$ and the worst `error`, it sends 1.5 times as
+    many bits for squares that fall by 1000 with $\mu = 0.05$ and $\eta = 0.5$; with $\mu = \eta = 0.5$ 2.4 times for
+    constant squares and 3.5 times for squares that fall by 1000; and 3.7 times for squares that fall by $10^6$ with
+    $\mu = 0.5$ and $\eta = 1$. `BitBudget` has no such cost.
 
     Example:
         >>> step = Step(squares=[1.0], sizes=[100], lr=0.1, share=1.0)
@@ -166,15 +166,14 @@ class ErrorBound:
 
     Args:
         error: $\epsilon$, in units of the loss; more sends fewer bits.
-        steps: $T$, of the run.
+        steps: $T$, the steps of the run.
         smoothness: $L$; an overestimate sends more bits than necessary.
         strong_convexity: $\mu$; 0 weighs all steps equally, more sends fewer bits early and more at the end.
-        final_lr: the least learning rate to come, where it falls: early errors then decay more slowly, and less may be
-            added early. None for a constant one.
-        margin: by how much squares may exceed their estimate. Without it, one bit too few could end the run above its
-            bound; it only matters near the end.
-        least: bits of each entry at least, from 2.
-        most: bits of each entry at most, to 8; the first step takes these.
+        final_lr: the lowest future learning rate of a decreasing schedule, with which early errors decay more slowly.
+            None for a constant learning rate.
+        margin: the relative amount by which squares may exceed their estimate; it only matters near the end of the run.
+        least: the fewest bits per entry, at least 2.
+        most: the most bits per entry, at most 8; the first step takes these.
     """
 
     error: float = 1e-3
@@ -187,19 +186,18 @@ class ErrorBound:
     most: int = MOST
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         _check_range(self.least, self.most)
         _check_steps(self.steps)
-        if self.final_lr is not None and not 0 <= self.final_lr < inf:
-            raise ConfigError(f"final_lr={self.final_lr}: must be finite and not negative; None for a constant rate")
-        if not 0 <= self.margin < inf:
-            raise ConfigError(f"margin={self.margin}: must be finite and not negative; 0.5 is usual")
-        if not 0 < self.error < inf:
-            raise ConfigError(f"error={self.error}: must be positive and finite, in units of the loss; 1e-3 is usual")
+        check_ranges(
+            self,
+            final_lr=("[0, inf)", "None for a constant rate"),
+            margin=("[0, inf)", "0.5 is usual"),
+            error=("(0, inf)", "1e-3 is usual"),
+        )
         if not 0 < self.smoothness < inf or not 0 <= self.strong_convexity <= self.smoothness:
             raise ConfigError(
                 f"smoothness={self.smoothness}, strong_convexity={self.strong_convexity}: the first must be positive "
-                "and finite, the second lie between 0 and it; 1.0 and 0.0 weigh all steps alike"
+                "and finite, the second lie between 0 and it. 1.0 and 0.0 weigh all steps alike"
             )
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
@@ -209,7 +207,7 @@ class ErrorBound:
         remaining = self.steps - ledger.step % self.steps
         rates = (step.lr, step.lr if self.final_lr is None else self.final_lr)
         alpha = max(contraction(lr, self.smoothness, self.strong_convexity) for lr in rates)
-        # A new plan does not count the errors of the last one.
+        # A new plan does not include the errors of the last one.
         error = ledger.error if remaining < self.steps else 0.0
         left = self.error - alpha**remaining * error
         now = self._weights(step)
@@ -232,17 +230,17 @@ class ErrorBound:
 
 @registered
 class BitBudget:
-    r"""A number of bits an entry on average, more of them where gradients are large and, with `decay`, near the end.
+    r"""Use a mean number of bits per entry, with more bits for large gradients and, with `decay`, near the end.
 
-    The error is least where $\log_2 s_t$ differs from its mean over the remaining steps by as much as
+    The error is smallest if $\log_2 s_t$ differs from its mean over the remaining steps by as much as
     $\tfrac12 \log_2 a_t$ differs from its own mean. With $R$ the bits left for each remaining step, $\ell$ a mean of
     recent $\tfrac12 \log_2 S$ and $\ell'$ its slope, which is assumed to last for as many steps as were observed and
-    to change the result by two bits at most, a step gets
+    to change the result by at most two bits, a step gets
 
     $$R + \tfrac12 \log_2 S_t - \ell - \ell' - \tfrac12 \min(t, T-1-t)\,\ell' + \tfrac14 (T-1-t) \log_2 \alpha ,$$
 
-    bits, divided among its parts so that the error is least. Bits that a step leaves over go to later ones, and no
-    step takes the `least` bits of later ones: the budget is never exceeded. After `steps` steps the plan starts again.
+    bits, divided among its parts so that the error is smallest. Unused bits of a step go to later steps, and `least`
+    bits are reserved for each later step, so the budget is never exceeded. After `steps` steps the plan restarts.
 
     Example:
         >>> rule, small, large = BitBudget(bits=4.0, steps=100), 1.0, 64.0
@@ -251,11 +249,11 @@ class BitBudget:
         [[4], [7]]
 
     Args:
-        bits: an entry and step, on average over the run; scales are not counted.
-        steps: $T$, of the run.
+        bits: the mean bits per entry and step over the run, without scales.
+        steps: $T$, the steps of the run.
         decay: $\alpha$ in (0, 1], the factor by which one step reduces earlier errors; 1 for non-convex functions.
-        least: bits of each entry at least, from 2.
-        most: bits of each entry at most, to 8.
+        least: the fewest bits per entry, at least 2.
+        most: the most bits per entry, at most 8.
     """
 
     bits: float = 4.0
@@ -265,13 +263,11 @@ class BitBudget:
     most: int = MOST
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         _check_range(self.least, self.most)
         _check_steps(self.steps)
         if not self.least <= self.bits <= self.most:
             raise ConfigError(f"bits={self.bits}: must lie between least={self.least} and most={self.most}")
-        if not 0 < self.decay <= 1:
-            raise ConfigError(f"decay={self.decay}: must lie in (0, 1]; use 1 for non-convex functions")
+        check_ranges(self, decay=("(0, 1]", "Use 1 for non-convex functions"))
 
     def choose(self, ledger: BitLedger, step: Step) -> list[int]:
         """Return the number of bits for each part of the gradient."""
@@ -281,7 +277,7 @@ class BitBudget:
         wanted = bits_left / remaining + self._above_mean(ledger, step.square, remaining)
         squares = step.sizes if isinf(step.square) else step.squares
         granted, entries = max(wanted, self.least), sum(step.sizes)
-        # `best_bits` rounds down; half a bit of the smallest part more makes that the nearest.
+        # `best_bits` rounds down; with half a bit of the smallest part more, it rounds to nearest.
         granted = min(granted + min(step.sizes) / entries / 2, bits_left - self.least * (remaining - 1))
         budget = granted * entries * (1 + 1e-12)
         return best_bits(squares, budget, sizes=step.sizes, least=self.least, most=self.most)
@@ -291,7 +287,7 @@ class BitBudget:
         return ledger.after(step.mean_bits(bits), 0.0, step.square)
 
     def _above_mean(self, ledger: BitLedger, square: float, remaining: int) -> float:
-        """By how many bits a step should exceed the mean of the remaining ones."""
+        """Return by how many bits a step should exceed the mean of the remaining steps."""
         if remaining == 1:
             return 0.0
         of_decay = (remaining - 1) / 4 * log2(self.decay)
@@ -311,14 +307,14 @@ Rule = FixedBits | ErrorBound | BitBudget
 
 
 def _share(weight: float, alpha: float, remaining: int, left: float, levels: tuple[int, int]) -> tuple[float, float]:
-    """The error that the current step should add, and the most that it may add.
+    """Return the error that the current step should add, and the most that it may add.
 
     Args:
-        weight: of a step's error when it is made; until the end it shrinks by `alpha` with each step after it.
+        weight: the weight of a step's error at this step; each later step multiplies it by `alpha`.
         alpha: the factor by which one step reduces earlier errors.
-        remaining: steps, the current one among them.
+        remaining: the number of remaining steps, including the current one.
         left: the error that all of them may add.
-        levels: the fewest and the most.
+        levels: the fewest and the most levels.
     """
     count = min(remaining, _POINTS)
     stride = (remaining - 1) / max(1, count - 1)
@@ -329,7 +325,7 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
     def added(share: float) -> float:
         return sum(min(max(share, low), high) for low, high in zip(least, most, strict=True))
 
-    # Bisection for the equal share: what is added grows with it, piecewise linearly.
+    # Bisection for the equal share, with which the added error increases.
     low, high = 0.0, max(most)
     for _ in range(40):
         middle = (low + high) / 2
@@ -338,15 +334,14 @@ def _share(weight: float, alpha: float, remaining: int, left: float, levels: tup
 
 
 def skipped_step(ledger: BitLedger, step: Step, bits: Sequence[int]) -> BitLedger:
-    """Return the ledger after a step whose gradient was not finite: its bits are spent, it adds no error."""
+    """Return the ledger after a step with a non-finite gradient, whose bits are spent and which adds no error."""
     return ledger.after(step.mean_bits(bits), ledger.error, 0.0)
 
 
 def _check_range(least: int, most: int) -> None:
     if not LEAST <= least <= most <= MOST:
-        raise ConfigError(f"least={least}, most={most}: bits must lie in {LEAST}..{MOST}, the least first")
+        raise ConfigError(f"least={least}, most={most}: must lie in {LEAST}..{MOST}, and most must not be less")
 
 
 def _check_steps(steps: int) -> None:
-    if steps < 1:
-        raise ConfigError(f"steps={steps}: a run has at least 1 step; give the number of optimizer steps of the run")
+    check_range("steps", steps, "1..", "Give the number of optimizer steps of the run")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average gradients at every step, in a number of bits that a rule chooses for each step and bucket."""
+"""Average gradients at every step, with bits that a rule chooses for each step and bucket."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from thinwire.core.comm.work import Work
 from thinwire.core.kernels import all_finite
 from thinwire.core.kernels.decisions import decide, on_host
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import draw_key
+from thinwire.core.validation import check_ranges
+from thinwire.methods.codecs.base import check_multiple_of_8, draw_key
 from thinwire.methods.codecs.cast import Fp32
 from thinwire.methods.codecs.quantize import Quantize
 from thinwire.methods.reduce.compressed_all_reduce import two_stage_mean_
@@ -37,26 +37,25 @@ _FP32_BITS = 32.0
 
 @registered
 class DQSGD(Strategy):
-    r"""Average quantized gradients; a rule chooses the bits of each step from the gradients' size and what is left.
+    r"""Average quantized gradients; a rule chooses the bits of each step.
 
     With $C_b$ random rounding to $s = 2^{b-1}-1$ levels on each side of zero, relative to the largest entry of each
-    block, the bits $b_t$ of step $t$ from a rule, $a$ bits more for the mean, and the two stages of any compressed
-    mean,
+    block, $b_t$ the rule's bits for step $t$, and $a$ more bits for the mean,
 
     $$x \leftarrow x - \gamma\, C_{b_t+a}\Big(\tfrac1n \sum_i C_{b_t}(g_i)\Big) .$$
 
-    `ErrorBound` spends the fewest bits that keep what quantization adds to the loss within a bound, `BitBudget` gets
-    the least error out of a given number of bits, and `FixedBits` is the baseline. Rules know the gradients of the
-    previous step: workers sum their squares in a message of 8 bytes a bucket, that no worker waits for. All ranks
-    therefore choose the same bits, bucket by bucket, before the backward pass begins. The first step has no previous
-    one, and takes as many bits as the rule allows.
+    `ErrorBound` uses the fewest bits that keep the effect on the loss within a bound, `BitBudget` minimizes the error
+    for a given number of bits, and `FixedBits` is the baseline. Rules use the squares of the previous step's gradients,
+    which workers sum in a message of 8 bytes per bucket; no worker waits for it. All ranks therefore choose the same
+    bits for each bucket before the backward pass starts. The first step takes the most bits that the rule allows.
 
-    Codes are unbiased, so there is no residual, and any optimizer may follow. A single worker encodes nothing. A
-    gradient that is not finite on any rank becomes NaN on all of them, and the rule skips that step.
+    Rounding is unbiased, so there is no residual, and any optimizer can be used. A single worker encodes nothing. If a
+    gradient is not finite on any rank, it becomes NaN on all of them, and the rule skips that step.
 
-    Rules spend the bits that workers send; the bits of the mean that comes back are counted separately. Traffic:
-    $\frac{n-1}{n}$ of the codes in each direction per worker and step, $b_t/8$ and $(b_t+a)/8$ bytes an entry and a
-    scale a block, and the squares. State: `ledger`, the bits spent and the error made, and a few numbers a bucket.
+    Rules count the bits that workers send; the bits of the mean that is sent back are counted separately.
+    Traffic: $\frac{n-1}{n}$ of the payload in each direction per worker and step, $b_t/8$ and $(b_t+a)/8$ bytes per
+    entry and a scale per block, and the squares. State: `ledger`, the bits spent and the resulting error, and a few
+    numbers per bucket.
 
     Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021,
     arXiv:2107.14575.
@@ -77,14 +76,14 @@ class DQSGD(Strategy):
 
     Args:
         rule: chooses the bits of each step.
-        block: entries that share a scale; fewer entries make the codes more exact, and add bytes for scales.
-        dither: subtract after decoding what was added before rounding; this divides the squared error by three, and
-            makes it the same whatever the gradient.
-        correlated: workers round the same entry at evenly spaced thresholds: better where their gradients are nearly
-            equal, worse where they differ by half a level.
-        answer: $a$, by how many bits the codes of the mean exceed those of the gradients. The errors of the gradients'
-            codes average out over workers, that of the mean does not: $\frac12 \log_2 n$ makes both alike.
-            None sends the mean itself in fp32, as in papers that count one direction only.
+        block: entries that share a scale; fewer entries are more exact, and add bytes for scales.
+        dither: subtract the random numbers after decoding; this divides the squared error by three, and makes it
+            independent of the gradient.
+        correlated: workers round the same entry at evenly spaced thresholds: better if their gradients are nearly
+            equal, worse if they differ by half a level.
+        answer: $a$, the additional bits of the mean. The errors of the gradients average out over workers, that of the
+            mean does not: with $\frac12 \log_2 n$ both are equal. None sends the mean uncompressed in fp32, as in
+            papers that count one direction only.
     """
 
     rule: FixedBits | ErrorBound | BitBudget = BitBudget()
@@ -108,17 +107,18 @@ class DQSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the block."""
-        if self.block < 8 or self.block % 8:
-            raise ConfigError(f"block={self.block}: codes fill whole bytes; use a multiple of 8, such as 2048")
-        if self.answer is not None and not 0 <= self.answer <= MOST - self.rule.most:
-            raise ConfigError(
-                f"answer={self.answer}: at least 0, and with the rule's {self.rule.most} bits at most {MOST}; let the "
-                "rule have fewer, as in BitBudget(most=7), or use None for the mean itself"
-            )
+        check_multiple_of_8("block", self.block, 2048)
+        check_ranges(
+            self,
+            answer=(
+                f"0..{MOST - self.rule.most}",
+                f"With the rule's {self.rule.most} bits codes have at most {MOST}. Let the rule have fewer, as in "
+                "BitBudget(most=7), or use None for the mean itself",
+            ),
+        )
 
     def start(self, r: Replica) -> None:
-        """An empty ledger, and no buckets yet."""
+        """Start with an empty ledger and no buckets."""
         _QuantizationState(
             ledger=BitLedger().to_tensor(),
             plan=torch.zeros(0, 3, dtype=torch.int64, device="cpu"),
@@ -131,7 +131,7 @@ class DQSGD(Strategy):
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor]:
         """Launch the compressed mean of one bucket; after the last one, the sum of squares."""
         state = _QuantizationState.of(r)
-        # Buckets are final from the end of the vector to its beginning.
+        # Buckets are final in order from the end of the vector to its beginning.
         if part.stop == r.x.numel():
             self._plan(r, state)
         # Divided by the ranks with data, so that the sum is the mean square of one worker.
@@ -150,9 +150,9 @@ class DQSGD(Strategy):
         return mean
 
     def regroup(self, r: Replica, before: int) -> None:
-        """Let all plan alike: by the ledger of the one that is furthest, and with no squares of an earlier pass.
+        """Give all workers the most advanced ledger, and drop the squares of the last pass.
 
-        Where a worker was lost in a pass, some have used the squares of the pass before, which the others have dropped.
+        If a worker was lost during a pass, only some workers have used the squares of the pass before.
         """
         state = _QuantizationState.of(r)
         ledgers = r.comm.all_gather(state.ledger.to(r.x.device)).wait()
@@ -165,12 +165,12 @@ class DQSGD(Strategy):
     # -- the bits of a step ----------------------------------------------------------------------------------------
 
     def _plan(self, r: Replica, state: _QuantizationState) -> None:
-        """Settle the previous step, whose squares have arrived by now, and choose the bits of this one."""
-        # Sums of a backward pass that no step followed are still here.
+        """Add the previous step, whose squares have arrived, to the ledger, and choose the bits of this step."""
+        # Sums of a backward pass without a step are dropped.
         state.squares = r.x.new_zeros(0, dtype=torch.float64)
         state.plan, state.sent = state.sent, torch.zeros(0, 3, dtype=torch.int64, device="cpu")
         received = r.collect("squares")
-        # Each bit more at least halves a level, so that it quarters the squared error of the mean.
+        # Each further bit at least halves a level, which divides the squared error of the mean by four.
         answer_error = 0.0 if self.answer is None else 0.25**self.answer
         found = r.lr
         lr = found if not isinstance(found, Tensor) else decide(found, lambda: float(found.max()), most=1.0, least=1.0)
@@ -178,7 +178,7 @@ class DQSGD(Strategy):
         if received is not None:
             ledger, sizes = self._settled(r, state, received[0])
             squares = state.last_squares.tolist()
-            # Saved squares are of other buckets if a checkpoint continues with another bucket size.
+            # Saved squares may belong to other buckets if a resumed run has another bucket size.
             squares = squares if len(squares) == len(sizes) else [inf] * len(sizes)
             step, rule = Step(squares, sizes, lr, self._error_share(error)), self.rule
             most, least = ([bits] * len(sizes) for bits in (rule.most, rule.least))
@@ -187,7 +187,7 @@ class DQSGD(Strategy):
         state.lr_and_error = torch.tensor((lr, error), dtype=torch.float64, device="cpu")
 
     def _settled(self, r: Replica, state: _QuantizationState, squares: Tensor) -> tuple[BitLedger, list[int]]:
-        """The ledger after the previous step, and the sizes of its buckets."""
+        """Return the ledger after the previous step, and the sizes of its buckets."""
         buckets = state.plan.tolist()
         sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
         ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
@@ -209,7 +209,7 @@ class DQSGD(Strategy):
         return ledger, sizes
 
     def _bits_of(self, state: _QuantizationState, part: slice) -> int:
-        """The planned bits of this bucket; for a bucket that the last step did not have, those of unknown squares."""
+        """Return the planned bits of this bucket, or of unknown squares if the last step did not have this bucket."""
         place = [part.start, part.stop]
         bits = next((each for *known, each in state.plan.tolist() if known == place), 0)
         if not bits:
@@ -231,13 +231,13 @@ class _QuantizationState:
     """The state between backward passes; `Replica.state` has every field under its name, so it is saved.
 
     Attributes:
-        ledger: float64 [6]; a `BitLedger`.
+        ledger: fp64 [6]; a `BitLedger`.
         plan: int64 [buckets, 3]; start, stop and bits of every bucket, as planned for this backward pass.
         sent: int64 [buckets, 3]; the same for the buckets of this backward pass so far.
-        last_squares: float64 [buckets]; the squares of the last finite step, over all workers.
-        lr_and_error: float64 [2]; the learning rate that the plan was made with, and the squared error of both stages
-            over that of one worker's code.
-        squares: float64 [buckets so far]; this worker's, until they are sent.
+        last_squares: fp64 [buckets]; the squares of the last finite step, over all workers.
+        lr_and_error: fp64 [2]; the plan's learning rate, and its squared error of both stages divided by that of one
+            worker's payload.
+        squares: fp64 [buckets so far]; this worker's squares, until they are sent.
     """
 
     ledger: Tensor
@@ -249,10 +249,10 @@ class _QuantizationState:
 
     @classmethod
     def of(cls, r: Replica) -> _QuantizationState:
-        """As `r.state` holds it."""
+        """Read the fields from `r.state`."""
         return cls(**{field.name: r.state[field.name] for field in fields(cls)})
 
     def store(self, r: Replica) -> None:
-        """Put it into `r.state`."""
+        """Write the fields to `r.state`."""
         for field in fields(self):
             r.state[field.name] = getattr(self, field.name)

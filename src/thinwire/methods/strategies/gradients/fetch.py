@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""FetchSGD: momentum and residual are kept in count sketches that are equal on all workers."""
+"""FetchSGD: momentum and residual in count sketches that are equal on all workers."""
 
 import math
 import warnings
@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from thinwire.core.kernels import top_k
 from thinwire.core.replica.displacement import check_momentum
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.gradients.sketches import (
@@ -40,21 +40,21 @@ class FetchSGD(Strategy):
 
     A count sketch is a table of $r$ rows and $c$ columns. In each row a hash assigns every element of the vector to a
     cell and a sign, and the cell holds the signed sum; an element's estimate is the median over the rows. The residual
-    is what has not been applied yet. With $\gamma$ the learning rate, $\rho$ the momentum, and $S_u$ and $S_e$ the
-    sketches of momentum and residual,
+    is the sum of updates that have not been applied yet. With $\gamma$ the learning rate, $\rho$ the momentum, and
+    $S_u$ and $S_e$ the sketches of momentum and residual,
 
     $$S_u \leftarrow \rho S_u + \mathrm{sketch}\big(\tfrac{\gamma}{n} \sum_i g_i\big), \quad S_e \leftarrow S_e + S_u,$$
 
     $$\Delta = \text{the } k \text{ largest estimates in } S_e, \qquad x \leftarrow x - \Delta ,$$
 
-    and then, as published, the cells of $S_u$ and $S_e$ that hold $\Delta$ are set to zero. What other elements had
-    added to these cells is lost. Workers have no state of their own, so each step may have other workers.
+    and then, as published, the cells of $S_u$ and $S_e$ that hold $\Delta$ are set to zero. The parts of other elements
+    in these cells are lost. Workers have no own state, so the workers may differ from step to step.
 
     With `conserving` every worker also keeps its own momentum and residual exactly, as vectors. The $Pk$ elements with
     the largest estimates are then the candidates: the workers all-reduce the exact residuals of these, apply the $k$
-    largest sums, and subtract the sketch of what they applied from $S_e$. $S_e$ remains the sketch of the sum of all
-    residuals, and nothing is lost. If estimates were subtracted instead, their errors would stay in the sketch forever,
-    because a sketch that is kept cannot change its hashes.
+    largest sums, and subtract the sketch of this update from $S_e$. $S_e$ remains the sketch of the sum of all
+    residuals, and nothing is lost. The errors of subtracted estimates would instead stay in the sketch forever, because
+    its hashes cannot change.
 
     Every tensor is sketched, small ones too. If a gradient is not finite on any rank, all ranks skip the step.
 
@@ -116,14 +116,12 @@ class FetchSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_table(self.fraction, self.columns, self.rows)
         check_momentum(self.momentum)
-        if self.second_round < 1:
-            raise ConfigError(f"second_round={self.second_round}: at least 1 candidate for each coordinate; 4 is usual")
+        check_ranges(self, second_round=("1..", "4 is usual"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse every optimizer but plain SGD, because the strategy applies the momentum itself."""
+        """Check that the optimizer is SGD without momentum, because the strategy applies its own."""
         if optimizer is not None:
             check_plain_sgd(type(self).__name__, optimizer)
 
@@ -146,11 +144,11 @@ class FetchSGD(Strategy):
             r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
 
     def num_updated(self, n: int) -> int:
-        """The number $k$ of elements that a step updates, for n parameters."""
+        """Return $k$, the number of elements that a step updates, for n parameters."""
         return min(n, max(1, round(self.fraction * n)))
 
     def before_step(self, r: Replica) -> None:
-        """Compute the common update, and put it in the gradient's place."""
+        """Compute the common update, and write it into the gradient."""
         # One key for all steps: tables only add up while their hashes stay the same.
         fresh, k, key = gradient_share(r, self.lr_in_residual), self.num_updated(r.x.numel()), draw_key(r.seed, 0)
         fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
@@ -164,7 +162,7 @@ class FetchSGD(Strategy):
         if self.conserving:
             self._update_exactly(r, fresh, error)
             return
-        # As published: estimates are applied, and their cells cleared.
+        # As published: estimates are applied, and their cells are cleared.
         chosen = error.largest(k)
         update = Update([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)
@@ -182,16 +180,16 @@ class FetchSGD(Strategy):
         where = candidates[largest]
         update = Update([(where, exact[largest])], where, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)
-        # Where the learning rate is zero nothing was applied, and the table keeps it.
+        # Elements with a learning rate of zero were not applied, and stay in the table.
         error.subtract_(applied, exact[largest][torch.searchsorted(where, applied)])
         unsent[applied] = 0.0
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Residual and momentum of a leaving worker go to a neighbor: their sum over workers is kept."""
+        """Pass the residual and momentum of leaving workers to neighbors, which preserves their sums."""
         hand_on_unsent(r, leaving)
 
     def regroup(self, r: Replica, before: int) -> None:
-        """With `conserving`, a worker that joins has no residual and no momentum; sketches are those of the sums."""
+        """With `conserving`, clear the residual and momentum of a joining worker, and sketch the sums again."""
         begin_without_shares_(r, before)
         # A lost worker's part would stay in the sketches forever, since no worker could apply it.
         pairs = (("momentum", "momentum_sketch"), ("unsent", "error_sketch")) if self.conserving else ()

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average gradients during a warm-up, then momenta in one bit an entry."""
+"""Average gradients during a warm-up, then momenta in one bit per entry."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from math import inf
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.kernels import all_finite
 from thinwire.core.kernels.decisions import decide, holds
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import resize_errors
@@ -27,7 +27,7 @@ from thinwire.registry import registered
 _PREFIX = "momentum/"
 # Entries of a gradient that are compared to detect changes, in runs of 16 so that reads stay contiguous.
 _SAMPLE_ENTRIES, _RUN = 65_536, 16
-# Entries of one message with `overlap`: 64 kB of codes to each of four workers. Smaller ones cost more than they hide.
+# Entries of one message with `overlap`: 64 kB to each of four workers. Smaller messages cost more than they hide.
 _MESSAGE_ENTRIES = 1 << 21
 
 
@@ -47,9 +47,9 @@ class CompressedMomentum(Strategy):
     Every rank decodes the same bytes, so parameters stay equal on all ranks. If a gradient is not finite on any rank,
     all ranks skip the step and keep their residuals.
 
-    Traffic: $2\frac{n-1}{n}$ of the gradient per worker and step during the warm-up, of its codes (a bit an entry, and
-    a scale a block) afterwards. State: the residuals, like the parameters and an $n$-th of them; with `overlap`, or
-    with parameters in 16 bits, `message`, like the parameters in fp32.
+    Traffic per worker and step: $2\frac{n-1}{n}$ of the gradient during the warm-up, of its payload (one bit per entry,
+    and a scale per block) afterwards. State: the residuals, like the parameters, and $1/n$ of that for the server's
+    residual; with `overlap`, or with parameters in 16 bits, `message`, like the parameters in fp32.
 
     Tang et al., 1-bit Adam, ICML 2021, arXiv:2102.02888, Algorithm 1; Li et al., 1-bit LAMB, HiPC 2022,
     arXiv:2104.06069, Algorithm 1.
@@ -68,20 +68,21 @@ class CompressedMomentum(Strategy):
         ...         optimizer.step()
         ...         nbytes.append(comm.meter.payload_bytes - before)
         ...     return nbytes
-        >>> thinwire.run_threads(2, train)[0]  # two steps in fp32, then one bit an entry and a scale a block
+        >>> thinwire.run_threads(2, train)[0]  # two steps in fp32, then one bit per entry and a scale per block
         [16384.0, 16384.0, 552.0, 552.0]
 
     Args:
-        codec: for the momenta; `OneBit(norm="l2")` has a scale for every block, with `whole=True` one for all of them,
-            as in the papers.
-        warmup_steps: steps before momenta are encoded; more freezes a better variance, and sends more. None ends the
+        codec: compresses the momenta; `OneBit(norm="l2")` has a scale for every block, with `whole=True` one scale for
+            the whole vector, as in the papers.
+        warmup_steps: steps before momenta are compressed; more freezes a better variance, and sends more. None ends the
             warm-up when the variance is stable.
-        settled: with `warmup_steps=None`, the share of the variance that may still change in $1/(1-\beta_2)$ steps.
+        settled: with `warmup_steps=None`, the relative change of the variance in $1/(1-\beta_2)$ steps at which it
+            counts as stable.
         max_norm: clips gradients with one factor on all ranks: by the norm of their mean during the warm-up, by the
-            root of their mean square norm afterwards, which takes an all-reduce of 8 bytes before codes are sent.
-            Where parameters have several dtypes, each dtype's vector is clipped separately.
-        rescale: scales the momenta of all tensors to one size before they are encoded; for one scale over the vector.
-        overlap: send codes part by part while the backward pass still runs; the loop must not change gradients then.
+            root of their mean square norm afterwards, which takes an all-reduce of 8 bytes before momenta are sent.
+            If parameters have several dtypes, each dtype's vector is clipped separately.
+        rescale: scale the momenta of all tensors to one size before compression, for a codec with one scale.
+        overlap: send parts while the backward pass still runs; the training loop must not change gradients then.
         feedback: False drops the residuals, to measure what error feedback contributes.
     """
 
@@ -95,7 +96,7 @@ class CompressedMomentum(Strategy):
 
     paper = "Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069"
     waits = (
-        "every step, all wait for the slowest worker and for the transfer of the codes (of gradients in the warm-up)"
+        "every step, all wait for the slowest worker and for the transfer of the momenta (of gradients in the warm-up)"
     )
     limits = "needs OneBitLamb or OneBitAdam, and a warm-up long enough for a stable variance"
 
@@ -112,7 +113,7 @@ class CompressedMomentum(Strategy):
             feeds_back=self.feedback,
             growing=(_PREFIX,),
             needs_whole=(
-                "a rank knows the norm of its own block only; give warmup_steps a number, and clip with "
+                "a rank knows the norm of its own block only. Set warmup_steps to a number, and clip with "
                 "clip_gradient_norm_(model, max_norm, mesh) before optimizer.step()"
                 if self.max_norm is not None or self.warmup_steps is None
                 else ""
@@ -120,19 +121,14 @@ class CompressedMomentum(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_payloads(self.codec)
         check_sizes(self.codec)
-        if self.warmup_steps is not None and self.warmup_steps < 1:
-            raise ConfigError(
-                f"warmup_steps={self.warmup_steps}: the variance needs at least 1 step. A sixth of the run is usual"
-            )
-        if not 0 < self.settled < 1:
-            raise ConfigError(f"settled={self.settled}: must lie between 0 and 1. 0.04 is usual")
-        if self.max_norm is not None and not 0 < self.max_norm < inf:
-            raise ConfigError(
-                f"max_norm={self.max_norm}: must be positive and finite. 1 is usual; None disables clipping"
-            )
+        check_ranges(
+            self,
+            warmup_steps=("1..", "The variance needs a step. A sixth of the run is usual"),
+            settled=("(0, 1)", "0.04 is usual"),
+            max_norm=("(0, inf)", "1 is usual. None disables clipping"),
+        )
         if self.overlap and self.max_norm is not None:
             raise ConfigError(
                 f"overlap=True, max_norm={self.max_norm}: the norm is only known after the backward pass, when the "
@@ -140,7 +136,7 @@ class CompressedMomentum(Strategy):
             )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse an optimizer whose variance cannot be frozen."""
+        """Check that the optimizer can freeze its variance."""
         if optimizer is not None and not isinstance(optimizer, FreezingOptimizer):
             raise ConfigError(
                 f"{type(optimizer).__name__} under CompressedMomentum: its variance cannot be frozen. Use "
@@ -163,8 +159,8 @@ class CompressedMomentum(Strategy):
             norm = torch.linalg.vector_norm(r.g, dtype=torch.promote_types(r.g.dtype, torch.float32))
             square = norm.double().square().reshape(1)
             if not warm:
-                # Each worker has a gradient of its own now; a factor of its own would bias the mean. The norms in the
-                # codes' headers arrive too late: the encoded values depend on the factor.
+                # Workers have different gradients now, and different factors would bias the mean. The norms in the
+                # headers of payloads arrive too late: the encoded values depend on the factor.
                 square = mean_(r.comm, square, count=r.active).wait()
             r.g.mul_((self.max_norm / square.sqrt()).clamp(max=1.0).to(r.g.dtype))
         if warm:
@@ -178,7 +174,7 @@ class CompressedMomentum(Strategy):
         view = replica_view(r)
         if view.optimizer.frozen:
             return
-        # Without data it is due at every step, so that a dry run meets it.
+        # In a dry run it is due at every step.
         due = decide(r.x, lambda: r.step % view.variance_steps == 0, most=True, least=True)
         if self.warmup_steps is not None:
             settled = r.step >= self.warmup_steps
@@ -196,7 +192,7 @@ class CompressedMomentum(Strategy):
         return resize_errors(states, size)
 
     def _target(self, r: Replica) -> Tensor:
-        """The vector that momenta are sent from: the gradient itself, unless it is inexact or still in use."""
+        """Return the vector for momenta: the gradient itself, unless its dtype is too small or it is still in use."""
         if not self.overlap and r.g.dtype in (torch.float32, torch.float64):
             return r.g
         if "message" not in r.state:
@@ -204,13 +200,13 @@ class CompressedMomentum(Strategy):
         return r.state["message"]
 
     def _send(self, r: Replica, part: slice) -> None:
-        """Send this part's next momentum; the result of an earlier backward pass without a step is dropped."""
+        """Send this part's next momentum, and drop that of an earlier backward pass without a step."""
         target, name = self._target(r), f"{_PREFIX}{part.start}"
         r.collect(name)
         samples = [_sample(r, part)] if self.overlap else []
-        # Ranks without data send zero gradients; `share` makes the mean over all ranks one over those with data.
+        # Ranks without data have zero gradients; `share` corrects the mean for them.
         replica_view(r).next_momenta_(part, target, r.g, share=r.comm.size / r.active, rescale=self.rescale)
-        # The codec adds its residual by itself, so it is removed before every message.
+        # The codec itself adds its residual, so it is cleared before every message.
         if not self.feedback:
             for state_name, residual in r.state.items():
                 if state_name == "error" or state_name.startswith("server_error/"):
@@ -228,13 +224,13 @@ class CompressedMomentum(Strategy):
         r.launch(name, work.then(lambda mean: [mean, *samples]))
 
     def _receive(self, r: Replica) -> None:
-        """Hand the optimizer the mean momentum, part by part; none of it if any of it is not finite."""
+        """Pass the mean momentum to the optimizer, or skip the step if it is not finite."""
         received = {start: r.collect(f"{_PREFIX}{start}") for start in _in_flight(r)}
         means = {start: found for start, found in received.items() if found}
         for start, (mean, *samples) in means.items():
             _refuse_changes(r, slice(start, start + mean.numel()), samples)
         view = replica_view(r)
-        # A mean that is not finite is NaN throughout, so its first entry is enough.
+        # All entries of a mean that is not finite are NaN, so the first one suffices.
         if not all_finite(torch.cat([mean[:1] for mean, *_ in means.values()])):
             view.optimizer.skip_next_step()
             return
@@ -253,10 +249,10 @@ def _in_flight(r: Replica) -> list[int]:
 
 
 def _next_message(r: Replica, part: slice) -> slice | None:
-    """This part with those since the last message, once they are large enough for one; None before.
+    """Return this part and those since the last message, once they are large enough for a message; else None.
 
-    Parts arrive from the end of the vector to its beginning. What is still in flight when the last part of the vector
-    arrives belongs to a backward pass that no step followed.
+    Parts arrive from the end of the vector to its beginning. Messages that are in flight when the end of the vector
+    arrives belong to a backward pass without a step.
     """
     whole = r.x.numel()
     if part.stop == whole:
@@ -268,14 +264,14 @@ def _next_message(r: Replica, part: slice) -> slice | None:
 
 
 def _sample(r: Replica, part: slice) -> Tensor:
-    """Some of a part's gradient, in runs that are spread evenly over it; all of it where the vector is short."""
+    """Return a sample of a part's gradient, in evenly spaced runs; all of it for a short vector."""
     g, gap = r.g[part], _RUN * -(-r.g.numel() // _SAMPLE_ENTRIES)
     whole = g.numel() // gap * gap
     return torch.cat([g[:whole].view(-1, gap)[:, :_RUN].reshape(-1), g[whole:][:_RUN]])
 
 
 def _refuse_changes(r: Replica, part: slice, samples: Sequence[Tensor]) -> None:
-    """Raise where the loop has changed gradients after they were sent."""
+    """Check that the loop has not changed gradients after they were sent."""
     for before in samples:
         now = _sample(r, part)
         if not holds(((before == now) | (before.isnan() & now.isnan())).all()):

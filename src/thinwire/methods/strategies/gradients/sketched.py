@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sketched SGD: sum count sketches of the residuals, then the exact values of their largest entries."""
+"""Sketched SGD: sum count sketches of the residuals, then the exact values of the largest entries."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 from thinwire.core.kernels import top_k
 from thinwire.core.replica.displacement import check_momentum
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import CommError, ConfigError
+from thinwire.core.validation import check_ranges
+from thinwire.errors import CommError
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.header import Header, codec_number, seal, unseal_all
 from thinwire.methods.strategies.base import Strategy
@@ -50,18 +51,17 @@ class SketchedSGD(Strategy):
     $$w = \sum_i v_i[H], \qquad \Delta = \text{the } k \text{ largest of } w, \qquad x \leftarrow x - \Delta, \qquad
       u_i, v_i \leftarrow 0 \text{ where } \Delta \text{ was applied}.$$
 
-    Nothing is lost: applied updates and $\sum_i v_i$ add up to the sum of all momenta. Where $Pk$ covers all
-    coordinates, or with a single one, this is SGD. Hashes change at every step, so that coordinates which collide now
-    are separated later. Tensors of fewer than `dense_below` elements are sent uncompressed, separate from the table,
-    and keep their momentum.
+    Nothing is lost: applied updates and $\sum_i v_i$ sum to all momenta. If $Pk$ covers all coordinates, this is SGD.
+    Hashes change at every step, so that coordinates do not always collide with the same others. Tensors of fewer than
+    `dense_below` elements are sent uncompressed, and keep their momentum.
 
-    `momentum` replaces the optimizer's own, which must be plain SGD; its weight decay acts on all parameters at every
+    The optimizer must be SGD without momentum; `momentum` replaces it. Its weight decay acts on all parameters at every
     step, and is not sent. If a gradient is not finite on any rank, all ranks skip the step.
 
-    Traffic, with $r$ rows of $c$ columns and $d$ elements in small tensors: $2\frac{n-1}{n} \cdot 4 (rc + Pk + d)$ per
-    worker and step, whatever the number of workers. Where $(n-1) \cdot 8k$ and the small tensors are fewer bytes,
-    which holds up to about $n = rc/k + P$ workers, each sends its own $k$ largest entries with their indices instead,
-    behind a header of 16 bytes.
+    Traffic per worker and step, with $r$ rows of $c$ columns and $d$ elements in small tensors:
+    $2\frac{n-1}{n} \cdot 4 (rc + Pk + d)$ bytes. With fewer than about $n = rc/k + P$ workers, each sends its own $k$
+    largest entries with their indices, $(n-1) \cdot 8k$ bytes and a header of 16 bytes, and the small tensors, because
+    this takes fewer bytes.
     State: `momentum` ($u$) and `unsent` ($v$, the residual), each like the parameters in fp32 at least.
 
     Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488, Algorithm 1;
@@ -80,21 +80,21 @@ class SketchedSGD(Strategy):
         ...     worker.optimizer.step()
         ...     residual = worker.replicas[0].state["unsent"]
         ...     return model.weight[0, [7, 70]].tolist(), residual[[7, 70]].tolist()
-        >>> thinwire.run_threads(2, train)[0]  # the larger is applied; the other stays in the residual, half on each
+        >>> thinwire.run_threads(2, train)[0]  # the larger one is applied; half of the other stays in each residual
         ([0.0, -5.0], [1.5, 0.0])
 
     Args:
-        fraction: $k$ over the number of coordinates; less updates fewer of them at a step.
-        columns: $c/k$; more finds the right coordinates more reliably, in more bytes. Fewer than 32 miss some.
+        fraction: $k$ divided by the number of coordinates; less updates fewer of them per step.
+        columns: $c/k$; more finds the largest coordinates more reliably, and sends more bytes. Fewer than 32 miss some.
         rows: $r$, odd; more makes a wrong estimate less likely.
         second_round: $P$, candidates for each updated coordinate whose exact values are summed; 0 applies the
             estimates, and loses their errors.
         momentum: $\rho$, in [0, 1).
-        masking: set the momentum of updated coordinates to zero; without it, it continues to act.
-        lr_in_residual: the residual includes the learning rate of the step it comes from; False keeps it in units of
-            the gradient, and applies the learning rate of the step that sends it.
+        masking: set the momentum of updated coordinates to zero; otherwise it continues to act.
+        lr_in_residual: True multiplies gradients by the learning rate before they enter the residual; False multiplies
+            each update by the learning rate of the step that applies it.
         dense_below: elements of the smallest tensor that is sketched.
-        recovery: "sketch", "gather" (each worker's own largest entries), or "auto", whichever takes fewer bytes.
+        recovery: "sketch", "gather" (each worker's own largest entries), or "auto" for the one with fewer bytes.
     """
 
     fraction: float = 0.0003
@@ -109,7 +109,7 @@ class SketchedSGD(Strategy):
 
     paper = "Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488"
     waits = "every step, after the backward pass, all wait for the slowest worker and for two small sums"
-    limits = "needs plain SGD; updates are sparse, so that residuals become stale; on few workers top-k sends less"
+    limits = "needs plain SGD; updates are sparse, so residuals become stale; on few workers top-k sends less"
 
     @cached_property
     def traits(self) -> Traits:
@@ -121,37 +121,37 @@ class SketchedSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_table(self.fraction, self.columns, self.rows)
-        if self.second_round < 0:
-            raise ConfigError(f"second_round={self.second_round}: must be at least 0; 4 finds nearly all coordinates")
+        check_ranges(
+            self,
+            second_round=("0..", "4 finds nearly all coordinates"),
+            dense_below=("0..", "1024 is usual"),
+        )
         check_momentum(self.momentum)
-        if self.dense_below < 0:
-            raise ConfigError(f"dense_below={self.dense_below}: must be at least 0 elements; 1024 is usual")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse every optimizer but plain SGD, because momentum is the strategy's own."""
+        """Check that the optimizer is SGD without momentum, because the strategy applies its own."""
         if optimizer is not None:
             check_plain_sgd(type(self).__name__, optimizer)
 
     def _lr_factor(self) -> float | None:
-        """That of the momentum where nothing of it is lost; how much masking takes depends on the gradients."""
+        """Return the momentum's factor if no momentum is lost; the effect of masking depends on the gradients."""
         exact = self.second_round > 0 or self.recovery == "gather"
         return 1 / (1 - self.momentum) if exact and not (self.masking and self.momentum) else None
 
     def start(self, r: Replica) -> None:
-        """Zero momentum and residual."""
+        """Allocate momentum and residual."""
         for name in ("momentum", "unsent"):
             r.state[name] = torch.zeros_like(r.x, dtype=torch.promote_types(r.x.dtype, torch.float32))
 
     def before_step(self, r: Replica) -> None:
-        """Compute the common update, and put it in the gradient's place."""
+        """Compute the common update, and write it into the gradient."""
         momentum = gradient_share(r, self.lr_in_residual).add_(r.state["momentum"], alpha=self.momentum)
         unsent = r.state["unsent"] + momentum
         split = split_of(r, self.dense_below)
         gathers = self.gathers(r.comm.size, split)
         update = self._gathered(r, unsent, split) if gathers else self._recovered(r, unsent, split)
-        # From here on the gradient is the update. The state changes only below, so that a skipped step leaves no trace.
+        # From here on the gradient is the update. A skipped step does not change the state.
         r.g.zero_()
         if update is None:
             r.count("skipped_steps")
@@ -161,44 +161,44 @@ class SketchedSGD(Strategy):
         if self.masking:
             r.state["momentum"][applied] = 0.0
         unsent[applied] = 0.0
-        # Small tensors were sent completely; their momentum is that of plain SGD, which masking would destroy.
+        # Small tensors were sent completely; masking must not change their momentum.
         for part in split.small:
             unsent[part] = 0.0
         r.state["unsent"] = unsent
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Residual and momentum of a leaving worker go to a neighbor: their sum over workers is kept."""
+        """Pass the residual and momentum of leaving workers to neighbors, which preserves their sums."""
         hand_on_unsent(r, leaving)
 
     def regroup(self, r: Replica, before: int) -> None:
-        """A worker that joins has no residual and no momentum."""
+        """Clear the residual and momentum of a joining worker."""
         begin_without_shares_(r, before)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """The states of another number of workers, with the same residual in total."""
+        """Redistribute residuals and momenta over another number of workers, with the same sums."""
         return resize_unsent(states, size)
 
     # -- the common update ---------------------------------------------------------------------------------------
 
     def num_updated(self, split: Split) -> int:
-        """$k$, for this many sketched coordinates."""
+        """Return $k$, the number of sketched coordinates that a step updates."""
         return min(split.length, max(1, round(self.fraction * split.length)))
 
     def gathers(self, size: int, split: Split) -> bool:
-        """Whether to send each worker's own largest entries: where that is fewer bytes than a sketch, or chosen."""
+        """Return True if each worker sends its own largest entries instead of a sketch."""
         k = self.num_updated(split)
         if not k:
-            # All tensors are small; one sum of them is all there is to send.
+            # All tensors are small, and are sent uncompressed.
             return False
         if self.recovery != "auto":
             return self.recovery == "gather"
-        # Both per worker and other worker: a ring all-reduce sends 2 (n-1)/n of the table, an all-gather n-1 messages.
+        # Bytes divided by n-1: a ring all-reduce sends 2 (n-1)/n of the table, an all-gather n-1 messages.
         table = 2 / size * _VALUE_BYTES * (self.rows * self.columns * k + min(self.second_round * k, split.length))
         return size > 1 and (_VALUE_BYTES + _INDEX_BYTES) * k < table
 
     def _recovered(self, r: Replica, unsent: Tensor, split: Split) -> Update | None:
-        """By a summed sketch, and the exact sums of its candidates; None if a gradient is not finite on any rank."""
-        # A new key for each step: the residual is kept as a vector, so that the table is only a message.
+        """Return the update from a summed sketch and exact sums; None if any gradient is not finite."""
+        # A new key for each step is possible because the residual is a vector, and the table only a message.
         k, key = self.num_updated(split), draw_key(r.seed, r.step)
         large = split.large_of(unsent)
         mine = Table.of(large, (self.rows, self.columns * k), key)
@@ -217,28 +217,28 @@ class SketchedSGD(Strategy):
         return Update([(positions, values)], positions, dense.to(unsent.dtype), split.small)
 
     def _gathered(self, r: Replica, unsent: Tensor, split: Split) -> Update | None:
-        """By each worker's own largest entries; None if a gradient is not finite on any rank."""
+        """Return the update from each worker's own largest entries; None if any gradient is not finite."""
         k, large = self.num_updated(split), split.large_of(unsent)
         dense = r.comm.all_reduce_(split.small_of(unsent)) if split.small else None
         # A rank reports a non-finite gradient, and all ranks skip the step together.
         finite = all_finite(large)
         mine = top_k(large, k) if finite else torch.arange(k, device=large.device)
         header = Header(codec_number(repr(self), large.numel()), r.comm.step)
-        # Values and indices as bytes of one message, so that one latency is paid.
+        # Values and indices in one message, which takes one latency.
         message = torch.cat([large[mine].view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         gathered = r.comm.all_gather(seal(message, header._replace(non_finite=not finite))).wait()
         headers, payloads, problem = unseal_all(gathered, header, torch.uint8, r.comm.name)
         if problem:
             where = f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries"
-            raise CommError(f"{where}: {problem}; all ranks must run the same recipe and be at the same step")
+            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
         rows = torch.stack(payloads)
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
         values, positions = sent.view(large.dtype).flatten(), split.positions(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()
         if any(each.non_finite for each in headers) or not all_finite(small):
             return None
-        # On a CPU index_add_ adds in order, also where positions repeat. Elsewhere the order varies, so that each
-        # worker's entries, whose positions differ, are added separately.
+        # On a CPU index_add_ adds repeated positions in order. Elsewhere the order varies, so each worker's entries,
+        # whose positions differ, are added separately.
         width = positions.numel() if values.device.type == "cpu" else k
         parts = list(zip(positions.split(width or 1), values.split(width or 1), strict=True))
         return Update(parts, split.positions(mine), small, split.small)

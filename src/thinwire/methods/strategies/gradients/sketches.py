@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shared by `SketchedSGD` and `FetchSGD`: count sketches, the parts of a vector in them, and sparse updates."""
+"""Count sketches, the parts of a vector in them, and sparse updates, for `SketchedSGD` and `FetchSGD`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from torch.optim import SGD, Optimizer
 from thinwire.core.kernels import all_finite, cells_at, heavy, sketch_, unsketch
 from thinwire.core.kernels.decisions import decide
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.reduce.leaving import hand_on_sums_
 
-# Of each worker; their sums over workers count.
+# State whose sum over workers matters.
 _SHARES = ("momentum", "unsent")
 
 
@@ -25,13 +26,13 @@ _SHARES = ("momentum", "unsent")
 class Table:
     """A count sketch of a vector: every element is added, with a random sign, to one random cell of each row.
 
-    An element's estimate is the median over rows of its cells with its sign. Tables of the same shape, length and key
-    add up: the sum of tables is the table of the sum.
+    An element's estimate is the median over rows of its cells times its sign. The sum of tables of the same shape,
+    length and key is the table of the sum.
 
     Attributes:
         cells: [rows, columns], fp32.
         length: elements of the vector.
-        key: determines cells and signs.
+        key: the key of cells and signs.
     """
 
     cells: Tensor
@@ -40,7 +41,7 @@ class Table:
 
     @classmethod
     def of(cls, x: Tensor, shape: Sequence[int], key: int) -> Table:
-        """The sketch of a vector in a table of this shape."""
+        """Sketch a vector in a table of this shape."""
         cells = torch.zeros(*shape, dtype=torch.float32, device=x.device)
         # In fp32, like the cells: sums in 16 bits would lose small entries.
         if x.numel():
@@ -48,7 +49,7 @@ class Table:
         return cls(cells, x.numel(), key)
 
     def all_reduced(self, r: Replica, dense: Tensor) -> tuple[Table, Tensor]:
-        """The sum over ranks of this table and of an uncompressed vector, in one all-reduce."""
+        """Sum this table and an uncompressed vector over ranks, in one all-reduce."""
         message = torch.cat([self.cells.view(-1).to(dense.dtype), dense])
         total = r.comm.all_reduce_(message).wait()
         cells, rest = total[: self.cells.numel()], total[self.cells.numel() :]
@@ -56,7 +57,7 @@ class Table:
 
     @property
     def finite(self) -> bool:
-        """Whether no cell is NaN or infinite."""
+        """True if no cell is NaN or infinite."""
         return all_finite(self.cells)
 
     @property
@@ -65,23 +66,23 @@ class Table:
         return self.cells.square().sum(1).median().sqrt()
 
     def largest(self, k: int) -> Tensor:
-        """The indices of the k largest estimates, in order."""
+        """Return the indices of the k largest estimates, ascending."""
         # An empty vector has a table without columns.
         return heavy(self.cells, self.length, k, key=self.key) if self.length else self.cells.new_empty(0).long()
 
     def estimates(self, indices: Tensor) -> Tensor:
-        """Estimates of these elements."""
+        """Estimate these elements."""
         return unsketch(self.cells, indices, self.length, key=self.key)
 
     def cells_of(self, indices: Tensor) -> Tensor:
-        """The cells that these elements are added to, as booleans like `cells`."""
+        """Return the cells of these elements, as booleans like `cells`."""
         cells, _ = cells_at(self.cells, indices, key=self.key)
         return torch.zeros_like(self.cells, dtype=torch.bool).scatter_(1, cells, True)
 
     def subtract_(self, indices: Tensor, values: Tensor) -> None:
         """Subtract the sketch of a vector that has these values at these indices, ascending, and zeros elsewhere."""
         if self.cells.is_cuda:
-            # There index_add_ adds in any order, and tables must be equal on all ranks.
+            # On a GPU index_add_ adds in any order, but tables must be equal on all ranks.
             dense = values.new_zeros(self.length).index_put_((indices,), values)
             self.cells.sub_(Table.of(dense, self.cells.shape, self.key).cells)
             return
@@ -99,8 +100,8 @@ class Split(NamedTuple):
     """The slices of a vector that are sketched, and those that are sent uncompressed.
 
     Attributes:
-        large: slices of large tensors, which are sketched.
-        small: slices of small ones.
+        large: the slices of large tensors, which are sketched.
+        small: the slices of small tensors.
     """
 
     large: Sequence[slice]
@@ -108,19 +109,19 @@ class Split(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Elements that are sketched."""
+        """The number of sketched elements."""
         return sum(part.stop - part.start for part in self.large)
 
     def large_of(self, x: Tensor) -> Tensor:
-        """The sketched elements as one vector; the vector itself where that is all of it."""
+        """Return the sketched elements as one vector, which is `x` itself if no tensor is small."""
         return torch.cat([x[:0], *(x[part] for part in self.large)]) if self.small else x
 
     def small_of(self, x: Tensor) -> Tensor:
-        """The uncompressed elements as one vector."""
+        """Return the uncompressed elements as one vector."""
         return torch.cat([x[:0], *(x[part] for part in self.small)])
 
     def positions(self, indices: Tensor) -> Tensor:
-        """The positions in the vector of these elements of `large_of`."""
+        """Return the positions in the vector of these elements of `large_of`."""
         if not self.small or not self.large:
             return indices
         lengths = torch.tensor([part.stop - part.start for part in self.large], dtype=torch.int64, device="cpu")
@@ -130,7 +131,7 @@ class Split(NamedTuple):
 
 
 def split_of(r: Replica, dense_below: int) -> Split:
-    """Split by the size of tensors; adjacent ones are joined."""
+    """Split a vector by the sizes of its tensors; adjacent slices are joined."""
     large, small = list[slice](), list[slice]()
     for segment in r.segments:
         slices = small if segment.size < dense_below else large
@@ -146,11 +147,11 @@ class Update(NamedTuple):
     """A sparse update that is equal on all ranks.
 
     Attributes:
-        parts: positions in the replica's vector with the values to subtract there. The positions of one part differ,
-            except on a CPU, where values at one position are added in order.
-        mine: positions of which this worker's residual was sent completely.
-        dense: values for the small tensors.
-        small: the slices of these.
+        parts: positions in the replica's vector, and the values to subtract there. Only on a CPU, where repeated
+            positions are added in order, may the positions of a part repeat.
+        mine: positions at which this worker's residual was sent completely.
+        dense: the values of small tensors.
+        small: the slices of small tensors.
     """
 
     parts: list[tuple[Tensor, Tensor]]
@@ -160,16 +161,16 @@ class Update(NamedTuple):
 
 
 def gradient_share(r: Replica, inside: bool) -> Tensor:
-    """This worker's share of the mean gradient, times the learning rate where that is `inside` the residual."""
+    """Return this worker's share of the mean gradient, times the learning rate if residuals contain it (`inside`)."""
     # In fp32 at least: residuals sum many small gradients.
     fresh = r.g.to(torch.promote_types(r.g.dtype, torch.float32), copy=True).div_(r.active)
     return fresh.mul_(r.lr) if inside else fresh
 
 
 def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
-    """Write an update into `r.g`, for plain SGD to apply; returns the positions of `mine` that it will apply.
+    """Write an update into `r.g`, which SGD will apply; returns the positions of `mine` that it will apply.
 
-    Parameters whose learning rate is zero do not change, and their update stays in the residual.
+    Parameters with a learning rate of zero do not change, and their update stays in the residual.
     """
     lr = torch.as_tensor(r.lr, dtype=torch.float64, device=r.g.device)
 
@@ -197,26 +198,22 @@ def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
 
 
 def check_table(fraction: float, columns: int, rows: int) -> None:
-    """Refuse invalid tables.
+    """Check the hyperparameters of a table.
 
     Raises:
         ConfigError: with the value, the rule and the fix.
     """
-    if not 0 < fraction <= 1:
-        raise ConfigError(f"fraction={fraction}: must lie in (0, 1]. 0.0003 is usual")
-    if columns < 1:
-        raise ConfigError(f"columns={columns}: must be at least 1 for each updated coordinate. 32 is usual")
+    check_range("fraction", fraction, "(0, 1]", "0.0003 is usual")
+    check_range("columns", columns, "1..", "32 for each updated coordinate is usual")
     if rows < 1 or rows % 2 == 0:
-        raise ConfigError(
-            f"rows={rows}: an estimate is the median of the rows, so their number must be odd. 5 is usual"
-        )
+        raise ConfigError(f"rows={rows}: must be odd, for a median. 5 is usual")
 
 
 def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
-    """Refuse everything but `torch.optim.SGD` without momentum.
+    """Check that the optimizer is `torch.optim.SGD` without momentum.
 
     Raises:
-        ConfigError: with the fix.
+        ConfigError: it is not.
     """
     plain = isinstance(optimizer, SGD) and not any(
         group["momentum"] or group["maximize"] for group in optimizer.param_groups
@@ -229,27 +226,27 @@ def check_plain_sgd(name: str, optimizer: Optimizer) -> None:
 
 
 def hand_on_unsent(r: Replica, leaving: Sequence[int]) -> None:
-    """Let leaving workers' residuals and momenta, which are shares of a sum, go to their neighbors."""
+    """Pass the residuals and momenta of leaving workers to their neighbors."""
     hand_on_sums_(r.comm, r.state, leaving, lambda name: name.rpartition("/")[2] in _SHARES, scale=1)
 
 
 def begin_without_shares_(r: Replica, before: int) -> None:
-    """Let a worker that joins owe nothing: it was given another one's shares, which would be applied twice.
+    """Reset the residual and momentum of a worker that just joined: as copies, they would be applied twice.
 
     Args:
         r: the replica, with the state of `SketchedSGD` or `FetchSGD`.
-        before: the number of workers before; 0 on one that joins.
+        before: the previous number of workers; 0 on a joining worker.
     """
     for name in () if before else r.state.keys() & set(_SHARES):
         r.state[name].zero_()
 
 
 def resize_unsent(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-    """The states of another number of workers, with the same residual and momentum in total.
+    """Redistribute residuals and momenta over another number of workers, with the same sums.
 
     Args:
-        states: of all workers under `SketchedSGD` or `FetchSGD`, as in their checkpoints.
-        size: new number of workers; each gets an equal share. Tables, which are equal on all workers, are copied.
+        states: the states of all workers under `SketchedSGD` or `FetchSGD`.
+        size: the new number of workers. Each gets an equal share; tables, which are equal on all workers, are copied.
     """
     if not states or size < 1:
         raise ConfigError(f"{len(states)} states for {size} workers: both must be at least 1")

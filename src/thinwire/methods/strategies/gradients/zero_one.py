@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0/1 Adam: average gradients and encoded momenta at steps that grow farther apart, with local steps in between."""
+"""0/1 Adam: average gradients and compressed momenta at fewer and fewer steps, with local steps in between."""
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from thinwire.core.comm.work import Work
 from thinwire.core.kernels import all_finite
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_payloads, check_sizes, draw_key
 from thinwire.methods.codecs.feedback import resize_errors
@@ -25,16 +26,15 @@ from thinwire.registry import registered
 
 @registered
 class ZeroOne(Strategy):
-    r"""0/1 Adam: average gradients at ever fewer steps and compressed momenta at the others, later at few steps only.
+    r"""0/1 Adam: average gradients at fewer and fewer steps, and compressed momenta at the others, with local steps.
 
-    Needs `ZeroOneAdam`. During the first `variance_steps`, gradients are averaged at steps $0 = k_0 < k_1 < \dots$ with
-    $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. The other of these steps average compressed
-    momenta, with error feedback and in two stages (each rank averages one piece, compresses it again and sends it to
-    all), as under `CompressedMomentum`. Then the variance is frozen, and workers take local steps between
-    synchronizations. The gaps between synchronizations are $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps, each gap
-    `local_doubling` times, up to `most_local`. With $C$ the codec, $e_i$ the residual of worker $i$, $\gamma_k$ and
-    $m_{i,k}$ the learning rate and momentum of step $k$, and sums over the steps since the last synchronization, a
-    synchronization computes
+    It needs `ZeroOneAdam`. During the first `variance_steps`, gradients are averaged at steps $0 = k_0 < k_1 < \dots$
+    with $k_{j+1} - k_j = 2^{\lfloor j/\kappa \rfloor}$, and update the variance. The other steps of this phase average
+    compressed momenta, with error feedback in two stages, as `CompressedMomentum` does. Then the variance is frozen,
+    and workers take local steps between synchronizations. The gaps between synchronizations are
+    $1, \dots, 1, 2, \dots, 2, 4, \dots$ steps, each gap `local_doubling` times, up to `most_local`. With $C$ the codec,
+    $e_i$ the residual of worker $i$, $\gamma_k$ and $m_{i,k}$ the learning rate and momentum of step $k$, and sums over
+    the steps since the last synchronization, a synchronization computes
 
     $$\bar m = C\Big(\frac{\sum_k \gamma_k m_{i,k}}{\sum_k \gamma_k} + e_i\Big) \text{ in two stages}, \qquad
       x \leftarrow x' - \frac{\sum_k \gamma_k}{\sqrt v + \epsilon} \bar m ,$$
@@ -54,16 +54,16 @@ class ZeroOne(Strategy):
 
     Example:
         >>> strategy = ZeroOne(variance_steps=8, variance_doubling=2, local_doubling=2, most_local=4)
-        >>> [step for step in range(8) if strategy.averages_gradients(step)]  # gradients, in full precision
+        >>> [step for step in range(8) if strategy.averages_gradients(step)]  # gradients, uncompressed
         [0, 1, 2, 4, 6]
-        >>> [step for step in range(8, 24) if strategy.synchronises(step)]  # encoded momenta; the other steps are local
+        >>> [step for step in range(8, 24) if strategy.synchronises(step)]  # compressed momenta; other steps are local
         [8, 9, 11, 13, 17, 21]
 
     Args:
-        codec: for the momenta; `OneBit(norm="l2", whole=True)` as in the paper.
+        codec: compresses the momenta; the paper's is `OneBit(norm="l2", whole=True)`.
         variance_steps: steps during which the variance is updated; more gives a better variance, and sends more.
-        variance_doubling: $\kappa$, averages of gradients until the gap between them doubles; more sends more.
-        local_doubling: synchronizations until the gap between them doubles; more sends more.
+        variance_doubling: $\kappa$, averages of gradients before the gap between them doubles; more sends more.
+        local_doubling: synchronizations before the gap between them doubles; more sends more.
         most_local: the widest gap, a power of two; 1 synchronizes at every step.
     """
 
@@ -89,35 +89,37 @@ class ZeroOne(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
         check_payloads(self.codec)
         check_sizes(self.codec)
-        for name in ("variance_steps", "variance_doubling", "local_doubling"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1; 1000, 16 and 1000 are usual")
+        check_ranges(
+            self,
+            variance_steps=("1..", "1000 is usual"),
+            variance_doubling=("1..", "16 is usual"),
+            local_doubling=("1..", "1000 is usual"),
+        )
         if self.most_local < 1 or self.most_local & (self.most_local - 1):
-            raise ConfigError(f"most_local={self.most_local}: gaps double, so it must be a power of two; 16 is usual")
+            raise ConfigError(f"most_local={self.most_local}: must be a power of two, since gaps double. 16 is usual")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse every optimizer but `ZeroOneAdam`."""
+        """Check that the optimizer is `ZeroOneAdam`."""
         if optimizer is not None and not isinstance(optimizer, ZeroOneAdam):
             raise ConfigError(
-                f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronise; use ZeroOneAdam"
+                f"{type(optimizer).__name__} under ZeroOne: it has no local steps to synchronize. Use ZeroOneAdam"
             )
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
-        """Convert the states to another number of workers; the residuals' effect on the mean is kept."""
+        """Redistribute residuals over another number of workers, with the same effect on the mean."""
         return resize_errors(states, size)
 
     def averages_gradients(self, step: int) -> bool:
-        """Whether this step averages gradients and updates the variance."""
+        """Return True if this step averages gradients and updates the variance."""
         if step >= self.variance_steps:
             return False
         gap, place = _doubling(step, self.variance_doubling, self.variance_steps)
         return place % gap == 0
 
     def synchronises(self, step: int) -> bool:
-        """Whether all workers hold the same parameters after this step."""
+        """Return True if all workers hold the same parameters after this step."""
         if step < self.variance_steps:
             return True
         gap, place = _doubling(step - self.variance_steps, self.local_doubling, self.most_local)
@@ -138,23 +140,23 @@ class ZeroOne(Strategy):
         if self.synchronises(r.step):
             self._synchronise(r)
         elif not all_finite(r.g):
-            # The other workers do not know of it, so this one must take a step too, with a zero gradient.
+            # The other workers do not know this, so this worker takes the step too, with a zero gradient.
             r.g.zero_()
             r.count("skipped_steps")
 
     def after_step(self, r: Replica) -> None:
-        """Tell the optimizer whether the next step is local, and whether it updates the variance."""
+        """Prepare the optimizer for the next step."""
         self._prepare(r)
 
     def restart(self, r: Replica) -> None:
-        """The next local steps begin at the parameters, as after a synchronization."""
+        """Start the next local steps at the parameters, as after a synchronization."""
         optimizer = replica_view(r).optimizer
         if isinstance(optimizer, ZeroOneAdam):
             optimizer.forget_local_steps()
 
     @property
     def _widest_from(self) -> int:
-        """The step from which on gaps have their full width."""
+        """The step from which gaps have their full width."""
         widths = self.most_local.bit_length() - 1  # 1, 2, 4, ... below `most_local`
         return self.variance_steps + self.local_doubling * (2**widths - 1)
 
@@ -162,6 +164,7 @@ class ZeroOne(Strategy):
         optimizer = replica_view(r).optimizer
         assert isinstance(optimizer, ZeroOneAdam)  # by `check`
         optimizer.set_local(local=not self.synchronises(r.step))
+        # Gradients that are averaged update the variance.
         if self.averages_gradients(r.step):
             optimizer.unfreeze()
         else:
@@ -171,11 +174,11 @@ class ZeroOne(Strategy):
         """Average the momenta since the last synchronization; all skip the step if the mean is not finite."""
         view, target = replica_view(r), self._target(r)
         parameters, momenta = view.within(slice(0, r.x.numel()), target)
-        # `share` makes the mean over all ranks one over those that still have data.
+        # Ranks without data have zero gradients; `share` corrects the mean for them.
         view.next_momenta_(slice(0, r.x.numel()), target, r.g, share=r.comm.size / r.active)
         key = draw_key(r.seed, r.step)
         mean = two_stage_mean_(r.comm, target, self.codec, r.state, key=key).wait()
-        # A mean that is not finite is NaN throughout.
+        # All entries of a mean that is not finite are NaN.
         if not all_finite(mean[:1]):
             view.optimizer.skip_next_step()
             r.count("skipped_steps")
@@ -183,7 +186,7 @@ class ZeroOne(Strategy):
         view.optimizer.set_next_momenta(momenta, parameters, rescale=False)
 
     def _target(self, r: Replica) -> Tensor:
-        """The vector that momenta are sent from: the gradient itself, where that is exact."""
+        """Return the vector for momenta: the gradient itself, unless its dtype is too small."""
         if r.g.dtype in (torch.float32, torch.float64):
             return r.g
         if "message" not in r.state:
@@ -192,8 +195,8 @@ class ZeroOne(Strategy):
 
 
 def _doubling(step: int, times: int, most: int) -> tuple[int, int]:
-    """The gap at a step, and the steps since gaps have that width; gaps double `times` apart, up to `most`."""
-    # A loop over the widths, of which there are few: a run need not be counted step by step.
+    """Return the gap at a step, and the steps since the first gap of this width; gaps double after `times` gaps."""
+    # A loop over the few widths is faster than one over the steps of a run.
     gap, begin = 1, 0
     while 2 * gap <= most and step >= begin + times * gap:
         begin += times * gap

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Leader election: every worker has a score, and the worker with the least finite score leads.
 
-An election is one all-reduce of a 64-bit number for each worker, its key: the score, as bits that are ordered as scores
-are, above the rank. So the least key names the best worker, and the lowest rank among equals. Scores that are NaN or
-infinite are ordered after all others, and workers without a score after these.
+An election is an all-reduce of a 64-bit key per worker: the score, as bits in the order of scores, above the rank. The
+least key names the best worker, and the lowest rank among equals. Scores that are NaN or infinite are ordered after all
+others, and workers without a score after these.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _MIN_CHUNK_BYTES, _MAX_CHUNK_BYTES, _CHUNKS = 1 << 15, 1 << 20, 16
 class ScoreFunction:
     """A score that the caller computes; less is better.
 
-    A forward pass over the same few examples on all ranks compares parameters rather than the luck of batches.
+    A forward pass over the same few examples on all ranks compares parameters, without the noise of batches.
 
     Args:
-        compute: given the replica, returns one number, as a tensor on the device of the parameters or as a float.
-        name: distinguishes recipes; equal on all ranks. A recipe with a score function cannot be parsed from its text.
+        compute: returns the score of a replica, as a tensor on the device of the parameters or as a float.
+        name: its name in recipes, equal on all ranks. A recipe with a score function cannot be parsed.
 
     Example:
         >>> import torch, thinwire
@@ -50,7 +50,7 @@ class ScoreFunction:
         ...     model(torch.ones(1)).sum().backward()
         ...     optimizer.step()
         ...     return model.weight.item()
-        >>> thinwire.run_threads(3, train)  # rank 2 began with the smallest weight, 1, and leads
+        >>> thinwire.run_threads(3, train)  # rank 2 starts with the smallest weight, 1, and leads
         [1.0, 1.0, 1.0]
     """
 
@@ -62,14 +62,14 @@ class ScoreFunction:
         return f"ScoreFunction({self._name!r})"
 
     def __call__(self, r: Replica) -> Tensor:
-        """This worker's score.
+        """Compute this worker's score.
 
         Raises:
-            ConfigError: it is not one number, or lies on another device than the parameters.
+            ConfigError: it is not one number, or it is on another device than the parameters.
         """
         value = self._compute(r)
         if isinstance(value, Tensor) and value.device != r.x.device:
-            raise ConfigError(f"{self}: returned a tensor on {value.device}; compute it on {r.x.device}")
+            raise ConfigError(f"{self}: returned a tensor on {value.device}. Compute it on {r.x.device}")
         return as_number(value, r.x, repr(self))
 
 
@@ -99,7 +99,7 @@ def init_scores(r: Replica, metric: ScoreSource, length: int) -> None:
 
 
 def record_loss(r: Replica, metric: ScoreSource, length: int) -> None:
-    """Record the loss that `worker.record_batch` was given for this step, if any; does not wait for the device."""
+    """Record this step's loss from `worker.record_batch`, if any, without waiting for the device."""
     if r.loss is None or isinstance(metric, ScoreFunction):
         return
     losses, count = r.state["losses"], r.state["num_losses"]
@@ -121,7 +121,7 @@ def local_score(r: Replica, metric: ScoreSource) -> Tensor | None:
 
 
 def _recorded_losses(r: Replica) -> Tensor:
-    """The part of the window that is filled: zeros in the rest would make a worker with fewer steps look better."""
+    """Return the filled part of the window; the zeros in the rest would improve the score."""
     return r.state["losses"][: min(int(r.state["num_losses"]), len(r.state["losses"]))]
 
 
@@ -133,7 +133,7 @@ def encode_key(r: Replica, score: Tensor | None) -> Tensor:
     if score is None:
         return torch.full((1,), (_NO_SCORE << 32) | r.comm.rank, dtype=torch.int64, device=r.x.device)
     score = score.reshape(1).float() + 0.0  # minus zero becomes zero
-    # The bits of non-negative floats are ordered as the floats are; those of negative ones the other way round.
+    # The bits of non-negative floats have the order of the floats; those of negative floats the reverse order.
     bits = score.view(torch.int32).long()
     ordered = torch.where(bits < 0, bits ^ _LOW_BITS, bits)
     return (torch.where(torch.isfinite(score), ordered, _NOT_FINITE) << 32) | r.comm.rank
@@ -149,7 +149,7 @@ def elect(r: Replica, score: Tensor | None) -> int | None:
 
 
 def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
-    """Return the leader and record it in the metrics; None, and one warning in a run, if no score is finite."""
+    """Elect the leader and record it in the metrics; warn once per run and return None if no score is finite."""
     leader = elect(r, score)
     if leader is None:
         warn_without_leader(r)
@@ -159,9 +159,9 @@ def elect_or_warn(r: Replica, score: Tensor | None) -> int | None:
 
 
 def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int:
-    """Return a key as a number; without data, that of this rank, or of the rank after it among the members.
+    """Return a key as a number; for a meta tensor, that of this rank, or of the next rank among the members.
 
-    The leader sends its parameters on; they end at the rank before it, which sends nothing.
+    The leader sends its parameters along a chain, which ends at the rank before it; that rank sends nothing.
     """
     ranks = range(r.comm.size) if members is None else members
     after = ranks[(ranks.index(r.comm.rank) + 1) % len(ranks)]
@@ -169,7 +169,7 @@ def key_of(r: Replica, key: Tensor, members: Sequence[int] | None = None) -> int
 
 
 def best_rank(keys: Sequence[int]) -> int | None:
-    """Return the rank in the least of some keys; None if none of their scores is finite.
+    """Return the rank with the least key; None if no score is finite.
 
     Raises:
         ConfigError: none of these workers has recorded a loss.
@@ -177,14 +177,14 @@ def best_rank(keys: Sequence[int]) -> int | None:
     least = min(keys)
     if least >> 32 == _NO_SCORE:
         raise ConfigError(
-            "no worker knows a loss to be compared by: call worker.record_batch(loss=loss) before optimizer.step(), or "
-            "give metric=ScoreFunction(...)"
+            "no worker has recorded a loss, which elections compare. Call worker.record_batch(loss=loss) before "
+            "optimizer.step(), or pass metric=ScoreFunction(...)"
         )
     return None if least >> 32 == _NOT_FINITE else least & _RANKS
 
 
 def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Mapping[int, Tensor]:
-    """Return the keys of some ranks, this one among them, by rank: 8 bytes to each of the others."""
+    """Exchange 8-byte keys with some ranks; return the keys by rank, including this rank's."""
     own = encode_key(r, score)
     others = [rank for rank in members if rank != r.comm.rank]
     received = r.comm.send_recv(own, others, others).wait()
@@ -193,11 +193,11 @@ def gather_keys(r: Replica, score: Tensor | None, members: Sequence[int]) -> Map
 
 
 def warn_without_leader(r: Replica) -> None:
-    """Count a round in which no worker could be elected, and warn of the first."""
+    """Count a round without a leader, and warn of the first."""
     if r.state["rounds_without_leader"] == 0:
         warnings.warn(
-            f"{r.comm.name(r.comm.rank)}, step {r.step}: no worker's loss is finite, so nobody leads and nobody is "
-            "pulled; lower the learning rate",
+            f"{r.comm.name(r.comm.rank)}, step {r.step}: no worker's loss is finite, so no leader is elected. Lower "
+            "the learning rate",
             stacklevel=3,
         )
     r.state["rounds_without_leader"] += 1
@@ -207,21 +207,21 @@ def warn_without_leader(r: Replica) -> None:
 
 
 def chain_from(source: int, members: Sequence[int]) -> list[int]:
-    """Return some ranks in the order in which they forward a vector, beginning with `source`."""
+    """Return ranks in the order in which they forward a vector, starting with `source`."""
     place = members.index(source)
     return [*members[place:], *members[:place]]
 
 
 def chain_broadcast_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
-    """Replace `x` on every rank of a chain by that of its first, in pieces; no rank sends a piece twice.
+    """Broadcast `x` from the first rank of a chain along it, in pieces; no rank sends a piece twice.
 
     Args:
-        comm: all ranks; those outside the chain do not call.
+        comm: the comm of all ranks; those outside the chain do not call this.
         x: a vector.
-        chain: ranks, this one among them.
+        chain: the ranks in order, including this one.
     """
     place = chain.index(comm.rank)
-    # Pieces, so that each rank passes one on while the next one arrives.
+    # Each rank forwards a piece while it receives the next one.
     nbytes = min(_MAX_CHUNK_BYTES, max(_MIN_CHUNK_BYTES, x.numel() * x.element_size() // _CHUNKS))
     pieces = x.split(max(1, nbytes // x.element_size()))
     receiving = [comm.send_recv(piece, [], [chain[place - 1]]) for piece in pieces] if place else []
@@ -236,7 +236,7 @@ def chain_broadcast_(comm: Comm, x: Tensor, chain: Sequence[int]) -> Tensor:
 
 
 def two_level_broadcast_(comm: Comm, x: Tensor, source: int, node_size: int) -> Tensor:
-    """Replace `x` on every rank by that of `source`, which enters each other node of consecutive ranks once."""
+    """Broadcast `x` from `source` to all ranks, so that each other node of consecutive ranks receives it once."""
     place, first = source % node_size, comm.rank - comm.rank % node_size
     column = list(range(place, comm.size, node_size))
     if comm.rank in column:
@@ -245,16 +245,16 @@ def two_level_broadcast_(comm: Comm, x: Tensor, source: int, node_size: int) -> 
 
 
 def broadcast_leader(r: Replica, leader: int) -> Tensor:
-    """Return the parameters of the leader, on every rank: `r.x` itself on the leader, a new vector on the others."""
+    """Broadcast the leader's parameters: returns `r.x` itself on the leader, a new vector on other ranks."""
     x = r.x if r.comm.rank == leader else torch.empty_like(r.x)
     return r.comm.broadcast_(x, leader).wait()
 
 
 def leader_or_mean(strategy: Strategy, r: Replica, at: At, metric: ScoreSource) -> Tensor:
-    """Return the best worker's parameters, equal on all ranks, or the mean of all where no score is finite.
+    """Return the best worker's parameters, equal on all ranks, or the mean of all if no score is finite.
 
-    An outer step starts from the mean. With a `ScoreFunction` other workers continue from it too, because that scores
-    the workers of this run.
+    An outer step starts from the mean. With a `ScoreFunction`, which scores the workers of this run, another number of
+    workers also continues from the mean.
     """
     if r.comm.size == 1 or at == "outer" or (at != "now" and isinstance(metric, ScoreFunction)):
         return Strategy.average(strategy, r, at)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train locally, and pull every worker towards the best one once in a period."""
+"""Train locally, and pull every worker towards the best one once per period."""
 
 from functools import cached_property
 from typing import Literal
@@ -7,7 +7,7 @@ from typing import Literal
 from torch import Tensor
 
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
     ScoreSource,
@@ -31,11 +31,11 @@ class LeaderSGD(Strategy):
     $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
       \text{every } \tau \text{ steps: } x_i \leftarrow (1-\lambda) x_i + \lambda z .$$
 
-    Report each loss: `worker.record_batch(loss=loss)` before the optimizer's step. Without a pull workers train by
-    themselves and send nothing; `pull=1, period=1` makes all of them the best one after each step. The optimizer's
-    state stays local, and no pull touches it. `MultiLeaderSGD` has a leader for each node too.
+    Call `worker.record_batch(loss=loss)` before the optimizer's step. With `pull=0` workers train alone; with `pull=1,
+    period=1` all workers copy the best one after each step. The optimizer's state stays local. `MultiLeaderSGD` also
+    has a leader in each node.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and period (half of an average's), and 8 bytes. State:
-    `losses`, as many numbers as the period has steps.
+    `losses`, one number for each step of the period.
 
     Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
     arXiv:1905.10395.
@@ -70,8 +70,8 @@ class LeaderSGD(Strategy):
     result: Literal["leader", "mean"] = "mean"
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
-    waits = "every period steps, all wait for the slowest and for the leader's parameters"
-    limits = "made for workers with similar data: the one with the easiest data would always lead"
+    waits = "every `period` steps, all wait for the slowest and for the leader's parameters"
+    limits = "workers need similar data: the one with the easiest data would always lead"
 
     @cached_property
     def traits(self) -> Traits:
@@ -79,18 +79,18 @@ class LeaderSGD(Strategy):
         return Traits(period=self.period)
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        if not 0 <= self.pull <= 1:
-            raise ConfigError(f"pull={self.pull}: must lie in [0, 1]; 0.1 is usual")
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
+        check_ranges(
+            self,
+            pull=("[0, 1]", "0.1 is usual"),
+            period=("1..", "16 is usual"),
+        )
 
     def start(self, r: Replica) -> None:
         """Allocate the losses."""
         init_scores(r, self.metric, self.period)
 
     def after_step(self, r: Replica) -> None:
-        """Record the loss; elect a leader at the end of the period, and move towards it."""
+        """Record the loss; at the end of the period, elect a leader and move towards it."""
         record_loss(r, self.metric, self.period)
         if r.comm.size == 1 or self.pull == 0 or r.step % self.period:
             return
@@ -102,5 +102,5 @@ class LeaderSGD(Strategy):
             r.x.lerp_(z, self.pull)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The leader of the moment, or the mean of all workers, as `result` says."""
+        """Return the current leader's parameters or the mean of all workers, depending on `result`."""
         return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)

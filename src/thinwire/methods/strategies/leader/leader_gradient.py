@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Add a pull towards the best worker to every gradient."""
 
-from math import inf
-
 import torch
 from torch import Tensor
 
 from thinwire.core.replica.displacement import descend_
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
     elect_or_warn,
@@ -28,10 +26,9 @@ class LeaderGradientDescent(Strategy):
 
     $$x_i \leftarrow x_i - \gamma \left( g_i(x_i) + \lambda (x_i - z) \right) .$$
 
-    $z$ is treated as a constant: the leader's own step is plain. The pull is scaled by the learning rate, and does not
-    go through the optimizer: it does not enter momentum. Report each loss: `worker.record_batch(loss=loss)` before the
-    optimizer's step. Workers that are all at one stationary point stay there; wherever they stop moving, the leader's
-    gradient is zero.
+    $z$ is treated as a constant, so the leader takes its own step only. The pull is scaled by the learning rate and
+    does not enter the optimizer's momentum. Call `worker.record_batch(loss=loss)` before the optimizer's step. At every
+    fixed point the leader's gradient is zero.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and step, and 8 bytes. State: the last loss, and during a
     step a copy of the parameters.
 
@@ -39,7 +36,7 @@ class LeaderGradientDescent(Strategy):
     arXiv:1905.10395.
 
     Args:
-        pull: $\lambda$, at least 0; times the learning rate it is the share of the way to the leader.
+        pull: $\lambda$, at least 0; a worker moves by $\gamma\lambda$ times its distance to the leader.
 
     Example:
         >>> import torch, thinwire
@@ -61,24 +58,22 @@ class LeaderGradientDescent(Strategy):
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = "every step, all wait for the slowest worker and for the leader's parameters"
-    limits = "communicates at every step; LeaderSGD does once in a period"
+    limits = "communicates at every step; LeaderSGD communicates once per period"
 
     def __post_init__(self) -> None:
-        """Check the kind and the range."""
-        if not 0 <= self.pull < inf:
-            raise ConfigError(f"pull={self.pull}: must be finite and not negative; 0.1 is usual")
+        check_ranges(self, pull=("[0, inf)", "0.1 is usual"))
 
     def start(self, r: Replica) -> None:
         """Allocate one loss."""
         init_scores(r, "window", 1)
 
     def before_step(self, r: Replica) -> None:
-        """Save the parameters that gradient, loss and pull belong to."""
+        """Save the parameters before the step, for the pull."""
         if r.comm.size > 1 and self.pull:
             r.state["anchor"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
-        """Elect by the losses at the saved parameters, and add the pull between those."""
+        """Elect the leader by the losses at the saved parameters, and pull towards its saved parameters."""
         # After the optimizer's step: its weight decay, like the gradient, belongs to the parameters before the pull.
         record_loss(r, "window", 1)
         anchor = r.state.pop("anchor", None)
@@ -93,5 +88,5 @@ class LeaderGradientDescent(Strategy):
             descend_(r.x, anchor.sub_(z), r.lr, self.pull)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The leader of the last step."""
+        """Return the parameters of the last step's leader."""
         return leader_or_mean(self, r, at, "window")

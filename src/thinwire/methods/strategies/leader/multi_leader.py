@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Train locally, and pull workers towards the best one of their node, and less often towards the best of all."""
+"""Train locally, and pull workers towards the best one of their node, and less often the best of all."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.leader.election import (
@@ -40,9 +41,9 @@ class MultiLeaderSGD(Strategy):
       \text{every } \tau \text{ steps: } x_i \leftarrow (1-\lambda) x_i + \lambda z_{k(i)}; \qquad
       \text{every } \tau_G \text{ steps then: } x_i \leftarrow (1-\lambda_G) x_i + \lambda_G z .$$
 
-    Both elections use the same losses. Report each loss: `worker.record_batch(loss=loss)` before the optimizer's step.
-    Traffic: $\frac{m-1}{m}$ of the parameters per worker and pull within nodes; per pull to the best of all $G-1$ times
-    the parameters go between the $G$ nodes, all together. State: `losses`, as many numbers as the period has steps.
+    Both elections use the same losses. Call `worker.record_batch(loss=loss)` before the optimizer's step.
+    Traffic: $\frac{m-1}{m}$ of the parameters per worker and pull within nodes; a pull to the best of all sends the
+    parameters $G-1$ times between the $G$ nodes in total. State: `losses`, one number for each step of the period.
 
     Teng et al., Leader Stochastic Gradient Descent for Distributed Training of Deep Learning Models, NeurIPS 2019,
     arXiv:1905.10395, its multi-leader variant.
@@ -50,7 +51,7 @@ class MultiLeaderSGD(Strategy):
     Args:
         period: $\tau$, optimizer steps between elections within nodes; more communicates less.
         pull: $\lambda$, in [0, 1]; more keeps workers closer to their node's leader.
-        node_size: $m$, ranks with a leader of their own.
+        node_size: $m$, ranks per node.
         global_period: $\tau_G$, steps between elections of all; a multiple of `period`.
         global_pull: $\lambda_G$, in [0, 1]; more keeps nodes closer together.
         metric: "window" compares the mean loss of the last `period` steps, "ema" its exponential mean,
@@ -86,28 +87,27 @@ class MultiLeaderSGD(Strategy):
     def traits(self) -> Traits:
         """See `Traits`."""
         return Traits(
-            inelastic="its nodes are neighbouring ranks, whose numbers change when one is lost; use LeaderSGD()",
+            inelastic="its nodes are neighboring ranks, whose numbers change when one is lost. Use LeaderSGD()",
             period=self.period,
-            # A leader that is passed on along a chain of ranks is sent by all but the last of them.
+            # All but the last rank of the chain from the leader send its parameters.
             data_dependent_bytes=self.node_size > 1,
         )
 
     paper = "Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395"
     waits = (
-        "every period steps, the workers of a node wait for its slowest and for its leader's parameters; every "
-        "global_period steps, all do"
+        "every `period` steps, the workers of a node wait for its slowest and for its leader's parameters; every "
+        "`global_period` steps, all workers wait"
     )
-    limits = "made for workers with similar data: the one with the easiest data would always lead"
+    limits = "workers need similar data: the one with the easiest data would always lead"
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
-        for name, share in (("pull", self.pull), ("global_pull", self.global_pull)):
-            if not 0 <= share <= 1:
-                raise ConfigError(f"{name}={share}: must lie in [0, 1]; 0.1 is usual")
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; 16 is usual")
-        if self.node_size < 1:
-            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
+        check_ranges(
+            self,
+            pull=("[0, 1]", "0.1 is usual"),
+            global_pull=("[0, 1]", "0.1 is usual"),
+            period=("1..", "16 is usual"),
+            node_size=("1..", "Use the number of ranks of a machine"),
+        )
         if self.global_period < 1 or self.global_period % self.period:
             raise ConfigError(
                 f"global_period={self.global_period}: must be a multiple of period={self.period}, such as "
@@ -115,10 +115,10 @@ class MultiLeaderSGD(Strategy):
             )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse a number of ranks that is no multiple of the node size."""
+        """Check that the workers fill whole nodes."""
         if size % self.node_size:
             raise ConfigError(
-                f"node_size={self.node_size} with {size} workers: nodes must be equally large; use a divisor of {size}"
+                f"node_size={self.node_size} with {size} workers: nodes must be equally large. Use a divisor of {size}"
             )
 
     def start(self, r: Replica) -> None:
@@ -126,7 +126,7 @@ class MultiLeaderSGD(Strategy):
         init_scores(r, self.metric, self.period)
 
     def after_step(self, r: Replica) -> None:
-        """Record the loss; at the end of the period follow the node's leader, and where that is due that of all."""
+        """Record the loss; at the end of a period follow the node's leader, and if due, the leader of all."""
         record_loss(r, self.metric, self.period)
         if r.comm.size == 1 or self.pull == self.global_pull == 0 or r.step % self.period:
             return
@@ -139,18 +139,18 @@ class MultiLeaderSGD(Strategy):
         leader = best_rank(list(keys.values())) if both else None
         if node_leader is None or (both and leader is None):
             warn_without_leader(r)
-        # The best of all is the best of its node, so the first pull leaves it where it is.
+        # The best of all is the best of its node, so the first pull does not change it.
         self._follow_(r, node_leader, self.pull, node)
         self._follow_(r, leader, self.global_pull, all_ranks)
         if leader is not None:
             r.metrics["leader"] = float(leader)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The leader of the moment, or the mean of all workers, as `result` says."""
+        """Return the current leader's parameters or the mean of all workers, depending on `result`."""
         return Strategy.average(self, r, at) if self.result == "mean" else leader_or_mean(self, r, at, self.metric)
 
     def _follow_(self, r: Replica, leader: int | None, pull: float, members: Sequence[int]) -> None:
-        """Move some ranks, this one among them, a part of the way to one of them."""
+        """Move the members, including this rank, a part of the way to the leader."""
         if leader is None:
             return
         x = r.x if r.comm.rank == leader else torch.empty_like(r.x)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average the models that a round started from while the round computes, then add the round's own steps."""
+"""Average the parameters at the start of a round while the round computes, then add each worker's own steps."""
 
 from functools import cached_property
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import Codec, check_differences, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import At, Strategy
@@ -19,32 +19,32 @@ from thinwire.registry import registered
 
 @registered
 class CoCoD(Strategy):
-    r"""Average the models that a round started from while the round computes; each worker then adds its own steps.
+    r"""Average the parameters at the start of a round while it computes; each worker then adds its own steps.
 
     With $x_i^t$ worker $i$'s parameters at the start of round $t$ and $x_i^{t,\tau}$ those after its $\tau$ steps,
 
     $$x_i^{t+1} = \tfrac1n \sum_j x_j^t + \bigl(x_i^{t,\tau} - x_i^t\bigr) .$$
 
-    The mean of the workers moves by the mean of their steps: no learning rate is lost, in contrast to
-    `OverlapLocalSGD`. Nothing is damped either: each worker keeps its own last round, so workers stay further apart
-    where their data differ.
+    The mean of the workers moves by the mean of their steps, so the effective learning rate is unchanged, in contrast
+    to `OverlapLocalSGD`. Each worker keeps its own last round, so workers with different data stay further apart.
 
-    With a `codec` $C$ and $m^t$ the mean that arrives at the end of round $t$, in place of the one above, workers send
-    the steps of their rounds: $m^{t+1} = m^t + \tfrac1n \sum_j C(x_j^{t+1} - m^t)$, where $m^0$ is the common start.
+    With a `codec` $C$ workers send the steps of their rounds. The mean that arrives at the end of round $t$ is then
+    $m^t$, with $m^{t+1} = m^t + \tfrac1n \sum_j C(x_j^{t+1} - m^t)$ and $m^0$ the common start.
 
-    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the round; of
-    a codec whose mean takes two stages the second starts in its middle. State: `start`, the size of the parameters;
-    with a codec `anchor` ($m^t$), like the parameters in fp32, and the codec's state.
+    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, hidden behind the round. If
+    the codec's mean takes two stages, the second starts in the middle of the round. State: `start`, like the
+    parameters; with a codec `anchor` ($m^t$), like the parameters in fp32, and the codec's state.
 
     Shen et al., Faster Distributed Deep Net Training: Computation and Communication Decoupled Stochastic Gradient
     Descent, IJCAI 2019, arXiv:1906.12043.
 
     Args:
-        period: $\tau$, optimizer steps of a round; more sends less, hides longer transfers, and drifts further.
+        period: $\tau$, optimizer steps of a round; more sends less, hides longer transfers, and lets workers drift
+            further apart.
         codec: compresses the differences from the last mean; None sends them uncompressed.
 
     Example:
-        Each worker holds its own last round on top of the mean of all earlier ones; consensus is the mean.
+        Each worker's parameters are the mean of all earlier rounds plus its own last round:
 
         >>> import torch
         >>> import thinwire
@@ -70,7 +70,7 @@ class CoCoD(Strategy):
     waits = (
         "every `period` steps all workers wait for the rest of the all-reduce that was launched `period` steps before"
     )
-    limits = "nothing damps the differences between workers: where their data differ use OverlapLocalSGD"
+    limits = "differences between workers are not damped; if their data differ, use OverlapLocalSGD"
 
     @cached_property
     def traits(self) -> Traits:
@@ -80,21 +80,19 @@ class CoCoD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the period."""
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
+        check_ranges(self, period=("1..", "8 is usual"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
         """Check that the codec can compress differences; a biased one needs error feedback."""
         check_differences(self.codec)
 
     def start(self, r: Replica) -> None:
-        """Save the start of the first round, and launch its mean; none is needed where all workers start alike."""
+        """Save the start of the first round, and launch its mean unless all workers start equal."""
         r.state["start"] = r.x.clone()
         if self.codec is not None:
             r.state["anchor"] = r.x.to(torch.promote_types(r.x.dtype, torch.float32), copy=True)
         if not r.equal_start:
-            # As it is, also with a codec: it becomes the first point that all workers have in common.
+            # Uncompressed even with a codec, since it becomes the first point that all workers have in common.
             r.launch("mean", mean_(r.comm, r.x.clone()).then(lambda mean: [mean]))
 
     def after_step(self, r: Replica) -> None:
@@ -120,7 +118,7 @@ class CoCoD(Strategy):
             r.state[name].copy_(r.x)
 
     def _merge_(self, r: Replica) -> None:
-        """Put the steps of this round onto the mean of where it started."""
+        """Add the steps of this round to the mean of its start."""
         if (mean := r.collect("mean")) is None:
             return
         if self.codec is not None:
@@ -129,9 +127,9 @@ class CoCoD(Strategy):
         r.x.add_(mean[0].sub_(r.state["start"]))
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The mean of all workers' parameters; at the end of a round, with the compressed mean that is in flight."""
-        # The mean in flight would move the workers, but not their mean: the differences to it add up to zero. A
-        # compressed one moves their mean too, by the change of the residuals, which belong to it from then on.
+        """Return the mean of all workers' parameters, at the end of a round with the compressed mean in flight."""
+        # The mean in flight moves the workers, but not their mean: the differences to it sum to zero. A compressed one
+        # also moves their mean, by the change of the residuals.
         x, mean = r.x.clone(), r.inflight.get("mean")
         if at in ("end", "outer") and self.codec is not None and mean is not None:
             x.add_(mean.wait()[0] - r.state["start"])

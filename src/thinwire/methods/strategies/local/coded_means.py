@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Coded means of parameters, for methods whose workers do not all return to the mean."""
+"""Compressed means of parameters, for methods whose workers do not return to the mean."""
 
 from typing import TypeGuard
 
@@ -14,28 +14,28 @@ from thinwire.methods.reduce.compressed_all_reduce import at_once, compressed_me
 
 
 def check_tracked(codec: Codec | None) -> None:
-    """Check that the codec can compress differences, and keeps a tracked mean correct.
+    """Check that the codec can compress differences, and loses nothing.
 
     Raises:
-        ConfigError: with the fix.
+        ConfigError: it cannot, or its residual decays.
     """
     check_differences(codec)
     if codec is not None and codec.forgets:
         raise ConfigError(
-            f"codec={codec}: workers do not return to the mean here, so that it would lack for good what is forgotten; "
-            "use decay=1"
+            f"codec={codec}: workers do not return to the mean here, so the mean would never get what a decaying "
+            "residual drops. Use decay=1"
         )
 
 
 def tracks(codec: Codec | None) -> TypeGuard[Codec]:
-    """Whether `tracked_mean` keeps a mean that follows all workers."""
+    """Return True if `tracked_mean` keeps a mean that follows all workers."""
     return codec is not None and codec.keeps_residual
 
 
 def common_point(r: Replica, codec: Codec | None) -> Tensor:
-    """The mean of the workers' first parameters, equal on all of them; with a codec in fp32 at least.
+    """Return the mean of the workers' initial parameters, with a codec in fp32 at least, and allocate `tracked_mean`.
 
-    Allocates what `tracked_mean` keeps.
+    The mean is equal on all workers.
     """
     point = r.x.clone() if r.equal_start else mean_(r.comm, r.x.clone()).wait()
     if codec is None:
@@ -48,16 +48,16 @@ def common_point(r: Replica, codec: Codec | None) -> Tensor:
 
 
 def track(r: Replica, codec: Codec, point: Tensor, *, pulled: bool) -> None:
-    """Allocate what `tracked_mean` keeps, at the first parameters.
+    """Allocate the state of `tracked_mean`, for the initial parameters.
 
     Args:
-        r: the worker.
-        codec: with error feedback.
-        point: the mean of the first parameters.
+        r: the replica.
+        codec: a codec with error feedback.
+        point: the mean of the initial parameters.
         pulled: whether `pull_mean_` will be called.
     """
     r.state["mean"] = point.to(r.x.device, copy=True)
-    # Residuals are in fp32: of parameters in fp64 they would keep too few digits.
+    # Residuals are in fp32, which has too few digits for parameters in fp64.
     if pulled or not at_once(codec) or r.x.dtype == torch.float64:
         r.state["sent"] = r.x.clone()
     else:
@@ -68,36 +68,38 @@ def mean_from(r: Replica, x: Tensor, point: Tensor, codec: Codec, share: float =
     """Return `point` plus the mean of the workers' compressed differences from it, equal on all ranks.
 
     Args:
-        r: the worker.
+        r: the replica.
         x: its vector, which may change before the wait.
-        point: a vector that is the same on all ranks; must not change before the wait.
+        point: a vector that is equal on all ranks; must not change before the wait.
         codec: compresses the differences.
-        share: the worker's weight, as a multiple of the mean of all.
+        share: the worker's weight, divided by the mean of all weights.
     """
     delta = x.to(point.dtype) - point
     return _coded_mean(r, delta if share == 1 else delta.mul_(share), codec).then(lambda delta: delta.add_(point))
 
 
 def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> Work[Tensor]:
-    r"""The mean over workers of `x`, as exactly as the codec sends it, the same on all ranks.
+    r"""Return the mean over workers of `x`, up to the codec's error, equal on all ranks.
 
     An unbiased codec $C$ encodes differences from a common point $z$: $m = z + \frac1n \sum_j C(x_j - z)$. With error
-    feedback differences are taken from the worker's own vector in its last message, $s_i$:
+    feedback the differences are those from the worker's own vector in its last message, $s_i$:
 
     $$m \leftarrow m + \tfrac1n \sum_j C(x_j - s_j), \qquad s_i \leftarrow x_i ,$$
 
-    so that $m$ is the mean of all $x_i$ but for what the residuals $e_i$ hold at this time. A codec in two stages sends
-    $C(x_i + (e_i - s_i))$, and $e_i - s_i$ is kept as one vector where nothing pulls $s_i$.
+    so that $m$ is the mean of all $x_i$ minus the mean of the residuals $e_i$. A codec in two stages sends
+    $C(x_i + (e_i - s_i))$, and without `pull_mean_`, $e_i - s_i$ is stored as one vector.
 
-    Differences from $z$ must not be fed back where $x_i$ keeps them: what a message leaves out is in the next
-    difference once more, and residuals that add it again carry $z$ further beyond the workers the longer a codec holds
-    an element back. A mean that is tracked is `mean` itself, which must not be changed.
+    Error feedback must not be used for differences from $z$ if $x_i$ keeps its own part of them: the next difference
+    would contain the unsent part again, and adding the residual would count it twice.
 
     Args:
-        r: the worker; with error feedback it keeps `mean` ($m$), and `error` ($e_i - s_i$) or `sent` ($s_i$).
+        r: the replica; with error feedback its state has `mean` ($m$), and `error` ($e_i - s_i$) or `sent` ($s_i$).
         x: its vector, which may change before the wait.
-        point: $z$, the same on all ranks; must not change before the wait.
+        point: $z$, equal on all ranks; must not change before the wait.
         codec: compresses the differences; None sends them uncompressed.
+
+    Returns:
+        The work of the mean. With error feedback its result is `mean` itself; do not change it.
     """
     if codec is None:
         return mean_(r.comm, x.clone())
@@ -110,7 +112,7 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
         delta = x.to(mean.dtype) - sent
         sent.copy_(x)
     if at_once(codec):
-        # Once sent it cannot be taken back, as `sent` has changed; so nothing of a vector's size is kept in flight.
+        # The message cannot be undone, since `sent` has changed, so no vector is kept for that while it is in flight.
         found = mean_from_residual(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step))
         if sent is None:
             r.state["error"].sub_(x)
@@ -120,16 +122,15 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
 
 
 def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:
-    r"""Let `tracked_mean` know that all workers have been pulled to a common point: $x_i \leftarrow (1-w) x_i + w z$.
+    r"""Update `tracked_mean` after all workers were pulled to a common point: $x_i \leftarrow (1-w) x_i + w z$.
 
-    Values that all ranks know are not sent: $m \leftarrow (1-w) m + w z$, $s_i \leftarrow (1-w) s_i + w z$. The
-    residuals stay unchanged, since the pull has taken a part of them out of $x_i$. With $w = 1$ this is plain error
-    feedback of differences from $z$.
+    All ranks know the point, so nothing is sent: $m \leftarrow (1-w) m + w z$, $s_i \leftarrow (1-w) s_i + w z$. The
+    residuals are unchanged. With $w = 1$ this is error feedback of differences from $z$.
 
     Args:
-        r: the worker; nothing may be in flight.
-        codec: of the means.
-        point: $z$, the same on all ranks.
+        r: the replica; no mean may be in flight.
+        codec: the codec of the means.
+        point: $z$, equal on all ranks.
         weight: $w$.
     """
     if tracks(codec):
@@ -138,20 +139,20 @@ def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) ->
 
 
 def restart_mean(r: Replica, codec: Codec | None, *, pulled: bool = False) -> None:
-    r"""Restart `tracked_mean` at the parameters, which are equal on all ranks; nothing may be in flight.
+    r"""Restart `tracked_mean` at the parameters, which are equal on all ranks; no mean may be in flight.
 
-    Where `pull_mean_` is called, residuals hold what a pull has taken out of the workers, too: this part of them,
-    $m + \tfrac1n \sum_i (e_i - s_i)$, stays.
+    With `pull_mean_`, residuals also contain the part that pulls have removed from the workers,
+    $m + \tfrac1n \sum_i (e_i - s_i)$, which is kept.
 
     Args:
-        r: the worker.
-        codec: of the means.
+        r: the replica.
+        codec: the codec of the means.
         pulled: whether `pull_mean_` is called.
     """
     if not tracks(codec):
         return
     if not pulled:
-        # The residuals are missing from the mean. This mean is exact, so adding them would make it wrong.
+        # The tracked mean lacks the residuals, but the new one is exact.
         forget_residuals(r)
     elif "error" in r.state:
         r.state["error"].add_(r.state["mean"] - r.state["sent"])
@@ -163,12 +164,12 @@ def restart_mean(r: Replica, codec: Codec | None, *, pulled: bool = False) -> No
 
 
 def forget_residuals(r: Replica) -> None:
-    """Let residuals be zero."""
+    """Set all residuals to zero."""
     for name, residual in r.state.items():
         if name.partition("/")[0] in ("error", "server_error"):
             residual.zero_()
 
 
 def _coded_mean(r: Replica, x: Tensor, codec: Codec) -> Work[Tensor]:
-    # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
+    # A new key for each step, equal on all ranks, so that random codecs draw the same numbers.
     return compressed_mean_(r.comm, x, codec, r.state, key=draw_key(r.seed, r.step), segments=r.segments)

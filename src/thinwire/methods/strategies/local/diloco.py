@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average every period, and let an outer optimizer take a step along the workers' mean displacement."""
+"""Take a step of an outer optimizer along the workers' mean displacement, once per period."""
 
 from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
@@ -15,6 +15,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.flat import Segment
 from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.reduce.compressed_all_reduce import mean_
@@ -42,45 +43,44 @@ Carry = Literal["off", "full", "adaptive"]
 
 @registered
 class DiLoCo(OuterStep):
-    r"""Every `period` steps an outer optimizer steps from where the round started, along the mean displacement.
+    r"""Take a step of an outer optimizer from the start of the round along the mean displacement, every `period` steps.
 
-    With $\theta$ the parameters that all workers have in common and $x_i$ those of worker $i$, every $H$ steps
+    With $\theta$ the outer parameters, equal on all workers, and $x_i$ the parameters of worker $i$, every $H$ steps
 
     $$\Delta = \tfrac1n \sum_i (\theta - x_i'), \qquad \theta \leftarrow \text{OuterOpt}(\theta, \Delta), \qquad
       x_i \leftarrow \alpha x_i + (1-\alpha) \theta ,$$
 
-    where $x_i'$ are the worker's parameters `delay` steps before, when they were sent: training continues during that
-    time. The steps of the delay are in $x_i$ alone, and $\alpha = 0$ drops them.
+    where $x_i'$ are the parameters that worker $i$ sent `delay` steps before; training continues meanwhile. The steps
+    of the delay are in $x_i$ only, so $\alpha = 0$ drops them.
 
-    The parameters are sent in $F$ `fragments`, which do all this one after another: fragment $f = 0, \ldots, F-1$ at
-    the steps $\lfloor (f+1) H/F \rfloor + kH$. A fragment that would have been sent before the first step begins with
-    its next round.
+    With $F$ `fragments`, each part of the parameters has its own rounds: fragment $f = 0, \ldots, F-1$ ends them at the
+    steps $\lfloor (f+1) H/F \rfloor + kH$. If a fragment would have to be sent before the first step, its first round
+    is skipped.
 
-    With `weights="samples"` and $s_i$ the samples that worker $i$ has used since it last sent, $\Delta$ is
-    $\sum_i s_i (\theta - x_i') / \sum_i s_i$. With a `codec` $C$ it is the mean of coded differences; what
-    error feedback then sends at $\alpha > 0$ is described in
-    `thinwire.methods.strategies.local.coded_means.pull_mean_`; it needs equal weights there.
+    With `weights="samples"` and $s_i$ the samples that worker $i$ has used since its last message, $\Delta$ is
+    $\sum_i s_i (\theta - x_i') / \sum_i s_i$. With a `codec` $\Delta$ is the mean of the compressed differences. Error
+    feedback with $\alpha > 0$ needs equal weights; see `thinwire.methods.strategies.local.coded_means.tracked_mean`.
 
     `carry` keeps the steps of the delay in another way than $\alpha$: $x_i \leftarrow \theta + c_i (x_i - x_i')$, with
     $c_i = 1$, or with the cosine between these steps and the outer step, at least 0.
 
-    `outliers` guards $\Delta$ against single workers. Let $m$ be the larger of the workers' median of
+    `outliers` limits the effect of single workers on $\Delta$. Let $m$ be the larger of the workers' median of
     $\|\theta - x_i'\|$ in this round and the median of these medians over eight rounds. Worker $i$ is an outlier if its
-    norm is more than $4m$, or is not finite. "clip" scales its displacement to that length, "down-weight" divides by
-    the sum of the factors too, and "leave-out" takes the mean of the others. `Worker.metrics` has the number of
-    `outliers`, and rank 0 logs which workers they are.
+    norm is more than $4m$, or is not finite. "clip" scales its displacement to that length, "down-weight" also divides
+    by the sum of the factors, and "leave-out" uses the mean of the others. `Worker.metrics` has the number of
+    `outliers`, and rank 0 logs their ranks.
 
-    $\Delta$ is not divided by the workers' learning rate; in slow momentum it is. The workers' optimizer is AdamW in
-    the paper; its state stays with each worker, unless `moments` gives periods at which its moments are averaged. SGD
-    with `lr=1` as the outer optimizer is Local SGD, and with momentum too BMUF (Chen and Huo, ICASSP 2016); Adam is
-    FedAdam (Reddi et al., ICLR 2021), and SGD on one worker Lookahead.
+    $\Delta$ is not divided by the workers' learning rate, unlike in `SlowMo`. The paper's workers use AdamW; the state
+    of their optimizers stays local, unless `moments` has periods at which its moments are averaged. With SGD of `lr=1`
+    as outer optimizer the method is Local SGD, with momentum BMUF (Chen and Huo, ICASSP 2016), with Adam FedAdam (Reddi
+    et al., ICLR 2021), and with SGD on one worker Lookahead.
 
-    Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period; one number more with
-    `weights="samples"`; what the base sends. A coded mean of two stages begins its second in the middle of the delay.
-    State of each fragment: `anchor` ($\theta$) in fp32 at least, and the outer optimizer's state; `Sharded` and
-    `Offloaded` keep them elsewhere. With a codec also the codec's, and with error feedback and $\alpha > 0$ `mean` and
-    `sent`, like the parameters. With `weights="samples"` the number `samples`; with `carry` the vector `launched`,
-    like the parameters; with `outliers` eight numbers.
+    Traffic per worker and period: $2\frac{n-1}{n}$ of the parameters or of their payload, one number more with
+    `weights="samples"`, and the base's. If the codec's mean takes two stages, the second starts in the middle of the
+    delay. State of each fragment: `anchor` ($\theta$) in fp32 at least, and the outer optimizer's state (`Sharded` and
+    `Offloaded` store both elsewhere); with a codec its state, and with error feedback and $\alpha > 0$ `mean` and
+    `sent`, like the parameters; with `weights="samples"` the number `samples`; with `carry` the vector `launched`, like
+    the parameters; with `outliers` eight numbers.
 
     Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models, 2023, arXiv:2311.08105,
     Algorithm 1. Fragments, delay and mixing: Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025,
@@ -99,15 +99,15 @@ class DiLoCo(OuterStep):
         delay: steps from sending a fragment to its outer step, from 0 to `period` - 1; more hides longer transfers,
             and makes $\Delta$ older.
         mixing: $\alpha$ in [0, 1], the weight of the worker's own parameters; more keeps more of the steps of the
-            delay, and lets workers drift further apart. At 1 they never come together.
-        weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`, be it samples or
-            tokens; a step without such a number counts as one, a step without gradient as none.
-        carry: what becomes of the steps of the delay: "off" drops them, but for the part $\alpha$; "full" takes them on
-            from the new point; "adaptive" as far as they agree with the outer step.
+            delay, and lets workers drift further apart. At 1 workers are never pulled together.
+        weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`, such as samples
+            or tokens; a step without such a number counts as one, a step without gradient as zero.
+        carry: how the steps of the delay are kept: "off" drops them, except for the part $\alpha$; "full" adds them to
+            the new point; "adaptive" adds them as far as they agree with the outer step.
         moments: for each moment of the optimizer, such as Adam's first and second, the steps between its averages, each
             a multiple of the period; empty keeps them local. An average sends as much as one of the parameters.
-        outliers: "keep"; or "clip", "down-weight" or "leave-out" what a worker adds if it has moved much further than
-            usual, for 16 bytes more to each worker and fragment.
+        outliers: "keep"; or "clip", "down-weight" or "leave-out" the displacement of a worker that has moved much
+            further than usual, for 16 bytes more to each worker and fragment.
 
     Example:
         >>> import torch, thinwire
@@ -140,21 +140,20 @@ class DiLoCo(OuterStep):
 
     paper = "Douillard et al., DiLoCo, 2023, arXiv:2311.08105; Streaming DiLoCo, 2025, arXiv:2501.18512"
     waits = (
-        "every `period` steps all wait for the rest of the all-reduce that was launched `delay` steps before, one "
-        "fragment at a time, and without a delay for the slowest; else as its base"
+        "every `period` steps all wait for the rest of the all-reduce that was launched `delay` steps before, for each "
+        "fragment, and without a delay for the slowest; otherwise as its base"
     )
     limits = (
         "the outer learning rate and momentum are tuned together with the period: with SGD the effective learning rate "
         "is the optimizer's times lr / (1 - momentum); without mixing the steps of the delay are lost"
     )
 
-    # An optimizer may use norms, and keeps numbers such as step counters.
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
         return replace(
             super().traits,
-            elementwise=False,
+            elementwise=False,  # an optimizer may use norms, and has state such as step counters
             rounds=replace(
                 super().traits.rounds,
                 ends=super().traits.rounds.ends if self.ends_together else (),
@@ -164,36 +163,32 @@ class DiLoCo(OuterStep):
                 delay=self.delay or self.base.traits.rounds.delay,
                 optimizer_state="average" if self.moments else super().traits.rounds.optimizer_state,
             ),
-            # Workers send how far they have come since their last message, where they keep a part of that.
+            # A tracked mean sums the changes that all workers have sent.
             on_resize="restart" if self._tracks_mean else "keep",
             lr_factor=self._lr_factor(),
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges, and that the base allows them."""
         super().__post_init__()
         if not 1 <= self.fragments <= self.period:
             raise ConfigError(f"fragments={self.fragments}: must lie between 1 and period={self.period}")
         check_periods(self.moments, self.period, None)
-        if not 0 <= self.delay < self.period:
-            raise ConfigError(
-                f"delay={self.delay}: must lie between 0 and period - 1 = {self.period - 1}; 0 waits for the all-reduce"
-            )
-        if not 0 <= self.mixing <= 1:
-            raise ConfigError(
-                f"mixing={self.mixing}: must lie in [0, 1]; 0 takes the outer parameters, 0.5 is usual with a delay"
-            )
+        check_ranges(
+            self,
+            delay=(f"0..{self.period - 1}", "0 waits for the all-reduce"),
+            mixing=("[0, 1]", "0 takes the outer parameters, 0.5 is usual with a delay"),
+        )
         if self.base != Local() and (not self.ends_together or self.weights == "samples"):
             raise ConfigError(
                 f"base={self.base} with fragments={self.fragments}, delay={self.delay}, mixing={self.mixing}, "
-                f"weights={self.weights!r}: the base averages all parameters at once and in its own way; use "
+                f"weights={self.weights!r}: the base averages all parameters at once and in its own way. Use "
                 "base=Local(), or fragments=1, delay=0, mixing=0.0, weights='equal'"
             )
         if self._tracks_mean and self.weights == "samples":
             raise ConfigError(
                 f"codec={self.codec} with mixing={self.mixing}, weights='samples': with error feedback workers send "
-                "how far they have come since their last message, which adds up to their mean only while weights stay "
-                "the same; use weights='equal', mixing=0.0, or a codec without feedback, such as Quantize(8)"
+                "their changes since the last message, whose sums give the mean only for constant weights. Use "
+                "weights='equal', mixing=0.0, or a codec without feedback, such as Quantize(8)"
             )
 
         if self.carry != "off" and (self.delay == 0 or self.mixing > 0):
@@ -215,11 +210,11 @@ class DiLoCo(OuterStep):
 
     @property
     def _tracks_mean(self) -> bool:
-        """Whether it keeps a mean to which workers add what they have not sent, as they do not return to it."""
+        """True if workers do not return to the mean, so that it is the sum of the changes that they have sent."""
         return tracks(self.codec) and self.mixing > 0
 
     def _lr_factor(self) -> float | None:
-        """In steady state, where the steps of the delay count as far as workers keep them."""
+        """Return the factor in steady state; steps of the delay count by the share that workers keep."""
         factor = factor_of_rounds(self.base, self.codec)
         if self.outer.momentum is None or factor is None:
             return None
@@ -230,27 +225,28 @@ class DiLoCo(OuterStep):
         return factor * scale * (1 - lost) / (1 - own + own * scale)
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse a codec that forgets where workers never come together."""
+        """Run the base's check; if workers are never pulled together, the codec must not lose anything."""
         super().check(size, optimizer)
         check_periods(self.moments, self.period, optimizer)
-        # With less mixing every round takes a part of what was forgotten out of the workers too.
+        # With less mixing, every round also removes a part of the loss from the workers.
         if self.mixing == 1:
             check_tracked(self.codec)
 
     def check_sharded(self) -> None:
-        """Refuse an outer optimizer whose step on a part of the vector is another one than on all of it."""
+        """Check that the outer optimizer can take its step on a part of the vector."""
         super().check_sharded()
         if not self.outer.is_elementwise():
             raise ConfigError(
-                f"Sharded({self}): {self.outer.optimizer} does not treat every element by itself; use SGD or Adam"
+                f"Sharded({self}): {self.outer.optimizer} needs the whole vector, such as for a norm. Use SGD or Adam"
             )
         if self.weights == "samples" or self.outliers != "keep" or self.carry != "off":
             raise ConfigError(
-                f"Sharded({self}): its means are plain ones; use weights='equal', outliers='keep' and carry='off'"
+                f"Sharded({self}): sharded means have equal weights. Use weights='equal', outliers='keep' and "
+                "carry='off'"
             )
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:
-        """Start the base, and the first round of every fragment at the initial parameters."""
+        """Start the base, and the first round of every fragment."""
         for fragment, _ in self._fragments(r):
             super().start(fragment, where)
             if self.weights == "samples":
@@ -263,7 +259,7 @@ class DiLoCo(OuterStep):
                 track(fragment, self.codec, fragment.state["anchor"], pulled=True)
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
-        """Send the fragment whose round ends in `delay` steps, and end the round of the one that was sent then."""
+        """Send the fragment whose round ends in `delay` steps, and end the round of the fragment that is due."""
         self.base.after_step(self.inner(r))
         for fragment, end in self._fragments(r):
             if self.weights == "samples":
@@ -279,11 +275,11 @@ class DiLoCo(OuterStep):
             average_due_(r.moments, r.comm, self.moments, r.step)
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
-        """One step of the outer optimizer, whose gradient is the displacement of the average."""
+        """Take a step of the outer optimizer with the displacement of the average as gradient."""
         self.outer.step_(state["anchor"], start - average, state)
 
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base; and start the round of every fragment at the parameters, with nothing in flight."""
+        """Restart the base, and every fragment's round at the parameters; messages in flight are dropped."""
         for fragment, _ in self._fragments(r):
             fragment.collect("average")
             super().restart(fragment, where)
@@ -293,14 +289,14 @@ class DiLoCo(OuterStep):
                 fragment.state["samples"].zero_()
 
     def regroup(self, r: Replica, before: int) -> None:
-        """As the base; and owe nothing to the mean, which had a part of workers that are lost."""
+        """Run the base's hook, and drop the residuals of a tracked mean, which has lost some of them."""
         super().regroup(r, before)
         if self._tracks_mean:
             for fragment, _ in self._fragments(r):
                 forget_residuals(fragment)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The workers' mean; without mixing a message with error feedback takes the place of the steps after it."""
+        """Return the workers' mean; for messages with error feedback and without mixing see the comment below."""
         if self.weights == "equal":
             point = super().average(r, at)
         else:
@@ -310,8 +306,8 @@ class DiLoCo(OuterStep):
             start = 0
             for part, _ in self._fragments(r):
                 stop, sent = start + part.x.numel(), part.inflight.get("average")
-                # The residual is what this message has left out, so that what it says must count too; and as the outer
-                # parameters would have taken their place, where workers were when they sent it is not known any more.
+                # The residuals are this message's error, so its mean must count. It replaces the steps after it, as the
+                # outer step without mixing would have done.
                 if sent is not None:
                     point[start:stop].copy_(sent.wait()[0])
                 start = stop
@@ -319,12 +315,12 @@ class DiLoCo(OuterStep):
 
     @property
     def _averages_in_place(self) -> bool:
-        """Whether the base's own average may take the place of the parameters, as nothing else of them is needed."""
+        """True if the base's own average may overwrite the parameters."""
         plain = self.weights == "equal" and self.outliers == "keep" and self.codec is None
         return self.delay == 0 and self.mixing == 0 and plain
 
     def _fragments(self, r: Replica) -> Iterator[tuple[Replica, int]]:
-        """Each fragment, with the step at which its first round ends."""
+        """Yield each fragment, with the step at which its first round ends."""
         if self.fragments == 1:
             yield r, self.period
             return
@@ -335,12 +331,12 @@ class DiLoCo(OuterStep):
             yield part, (f + 1) * self.period // self.fragments
 
     def _edges(self, segments: tuple[Segment, ...]) -> list[int]:
-        """Where fragments begin and end in the vector."""
+        """Return the first index of every fragment in the vector, and the end."""
         n = segments[-1].stop
         even = [f * n // self.fragments for f in range(self.fragments + 1)]
         if self.cut == "evenly":
             return even
-        # A layer is a module with parameters of its own: consecutive tensors whose names differ in their last part.
+        # A layer is a module with own parameters: consecutive tensors whose names differ in their last part only.
         names = [each.name.rpartition(".")[0] or each.name for each in segments]
         layers = [segment.start for segment, (a, b) in zip(segments[1:], pairwise(names), strict=True) if a != b]
         return [min([0, *layers, n], key=lambda edge: abs(edge - place)) for place in even]
@@ -371,7 +367,7 @@ class DiLoCo(OuterStep):
         return reduce_scatter(r.comm, r.x.clone()) if where.sharded else mean_(r.comm, r.x.clone())
 
     def _guarded_mean(self, r: Replica) -> Work[Tensor]:
-        """Launch the mean of displacements that are weighted by how far workers have moved."""
+        """Launch the mean of displacements, weighted by their norms."""
         anchor, samples = r.state["anchor"].to(r.x.device), 1.0
         if self.weights == "samples":
             samples = float(r.state["samples"])
@@ -385,14 +381,14 @@ class DiLoCo(OuterStep):
             factors, excess, r.state["usual_norms"] = guard(norms, shares, r.state["usual_norms"], self.outliers)
             report_outliers(r, excess)
             factor = float(factors[r.comm.rank]) * (r.comm.size - len(r.comm.silent))
-            # Zero times a number that is not finite is none either.
+            # Zero times a number that is not finite is not zero.
             delta = delta.mul_(factor) if factor else torch.zeros_like(delta)
         if self.codec is not None:
             return mean_from(r, anchor + delta, anchor, self.codec)
         return mean_(r.comm, delta).then(lambda mean: (anchor + mean).to(r.x.dtype))
 
     def _end_round(self, r: Replica, where: Placement) -> None:
-        """Take the outer step with the average that has arrived, and pull the worker to where it leads."""
+        """Take the outer step with the average that has arrived, and pull the worker to the outer parameters."""
         if (arrived := r.collect("average")) is not None:
             average = arrived[0].to(r.state["anchor"])
         elif self._averages_in_place and r.x.numel() and not r.postponed:
@@ -420,6 +416,6 @@ class DiLoCo(OuterStep):
             self.base.restart(self.inner(r))
 
     def _take_(self, r: Replica, x: Tensor, where: Placement) -> Tensor:
-        """Put the outer parameters into `x`, from all workers where each holds a part."""
+        """Write the outer parameters into `x`; if they are sharded, gather the parts."""
         anchor = r.state["anchor"]
         return all_gather_(r.comm, anchor.to(x), x) if where.sharded else x.copy_(anchor)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.moments import average_due_, check_periods
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_range, check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
@@ -20,41 +21,40 @@ from thinwire.registry import registered
 
 
 def check_period(period: int) -> None:
-    """Refuse a period below one step.
+    """Check that a period is at least one step.
 
     Raises:
-        ConfigError: below 1.
+        ConfigError: it is less.
     """
-    if period < 1:
-        raise ConfigError(f"period={period}: must be at least 1 step; use AllReduce() to communicate at every step")
+    check_range("period", period, "1..", "Use AllReduce() to communicate at every step")
 
 
 def common_start(r: Replica) -> Tensor:
-    """Rank 0's parameters on all ranks, in fp32 at least.
+    """Broadcast rank 0's parameters, in fp32 at least.
 
-    Differences are encoded from this point, so it must be the same everywhere, even if workers start elsewhere.
+    Differences are taken from this point, so it must be equal on all ranks, even if their initial parameters differ.
     """
     exact = torch.promote_types(r.x.dtype, torch.float32)
     return r.comm.broadcast_(r.x.to(exact, copy=True), 0).wait()
 
 
 def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
-    """The mean over workers of their compressed differences from `anchor`; the same on all ranks.
+    """Return the mean over workers of their compressed differences from `anchor`, equal on all ranks.
 
     Args:
-        r: the worker.
-        anchor: a vector that is the same on all ranks.
+        r: the replica.
+        anchor: a vector that is equal on all ranks.
         codec: compresses the differences.
     """
     delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
-    # The key is the same on all ranks, so that random codecs draw alike, and a new one at every step.
+    # A new key for each step, equal on all ranks, so that random codecs draw the same numbers.
     key = draw_key(r.seed, r.step)
     return compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments).wait()
 
 
 @registered
 class Local(Strategy):
-    """Every worker trains by itself and sends nothing; the base of methods that communicate on top of it.
+    """Train every worker alone, without communication; the base of wrappers that communicate.
 
     Example:
         >>> import torch
@@ -74,7 +74,7 @@ class Local(Strategy):
     """
 
     paper = "one-shot averaging: Zinkevich et al., NeurIPS 2010"
-    limits = "workers drift apart, because nothing averages them"
+    limits = "workers diverge, because they are never averaged"
 
     @cached_property
     def traits(self) -> Traits:
@@ -111,7 +111,7 @@ class LocalSGD(Strategy):
         warmup_steps: the first steps, each of which ends with an average; more keeps workers together while parameters
             move fastest, and sends as much as AllReduce meanwhile.
         weights: "equal", or "samples" to weigh workers by the numbers given to `Worker.record_batch`; a step without
-            such a number counts as one sample, a step without gradient as none.
+            such a number counts as one sample, a step without gradient as zero.
         codec: compresses the differences from the last average; None sends them uncompressed.
         moments: for each moment of the optimizer, such as Adam's first and second, the steps between its averages, each
             a multiple of the period; empty keeps them local. An average sends as much as one of the parameters.
@@ -159,7 +159,7 @@ class LocalSGD(Strategy):
                 warmup=self.warmup_steps,
                 local=True,
                 weight="samples" if self.weights == "samples" else "",
-                # A codec encodes differences from a point that is common to all workers.
+                # A codec encodes differences from a point that all workers share.
                 estimates=self.codec is None,
                 optimizer_state="average" if self.moments else "maintain",
                 postpones=True,
@@ -168,14 +168,12 @@ class LocalSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the periods."""
         check_period(self.period)
-        if self.warmup_steps < 0:
-            raise ConfigError(f"warmup_steps={self.warmup_steps}: must not be negative; 0 is no warm-up")
+        check_ranges(self, warmup_steps=("0..", "0 is no warm-up"))
         check_periods(self.moments, self.period, None)
         if self.codec is not None and self.weights == "samples":
             raise ConfigError(
-                f"codec={self.codec} with weights='samples': a codec works with plain means only; keep one of them"
+                f"codec={self.codec} with weights='samples': codecs need equal weights. Use only one of the two"
             )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
@@ -184,14 +182,14 @@ class LocalSGD(Strategy):
         check_periods(self.moments, self.period, optimizer)
 
     def start(self, r: Replica) -> None:
-        """Allocate the count of samples, if means are weighted by it, and the anchor, if there is a codec."""
+        """Allocate the number of samples for weighted means, and the anchor of a codec."""
         if self.weights == "samples":
             r.state["samples"] = torch.zeros((), dtype=torch.float64, device="cpu")
         if self.codec is not None:
             r.state["anchor"] = common_start(r)
 
     def after_step(self, r: Replica) -> None:
-        """Average when a period is over."""
+        """Average at the end of a period."""
         if self.weights == "samples":
             r.state["samples"] += r.samples
         if self.traits.averages_at(r.step) and not r.postponed:
@@ -199,17 +197,17 @@ class LocalSGD(Strategy):
             average_due_(r.moments, r.comm, self.moments, r.step)
 
     def restart(self, r: Replica) -> None:
-        """With a codec, take differences from here on from the new parameters, which are equal on all ranks."""
-        # The residual of the codec stays: it is the unsent part of earlier messages, wherever the next one starts.
+        """With a codec, set the anchor of the differences to the new parameters, which are equal on all ranks."""
+        # The residual stays: it is the unsent part of earlier messages, whatever the anchor is.
         if self.codec is not None:
             r.state["anchor"].copy_(r.x)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The mean of all workers' parameters, weighted by samples where the averages are."""
+        """Return the mean of all workers' parameters, with the weights of the strategy's own averages."""
         if at != "outer":
-            # Uncompressed even where there is a codec, because its residual must not change here.
+            # Uncompressed even with a codec, because its residual must not change here.
             return self._mean_(r, r.x.clone())
-        # A second average of equal parameters would send the same bytes for nothing.
+        # If the parameters are equal already, a second average is not needed.
         if r.postponed or not self.traits.averages_at(r.step):
             self._average_all_(r)
         return r.x
@@ -218,7 +216,7 @@ class LocalSGD(Strategy):
         if self.codec is None:
             self._mean_(r, r.x)
         else:
-            # The anchor is updated, not the parameters: in half precision these would lose small deltas.
+            # The mean is added to the anchor, because parameters in half precision would lose small deltas.
             r.x.copy_(r.state["anchor"].add_(compressed_delta(r, r.state["anchor"], self.codec)))
         if self.weights == "samples":
             r.state["samples"].zero_()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means other than the plain one: weighted, over some of the ranks, or in two halves."""
+"""Weighted means, means over some of the ranks, and means in two halves."""
 
 from collections.abc import Callable, Sequence
 from functools import reduce
@@ -15,15 +15,15 @@ _SMALLEST_WEIGHT = 2.0**-40
 
 
 def ring_all_reduce_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
-    """Replace `x` on some ranks by its sum over them; the other ranks make no call.
+    """Replace `x` on some ranks by its sum over them; the other ranks do not call this.
 
-    With m members each sends 2 (m-1) pieces of one m-th of the vector to the next: as little as an all-reduce.
+    Each of m members sends 2 (m-1)/m of the vector, as in an all-reduce.
     Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, JPDC 2009.
 
     Args:
-        comm: all ranks.
+        comm: the comm of all ranks.
         x: a vector.
-        members: ranks, this one among them; all of them make the same call.
+        members: the ranks that make this call, including this one.
     """
     count, me = len(members), members.index(comm.rank)
     pieces = x.new_zeros(count, -(-x.numel() // count))
@@ -42,11 +42,11 @@ def ring_all_reduce_(comm: Comm, x: Tensor, members: Sequence[int]) -> Tensor:
 def weighted_mean_(x: Tensor, weight: Tensor, all_reduce_: Callable[[Tensor], Tensor]) -> Tensor:
     """Replace `x` by its weighted mean over ranks; the weight is sent as one more element.
 
-    Where all weights are zero it is the plain mean. The sum is computed in fp32 at least.
+    If all weights are zero, it is the mean with equal weights. The sum is computed in fp32 at least.
 
     Args:
         x: a vector.
-        weight: this rank's, a number; not negative.
+        weight: this rank's weight, not negative.
         all_reduce_: replaces a vector by its sum over the ranks.
     """
     total = all_reduce_(_weighted(x, weight))
@@ -54,41 +54,41 @@ def weighted_mean_(x: Tensor, weight: Tensor, all_reduce_: Callable[[Tensor], Te
 
 
 def weighted_mean(comm: Comm, x: Tensor, weight: Tensor) -> Work[Tensor]:
-    """The weighted mean of `x` over ranks, a new vector; as `weighted_mean_`, of all ranks.
+    """Compute the weighted mean of `x` over all ranks, as `weighted_mean_`, in a new vector.
 
     Args:
         comm: the ranks.
         x: a vector, which may change before the wait.
-        weight: this rank's, a number; not negative.
+        weight: this rank's weight, not negative.
     """
     total = _weighted(x, weight)
     return comm.all_reduce_(total).then(lambda total: (total[:-1] / total[-1]).to(x.dtype))
 
 
 def weight_share(comm: Comm, weight: Tensor, device: torch.device) -> float:
-    """This rank's weight, divided by the mean of all; sends one number from that device, and waits for it."""
+    """Return this rank's weight divided by the mean weight; all-reduces one number on that device."""
     mine = float(weight.clamp(min=_SMALLEST_WEIGHT))
-    # In a dry run parameters have no data, and this number has.
+    # In a dry run parameters have no data, but this number does.
     where = "cpu" if device.type == "meta" else device
     total = comm.all_reduce_(torch.tensor([mine], dtype=torch.float64, device=where)).wait()
     return mine * comm.size / float(total)
 
 
 def _weighted(x: Tensor, weight: Tensor) -> Tensor:
-    """The vector times its weight, and the weight, in fp32 at least."""
+    """Append the weight to the weighted vector, in fp32 at least."""
     exact = torch.promote_types(x.dtype, torch.float32)
-    # A weight of zero becomes one that is too small to matter, so that the total is never zero.
+    # A weight of zero is replaced with a negligible one, so that the total is never zero.
     weight = weight.to(x.device, exact).clamp(min=_SMALLEST_WEIGHT)
     return torch.cat([x * weight, weight.view(1)])
 
 
 def own_shard(comm: Comm, x: Tensor) -> Tensor:
-    """This rank's even part of a vector, as a view; empty on some ranks where there are more ranks than elements."""
+    """Return this rank's part of a vector split evenly, as a view; it may be empty."""
     return x.tensor_split(comm.size)[comm.rank]
 
 
 def reduce_scatter(comm: Comm, x: Tensor) -> Work[Tensor]:
-    """This rank's part of the mean over ranks, a new vector: the first half of an all-reduce.
+    """Compute this rank's part of the mean over ranks, in a new vector: the first half of an all-reduce.
 
     Args:
         comm: the ranks.
@@ -100,7 +100,7 @@ def reduce_scatter(comm: Comm, x: Tensor) -> Work[Tensor]:
 
 
 def all_gather_(comm: Comm, part: Tensor, x: Tensor) -> Tensor:
-    """Put every rank's part in its place in `x`, on all ranks: the second half of an all-reduce."""
+    """Gather every rank's part into `x` on all ranks: the second half of an all-reduce."""
     parts = list(x.tensor_split(comm.size))
     received = comm.all_to_all([part] * comm.size, [each.numel() for each in parts]).wait()
     copy_each_(parts, received)

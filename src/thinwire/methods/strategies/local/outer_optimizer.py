@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An outer optimizer for the average of the parameters, with its state in the strategy's state."""
+"""An outer optimizer for averages of parameters, whose state is part of the strategy's state."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _TORCH = "torch.optim"
 
 @registered
 class OuterOptimizer:
-    r"""The outer optimizer of `DiLoCo`: one step of an optimizer per round, on the workers' average.
+    r"""The outer optimizer of `DiLoCo`, which takes one step per round on the workers' average.
 
-    A round is the local steps between two averages of the parameters. With $x_0$ the parameters at the start of a round
-    and $\bar x$ the average at its end, the optimizer steps from $x_0$ with $x_0 - \bar x$ as gradient. This gradient
-    is not divided by the workers' learning rate; in slow momentum it is.
+    With $x_0$ the parameters at the start of a round and $\bar x$ the average at its end, the optimizer steps from
+    $x_0$ with $x_0 - \bar x$ as gradient. This gradient is not divided by the workers' learning rate, unlike in
+    `SlowMo`.
 
-    A recipe names the optimizer, and only literals are its arguments. The named object of a module is called only if
-    it is an optimizer, or a function that is annotated to return one.
+    Recipes name the optimizer, and its arguments are literals. An object of another module is called only if it is an
+    optimizer class, or a function that is annotated to return an optimizer.
 
     Args:
         optimizer: a class in `torch.optim`, such as "SGD" or "AdamW"; or "module:Name", an `Optimizer` class or a
@@ -41,7 +41,7 @@ class OuterOptimizer:
             None, and tuples of these.
 
     Raises:
-        ConfigError: there is no such optimizer, it does not work with these arguments, or one of them is no literal.
+        ConfigError: no such optimizer exists, it does not accept these arguments, or one of them is not a literal.
 
     Example:
         >>> import torch
@@ -65,7 +65,7 @@ class OuterOptimizer:
         for name, value in (
             ("optimizer", optimizer),
             ("lr", lr),
-            # By name, so that the order in which they are given makes no other recipe.
+            # Sorted, so that recipes do not depend on the order of arguments.
             ("arguments", tuple(sorted(arguments.items()))),
         ):
             object.__setattr__(self, name, value)
@@ -76,7 +76,6 @@ class OuterOptimizer:
         return f"OuterOptimizer(optimizer={self.optimizer!r}, lr={self.lr!r}{arguments})"
 
     def __post_init__(self) -> None:
-        """Check the types and the values, and that the optimizer works, by two steps on zeros."""
         object.__setattr__(self, "optimizer", self.optimizer.removeprefix(f"{_TORCH}:"))
         if not re.fullmatch(r"(\w+(\.\w+)*:)?\w+", self.optimizer):
             raise ConfigError(f"outer optimizer={self.optimizer!r}: must be a name in torch.optim, or 'module:Name'")
@@ -95,19 +94,19 @@ class OuterOptimizer:
 
     @property
     def module(self) -> str | None:
-        """The module that the optimizer's name has; None for one of torch."""
+        """The module in the optimizer's name; None for torch's own optimizers."""
         return self.optimizer.rpartition(":")[0] or None
 
     @property
     def momentum(self) -> float | None:
-        """That of SGD, in [0, 1); None of other optimizers, and with dampening."""
+        """The momentum of SGD, in [0, 1); None for other optimizers, and with dampening."""
         arguments = dict(self.arguments)
         momentum = arguments.get("momentum", 0.0)
         plain = self.optimizer == "SGD" and not arguments.get("dampening") and 0 <= momentum < 1
         return momentum if plain else None
 
     def is_elementwise(self) -> bool:
-        """Whether two steps on a vector are those on each of its parts; not so where norms are used, as in LAMB."""
+        """Return True if steps on parts of a vector equal those on the whole; False with norms, as in LAMB."""
 
         def moved(x: Tensor) -> Tensor:
             x, state = x.clone(), dict[str, Tensor]()
@@ -119,12 +118,12 @@ class OuterOptimizer:
         return torch.allclose(moved(x), torch.cat([moved(part) for part in x.split(3)]), rtol=1e-9, atol=1e-12)
 
     def step_(self, x: Tensor, gradient: Tensor, state: MutableMapping[str, Tensor]) -> None:
-        """Move `x` by one step; the optimizer's state is read from and written to `state`, with the prefix "outer.".
+        """Take one step on `x`, in place, with the optimizer's state in `state` under the prefix "outer.".
 
         Raises:
-            ConfigError: there is no such optimizer, or it does not work with these arguments.
+            ConfigError: no such optimizer exists, or it does not accept these arguments.
         """
-        # Constructed at every step, because a frozen recipe cannot hold an optimizer; only its state is kept.
+        # A frozen recipe cannot hold an optimizer, so it is created for each step; only its state is kept.
         parameter, make = nn.Parameter(x), _found(self.optimizer)
         try:
             optimizer = make([parameter], lr=self.lr, **dict(self.arguments))
@@ -134,13 +133,13 @@ class OuterOptimizer:
             raise self._refusal(f"returned a {type(optimizer).__name__}, not an Optimizer")
         saved = {name.removeprefix(_PREFIX): each for name, each in state.items() if name.startswith(_PREFIX)}
         if saved:
-            # Vectors lie with the parameters; torch keeps numbers such as step counters on the CPU.
+            # Vectors are on the device of the parameters; torch keeps step counters on the CPU.
             optimizer.state[parameter] = {
                 name: each.to(x.device if each.shape == x.shape else "cpu") for name, each in saved.items()
             }
         parameter.grad = gradient
         try:
-            # Where torch makes counters on the default device, which may be another than when there was none.
+            # Otherwise torch would create step counters on the default device.
             with torch.device("cpu"):
                 optimizer.step()
         except (TypeError, RuntimeError) as error:
@@ -154,12 +153,12 @@ class OuterOptimizer:
 
     def _refusal(self, reason: str) -> ConfigError:
         return ConfigError(
-            f"{self}: {reason}; use another optimizer or other arguments, such as OuterOptimizer('SGD', lr=0.7)"
+            f"{self}: {reason}. Use another optimizer or other arguments, such as OuterOptimizer('SGD', lr=0.7)"
         )
 
 
 def _is_literal(value: object) -> bool:
-    """Whether a recipe can hold a value, which must also be hashable."""
+    """Return True if a value is hashable, and a recipe can contain it."""
     try:
         hash(value)
         return ast.literal_eval(parsed(repr(value))) == value
@@ -168,10 +167,10 @@ def _is_literal(value: object) -> bool:
 
 
 def _found(name: str) -> Callable[..., object]:
-    """The optimizer class, or the function that makes one.
+    """Return the named optimizer class, or the function that creates one.
 
     Raises:
-        ConfigError: there is none of that name, or it is something else.
+        ConfigError: the name does not exist, or is something else.
     """
     module_name, _, name = name.rpartition(":")
     where = f"outer optimizer={f'{module_name}:{name}' if module_name else name!r}"
@@ -184,7 +183,7 @@ def _found(name: str) -> Callable[..., object]:
         return found
     if found is not None:
         raise ConfigError(
-            f"{where}: is {found!r}, neither a subclass of Optimizer nor a function that is annotated to return one"
+            f"{where}: is {found!r}. It must be a subclass of Optimizer, or a function annotated to return an Optimizer"
         )
     known = [word for word in dir(module) if _makes_optimizers(getattr(module, word, None))]
     lowered = {word.lower(): word for word in known}
@@ -194,7 +193,7 @@ def _found(name: str) -> Callable[..., object]:
 
 
 def _makes_optimizers(found: Any) -> bool:
-    """Whether it is an optimizer class or a function annotated to return one; anything else must not be called."""
+    """Return True for an optimizer class, or a function annotated to return an optimizer."""
     if isfunction(found):
         try:
             found = get_type_hints(found).get("return")

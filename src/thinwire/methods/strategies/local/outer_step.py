@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of a base strategy, each followed by a step on the workers' average: what SlowMo and DiLoCo have in common."""
+"""The common part of SlowMo and DiLoCo: rounds of a base strategy, each followed by a step on the average."""
 
 from __future__ import annotations
 
@@ -28,32 +28,32 @@ from thinwire.methods.topology.base import doubly_stochastic
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the state of outer steps lies.
+    """The location of the state of outer steps.
 
     Attributes:
-        sharded: every worker keeps an even part of it, and takes the outer step on that part; else all of it.
-        on_host: in the host's memory; else with the parameters.
+        sharded: every worker keeps an even part of it, and takes the outer step on that part.
+        on_host: it is in the host's memory instead of on the device of the parameters.
     """
 
     sharded: bool = False
     on_host: bool = False
 
     def part_of(self, comm: Comm, x: Tensor) -> Tensor:
-        """The part of a vector like the parameters that this worker keeps state for, as a view."""
+        """Return the part of a vector for which this worker has state, as a view."""
         return own_shard(comm, x) if self.sharded else x
 
     def device_for(self, x: Tensor) -> torch.device:
-        """The device of the state for parameters `x`."""
+        """Return the device of the state for parameters `x`."""
         return device_for(x, "cpu" if self.on_host else None)
 
     def lr_of(self, r: Replica) -> Tensor | float:
-        """The learning rate for the parameters that this worker keeps state for; a vector if groups differ in it."""
+        """Return the learning rate for this worker's part; a vector if parameter groups differ."""
         lr = r.lr
         return self.part_of(r.comm, lr).to(self.device_for(r.x)) if isinstance(lr, Tensor) else lr
 
 
 WHOLE = Placement()
-"""All of the state on every worker, with the parameters."""
+"""Every worker has the whole state, on the device of the parameters."""
 
 
 def factor_of_rounds(base: Strategy, codec: Codec | None) -> float | None:
@@ -70,27 +70,27 @@ def scaled_by(base: Strategy, codec: Codec | None, lr: float, momentum: float) -
 
 
 def _is_plain(base: Strategy) -> bool:
-    """Whether an outer step starts from the mean of the base's parameters, with nothing to add to them."""
+    """Return True if the base's average is the plain mean of the parameters."""
     if isinstance(base, Wrapper) or base.traits.equal_replicas or base.traits.timing_dependent:
         return False
-    # Without a `restart` of its own nothing refers to the parameters, whatever model is evaluated.
+    # Without an own `restart` the state does not refer to the parameters.
     return type(base).average is Strategy.average or type(base).restart is Strategy.restart
 
 
 def estimates(base: Strategy, size: int) -> bool:
-    """Whether each of `size` workers' own parameters are its estimate of the average."""
+    """Return True if each of `size` workers' own parameters are its estimate of the average."""
     traits = base.traits
     if traits.equal_replicas or not traits.rounds.estimates or traits.topology is None:
         return traits.equal_replicas or traits.rounds.estimates
-    # On other graphs the sum over workers is kept by weights, which parameters alone do not show.
+    # On other graphs the average also depends on weights.
     return size == 1 or doubly_stochastic(traits.topology, size)
 
 
 class OuterStep(Wrapper):
-    """Rounds of a base; after each, `step_` moves the point where it started, and all continue from there.
+    """Rounds of a base strategy; at the end of each, `step_` moves its start, and all continue from there.
 
-    Its state is `anchor`, the start of the round in fp32 at least, and what `step_` keeps. The hooks take the placement
-    of this state, which `Placed` wrappers choose.
+    The state is `anchor`, the start of the round in fp32 at least, and that of `step_`. The hooks take the placement of
+    this state, which `Placed` wrappers choose.
 
     Attributes:
         base: the strategy between the averages.
@@ -104,7 +104,9 @@ class OuterStep(Wrapper):
     codec: Codec | None
     exact: bool = True
 
-    waits = "every `period` steps all wait for the slowest and for the all-reduce of the parameters; else as its base"
+    waits = (
+        "every `period` steps all wait for the slowest and for the all-reduce of the parameters; otherwise as its base"
+    )
 
     @cached_property
     def traits(self) -> Traits:
@@ -114,14 +116,13 @@ class OuterStep(Wrapper):
         return replace(found, period=self.period, rounds=rounds)
 
     def __post_init__(self) -> None:
-        """Check the period, the base, and whether a codec can be used."""
         check_period(self.period)
         if isinstance(self.base, OuterStep | Placed):
-            raise ConfigError(f"base={self.base}: one outer step at a time; use its base, {self.base.base}")
+            raise ConfigError(f"base={self.base}: outer steps cannot be nested. Use its base, {self.base.base}")
         if self.codec is not None and not (self.exact and _is_plain(self.base)):
             raise ConfigError(
-                f"codec={self.codec} with base={self.base}, exact={self.exact}: a codec compresses what a plain mean "
-                "of the parameters is taken of; use base=Local(), exact=True"
+                f"codec={self.codec} with base={self.base}, exact={self.exact}: a codec needs a plain mean of the "
+                "parameters. Use base=Local(), exact=True"
             )
 
     @abstractmethod
@@ -129,8 +130,8 @@ class OuterStep(Wrapper):
         """Move `state["anchor"]`, in place.
 
         Args:
-            state: this strategy's, by name.
-            start: where the round started: the anchor, rounded to the parameters' dtype.
+            state: this strategy's state.
+            start: the start of the round: the anchor, rounded to the parameters' dtype.
             average: the workers' average at its end, on the anchor's device.
         """
 
@@ -140,26 +141,26 @@ class OuterStep(Wrapper):
         super().check(size, optimizer)
         if not self.exact and not estimates(self.base, size):
             raise ConfigError(
-                f"exact=False with base={self.base} and {size} workers: a worker's own parameters are not its estimate "
-                "of the average there, as a part of it is in flight, or the base refers to a point that all workers "
-                "have in common; use exact=True"
+                f"exact=False with base={self.base} and {size} workers: a worker's own parameters do not estimate the "
+                "average, because a part of it is in flight, or the base refers to a point that all workers share. "
+                "Use exact=True"
             )
 
     def check_sharded(self) -> None:
-        """Refuse outer steps that cannot be taken on a part of the vector.
+        """Check that outer steps can be taken on a part of the vector.
 
         Raises:
-            ConfigError: with the value, the rule and the fix.
+            ConfigError: they cannot.
         """
         if self.codec is not None:
-            raise ConfigError(f"Sharded({self}): differences from the anchor need all of it; use codec=None")
+            raise ConfigError(f"Sharded({self}): a codec needs the whole anchor on every worker. Use codec=None")
         if not self.exact:
-            raise ConfigError(f"Sharded({self}): without an average there is nothing to shard; use exact=True")
+            raise ConfigError(f"Sharded({self}): without averages all workers need their own state. Use exact=True")
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:
-        """Start the base, and the first round at the initial parameters."""
+        """Start the base and the first round."""
         self.base.start(self.inner(r))
-        # Outer steps start at the anchor, which must be equal on all ranks: workers that start apart would stay so.
+        # Outer steps start at the anchor, which must be equal on all ranks even if their initial parameters differ.
         start = r.x if self.codec is None else common_start(r)
         if self.codec is None and self.exact and not r.equal_start:
             start = mean_(r.comm, r.x.clone()).wait()
@@ -168,10 +169,10 @@ class OuterStep(Wrapper):
         self.begin_round(r)
 
     def begin_round(self, r: Replica) -> None:
-        """Runs when a round begins at the anchor."""
+        """Run when a round begins at the anchor."""
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
-        """The base's hook; then, when the period is over, the outer step, from which the next round starts."""
+        """Run the base's hook; at the end of a period, take the outer step and start the next round."""
         self.base.after_step(self.inner(r))
         if r.step % self.period or r.postponed:
             return
@@ -189,20 +190,20 @@ class OuterStep(Wrapper):
         self.begin_round(r)
 
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base; and start the round at the parameters."""
+        """Restart the base, and the round at the parameters."""
         self.base.restart(self.inner(r))
         r.state["anchor"].copy_(where.part_of(r.comm, r.x))
         self.begin_round(r)
 
     def _average(self, r: Replica, where: Placement) -> Tensor:
-        """The workers' average, or this worker's part of it, on the device of the anchor."""
+        """Return the workers' average, or this worker's part of it, on the device of the anchor."""
         anchor = r.state["anchor"]
-        # Messages in flight may still read the parameters, which the outer step is about to change.
+        # Messages in flight may still read the parameters, which the outer step changes.
         r.wait_pending()
         if self.codec is not None:
             return anchor + compressed_delta(r, anchor, self.codec).to(anchor.device)
         if where.sharded and _is_plain(self.base):
-            # A plain mean needs only the first half of an all-reduce here; the second follows after the outer step.
+            # The first half of an all-reduce; the second half follows after the outer step.
             return reduce_scatter(r.comm, r.x).wait().to(anchor)
         average = self.base.average(self.inner(r), "outer") if self.exact else r.x
         return where.part_of(r.comm, average).to(anchor)
@@ -220,13 +221,12 @@ class Placed(Wrapper):
     waits = "as its base"
 
     def __post_init__(self) -> None:
-        """Check that the base takes outer steps."""
         if not isinstance(self.base, OuterStep | Placed):
-            raise ConfigError(f"base={self.base}: keeps no state of outer steps; use SlowMo() or DiLoCo()")
+            raise ConfigError(f"base={self.base}: has no outer steps. Use SlowMo() or DiLoCo()")
 
     @abstractmethod
     def placed(self, where: Placement) -> Placement:
-        """A placement, changed as this wrapper does."""
+        """Return the placement as this wrapper changes it."""
 
     @property
     def outer(self) -> OuterStep | Placed:
@@ -235,17 +235,17 @@ class Placed(Wrapper):
         return self.base
 
     def check_sharded(self) -> None:
-        """As the base."""
+        """Run the base's check."""
         self.outer.check_sharded()
 
     def start(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base, with its state in its place."""
+        """Start the base, with its state in this wrapper's placement."""
         self.outer.start(self.inner(r), self.placed(where))
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base, with its state in its place."""
+        """Run the base's hook, with its state in this wrapper's placement."""
         self.outer.after_step(self.inner(r), self.placed(where))
 
     def restart(self, r: Replica, where: Placement = WHOLE) -> None:
-        """As the base, with its state in its place."""
+        """Restart the base, with its state in this wrapper's placement."""
         self.outer.restart(self.inner(r), self.placed(where))

@@ -2,7 +2,6 @@
 """Average parameters while the next round computes, and pull the workers towards a common anchor."""
 
 from functools import cached_property
-from math import inf
 
 import torch
 from torch import Tensor
@@ -10,6 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.work import completed
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.strategies.base import Strategy
@@ -33,27 +33,26 @@ class OverlapLocalSGD(Strategy):
     $$v \leftarrow \beta v + (\bar x - z), \qquad z \leftarrow z + \eta v, \qquad
       x_i \leftarrow (1-\alpha) x_i + \alpha z ,$$
 
-    and at the end of the period the all-reduce of the new $x_i$ is launched. The last of the three is the pull. The
-    first $\bar x$ is the initial parameters. The mean is used at exactly that step, even if it arrived earlier, so
-    results do not depend on timing. As long as gradients are zero, this combination of the mean, the anchor and its
-    momentum does not change:
+    and at the end of the period the all-reduce of the new $x_i$ is launched. The last update is the pull. The first
+    $\bar x$ is the initial parameters. The mean is always used at that step, even if it arrives earlier, so results do
+    not depend on timing. While gradients are zero, this combination of mean, anchor and momentum is constant:
 
     $$y = a \bar x + (1-a) z + a \alpha \beta v, \qquad a = \frac{\eta}{\alpha(1-\beta) + \eta(1-\alpha)} .$$
 
     Local steps between a launch and the next pull enter $y$ with a factor of only $1-\alpha$. With a period $\tau$ and
-    a delay $d$, training is as fast as with $a (1 - \alpha d/\tau)$ times the learning rate (`progress`). Use
-    `compensate`, or a larger learning rate, to make up for that.
+    a delay $d$, the effective learning rate is $a (1 - \alpha d/\tau)$ times the optimizer's (`progress`). Use
+    `compensate` or a larger learning rate to correct for it.
 
     With an unbiased `codec` $C$ the mean is $\bar x = z + \tfrac1n \sum_j C(x_j - z)$. With `ErrorFeedback` workers
-    send how far they have come since their last message: with $x_i'$ the parameters then,
-    $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. The codec's residual makes the mean older, and
-    `progress` smaller.
+    send their changes since the last message, and with $x_j'$ the parameters at that time the mean is
+    $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. The residual makes the mean older, and `progress`
+    smaller.
 
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, with at most one message in
-    flight; of a codec whose mean takes two stages the second starts in the middle of the delay. State: `anchor` ($z$),
-    `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each the size of the
-    parameters; with a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also
-    `mean` ($\bar x$), like the anchor. Its part of $x_i'$ is in the residual `error`, or in `sent`.
+    flight. If the codec's mean takes two stages, the second starts in the middle of the delay. State: `anchor` ($z$),
+    `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each like the parameters. With
+    a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also `mean`
+    ($\bar x$), like the anchor, and `sent` ($x_i'$) unless it is part of the residual `error`.
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
     ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
@@ -73,7 +72,7 @@ class OverlapLocalSGD(Strategy):
         codec: compresses the differences; None sends them uncompressed.
 
     Example:
-        How fast training is, as a multiple of the learning rate:
+        The effective learning rate, as a multiple of the optimizer's:
 
         >>> import thinwire
         >>> round(thinwire.OverlapLocalSGD().progress, 2)
@@ -93,7 +92,7 @@ class OverlapLocalSGD(Strategy):
 
     paper = "Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539"
     waits = "`delay` steps after each all-reduce was launched, all workers wait until it has ended"
-    limits = "uses averages that are `delay` steps old, so each step is partly undone: raise the learning rate"
+    limits = "averages are `delay` steps old, so each step is partly undone: raise the learning rate"
 
     @cached_property
     def traits(self) -> Traits:
@@ -106,24 +105,18 @@ class OverlapLocalSGD(Strategy):
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges."""
-        if self.period < 1:
-            raise ConfigError(f"period={self.period}: must be at least 1 step; 8 is usual")
-        if not 0 <= self.pull < 1:
-            raise ConfigError(
-                f"pull={self.pull}: must lie in [0, 1), because at 1 every step is undone and training is frozen; "
-                "0.6 is usual"
-            )
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.7 is usual")
-        if not 0 < self.lr < inf:
-            raise ConfigError(f"lr={self.lr}: the anchor's step must be positive and finite; 1 is usual")
-        if self.delay is not None and not 1 <= self.delay <= self.period:
-            raise ConfigError(f"delay={self.delay}: must lie between 1 and period={self.period}; None is the period")
+        check_ranges(
+            self,
+            period=("1..", "8 is usual"),
+            pull=("[0, 1)", "At 1 every step would be undone. 0.6 is usual"),
+            momentum=("[0, 1)", "0.7 is usual"),
+            lr=("(0, inf)", "1 is usual"),
+            delay=(f"1..{self.period}", "None is the period"),
+        )
         if self.compensate and self._delay < self.period:
             raise ConfigError(
-                f"compensate=True with delay={self.delay}: needs a delay of the whole period; use delay=None, or "
-                "raise the optimizer's lr instead"
+                f"compensate=True with delay={self.delay}: needs a delay of the whole period. Use delay=None, or raise "
+                "the optimizer's lr instead"
             )
 
     @property
@@ -145,7 +138,7 @@ class OverlapLocalSGD(Strategy):
         # The first mean is also the first anchor, which must be equal on all workers.
         r.state["anchor"] = common_point(r, self.codec)
         r.state["velocity"] = torch.zeros_like(r.state["anchor"])
-        # The initial parameters as a mean that has arrived: the first round is like every other one.
+        # The initial parameters count as a mean that has arrived, so the first round is like every other one.
         r.launch("mean", completed([r.state["anchor"].clone()]))
         if self.compensate:
             r.state["start"] = r.x.clone()
@@ -182,8 +175,8 @@ class OverlapLocalSGD(Strategy):
 
     def restart(self, r: Replica) -> None:
         """Restart at the parameters, which become the anchor and the received mean, as in the first round."""
-        # The mean in flight is of the parameters as they were, towards which it would pull the workers back. The
-        # velocity is a distance between the anchor and means, not a gradient, and belongs to the old anchor too.
+        # The mean in flight would pull the workers back to their old parameters. The velocity is a sum of distances to
+        # the old anchor, so it is dropped too.
         r.collect("mean")
         for name in ("anchor", "start") if self.compensate else ("anchor",):
             r.state[name].copy_(r.x)

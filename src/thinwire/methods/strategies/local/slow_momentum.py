@@ -4,7 +4,6 @@
 from collections.abc import MutableMapping
 from dataclasses import replace
 from functools import cached_property
-from math import inf
 from typing import Literal
 
 import torch
@@ -13,7 +12,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.moments import fresh_optimizer, moment_names
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import Codec
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.local.local_sgd import Local
@@ -30,21 +29,21 @@ class SlowMo(OuterStep):
 
     $$u \leftarrow \beta u + \tfrac{1}{\gamma}(x_0 - \bar x), \qquad x_0 \leftarrow x_0 - \alpha \gamma u .$$
 
-    While gradients stay alike a round moves $x_0$ by $\alpha/(1-\beta)$ times what its steps did: the paper's effective
-    learning rate is $\alpha\gamma/(1-\beta)$.
+    While gradients are similar, the effective learning rate is $\alpha\gamma/(1-\beta)$.
     `momentum=0` is the base with exact averages; `period=1` under SGD is AllReduce with heavy-ball momentum.
-    Traffic: the base's, and per period its exact average: one all-reduce of what it sends. State: `anchor` ($x_0$) and
-    `slow` ($u$), like the parameters, and of the round `lr_sum`, like the learning rate, and its steps `num_steps`.
+    Traffic: the base's, and one exact average per period. State: `anchor` ($x_0$) and `slow` ($u$), like the
+    parameters; for the round `lr_sum`, like the learning rate, and the number of steps, `num_steps`.
 
     Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643, Algorithm 1.
 
     Args:
-        base: the strategy between averages; with `Local()` workers send nothing there.
+        base: the strategy between averages; with `Local()` workers send nothing between them.
         period: $\tau$, steps between averages; more sends less.
         momentum: $\beta$, in [0, 1); 0.2 to 0.8 is usual; it can be larger with more workers.
         lr: $\alpha$, the slow learning rate; 1 is usual.
-        buffers: whether a slow step keeps the optimizer's own state, clears it, or averages its moments over workers.
-        exact: False takes each worker's own parameters as the average, and sends nothing at a slow step.
+        buffers: what a slow step does with the optimizer's state: "maintain" keeps it, "reset" clears it, "average"
+            averages its moments over workers.
+        exact: False uses each worker's own parameters as the average, and sends nothing at a slow step.
         codec: compresses the differences from $x_0$ that are averaged; None sends them uncompressed.
 
     Example:
@@ -71,8 +70,8 @@ class SlowMo(OuterStep):
 
     paper = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643"
     limits = (
-        "too much momentum, or too long a period, overshoots: the effective learning rate is the optimizer's times "
-        "lr / (1 - momentum), so lower one of them"
+        "with too much momentum or too long a period training overshoots: the effective learning rate is the "
+        "optimizer's times lr / (1 - momentum), so lower one of them"
     )
 
     @cached_property
@@ -88,15 +87,15 @@ class SlowMo(OuterStep):
         )
 
     def __post_init__(self) -> None:
-        """Check the ranges."""
         super().__post_init__()
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1); 0.2 to 0.8 is usual")
-        if not 0 < self.lr < inf:
-            raise ConfigError(f"lr={self.lr}: the slow learning rate must be positive and finite; 1 is usual")
+        check_ranges(
+            self,
+            momentum=("[0, 1)", "0.2 to 0.8 is usual"),
+            lr=("(0, inf)", "1 is usual"),
+        )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse an optimizer whose state cannot be reset or averaged, where `buffers` asks for it."""
+        """Run the base's check, and check that the optimizer's state can be reset or averaged if `buffers` needs it."""
         super().check(size, optimizer)
         if optimizer is not None and self.buffers != "maintain":
             (fresh_optimizer if self.buffers == "reset" else moment_names)(optimizer)
@@ -107,12 +106,12 @@ class SlowMo(OuterStep):
         r.state["slow"] = torch.zeros_like(r.state["anchor"])
 
     def begin_round(self, r: Replica) -> None:
-        """Sum the learning rates of the round; a round that was begun by `restart` has fewer steps than others."""
+        """Reset the sum of learning rates and the number of steps, which may differ after `restart`."""
         r.state["lr_sum"] = r.state["anchor"].new_zeros((), dtype=torch.float64)
         r.state["num_steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def after_step(self, r: Replica, where: Placement = WHOLE) -> None:
-        """The base's hook; then, when the period is over, the slow step, from which the next round starts."""
+        """Run the base's hook; at the end of a period, take the slow step and start the next round."""
         r.state["lr_sum"] = r.state["lr_sum"] + where.lr_of(r)
         r.state["num_steps"] += 1
         super().after_step(r, where)
@@ -120,7 +119,7 @@ class SlowMo(OuterStep):
             r.moments.forget() if self.buffers == "reset" else r.moments.average_(r.comm)
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
-        """One step of slow momentum."""
+        """Take one step of slow momentum."""
         anchor, lr = state["anchor"], (state["lr_sum"] / int(state["num_steps"])).to(state["anchor"].dtype)
         if self.momentum == 0 and self.lr == 1:  # anchor - (anchor - average) would be rounded
             anchor.copy_(average)

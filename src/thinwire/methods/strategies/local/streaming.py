@@ -20,19 +20,19 @@ from thinwire.registry import registered
 
 @registered
 class Streaming(Wrapper):
-    r"""Cut the parameters into fragments; each follows the base's schedule by itself, at steps of its own.
+    r"""Cut the parameters into fragments, each of which follows the base's schedule at its own steps.
 
     With $F$ fragments and the base's period $\tau$, fragment $f$ is $\lfloor f\tau/F \rfloor$ steps ahead of the first.
-    Workers send as many bytes as without, but in messages of one $F$-th of the size, $\tau/F$ steps apart: the peak
-    falls $F$-fold, and each message is hidden behind fewer steps.
+    Workers send the same bytes in $F$ times as many messages, $\tau/F$ steps apart, so the peak traffic is $F$ times
+    lower.
 
-    `DiLoCo` has fragments of its own, which are Streaming DiLoCo's; this is the same for other methods.
+    Use it for strategies other than `DiLoCo`, which has its own fragments.
 
     Douillard et al., Streaming DiLoCo with Overlapping Communication, 2025, arXiv:2501.18512 (where fragments
     are whole layers; here they are even parts of the vector).
 
     Args:
-        base: the strategy of each fragment; has a period.
+        base: the strategy of each fragment; it must have a period.
         fragments: $F$, at most the base's period; more makes messages smaller and more frequent.
 
     Example:
@@ -67,72 +67,71 @@ class Streaming(Wrapper):
     def traits(self) -> Traits:
         """See `Traits`."""
         found = super().traits
-        # Fragments are averaged at steps of their own, and each has a weight of its own.
+        # Each fragment is averaged at its own steps, with its own weight.
         rounds = replace(found.rounds, ends=(), local=False, weight="", fragments=self.fragments)
         return replace(found, rounds=rounds)
 
     def __post_init__(self) -> None:
-        """Check the types, and that the base works on fragments."""
         period = self.base.traits.period
         if period is None:
-            raise ConfigError(f"base={self.base}: has no period for fragments to share; use OverlapLocalSGD or SlowMo")
+            raise ConfigError(f"base={self.base}: has no period for fragments to share. Use OverlapLocalSGD or SlowMo")
         if any(hasattr(each, "fragments") and not isinstance(each, Streaming) for each in nested(self.base)):
             raise ConfigError(
-                f"base={self.base}: has fragments of its own; use it without Streaming, with fragments={self.fragments}"
+                f"base={self.base}: has its own fragments. Use it without Streaming, with fragments={self.fragments}"
             )
         if not 1 <= self.fragments <= period:
             raise ConfigError(f"fragments={self.fragments}: must lie between 1 and the base's period={period}")
         if self.base.traits.sends_gradients:
-            raise ConfigError(f"base={self.base}: sends gradients at every step; use a base that averages parameters")
+            raise ConfigError(f"base={self.base}: sends gradients at every step. Use a base that averages parameters")
         if self.base.traits.timing_dependent:
             raise ConfigError(
-                f"base={self.base}: sends messages on no common schedule, which fragments cannot share; use it without "
-                "Streaming, or a base that averages parameters, such as SlowMo()"
+                f"base={self.base}: its messages have no common schedule, as fragments need. Use it without Streaming, "
+                "or a base that averages parameters, such as SlowMo()"
             )
         if self.base.traits.steady_from:
             raise ConfigError(
-                f"base={self.base}: fragments that are steps ahead would leave out a part of the warm-up; use "
+                f"base={self.base}: fragments start at different steps and would skip parts of the warm-up. Use "
                 "warmup_steps=0"
             )
         if self.base.traits.rounds.optimizer_state != "maintain":
-            raise ConfigError(f"base={self.base}: the optimizer's state is not cut; use buffers='maintain'")
+            raise ConfigError(f"base={self.base}: the optimizer's state has no fragments. Use buffers='maintain'")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse one that needs the whole vector at once."""
+        """Run the base's check, and check that it does not need the whole vector."""
         super().check(size, optimizer)
         check_blocks(self.base, f"in {self.fragments} fragments")
 
     def start(self, r: Replica) -> None:
-        """As the base, for each fragment."""
+        """Start the base for each fragment."""
         for fragment in self._fragments(r):
             self.base.start(fragment)
 
     def before_step(self, r: Replica) -> None:
-        """As the base, for each fragment."""
+        """Run the base's hook for each fragment."""
         for fragment in self._fragments(r):
             self.base.before_step(fragment)
 
     def after_step(self, r: Replica) -> None:
-        """As the base, for each fragment."""
+        """Run the base's hook for each fragment."""
         for fragment in self._fragments(r):
             self.base.after_step(fragment)
 
     def restart(self, r: Replica) -> None:
-        """As the base, for each fragment."""
+        """Restart the base for each fragment."""
         for fragment in self._fragments(r):
             self.base.restart(fragment)
 
     def regroup(self, r: Replica, before: int) -> None:
-        """As the base, for each fragment."""
+        """Run the base's hook for each fragment."""
         for fragment in self._fragments(r):
             self.base.regroup(fragment, before)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """As the base, for each fragment."""
+        """Return the base's averages of all fragments."""
         return torch.cat([self.base.average(fragment, at) for fragment in self._fragments(r)])
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
-        """As the base, for each fragment."""
+        """Redistribute each fragment's state with the base's hook."""
         new: list[dict[str, Tensor]] = [{} for _ in range(size)]
         for f in range(self.fragments):
             prefix = f"fragment-{f}/"

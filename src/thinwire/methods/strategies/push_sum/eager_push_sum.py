@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Send shares of the parameters along a directed graph, and add the others' as soon as they arrive."""
+"""Send shares of the parameters along a directed graph, and add received shares as soon as they arrive."""
 
 from collections.abc import Iterator
 from functools import cached_property
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.point_to_point import open_mailbox
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.push_sum.mass import debias_, mass_of, mix_mass_, numerator, weight
@@ -31,25 +31,25 @@ class EagerPushSum(Strategy):
       (x_i, w_i) \leftarrow P^k_{ii} (x_i, w_i) + \sum_{(j, s)} P^s_{ij} (x_j^s, w_j^s), \qquad
       z_i \leftarrow x_i / w_i ,$$
 
-    where the sum is over all messages that have arrived since the last step. Before step $k$ ends, the worker waits for
-    every message that was sent at a step $s \le k - \tau$, and for no other. A slow worker therefore delays its
-    receivers only once it is more than $\tau$ of their steps behind. Messages are unscaled; the receiver knows the
-    sender's shares. Sums over workers of $x$ and of $w$, messages in flight included, change by updates alone.
+    where the sum is over all messages that have arrived since the last step. Before step $k$ ends, the worker waits
+    only for messages that were sent at steps $s \le k - \tau$. A slow worker therefore delays its receivers only when
+    it is more than $\tau$ of their steps behind. Messages are unscaled; the receiver knows the sender's shares. The
+    sums over workers of $x$ and of $w$, messages in flight included, change by updates only.
 
-    `staleness=0` is `PushSum` with its weights. Otherwise results depend on timing, which the weights correct for, and
-    a resumed run keeps all mass but not all bits; `PushSum(staleness=...)` is the same method on a schedule.
+    `staleness=0` is `PushSum` with weights. Otherwise results depend on timing, and a resumed run keeps all mass, but
+    does not give the same bits; `PushSum(staleness=...)` is the same method on a fixed schedule.
     Traffic: one vector and 8 bytes per neighbor and step. State: `mass`, the vector of $x$ and $w$ together, and
     `debiased`, $z$ before the step; messages in flight, at most $\tau + 2$ from each neighbor.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithm 2.
 
     Args:
-        topology: any graph, directed and time-varying ones too, that connects all workers over its period.
+        topology: any graph that connects all workers over its period; it may be directed, and may change.
         staleness: $\tau$, steps that a message may be late before its receiver waits; more tolerates slower workers and
             links, and delays agreement.
 
     Example:
-        Whatever the order of messages, the mean of the workers moves by the mean of their updates:
+        In any order of messages, the mean of the workers changes by the mean of their updates:
 
         >>> import torch
         >>> import thinwire
@@ -71,7 +71,7 @@ class EagerPushSum(Strategy):
     staleness: int = 1
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
-    waits = "each worker waits for neighbours that are more than `staleness` steps behind it"
+    waits = "each worker waits for neighbors that are more than `staleness` steps behind it"
     limits = (
         "results depend on timing; workers hold different parameters between averages of all; end training on all "
         "ranks together"
@@ -83,12 +83,10 @@ class EagerPushSum(Strategy):
         return Traits(topology=self.topology, timing_dependent=True, on_resize="start")
 
     def __post_init__(self) -> None:
-        """Check the types and the staleness."""
-        if self.staleness < 0:
-            raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
+        check_ranges(self, staleness=("0..", "1 hides a step's transfer"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse graphs that do not exist, are not connected, or do not conserve mass."""
+        """Check that the graph exists for this number of workers, is connected, and conserves mass."""
         check_edges(self.topology, size)
 
     def start(self, r: Replica) -> None:
@@ -118,8 +116,8 @@ class EagerPushSum(Strategy):
         debias_(r, mass)
 
     def restart(self, r: Replica) -> None:
-        """Every worker has the parameters with the weight one, and nothing is in flight: the sum of weights is kept."""
-        # Waited for, so that a receiver cannot take them for messages of the new round.
+        """Give every worker the parameters with the weight one, and drop messages in flight."""
+        # Awaited, so that a receiver cannot mistake them for messages of the new round.
         for name in list(r.inflight):
             r.collect(name)
         if r.comm.size > 1:
@@ -127,7 +125,7 @@ class EagerPushSum(Strategy):
             r.state["debiased"].copy_(r.x)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """Return the total mass, including messages in flight, divided by the total weight, the number of workers."""
+        """Return the total mass, messages in flight included, divided by the total weight, the number of workers."""
         if r.comm.size == 1:
             return r.x
         mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
@@ -136,7 +134,7 @@ class EagerPushSum(Strategy):
         return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
 
     def _absorb_(self, r: Replica, mass: Tensor, own: float) -> None:
-        """Keep this worker's own share, and add the messages that have arrived or must not be later."""
+        """Keep this worker's own share, and add the messages that have arrived or are due."""
         messages, shares, ages, waits = list[Tensor](), list[float](), [0], 0
         for name, age, share in list(self._in_flight(r)):
             arrived = r.inflight[name].ready
@@ -152,7 +150,7 @@ class EagerPushSum(Strategy):
         r.metrics["message_age_steps"] = float(max(ages))
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, int, float]]:
-        """Messages in flight, oldest first: their name, their age in steps, and the share of them to add."""
+        """Yield the name, the age in steps and the share of each message in flight, oldest first."""
         # Older messages cannot be in flight, because the worker has waited for them.
         for step in range(max(0, r.step - 1 - self.staleness), r.step):
             shares = self._shares(r, step)

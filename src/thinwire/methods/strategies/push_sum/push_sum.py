@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.replica.replica import Replica
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_ranges
 from thinwire.methods.reduce.compressed_all_reduce import mean_, mix_
 from thinwire.methods.reduce.leaving import hand_on
 from thinwire.methods.strategies.base import At, Strategy
@@ -19,7 +19,7 @@ from thinwire.methods.topology.exact_weights import exact_weights
 from thinwire.methods.topology.exponential import OnePeerExponential
 from thinwire.registry import registered
 
-# The weights of all add up to their number, but for fp64's rounding.
+# The weights of all workers sum to their number, up to rounding in fp64.
 _EXACT = 1e-9
 
 
@@ -34,29 +34,28 @@ class PushSum(Strategy):
       x_i \leftarrow P^k_{ii} x_i + \sum_{j \ne i} P^{k-\tau}_{ij} x_j^{k-\tau}, \qquad
       w_i \leftarrow P^k_{ii} w_i + \sum_{j \ne i} P^{k-\tau}_{ij} w_j^{k-\tau}, \qquad z_i \leftarrow x_i / w_i ,$$
 
-    where $x_j^{k-\tau}$ is what $j$ sent in step $k - \tau$ and $d$ is the update of the worker's own optimizer, whose
-    momentum stays local and whose weight decay acts on $z$. The sums over workers of $x$ and of $w$, messages in flight
+    where $j$ sent $x_j^{k-\tau}$ in step $k - \tau$ and $d$ is the update of the worker's own optimizer, whose momentum
+    stays local and whose weight decay acts on $z$. The sums over workers of $x$ and of $w$, messages in flight
     included, change only by the updates.
 
     Without staleness it is SGP: every worker waits for the shares of the current step. If the graph is doubly
     stochastic, $w$ is then always one, and neither sent nor stored. With staleness it is Overlap SGP: the shares of a
-    step are in flight while later steps compute, and are added at the end of exactly the $\tau$-th step after, so that
-    results do not depend on timing. The weights then differ from one on every graph.
-    Traffic: one vector per neighbor and step; where $w$ is sent it is 8 bytes more, and in fp32 at least. State: none,
-    or `mass`, the vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
+    step are in flight while later steps compute, and are added at the end of the $\tau$-th step after, even if they
+    arrive earlier, so results do not depend on timing. The weights then differ from one on every graph.
+    Traffic: one vector per neighbor and step, with $w$ 8 bytes more and in fp32 at least. State: none, or with $w$
+    `mass`, the vector of $x$ and $w$ together, and `debiased`, $z$ before the step.
 
     Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792, Algorithms 1
     and 2 (sending at every step).
 
     Args:
-        topology: any graph, directed and time-varying ones too, that connects all workers over its period.
+        topology: any graph that connects all workers over its period; it may be directed, and may change.
         staleness: $\tau$, steps that a message may be in flight; more hides longer transfers, delays agreement, and
             keeps as many messages in memory.
-        biased: train at $x$ instead of $z$, without any weight. The paper's ablation, here to show what the weight is
-            for; never better.
+        biased: train at $x$ instead of $z$, without weights: the paper's ablation, which shows the effect of weights.
 
     Example:
-        The mean of the workers moves by the mean of their updates, messages in flight included:
+        The mean of the workers, messages in flight included, changes by the mean of their updates:
 
         >>> import torch
         >>> import thinwire
@@ -79,35 +78,33 @@ class PushSum(Strategy):
     biased: bool = False
 
     paper = "Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792"
-    waits = "at every step each worker waits for the messages that its neighbours sent `staleness` steps before"
+    waits = "at every step each worker waits for the messages that its neighbors sent `staleness` steps before"
     limits = "workers hold different parameters between averages of all; evaluate at consensus"
 
     @cached_property
     def traits(self) -> Traits:
         """See `Traits`."""
-        # Where weights do not stay one, `estimates` of outer_step.py sees it by the graph.
+        # Whether weights stay one depends on the graph, which `estimates` of outer_step.py checks.
         rounds = Rounds(estimates=not self.staleness)
         return Traits(topology=self.topology, elementwise=True, rounds=rounds, on_resize="start")
 
     def __post_init__(self) -> None:
-        """Check the types and the staleness."""
         if self.biased:
             object.__setattr__(self, "limits", f"{self.limits}; biased=True is an ablation")
-        if self.staleness < 0:
-            raise ConfigError(f"staleness={self.staleness}: must be at least 0 steps; 1 hides a step's transfer")
+        check_ranges(self, staleness=("0..", "1 hides a step's transfer"))
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """Refuse graphs that do not exist, are not connected, or do not conserve mass."""
+        """Check that the graph exists for this number of workers, is connected, and conserves mass."""
         check_edges(self.topology, size)
 
     def start(self, r: Replica) -> None:
-        """Give every worker the weight one; no state where the weight stays one."""
+        """Give every worker the weight one; without weights no state is needed."""
         if not self._weightless(r.comm.size):
             r.state["mass"] = mass_of(r.x)
             r.state["debiased"] = r.x.clone()
 
     def after_step(self, r: Replica) -> None:
-        """Apply the update to the mass, send shares of it, add the shares that are due, and de-bias."""
+        """Apply the update to the mass, send shares, add the shares that are due, and de-bias."""
         if self._weightless(r.comm.size):
             self._push_(r, r.x)
             return
@@ -118,9 +115,9 @@ class PushSum(Strategy):
         debias_(r, mass)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """The total mass, messages in flight included, over the total weight, which is the number of workers."""
+        """Return the total mass, messages in flight included, divided by the total weight, the number of workers."""
         if self._weightless(r.comm.size):
-            # The biased form knows no mass: it trains at `x`, so it is `x` that is averaged.
+            # The biased form trains at `x`, so the average is that of `x`.
             return Strategy.average(self, r, at)
         mass = r.state["mass"] if at == "outer" else r.state["mass"].clone()
         for name, shares in self._in_flight(r):
@@ -128,8 +125,7 @@ class PushSum(Strategy):
         return mean_(r.comm, numerator(mass)).wait().to(r.x.dtype)
 
     def restart(self, r: Replica) -> None:
-        """Every worker has the parameters with the weight one, and nothing is in flight: the sum of weights is kept."""
-        # All messages, at whatever step they were sent: what is in them is mass of the parameters as they were.
+        """Give every worker the parameters with the weight one, and drop messages in flight."""
         for name in list(r.inflight):
             r.collect(name)
         if not self._weightless(r.comm.size):
@@ -137,10 +133,10 @@ class PushSum(Strategy):
             r.state["debiased"].copy_(r.x)
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
-        """Add the messages in flight; a leaving worker's mass goes to a neighbor, and all are scaled to the new size.
+        """Pass a leaving worker's mass, messages in flight included, to a neighbor, and scale all to the new size.
 
-        So no mass is lost: the weights add up to the number of workers that stay, and the average stays what it is.
-        Where weights stay one, all take the mean.
+        The weights then sum to the number of workers that stay, and the average is unchanged. Without weights, all
+        restart at the mean.
         """
         if self._weightless(r.comm.size):
             super().before_leave(r, leaving)
@@ -154,12 +150,12 @@ class PushSum(Strategy):
     def change_view(self, r: Replica, before: int) -> Mapping[str, float]:
         """Continue from each survivor's own parameters with the weight one; return the lost weight.
 
-        It is the weight of lost workers and of messages in flight. If nothing was lost, as after a graceful
-        shutdown, all continue with their masses.
+        The lost weight is that of lost workers and of messages in flight. If it is zero, as after a graceful shutdown,
+        all continue with their masses.
         """
         r.inflight.clear()
         if "mass" not in r.state:
-            self.start(r)  # other numbers of workers may need weights
+            self.start(r)  # another number of workers may need weights
             return {}
         own = weight(r.state["mass"]) if before else weight(r.state["mass"]).zero_()
         held = r.comm.all_reduce_(own.view(1)).wait()
@@ -168,7 +164,7 @@ class PushSum(Strategy):
                 r.x.copy_(mean_(r.comm, numerator(r.state.pop("mass"))).wait())
                 del r.state["debiased"]
             return {"lost_weight": 0.0}
-        del r.state["mass"], r.state["debiased"]  # one that is alone needs neither
+        del r.state["mass"], r.state["debiased"]  # a single worker needs neither
         self.start(r)
         return {"lost_weight": before - float(held)} if before else {}
 
@@ -177,7 +173,7 @@ class PushSum(Strategy):
         step, due = r.step - 1, r.step - 1 - self.staleness
         now = self._shares(r, step)
         if self.staleness:
-            # Collect before the new message is sent: sharing the link, both would be late, and the link idle after.
+            # Collected before the new message is sent: otherwise the two would share the link and both be late.
             received = r.collect(_name(due))
             r.launch(_name(step), r.comm.send_recv(mass.clone(), now.dst, now.src))
         else:
@@ -192,7 +188,7 @@ class PushSum(Strategy):
         (mix_ if mass is r.x else mix_mass_)(mass, received or [], shares)
 
     def _in_flight(self, r: Replica) -> Iterator[tuple[str, Peers]]:
-        """The messages in flight, oldest first, with the shares by which they will be added."""
+        """Yield the messages in flight, oldest first, with their shares."""
         for step in range(r.step - self.staleness, r.step):
             if _name(step) in r.inflight:
                 yield _name(step), self._shares(r, step)._replace(own=1.0)
@@ -201,7 +197,7 @@ class PushSum(Strategy):
         return exact_weights(self.topology, r.comm.rank, r.comm.size, step, r.x.dtype)
 
     def _weightless(self, size: int) -> bool:
-        """Whether no weight is needed: it stays one forever, or the biased form was asked for."""
+        """Return True if weights are not used: they always stay one, or `biased` is set."""
         return self.biased or size == 1 or (not self.staleness and doubly_stochastic(self.topology, size))
 
 

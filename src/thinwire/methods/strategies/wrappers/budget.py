@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spend a given number of bytes: the size of each message follows from the remaining budget."""
+"""Keep the traffic within a budget: the size of each message follows from the remaining bytes."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class _Now:
     """The data of one replica that checkpoints do not contain.
 
     Attributes:
-        clock: when the seconds were last shared; the time between two runs earns nothing.
-        level: of the backward pass that runs, 0 for none.
-        buckets: where those of that pass begin.
+        clock: the time at which seconds were last shared; the time between two runs does not count.
+        level: the level of the current backward pass, 0 if nothing is sent.
+        buckets: the first index of each bucket of that pass.
         last: the step of the last message.
-        shown: what `metrics` gets after every step.
-        costs: bytes by level, place or step, and number of workers.
+        shown: figures that are written to `metrics` after every step.
+        costs: bytes, by level, part or step, and number of workers.
     """
 
     clock: float
@@ -58,37 +58,39 @@ class _Now:
 
 _now: WeakKeyDictionary[Replica, _Now] = WeakKeyDictionary()
 _together: WeakKeyDictionary[PendingMeans, WeakSet[Replica]] = WeakKeyDictionary()
-"""By the object that all replicas of a worker share: they have one budget."""
+"""The replicas that share a budget, by the object that all replicas of a worker share."""
 
 
 @registered
 class Budget(Wrapper):
-    r"""Send at most a number of bytes per second or step: each message is as large as the balance allows.
+    r"""Send at most a given number of bytes per second or step: each message is as large as the balance allows.
 
-    Each worker may send $B$ bytes per second. Before a message that ends $t$ seconds, the balance is
+    Each worker may send $B$ bytes per second. Before a message, $t$ seconds after the last one,
 
     $$\beta \leftarrow \beta + B\,t, \qquad l = \max \{ l : c(l) \le \beta \}, \qquad \beta \leftarrow \beta - c(l),$$
 
-    with $c(l)$ the bytes that the base sends at level $l$, known without sending. Levels are values of that field of
-    the base's codec which says how much it sends: the rank of `PowerSGD`, the elements that `ChunkedTopK` or `TopK`
-    keep, the bits of `Nearest` or `Quantize`, from the least to the most that it takes, whatever the codec says.
-    Where not even the least can be paid for, nothing is sent: a round of local steps goes on to the next time it could
-    end, and a gradient is added to the next one, while the optimizer takes a step with none. So without a codec the
-    period follows from the budget. What the most of all leaves over is not kept, so that what was not used is not made
-    up for later.
+    with $\beta$ the balance and $c(l)$ the bytes that the base sends at level $l$, which are computed in advance.
+    Levels are all valid values of the codec's field that controls how much it sends: the rank of `PowerSGD`, the
+    fraction of `TopK`, the elements that `ChunkedTopK` keeps, or the bits of `Nearest` or `Quantize`.
 
-    The seconds are the mean over workers up to the step before, in an all-reduce of 8 bytes for which none waits, so
-    that all decide alike; with a budget per step no seconds are read.
-    Traffic: $B$, unless the most is less; the seconds are paid from the balance. State: `balance`, what was `earned`
-    and `spent`, and the base's; for gradients where their `buckets` begin, and as `error` those that could not be paid
-    for.
-    `metrics` has the value chosen by its name, such as `bits`, 0 where nothing was sent; `period`, the steps between
-    the last two messages; and `budget_used`, the share of the whole budget so far.
+    If the balance is too small for the lowest level, nothing is sent: a round of local steps continues until it could
+    end next, and a gradient is added to the next one, while the optimizer's step has a zero gradient. Without a codec
+    the budget therefore determines the period. After a message of the highest level, the rest of the balance expires,
+    so unused bytes do not accumulate.
+
+    The seconds are means over workers up to the previous step, from an all-reduce of 8 bytes for which workers do not
+    wait, so all workers choose the same level. With a budget per step no time is measured.
+
+    Traffic: $B$, or that of the highest level if it is less; the 8 bytes are paid from the balance. State: `balance`,
+    `earned`, `spent`, and the base's; for gradients the first indices of `buckets`, and as `error` the sum of unsent
+    gradients.
+    `metrics` has the chosen value under its name, such as `bits`, 0 if nothing was sent; `period`, the steps between
+    the last two messages; and `budget_used`, the used share of the whole budget so far.
 
     Args:
         base: `AllReduce` with such a codec; or `LocalSGD`, `SlowMo`, `DiLoCo`, `OverlapLocalSGD` or `CoCoD`, with any
-            codec or none; when they send is where `Budget` chooses. Inside it may be `Local`, or one of these.
-        budget: per worker, such as "2MB/s" or "500kB/step"; k, M and G are powers of 1000. More is more exact.
+            codec or none. The base of that strategy may be `Local`, or one of these.
+        budget: the bytes per worker, such as "2MB/s" or "500kB/step"; k, M and G are powers of 1000.
 
     Example:
         >>> import torch, thinwire
@@ -110,7 +112,7 @@ class Budget(Wrapper):
 
     paper = "a token bucket over the levels of a codec, and over rounds; no paper"
     waits = "as its base"
-    limits = "bytes are spent where the base sends; shorter periods spend them more evenly"
+    limits = "bytes are only spent when the base sends; shorter periods spend them more evenly"
 
     @cached_property
     def traits(self) -> Traits:
@@ -119,7 +121,7 @@ class Budget(Wrapper):
             super().traits,
             timing_dependent=self.base.traits.timing_dependent or not self.per_step,
             data_dependent_bytes=self.base.traits.data_dependent_bytes or not self.per_step,
-            # Where a round ends depends on what is left to spend; all workers find the same.
+            # The end of a round depends on the balance, which is the same on all workers.
             rounds=replace(super().traits.rounds, ends=(), local=False),
             inelastic="",
             growing=("buckets",),
@@ -128,42 +130,42 @@ class Budget(Wrapper):
         )
 
     def __post_init__(self) -> None:
-        """Check the budget, and that the base has something to choose."""
         if _BUDGET.fullmatch(self.budget) is None or not self.rate:
             raise ConfigError(
-                f"budget={self.budget!r}: a number of bytes per second or step; such as 2MB/s, 500kB/step"
+                f"budget={self.budget!r}: must be a number of bytes per second or step. Use 2MB/s or 500kB/step, for "
+                "example"
             )
         if not (self.base.traits.rounds.postpones or (self._exchanges and self._levels is not None)):
             raise ConfigError(
-                f"base={self.base}: there is nothing to choose; use AllReduce() with a codec that has bits, a rank or "
-                "elements that are kept, such as AllReduce(ErrorFeedback(Nearest())), or LocalSGD(), SlowMo(), "
+                f"base={self.base}: the size of its messages cannot be changed. Use AllReduce() with a codec that has "
+                "bits, a rank or kept elements, such as AllReduce(ErrorFeedback(Nearest())), or LocalSGD(), SlowMo(), "
                 "DiLoCo(), OverlapLocalSGD() or CoCoD()"
             )
         inside = [each for each in nested(self.base) if each is not self.base and each != Local()]
         if unpaid := [each for each in inside if not each.traits.rounds.postpones]:
             raise ConfigError(
-                f"base={self.base}: {unpaid[0]} sends at steps of its own, whatever is left to spend; use Local() "
-                "there, or a strategy whose means can wait, such as LocalSGD()"
+                f"base={self.base}: {unpaid[0]} sends on its own schedule, whatever the balance is. Use Local() in its "
+                "place, or a strategy that can postpone means, such as LocalSGD()"
             )
         if self.base.traits.rounds.optimizer_state == "average":
             raise ConfigError(
-                f"base={self.base}: the averages of the optimizer's moments are not in the budget; use "
+                f"base={self.base}: averages of the optimizer's moments are not part of the budget. Use "
                 "buffers='maintain' or 'reset'"
             )
 
     @property
     def rate(self) -> float:
-        """Bytes per second, or per step."""
+        """The bytes per second or per step."""
         found = _BUDGET.fullmatch(self.budget)
         return float(found[1]) * _SCALE[found[2]] if found else 0.0
 
     @property
     def per_step(self) -> bool:
-        """Whether the budget is one per step."""
+        """True for a budget per step."""
         return self.budget.strip().endswith("step")
 
     def start(self, r: Replica) -> None:
-        """As the base; with nothing to spend yet, or the bytes of the first step's gradients."""
+        """Start the base, with an empty balance."""
         super().start(r)
         _now.pop(r, None)
         _of(r)
@@ -173,18 +175,18 @@ class Budget(Wrapper):
             r.state["buckets"] = torch.zeros(0, dtype=torch.int64, device="cpu")
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """As the base at the level of this pass; gradients that cannot be paid for are kept for the next one."""
+        """Run the base's hook at the level of this pass; unsent gradients are added to the next ones."""
         if not self._exchanges:
             return super().on_gradient(r, part)
         now = _of(r)
         if part.stop == r.g.numel():
-            # Of steps, each has been earned by the one before it.
+            # With a budget per step, each step earns the bytes of the next.
             if not self.per_step or not r.state["earned"]:
                 self._earn(r)
             now.level, now.buckets = self._affordable(r, lambda level: self._cost_of_gradient(r, level)), []
             self._record(r, now.level)
         now.buckets.append(part.start)
-        # In whole passes, as the next one begins by the sizes of this one.
+        # Stored after a whole pass, since the next pass starts with these sizes.
         if part.start == 0:
             r.state["buckets"] = torch.tensor(now.buckets, dtype=torch.int64, device="cpu")
         if not now.level:
@@ -201,7 +203,7 @@ class Budget(Wrapper):
         return self._at(now.level).on_gradient(self.inner(r), part)
 
     def after_step(self, r: Replica) -> None:
-        """As the base; means that it starts at this step are at the level that can be paid for, or are postponed."""
+        """Run the base's hook; means that start at this step use the affordable level, or are postponed."""
         if self._exchanges:
             super().after_step(r)
             self._earn(r) if self.per_step else self._share_seconds(r)
@@ -224,7 +226,7 @@ class Budget(Wrapper):
         r.metrics.update(_of(r).shown)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """As the base, wherever the round is; not paid from the balance."""
+        """Return the base's average, at any step of a round; it is not paid from the balance."""
         inner = self.inner(r)
         # The base's period does not determine whether its round has ended at this step.
         inner.postponed = True
@@ -233,10 +235,10 @@ class Budget(Wrapper):
         return average
 
     def regroup(self, r: Replica, before: int) -> None:
-        """As the base; and let all have as much to spend, or they would choose messages of different sizes.
+        """Run the base's hook, and give all workers the same balance, so that they choose the same levels.
 
-        Where a worker was lost in a pass, some have paid for that pass already, which they begin again, and others have
-        not. Those that are a step behind have yet to earn what that step does.
+        If a worker was lost during a pass, which is then repeated, only some workers have paid for it. Workers that are
+        a step behind have not earned that step's bytes yet.
         """
         super().regroup(r, before)
         balance, earned = float(r.state["balance"]), float(r.state["earned"])
@@ -244,7 +246,7 @@ class Budget(Wrapper):
         rows = [row.tolist() for row in r.comm.all_gather(own.to(r.x.device)).wait()]
         most = max(row[0] for row in rows)
         if not self.per_step:
-            # Seconds that some have learned already, and others will never, as that message was dropped.
+            # Some workers may have received the last seconds, but others dropped that message.
             earned = max(row[1] for row in rows)
             r.state["earned"].fill_(earned)
         r.state["balance"].fill_(most + earned if self.per_step else most)
@@ -261,33 +263,33 @@ class Budget(Wrapper):
         levels = None if codec is None else levels_of(codec)
         if levels is None or not self._exchanges or codec is None or codec.sign_only:
             return levels
-        # Signs of gradients do not go with every optimizer; those of differences of parameters do.
+        # Signs of gradients do not fit every optimizer, unlike signs of differences of parameters.
         first = sum(each.sign_only for each in levels.codecs)
         return Levels(levels.name, levels.values[first:], levels.codecs[first:])
 
     @property
     def _most(self) -> int:
-        """The highest level; 0 sends nothing."""
+        """The highest level."""
         return 1 if self._levels is None else len(self._levels.codecs)
 
     def _at(self, level: int) -> Strategy:
-        """The base at a level."""
+        """Return the base with the codec of a level."""
         base: Any = self.base
         return base if not level or self._levels is None else replace(base, codec=self._levels.codecs[level - 1])
 
     def _sends(self, r: Replica, step: int) -> bool:
-        """Whether the base would start a mean at a step; among other workers, where there is one only."""
+        """Return True if the base would start a mean at a step, with two or more workers."""
         several = max(r.comm.size, 2)
         return self._cost(r, self._most, step, several) > self._cost(r, 0, step, several)
 
     def _cost_of_gradient(self, r: Replica, level: int) -> float:
-        """The bytes of a whole gradient, in buckets as of the last pass."""
+        """Return the bytes of a whole gradient, in the buckets of the last pass."""
         starts = r.state["buckets"].tolist() or [0]
         parts = zip(starts, [r.g.numel(), *starts], strict=False)
         return sum(self._cost(r, level, slice(start, stop)) for start, stop in parts)
 
     def _cost(self, r: Replica, level: int, where: slice | int, size: int | None = None) -> float:
-        """The most bytes that any of the workers sends for a part of a gradient, or after a step, at a level."""
+        """Return the most bytes that any worker sends at a level, for a part of a gradient or after a step."""
         size = size or r.comm.size
         if isinstance(where, slice):
             place: tuple[int, ...] = where.start, where.stop
@@ -300,7 +302,7 @@ class Budget(Wrapper):
         return costs[key]
 
     def _dry_run(self, r: Replica, level: int, where: slice | int, size: int) -> float:
-        """As the base would send it, on tensors without data."""
+        """Count the bytes that the base would send, on meta tensors."""
         strategy, x = self._at(level), torch.empty_like(r.x, device="meta")
         # The last rank, which keeps the shortest piece of each mean, sends the most.
         comm = CountingComm(size - 1, size)
@@ -316,7 +318,7 @@ class Budget(Wrapper):
         return comm.meter.payload_bytes - before
 
     def _affordable(self, r: Replica, cost: Any) -> int:
-        """The highest level that the balance can pay for; 0 for none."""
+        """Return the highest level within the balance; 0 if nothing can be sent."""
         balance = float(r.state["balance"])
 
         def search() -> int:
@@ -331,11 +333,11 @@ class Budget(Wrapper):
     # -- the ledger ------------------------------------------------------------------------------------------------
 
     def _earn(self, r: Replica) -> None:
-        """Add the income of a step, or of the seconds that workers have shared."""
+        """Add the bytes of a step, or of the shared seconds, to the balance."""
         amount = 1.0 if self.per_step else 0.0
         if not self.per_step and (arrived := r.collect("seconds")) is not None and not arrived[0].is_meta:
             amount = float(arrived[0])
-        # Of a model with several dtypes each vector gets its share of the budget.
+        # In a model with several dtypes, each vector gets its share of the budget.
         _of(r)
         sizes = [each.x.numel() * each.x.element_size() for each in _together[r.pending_means]]
         earned = amount * self.rate * (r.x.numel() * r.x.element_size() / max(sum(sizes), 1))
@@ -343,7 +345,7 @@ class Budget(Wrapper):
         r.state["earned"] += earned
 
     def _share_seconds(self, r: Replica) -> None:
-        """Tell the others how long it was since the last time; they learn the mean."""
+        """Launch the mean over workers of the seconds since the last call."""
         clock, now = _of(r), r.comm.runtime.clock()
         seconds = torch.tensor([now - clock.clock], dtype=torch.float64, device=r.x.device)
         clock.clock = now
@@ -355,12 +357,12 @@ class Budget(Wrapper):
         r.state["spent"] += amount
 
     def _forget_excess(self, r: Replica, level: int, cost: Any) -> None:
-        """The rest after the largest message is only kept as far as it may decide the next choice."""
+        """After a message of the highest level, keep at most the difference to the next lower level."""
         if level == self._most:
             r.state["balance"].clamp_(max=cost(level) - cost(level - 1))
 
     def _record(self, r: Replica, level: int) -> None:
-        """Return the choice, for `metrics`."""
+        """Record the chosen level for `metrics`."""
         now, levels = _of(r), self._levels
         if levels is not None:
             now.shown[levels.name] = float(levels.values[level - 1]) if level else 0.0
@@ -372,7 +374,7 @@ class Budget(Wrapper):
 
 
 def _of(r: Replica) -> _Now:
-    """Return the data that checkpoints do not contain; a joining worker starts with new ones."""
+    """Return a replica's data that checkpoints do not contain, new for a joining worker."""
     if r not in _now:
         _now[r] = _Now(r.comm.runtime.clock())
         _together.setdefault(r.pending_means, WeakSet()).add(r)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""How much workers' gradients differ, how noisy they are, and which method that recommends.
+r"""Estimate the dissimilarity and noise of workers' gradients, and recommend a method for them.
 
 With $F=\frac1n\sum_i F_i$ the mean of the workers' own losses and $g_i$ an unbiased gradient of $F_i$,
 
@@ -28,18 +28,18 @@ _MOST_PERIODS = 4
 
 
 def estimate(sums: Tensor, mean_square: Tensor, workers: int, steps: Tensor | float = 1) -> Tensor:
-    r"""Dissimilarity, noise and gradient from each worker's deviations from the mean at two successive steps.
+    r"""Estimate dissimilarity, noise and gradient from each worker's deviations from the mean at two successive steps.
 
     With $e_i = g_i - \bar g$ and $e_i'$ the same a step before, noises of different steps are independent, so that
-    $\frac1n\sum\langle e_i, e_i'\rangle$ has the mean $\zeta^2$ (more exactly, the product of both steps' deviations);
-    $\frac1n\sum|e_i|^2$ has the mean $\zeta^2 + (1-\frac1n)\,\sigma^2$, and $|\bar g|^2$ the mean
-    $|\nabla F|^2 + \sigma^2/n$. All three are unbiased, and may therefore be negative where they are small.
+    $\frac1n\sum\langle e_i, e_i'\rangle$ has the mean $\zeta^2$; $\frac1n\sum|e_i|^2$ has the mean
+    $\zeta^2 + (1-\frac1n)\,\sigma^2$, and $|\bar g|^2$ the mean $|\nabla F|^2 + \sigma^2/n$. All three estimates are
+    unbiased, so small ones may be negative.
 
     Args:
-        sums: [3], over workers: of $|e_i|^2$, of $|e_i'|^2$ and of $\langle e_i, e_i'\rangle$.
+        sums: [3], the sums over workers of $|e_i|^2$, of $|e_i'|^2$ and of $\langle e_i, e_i'\rangle$.
         mean_square: $|\bar g|^2$.
         workers: $n$, at least 2.
-        steps: the number of gradients of which each $g_i$ is the mean; the returned noise is that of one.
+        steps: the number of gradients of which each $g_i$ is the mean; the returned noise is that of one gradient.
 
     Returns:
         [3], the squares of dissimilarity, noise and gradient, in the order of `NAMES`.
@@ -57,8 +57,8 @@ class Recommendation:
         method: its name.
         recipe: the strategy as text, for `parse`; tune its learning rate again.
         period: steps in a round.
-        inner: the inner learning rate over the outer one: 0 is minibatch, 1 is Local SGD.
-        reason: a sentence with the figures that decided.
+        inner: the ratio of the inner learning rate to the outer one: 0 is minibatch SGD, 1 is Local SGD.
+        reason: a sentence with the decisive figures.
     """
 
     method: Literal["minibatch", "inner/outer", "local"]
@@ -69,16 +69,15 @@ class Recommendation:
 
 
 def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) -> Recommendation:
-    r"""Recommend minibatch SGD, Local SGD or something between them, from the figures of `Probe`.
+    r"""Recommend minibatch SGD, Local SGD or a method between them, from the figures of `Probe`.
 
-    A rule of thumb. In a round of $K$ local steps a worker drifts by $\zeta K$ along its own part of the gradient,
-    while all workers together move by $|\nabla F| K$: inner steps of $\min(1, |\nabla F|/\zeta)$ keep the drift below
-    the common movement. Where $\sigma^2 / (nK)$ exceeds $|\nabla F|^2$, even the mean of all gradients of a round is
-    mostly noise; minibatch SGD then loses nothing, and does not drift. The period is as long as the same comparisons
-    allow: $|\nabla F|/\zeta$ for local steps, $\sigma^2 / (n|\nabla F|^2)$ for minibatch SGD, beyond which more
-    gradients would average noise that does not matter.
+    This is a rule of thumb. In a round of $K$ local steps a worker drifts by $\zeta K$ along its own part of the
+    gradient, while all workers together move by $|\nabla F| K$: inner steps of $\min(1, |\nabla F|/\zeta)$ keep the
+    drift below the common movement. If $\sigma^2 / (nK)$ exceeds $|\nabla F|^2$, even the mean of all gradients of a
+    round is mostly noise. Minibatch SGD, which does not drift, is then as fast. The recommended period is at most
+    $|\nabla F|/\zeta$ for local steps and $\sigma^2 / (n|\nabla F|^2)$ for minibatch SGD.
 
-    Near the optimum $|\nabla F|$ vanishes and $\zeta$ does not: measure again later in training.
+    Near the optimum $|\nabla F|$ vanishes, but $\zeta$ does not: measure again later in training.
 
     Args:
         metrics: the probe's figures, as `Worker.metrics` returns them; means over several steps are better.
@@ -97,13 +96,11 @@ def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) ->
     """
     missing = [name for name in NAMES if not isfinite(metrics.get(name, inf))]
     if missing:
-        raise ConfigError(
-            f"{missing[0]}={metrics.get(missing[0])}: needs a finite figure; train some steps under Probe"
-        )
+        raise ConfigError(f"{missing[0]}={metrics.get(missing[0])}: must be finite. Train some steps under Probe")
     # Unbiased estimates of small squares may be negative.
     dissimilarity, noise, gradient = (max(0.0, float(metrics[name])) for name in NAMES)
     if workers < 2 or period < 1:
-        raise ConfigError(f"workers={workers}, period={period}: needs at least 2 workers, and 1 step a round")
+        raise ConfigError(f"workers={workers}, period={period}: must be at least 2 workers, and 1 step per round")
     noisy = noise / (workers * period) >= gradient
     # |grad F| / zeta bounds both the length of local steps and their number in a round.
     steps = sqrt(gradient / dissimilarity) if dissimilarity else inf
@@ -115,10 +112,10 @@ def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) ->
         length = max(1, int(min(noise / workers / gradient if gradient else inf, longest)))
         left = sqrt(noise / (workers * period))
         reason = (
-            f"noise alone moves the mean of a round's gradients by {left:.3g}, and {common}: steps at one point lose "
-            "nothing, and cannot drift"
+            f"the noise of the mean of a round's gradients is {left:.3g}, and {common}: minibatch SGD loses nothing "
+            "and does not drift"
             if noisy
-            else f"{apart}, and {common}: local steps would drift; take few long steps instead, which AC-SA speeds up"
+            else f"{apart}, and {common}: local steps would drift. Take few long steps, which AC-SA speeds up"
         )
         return Recommendation("minibatch", f"MinibatchLocalSGD(period={length}, inner=0.0)", length, 0.0, reason)
     length = max(1, int(min(steps, longest)))
@@ -126,5 +123,5 @@ def recommend(metrics: Mapping[str, float], *, workers: int, period: int = 8) ->
         reason = f"{apart}, and {common}: in about {length} local steps the common part is larger than the drift"
         return Recommendation("local", f"LocalSGD(period={length})", length, 1.0, reason)
     inner = float(f"{inner:.2g}")
-    reason = f"{apart}, and {common}: local steps of {inner:g} of their length keep the drift below that"
+    reason = f"{apart}, and {common}: local steps scaled by {inner:g} keep the drift smaller than that"
     return Recommendation("inner/outer", f"MinibatchLocalSGD(period={period}, inner={inner})", period, inner, reason)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Average within each node every few steps, between the averages over all workers."""
+"""Average within each node between the averages over all workers."""
 
 from dataclasses import replace
 from functools import cached_property
@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 
 from thinwire.core.comm.members import check_nodes
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, weight_of
 from thinwire.methods.strategies.local.local_sgd import LocalSGD, check_period
@@ -20,14 +21,14 @@ from thinwire.registry import registered
 
 @registered
 class NodeAverage(Wrapper):
-    r"""Each node averages its parameters every `period` steps, and the base averages those of all workers less often.
+    r"""Average parameters within each node every `period` steps, between the base's averages over all workers.
 
-    With nodes of $m$ consecutive ranks, at every $\tau$-th step at which the base does not average over all,
+    With nodes of $m$ consecutive ranks, at every $\tau$-th step without an average of the base,
 
     $$x_i \leftarrow \tfrac1m \sum_{j \in \text{node of } i} x_j ,$$
 
-    weighted as the base's averages are: `NodeAverage(LocalSGD(period=32), period=8)` is hierarchical Local SGD. The
-    base's round continues: for the base a node average is like a local step.
+    with the weights of the base's averages. `NodeAverage(LocalSGD(period=32), period=8)` is hierarchical Local SGD. For
+    the base a node average is a part of its round, like a local step.
     Traffic: the base's, and at each of these steps $2\frac{m-1}{m}$ of the parameters per worker, within nodes. No
     state.
 
@@ -62,7 +63,7 @@ class NodeAverage(Wrapper):
 
     paper = "Lin et al., Don't Use Large Mini-Batches, Use Local SGD, ICLR 2020, arXiv:1808.07217"
     waits = "as its base; every `period` steps the workers of a node also wait for its slowest one"
-    limits = "pays if links within a node are faster than those between nodes"
+    limits = "useful if links within a node are faster than those between nodes"
 
     @cached_property
     def traits(self) -> Traits:
@@ -70,42 +71,38 @@ class NodeAverage(Wrapper):
         return replace(
             super().traits,
             period=self.period,
-            inelastic="its nodes are neighbouring ranks, whose numbers change when one is lost; use its base",
-            rounds=replace(super().traits.rounds, local=False),  # the nodes' averages are communication of its own
+            inelastic="its nodes are neighboring ranks, whose numbers change when one is lost. Use its base",
+            rounds=replace(super().traits.rounds, local=False),  # the nodes communicate during a round
         )
 
     def __post_init__(self) -> None:
-        """Check the ranges, and that the base averages over all workers now and then, of what may be moved between."""
         check_period(self.period)
-        if self.node_size < 1:
-            raise ConfigError(f"node_size={self.node_size}: must be at least 1 rank")
+        check_ranges(self, node_size=("1..", "Use the number of ranks of a machine"))
         longer = self.base.traits.period
         if longer is None or not self.base.traits.averages_at(longer) or not self.base.traits.rounds.local:
             raise ConfigError(
-                f"base={self.base}: must be local steps with averages over all workers; use LocalSGD(), or SlowMo() or "
-                "DiLoCo() around LocalSGD() or Local()"
+                f"base={self.base}: must take local steps between averages over all workers. Use LocalSGD(), or "
+                "SlowMo() or DiLoCo() around LocalSGD() or Local()"
             )
         if longer % self.period:
-            raise ConfigError(
-                f"period={self.period}: must divide the base's period={longer}, over which all workers average"
-            )
+            raise ConfigError(f"period={self.period}: must divide the base's period={longer}. Use a divisor of it")
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse a number of workers that does not fill whole nodes."""
+        """Run the base's check, and check that the workers fill whole nodes."""
         check_nodes(self.node_size, size)
         super().check(size, optimizer)
 
     def after_step(self, r: Replica) -> None:
-        """As the base; then average within the node, where that is due and the base has not averaged over all."""
+        """Run the base's hook; then average within the node if due, unless the base has averaged over all workers."""
         super().after_step(r)
         if r.step % self.period or self.base.traits.averages_at(r.step):
             return
         first = r.comm.rank - r.comm.rank % self.node_size
         node = range(first, first + self.node_size)
-        # The base is not restarted: its anchor is common to all workers, and must not become a node's.
+        # The base is not restarted: all workers share its anchor, which must not become that of a node.
         weight = weight_of(self.base, self.inner(r))
         if weight is None and r.x.dtype == torch.float16:
-            # In fp16 a sum overflows where the mean is finite.
+            # In fp16 a sum may overflow although the mean is finite.
             ring_all_reduce_(r.comm, r.x.div_(self.node_size), node)
         elif weight is None:
             ring_all_reduce_(r.comm, r.x, node).div_(self.node_size)

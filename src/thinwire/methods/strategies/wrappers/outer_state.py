@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the state of SlowMo's and DiLoCo's outer steps lies: a part on each worker, or in the host's memory."""
+"""Store the state of SlowMo's and DiLoCo's outer steps in parts on each worker, or in the host's memory."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,12 +18,12 @@ from thinwire.registry import registered
 
 @registered
 class Sharded(Placed):
-    """Each of n workers keeps one n-th of the base's state, and takes the outer step on that part of the parameters.
+    """Shard the state of outer steps: each of n workers has 1/n of it, and takes the outer step on that part.
 
     Results are the base's. A reduce-scatter sums the parameters, each worker steps on its part, and an all-gather
-    collects the parts. Where the average is the plain mean, as over `Local()`, these are the two halves of one
-    all-reduce, and bytes are the base's; other bases average in their own way first, and the all-gather comes on top.
-    The learning rates of parameter groups are sharded too.
+    collects the parts. If the base's average is the plain mean, as with `Local()`, the bytes are those of one
+    all-reduce; otherwise the all-gather follows the base's own average. The learning rates of parameter groups are
+    sharded too.
 
     Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, SC 2020, arXiv:1910.02054.
 
@@ -54,21 +54,21 @@ class Sharded(Placed):
         """See `Traits`."""
         return replace(
             super().traits,
-            inelastic="a lost worker's part of the outer state is lost with it; use its base, or Offloaded()",
+            inelastic="a lost worker's part of the outer state is lost. Use its base, or Offloaded()",
             elementwise=False,
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse one whose outer step needs the whole vector."""
+        """Run the base's check, and check that its outer step works on parts of the vector."""
         self.check_sharded()
         super().check(size, optimizer)
 
     def placed(self, where: Placement) -> Placement:
-        """A part of it on each worker."""
+        """Keep a part of the state on each worker."""
         return replace(where, sharded=True)
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
-        """As the base, of the whole state, which is then cut into other parts."""
+        """Redistribute the whole state as the base does, and cut it into new parts."""
         found = super().resized([{**state, **self._joined(states)} for state in states], size)
         if found is None:
             return None
@@ -79,13 +79,13 @@ class Sharded(Placed):
         ]
 
     def _joined(self, states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-        """The vectors of which each worker has a part."""
+        """Join the vectors of which each worker has a part."""
         return {
             name: torch.cat([state[name] for state in states]) for name, x in states[0].items() if self._is_cut(name, x)
         }
 
     def _is_cut(self, name: str, x: Tensor) -> bool:
-        """Whether it is a vector of the outer steps' own state: below all placements, and not the rounds' base's."""
+        """Return True for a vector of the outer steps' own state, which is sharded."""
         placements = [each for each in nested(self) if isinstance(each, Placed)]
         prefix = "base/" * len(placements)
         return x.dim() == 1 and name.startswith(prefix) and not name.startswith(f"{prefix}base/")
@@ -93,7 +93,7 @@ class Sharded(Placed):
 
 @registered
 class Offloaded(Placed):
-    """The base's state lies in the host's memory, and the host takes the outer steps; for models on a GPU.
+    """Keep the state of outer steps in the host's memory, and take outer steps there; for models on a GPU.
 
     The average is copied to the host and the new parameters back, once per period.
 
@@ -118,5 +118,5 @@ class Offloaded(Placed):
     limits = "the host's memory is slower than the GPU's"
 
     def placed(self, where: Placement) -> Placement:
-        """In the host's memory."""
+        """Keep the state in the host's memory."""
         return replace(where, on_host=True)

@@ -27,7 +27,7 @@ _EXACT_BYTES = 4
 
 @dataclass
 class _Clock:
-    """When a worker's last step ended; not saved, as a resumed run has another clock."""
+    """The time at which a worker's last step ended; not saved, since a resumed run has another clock."""
 
     mark: float | None = None
     step: int = -1
@@ -37,26 +37,26 @@ class _Clock:
     timed: list[Replica] = field(default_factory=list[Replica])
 
 
-# By the object that all replicas of a worker share: they must end a round at the same step.
+# By the object that all replicas of a worker share, since they must end a round at the same step.
 _clocks: WeakKeyDictionary[PendingMeans, _Clock] = WeakKeyDictionary()
 
 
 @registered
 class Paced(Wrapper):
-    r"""Slower workers take fewer steps in a round, so that all end it at about the same time.
+    r"""Let slower workers take fewer steps in a round, so that all end it at about the same time.
 
-    The fastest worker takes the base's period $H$ in a round. Every other one ends the round with the step after which
-    the time that the fastest one needs is over, and at least one step, so that a stall costs the round nothing but the
-    steps that were not taken. With $s_i$ the samples of worker $i$ in the round, the base averages
+    The fastest worker takes the base's period $H$ in a round. Every other worker takes as many steps as it can in that
+    time, and at least one. With $s_i$ the samples of worker $i$ in the round, the base averages
 
     $$\bar x = \frac{\sum_i s_i x_i}{\sum_i s_i} .$$
 
-    `worker.step` counts the group's steps: a worker that ends a round early continues at the number where the next one
-    begins, so that schedules of learning rates stay together. Loop while `worker.step` is below a number, and evaluate,
-    save or switch only at multiples of the base's period, where all ranks are. In the first round all take 4 steps, to
-    be measured. With `elastic=True` given `steps` follow the ranks of the view. Outer steps divide by rank 0's learning
-    rate at the end of the round. Traffic: the base's, and 24 bytes to each other worker per round. State: twelve
-    numbers; with weights by samples and parameters in 16 bits `start`, like the parameters, where the round started.
+    `worker.step` counts the group's steps: a worker that ends a round early continues at the first step of the next
+    round, so learning rate schedules stay equal. Loop while `worker.step` is below a number, and evaluate, save or
+    switch only at multiples of the base's period, which all ranks reach. In the first round all take 4 steps, whose
+    times are measured. With `elastic=True` the given `steps` follow the ranks of the view. Outer steps divide by rank
+    0's learning rate at the end of the round.
+    Traffic: the base's, and 24 bytes to each other worker per round. State: twelve numbers; for `weights="samples"` and
+    parameters in 16 bits also `start`, the parameters at the start of the round.
 
     McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, AISTATS 2017,
     arXiv:1602.05629, Algorithm 1, for the weights.
@@ -65,10 +65,10 @@ class Paced(Wrapper):
         base: `LocalSGD`; or `SlowMo` or `DiLoCo` around `Local()`; its period is that of the fastest worker.
         weights: "samples" to weigh workers by the numbers given to `Worker.record_batch` in the round (a step without
             one counts as one sample); or "equal".
-        steps: in place of measured speeds, the steps of a round for each rank, repeated for further ranks.
+        steps: the steps of a round for each rank, repeated for further ranks, instead of measured speeds.
 
     Example:
-        Rank 1 takes one step in the time of rank 0's four, and has 25 % of the weight:
+        Rank 1 takes one step while rank 0 takes four, and has 20 % of the weight:
 
         >>> import torch, thinwire
         >>> def train(comm):
@@ -91,8 +91,8 @@ class Paced(Wrapper):
     steps: tuple[int, ...] = ()
 
     paper = "weights by samples: McMahan et al., AISTATS 2017, arXiv:1602.05629, Algorithm 1"
-    waits = "at the end of a round all wait for each other, and come there at about the same time"
-    limits = "slow workers' data count for less; evaluate and save between rounds only"
+    waits = "at the end of a round, which all reach at about the same time, all wait for each other"
+    limits = "data of slow workers have less weight; evaluate and save between rounds only"
 
     @cached_property
     def traits(self) -> Traits:
@@ -104,43 +104,42 @@ class Paced(Wrapper):
             skips_steps=True,
             timing_dependent=not self.steps,
             inelastic="",
-            # Where workers leave out steps, it depends on who does.
+            # It depends on which workers skip steps.
             lr_factor=self.base.traits.lr_factor if set(self.steps) == {self.base.traits.period} else None,
         )
 
     def __post_init__(self) -> None:
-        """Check that the base takes local steps and ends its rounds with plain means."""
         period = self.base.traits.period
         averages = [] if period is None else [k for k in range(1, period + 1) if self.base.traits.averages_at(k)]
         codec = any(isinstance(value, Codec) for each in nested(self.base) for value in vars(each).values())
         weighted = any(each.traits.rounds.weight for each in nested(self.base))
         if not self.base.traits.rounds.local or weighted or averages != [period] or codec:
             raise ConfigError(
-                f"base={self.base}: must be rounds of local steps, all alike, that end with a mean of the parameters "
-                "as they are; use LocalSGD(), or SlowMo() or DiLoCo() around Local()"
+                f"base={self.base}: must have equal rounds of local steps, each with one uncompressed mean of the "
+                "parameters. Use LocalSGD(), or SlowMo() or DiLoCo() around Local()"
             )
         if any(count < 1 or count > (period or 0) for count in self.steps):
             raise ConfigError(f"steps={self.steps}: must lie in 1..{period}, the base's period, for every rank")
 
     def start(self, r: Replica) -> None:
-        """Start the base; nothing is known of speeds."""
+        """Start the base, with unknown speeds."""
         super().start(r)
         for name in ("round_seconds", "elapsed", "samples"):
             r.state[name] = torch.zeros((), dtype=torch.float64, device="cpu")
-        # Of the last steps, across rounds: a stall is one of several. Zero is not known.
+        # Times of the last steps, zero if unknown. There are several, so that one stall does not change the median.
         r.state["step_seconds"] = torch.zeros(_TIMED_STEPS, dtype=torch.float64, device="cpu")
         if self.weights == "samples" and r.x.element_size() < _EXACT_BYTES:
             r.state["start"] = r.x.clone() if r.equal_start else r.comm.broadcast_(r.x.clone(), 0).wait()
 
     def restart(self, r: Replica) -> None:
-        """As the base."""
+        """Restart the base."""
         _clocks.pop(r.pending_means, None)
         super().restart(r)
         if "start" in r.state:
             r.state["start"].copy_(r.x)
 
     def before_step(self, r: Replica) -> None:
-        """Nothing: the base's rounds are of local steps."""
+        """Do nothing: the base takes local steps."""
 
     def ends_round(self, r: Replica) -> bool:
         """Return True if another step would take longer than the fastest worker's round; it counts the step's time."""
@@ -159,14 +158,14 @@ class Paced(Wrapper):
         return clock.ends
 
     def after_step(self, r: Replica) -> None:
-        """Count the step; at the end of this worker's round, share its figures, and let the base average."""
+        """Count the step; at the end of this worker's round, share its figures and run the base's hook."""
         state, period, ends = r.state, self.base.traits.period or 1, self.ends_round(r)
         clock = _clocks[r.pending_means]
         state["samples"] += r.samples
         if not ends:
             return
         r.step += -r.step % period
-        r.comm.step = clock.step = r.step  # that of all ranks, as far as they can be compared
+        r.comm.step = clock.step = r.step  # the same on all ranks at the end of a round
         factor = self._share(r, period)
         if factor != 1:
             self._weigh_(r, factor)
@@ -176,31 +175,31 @@ class Paced(Wrapper):
             state["start"].copy_(r.x)
         for name in ("elapsed", "samples"):
             state[name].zero_()
-        # The wait for others is no step's.
+        # The wait for other workers is not part of a step.
         clock.mark = r.comm.runtime.clock()
 
     def regroup(self, r: Replica, before: int) -> None:
-        """A worker that has just joined has measured no step yet."""
+        """Run the base's hook; reset the times of a worker that has just joined."""
         super().regroup(r, before)
         if not before:
             for name in ("elapsed", "samples", "step_seconds"):
                 r.state[name].zero_()
 
     def _weigh_(self, r: Replica, factor: float) -> None:
-        """Let the plain mean that follows be the weighted one."""
+        """Scale the parameters, so that their plain mean is the weighted one."""
         start = r.state.get("start")
         if start is None:
             r.x.mul_(factor)
             return
-        # In 16 bits the product would be rounded by as much as a small step in every round. Factors are 1 on average,
-        # so that only differences from a point that all have in common need one.
+        # In 16 bits the rounding error of the product may exceed a small step. Factors are 1 on average, so it suffices
+        # to scale differences from a point that all workers share.
         exact = start.float()
         r.x.copy_((r.x - exact).mul_(factor).add_(exact))
 
     def _time(self, r: Replica, seconds: float, *, first: bool) -> None:
         """Count the time of a step."""
         state, pace = r.state, _pace(r)
-        # Between rounds a loop may evaluate or save, and that is no step's time.
+        # Between rounds a loop may evaluate or save, which is not part of a step.
         if first and 0 < _PAUSE * pace < seconds:
             state["elapsed"] += pace
             return
@@ -209,13 +208,13 @@ class Paced(Wrapper):
         state["step_seconds"][0] = seconds
 
     def _ends(self, r: Replica, count: int, period: int) -> bool:
-        """Whether this worker's round is over."""
+        """Return True if this worker's round is over."""
         if self.steps or r.comm.size == 1 or r.x.is_meta:
             return count >= (self.steps[r.comm.rank % len(self.steps)] if self.steps else period)
         seconds, elapsed, pace = float(r.state["round_seconds"]), float(r.state["elapsed"]), _pace(r)
         if not seconds:
             return count >= min(_FIRST_STEPS, period)
-        # Another step must not bring it further from the end than it is now.
+        # It ends if one more step would end further from the target time than now.
         return count >= period or elapsed + pace / 2 >= seconds
 
     def _share(self, r: Replica, period: int) -> float:
@@ -224,9 +223,9 @@ class Paced(Wrapper):
         own = float(rate.double().mean()) if isinstance(rate, Tensor) else rate
         mine = torch.tensor([_pace(r), float(r.state["samples"]), own], dtype=torch.float64, device="cpu")
         try:
-            # Ranks that have ended an ordinary loop are in another call by now.
+            # Ranks whose loop has ended too early are in another call by now.
             r.comm.check_in_step("the end of a round").wait()
-            # Of the parameters' device, as NCCL sends no other.
+            # On the parameters' device, as NCCL needs it.
             found = torch.stack(r.comm.all_gather(mine.to(r.x.device)).wait())
         except (PeerLostError, CommTimeoutError) as error:
             raise type(error)(f"{error}; {pace_rule(self)}") from error
@@ -239,10 +238,10 @@ class Paced(Wrapper):
         if any(row[2] != rows[0][2] for row in rows):
             if isinstance(rate, Tensor) and rate.ndim:
                 raise ConfigError(
-                    f"{self}: groups with different learning rates that change between a round's steps, on which "
-                    "workers cannot agree; use one rate for all, or change the rates at multiples of the period"
+                    f"{self}: parameter groups have different learning rates that change within a round, which workers "
+                    "reach at different steps. Use one rate for all, or change rates at multiples of the period"
                 )
-            # Outer steps may divide by the rate, and all must take the same one.
+            # Outer steps may divide by the rate, which must be the same on all workers.
             rate = rows[0][2]
         self.inner(r).override_lr(rate)
         total, contributors = sum(row[1] for row in rows), len(rows) - len(r.comm.silent)
@@ -250,6 +249,6 @@ class Paced(Wrapper):
 
 
 def _pace(r: Replica) -> float:
-    """The median of the last steps' times, in seconds; zero where none was measured."""
+    """Return the median time of the last steps, in seconds; zero if none was measured."""
     times = r.state["step_seconds"]
     return float(times[times > 0].median()) if bool((times > 0).any()) else 0.0

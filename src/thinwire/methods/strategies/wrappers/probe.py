@@ -11,6 +11,7 @@ from torch.optim import SGD, Optimizer
 
 from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import At, Strategy, codecs_of, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
@@ -37,15 +38,16 @@ class Probe(Wrapper):
 
     where the estimates are unbiased if the expected gradient $\nabla F_i$ of each worker hardly changes between the two
     exchanges. $\sigma^2$ is the noise of one worker's gradient at one step; the mean over $K$ steps has $1/K$ of it.
-    The error $\epsilon$ that an unbiased codec makes in the mean counts as noise: the estimate of $\zeta^2$ stays
-    right, those of $\sigma^2$ and $|\nabla F|^2$ are $\tfrac{n}{n-1} E|\epsilon|^2$ and
-    $\tfrac{n-2}{n-1} E|\epsilon|^2$ too large. Codecs whose error may exceed the gradient are refused, and so is error
-    feedback, whose mean is not that of one exchange.
-    Exponential moving averages of the three are written to `Replica.metrics` as `gradient_dissimilarity`,
-    `gradient_noise` and `gradient_square`; `recommend` reads them. The base trains as without the wrapper, bit for bit.
-    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes, where the base sends gradients
-    after a check that all are in the same step. State: `deviation` and
-    `earlier`, each like the parameters (for averages of parameters `anchor` too), and a few numbers.
+    The error $\epsilon$ of an unbiased codec in the mean counts as noise: the estimate of $\zeta^2$ stays unbiased,
+    those of $\sigma^2$ and $|\nabla F|^2$ are $\tfrac{n}{n-1} E|\epsilon|^2$ and $\tfrac{n-2}{n-1} E|\epsilon|^2$ too
+    large. Codecs whose error may exceed the gradient are refused, as is error feedback, whose mean contains parts of
+    other exchanges.
+
+    Exponential moving averages of the three figures are written to `Replica.metrics` as `gradient_dissimilarity`,
+    `gradient_noise` and `gradient_square`; `recommend` reads them. The base's results are unchanged, bit for bit.
+    Traffic: the base's, and per measurement an all-reduce of three numbers of 8 bytes; if the base sends gradients,
+    also a check that all ranks are at the same step. State: `deviation` and `earlier`, and for averages of parameters
+    `anchor`, each like the parameters, and a few numbers.
 
     Args:
         base: the strategy whose exchanges are measured.
@@ -85,30 +87,25 @@ class Probe(Wrapper):
         """See `Traits`."""
         return replace(
             super().traits,
-            # A node's average would pass for steps of this worker.
+            # An average within nodes would look like a step of this worker.
             rounds=replace(super().traits.rounds, local=False),
             growing=("lr_sum",),
-            # Each block would be measured by itself, and the figures of one of them reported as the model's.
-            needs_whole=(
-                "its figures are sums over the whole gradient, of which each holds a part; measure the undivided model "
-                "for some steps instead"
-            ),
+            # The figures of one block would be reported as the model's.
+            needs_whole="its figures are sums over the whole gradient. Measure the undivided model for some steps",
         )
 
     def __post_init__(self) -> None:
-        """Check the types and the ranges, and that deviations can be measured in the base."""
-        if self.every < 2:
-            raise ConfigError(
-                f"every={self.every}: must be at least 2, because a measurement takes two successive exchanges"
-            )
-        if not 0 <= self.keep < 1:
-            raise ConfigError(f"keep={self.keep}: must lie in [0, 1). 0.9 is a mean over about ten measurements")
+        check_ranges(
+            self,
+            every=("2..", "A measurement takes two successive exchanges. 20 is usual"),
+            keep=("[0, 1)", "0.9 is a mean over about ten measurements"),
+        )
         if any(each.traits.rounds.weight for each in nested(self.base)):
             raise ConfigError(f"base={self.base}: the probe measures plain means. Use LocalSGD without weights")
         if self.base.traits.sends_gradients and self.base.traits.reads_gradient:
             raise ConfigError(
-                f"base={self.base}: does not exchange gradients at every step, but what it computes from them. Measure "
-                "AllReduce() for some steps instead"
+                f"base={self.base}: does not average plain gradients at every step. Measure AllReduce() for some steps "
+                "instead"
             )
         averages = self.base.traits.rounds.local and not isinstance(self.base, Wrapper)
         if isinstance(self.base, Probe) or not (self.base.traits.sends_gradients or averages):
@@ -119,7 +116,7 @@ class Probe(Wrapper):
         self._check_codec()
 
     def _check_codec(self) -> None:
-        """Refuse codecs whose mean is not that of this exchange's gradients, or only very roughly."""
+        """Check that the codec's mean is that of this exchange's gradients, with a bounded error."""
         exchanging = self.base
         while isinstance(exchanging, Wrapper):
             exchanging = exchanging.base
@@ -127,27 +124,27 @@ class Probe(Wrapper):
         if codec is None or not (codec.keeps_residual or codec.error_bound >= 1):
             return
         found = (
-            "its means have what earlier messages left out, and lack what this one does"
+            "its means contain parts of earlier gradients, and lack parts of this one"
             if codec.keeps_residual
-            else "its error may exceed the gradient itself, and would count as noise"
+            else "its error may exceed the gradient, and would count as noise"
         )
         raise ConfigError(
-            f"base={self.base}: figures compare each gradient with the mean of this exchange; with codec={codec} "
+            f"base={self.base}: figures compare each gradient with the mean of this exchange. With codec={codec} "
             f"{found}. Measure AllReduce() for some steps instead"
         )
 
     def check(self, size: int, optimizer: Optimizer | None = None) -> None:
-        """As the base; and refuse every optimizer but SGD without momentum where the base averages parameters."""
+        """Run the base's check; if the base averages parameters, the optimizer must be SGD without momentum."""
         super().check(size, optimizer)
         plain = isinstance(optimizer, SGD) and not any(group["momentum"] for group in optimizer.param_groups)
         if optimizer is not None and not self.traits.sends_gradients and not plain:
             raise ConfigError(
-                f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which takes "
-                "SGD without momentum. Measure AllReduce() for some steps instead"
+                f"{type(optimizer).__name__} under {self}: gradients are computed from displacements, which needs SGD "
+                "without momentum. Measure AllReduce() for some steps instead"
             )
 
     def start(self, r: Replica) -> None:
-        """Start the base; allocate two deviations and, if it averages parameters, those of the start of a round."""
+        """Start the base; allocate two deviations and, if it averages parameters, the start of a round."""
         super().start(r)
         r.zeros_state("deviation")
         r.zeros_state("earlier")
@@ -160,15 +157,13 @@ class Probe(Wrapper):
             r.state["rounds"] = torch.zeros((), dtype=torch.int64, device="cpu")
             self._begin_round(r)
 
-    # There are two cases. Where the base sends gradients, `on_gradient` computes each part's deviation as its mean
-    # arrives, and in `after_step` they are complete, also where a closure computed the gradients. For averages of
-    # parameters, `before_step` and `after_step` record the start and the learning rates of a round, and `_end_round`
-    # computes the deviation when the base averages.
+    # There are two cases. If the base sends gradients, `on_gradient` computes the deviation of each part when its mean
+    # arrives; in `after_step` all parts are complete. If it averages parameters, `before_step` and `after_step` record
+    # the start and the learning rates of a round, and `_end_round` computes the deviation.
 
     def on_gradient(self, r: Replica, part: slice) -> Work[Tensor] | None:
-        """Do as the base does; at a measured exchange, keep this worker's deviation from the mean."""
-        # If some workers have run out of data, the mean is over other workers than before, and the two deviations
-        # cannot be compared.
+        """Run the base's hook; at a measured exchange, keep this worker's deviation from the mean."""
+        # If some workers have run out of data, the means of the two exchanges are over different workers.
         if self._stage(r.step) == 0 or r.active < r.comm.size:
             return super().on_gradient(r, part)
         # The mean replaces the gradient in memory, so this worker's own is copied first.
@@ -189,13 +184,13 @@ class Probe(Wrapper):
         return work.then(subtract)
 
     def before_step(self, r: Replica) -> None:
-        """Do as the base does; if it averages parameters, save where a round starts."""
+        """Run the base's hook; if it averages parameters, save the start of a round."""
         if not self.traits.sends_gradients and not r.state["steps"]:
             r.state["anchor"].copy_(r.x)
         super().before_step(r)
 
     def after_step(self, r: Replica) -> None:
-        """Do as the base does; use the deviation of this exchange, or count this step towards the round."""
+        """Run the base's hook; use the deviation of this exchange, or count this step towards the round."""
         if self.traits.sends_gradients:
             if r.comm.size > 1 and r.active == r.comm.size:
                 self._measure(r, self._stage(r.step - 1))
@@ -209,13 +204,13 @@ class Probe(Wrapper):
             super().after_step(r)
 
     def restart(self, r: Replica) -> None:
-        """As the base; if it averages parameters, a round that has started is not measured."""
+        """Restart the base; if it averages parameters, the interrupted round is not measured."""
         super().restart(r)
         if not self.traits.sends_gradients:
             self._begin_round(r)
 
     def average(self, r: Replica, at: At = "now") -> Tensor:
-        """As the base; where it averages parameters, an outer step ends a round that has started."""
+        """Return the base's average; if it averages parameters, an outer step ends the current round."""
         average = super().average
         if at != "outer" or self.traits.sends_gradients or not r.state["steps"]:
             return average(r, at)
@@ -223,7 +218,7 @@ class Probe(Wrapper):
         return r.x
 
     def resized(self, states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]] | None:
-        """The base's state, and the estimates so far; a measurement that has begun is dropped."""
+        """Redistribute the base's state and the estimates; an incomplete measurement is dropped."""
         found = super().resized(states, size)
         kept = ("means", "rounds")
         return found and [{n: x for n, x in state.items() if n in kept or n.startswith("base/")} for state in found]
@@ -233,7 +228,7 @@ class Probe(Wrapper):
         r.state["steps"] = torch.zeros((), dtype=torch.int64, device="cpu")
 
     def _end_round(self, r: Replica, average_: Callable[[Replica], object]) -> None:
-        """Average as the base does, and keep the deviation of this worker's mean gradient."""
+        """Run the base's average, and keep the deviation of this worker's mean gradient."""
         stage = self._stage(int(r.state["rounds"]))
         if stage == 0 or r.comm.size == 1:
             average_(r)
@@ -249,7 +244,7 @@ class Probe(Wrapper):
         self._begin_round(r)
 
     def _stage(self, exchanges: int) -> int:
-        """1 at the first exchange of a measurement, 2 at the second, 0 elsewhere; `exchanges` were done before."""
+        """Return 1 or 2 for the first or second exchange of a measurement, otherwise 0."""
         return max(0, exchanges % self.every - (self.every - 3))
 
     def _measure(self, r: Replica, stage: int) -> None:
@@ -257,7 +252,7 @@ class Probe(Wrapper):
         if stage == 0:
             return
         now, earlier = r.state["deviation"], r.state["earlier"]
-        # A first exchange without all workers was skipped; then the second one has nothing to be compared with.
+        # If the first exchange was skipped, because workers had no data, the second one is not used either.
         complete = stage == 2 and bool(r.state["half"])
         r.state["half"].fill_(stage == 1)
         if stage == 1:
@@ -265,7 +260,7 @@ class Probe(Wrapper):
         if not complete:
             return
         if self.traits.sends_gradients:
-            # The gradient of a rank in another step must not meet these sums: Gloo ends a process on other sizes.
+            # Gloo aborts if these sums meet a gradient of a rank at another step.
             r.comm.check_in_step("a measurement").wait()
         pairs = ((now, now), (earlier, earlier), (now, earlier))
         sums = r.comm.all_reduce_(torch.stack([(x * y).sum(dtype=torch.float64) for x, y in pairs])).wait()
