@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from thinwire.methods.strategies.base import Strategy
-    from thinwire.planning.plan import Card
+    from thinwire.planning.plan import BucketCost, Card
     from thinwire.planning.plan.traffic import MakeOptimizer
 
 _MOST_NAMED_RANKS = 8
@@ -46,6 +46,11 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         workers: how many workers train together.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit; seconds are computed from
             the slowest rate, and not shown unless given. With --tensor-parallel, 1gbit+50us unless given.
+        bucket: a bucket over which the workers train, LATENCY,UP,DOWN, such as 40ms,20mbit,50mbit; shows requests, time
+            and price.
+        prices: with --bucket, dollars for 1,000 writes, for 1,000 reads, and for 1 GB that is read; those of S3 unless
+            given, 0.005,0.0004,0.09.
+        step_seconds: with --bucket, the duration of a step without communication.
         dtype: data type of the parameters.
         json: print everything as JSON.
     """
@@ -56,6 +61,9 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
     parameters: float | None = None
     workers: int = 4
     link: str | None = None
+    bucket: str | None = None
+    prices: str | None = None
+    step_seconds: float = 0.2
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
     json: bool = False
 
@@ -71,7 +79,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             return 0
         import torch
 
-        from thinwire.planning.plan import explain
+        from thinwire.planning.plan import explain, parse_store
 
         if self.recipe is None:
             raise ConfigError('RECIPE is missing; name one, such as "LocalSGD(period=8)", or give --tensor-parallel 4')
@@ -85,6 +93,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             dtype=getattr(torch, self.dtype),
             optimizer=self._optimizer(strategy),
             bits_per_second=bits_per_second,
+            store=None if self.bucket is None else parse_store(self.bucket, self.prices),
+            step_seconds=self.step_seconds,
         )
         if self.json:
             out.print(json_text.dumps(asdict(card)), markup=False)
@@ -99,7 +109,14 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             raise ConfigError(f"--batch-size {self.batch_size}: is for --tensor-parallel; leave it out, or add that")
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
-        other = {"workers": self.workers, "dtype": self.dtype, **{name: given[name] for name in _OF_OPTIMIZER}}
+        if self.bucket is None and (self.prices is not None or self.step_seconds != Explain.step_seconds):
+            raise ConfigError("--prices and --step-seconds are for --bucket. Add that, or leave them out")
+        other = {
+            "bucket": self.bucket,
+            "workers": self.workers,
+            "dtype": self.dtype,
+            **{name: given[name] for name in _OF_OPTIMIZER},
+        }
         for name, value in other.items() if meshes else ():
             if value != getattr(Explain, name):
                 raise ConfigError(f"--{name} {value} with --tensor-parallel: decides nothing there; leave it out")
@@ -218,6 +235,8 @@ def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str
         alike = f"which does not repeat; means over {card.period} steps"
     equal = card.rank == 0 and card.mean_sent_bytes_per_step == card.sent_bytes_per_step
     yield f"{'One worker' if equal else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
+    if card.bucket is not None:
+        yield "Over the bucket", _over_bucket(card.bucket)
     memory = card.memory_bytes_per_parameter
     each = ", ".join(f"{name} {_number(value)}" for name, value in memory.items())
     total = nbytes(sum(memory.values()) * card.parameters)
@@ -265,6 +284,19 @@ def _traffic(card: Card) -> list[tuple[str, str]]:
         transfer = f"{seconds(card.seconds_per_step)} of transfer a step{longest}"
         lines.append((rate(card.bits_per_second), f"{transfer}; transfers that overlap with computation cost no time"))
     return lines
+
+
+def _over_bucket(cost: BucketCost) -> list[tuple[str, str]]:
+    lines = [] if cost.refusal is None else [("refused", cost.refusal)]
+    requests = f"{_number(cost.puts_per_step)} writes and {_number(cost.gets_per_step)} reads a step"
+    carried = f"{nbytes(cost.up_bytes_per_step)} up and {nbytes(cost.down_bytes_per_step)} down"
+    day = f"{cost.requests_per_day:,.0f} requests and {nbytes(cost.bytes_per_day)} a day"
+    return [
+        *lines,
+        ("each", f"{requests}, {carried}"),
+        ("time", f"{seconds(cost.seconds_per_step)} a step, {seconds(cost.longest_seconds)} in the longest"),
+        ("all", f"this run makes {day}, for ${cost.dollars_per_day:.2f}; waiting adds reads"),
+    ]
 
 
 def _mean_over_workers(card: Card) -> list[tuple[str, str]]:

@@ -22,6 +22,8 @@ from thinwire.elastic.membership import Membership
 from thinwire.elastic.records import ViewStore, hidden, run_token
 from thinwire.errors import CommTimeoutError, ConfigError
 
+BEAT_SECONDS = 5.0
+"""Between two heartbeats of a worker of a run over a bucket."""
 _entered: Counter[str] = Counter()
 
 
@@ -147,7 +149,7 @@ def fleet_in_bucket(
         BucketStore(bucket, str(before)),
         f"{'w' if rank < 0 else rank}-{secrets.token_hex(4)}",
         timeout=timeout,
-        beat_seconds=5.0 if remote else 1.0,
+        beat_seconds=BEAT_SECONDS if remote else 1.0,
         poll_seconds=0.2 if remote else 0.02,
         fixed=fixed,
         connected=False,

@@ -33,7 +33,7 @@ from torch import Tensor
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.forks import protect
 from thinwire.core.comm.work import Work, describe
-from thinwire.core.storage.bucket import Bucket, loop
+from thinwire.core.storage.bucket import SEAL_BYTES, Bucket, loop
 from thinwire.core.validation import printable
 from thinwire.errors import (
     CommError,
@@ -48,11 +48,56 @@ from thinwire.errors import (
 T = TypeVar("T")
 SCATTER_BYTES = 1 << 20
 """An all-reduce takes two stages if this saves each rank so many bytes of downloads; a stage takes a round trip."""
-_MOST_CALL = 200  # bytes of the description of a call
+_MOST_CALL, _USUAL_CALL = 200, 50  # bytes of the description of a call
 _MOST_ERROR = 20_000
 _POLL_SECONDS, _LONGEST_POLL, _POLL_SHARE = 0.02, 2.0, 0.1  # a share of the time waited so far
 _LOOK_SECONDS, _LONGEST_LOOK = 0.5, 5.0  # between looks for lost ranks and reported errors
 _DAMAGED = 3  # reads of a damaged object before it is refused
+
+
+class Objects(NamedTuple):
+    """The objects of one rank's calls.
+
+    Attributes:
+        puts: objects that it writes.
+        gets: objects that it reads.
+        up: bytes that it writes, with headers and seals.
+        down: bytes that it reads.
+        stages: writes that are followed by reads, one after the other.
+    """
+
+    puts: int = 0
+    gets: int = 0
+    up: float = 0.0
+    down: float = 0.0
+    stages: int = 0
+
+    @classmethod
+    def of(cls, puts: int, gets: int, up: float, down: float, size: int, stages: int = 1) -> Objects:
+        """Return the objects of one call with this payload."""
+        each = SEAL_BYTES + struct.calcsize(f"!HQ{size}Q") + _USUAL_CALL
+        return cls(puts, gets, up + puts * each, down + gets * each, stages)
+
+    @classmethod
+    def of_gather(cls, nbytes: int, size: int) -> Objects:
+        """Return the objects of an all-gather."""
+        return cls.of(1, size - 1, nbytes, nbytes * (size - 1), size)
+
+    @classmethod
+    def of_all_reduce(cls, nbytes: int, size: int) -> Objects:
+        """Return the objects of an all-reduce."""
+        if not _in_two_stages(nbytes, size):
+            return cls.of_gather(nbytes, size)
+        return cls.of(size, 2 * (size - 1), nbytes, 2 * nbytes * (size - 1) / size, size, stages=2)
+
+    def plus(self, other: Objects) -> Objects:
+        """Return the objects of both."""
+        count = (self.puts + other.puts, self.gets + other.gets)
+        return Objects(*count, self.up + other.up, self.down + other.down, self.stages + other.stages)
+
+
+def _in_two_stages(nbytes: int, size: int) -> bool:
+    return nbytes * (size - 1) * (size - 2) // size >= SCATTER_BYTES
 
 
 class _Header(NamedTuple):
@@ -165,8 +210,7 @@ class BucketComm(Comm):
         )
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        saved = x.nbytes * (self.size - 1) * (self.size - 2) // self.size
-        if saved < SCATTER_BYTES:
+        if not _in_two_stages(x.nbytes, self.size):
             rows = self._start("all_reduce", x, lambda call, own: self._gather(call, own))
             return rows.then(lambda rows: x.copy_(reduce(torch.add, [_tensor(row, x) for row in rows])))
         like = torch.empty(0, dtype=x.dtype, device="cpu")

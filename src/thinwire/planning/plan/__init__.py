@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a recipe costs, computed before any run."""
 
+from thinwire.planning.plan.bucket import BucketCost, Store, parse_store
 from thinwire.planning.plan.card import Card, Link, Method, explain
 
-__all__ = ["Card", "Link", "Method", "explain"]
+__all__ = ["BucketCost", "Card", "Link", "Method", "Store", "explain", "parse_store"]

@@ -16,6 +16,7 @@ from thinwire.methods.codecs.cast import Bf16
 from thinwire.methods.strategies.base import Strategy, check_workers, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.topology.base import check_size
+from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
 from thinwire.planning.plan.ranks import Look, look_at_ranks
 from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, topologies
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
@@ -91,6 +92,7 @@ class Card:
         seconds_per_step: transfer time on that link, mean, for the worker whose transfers take longest; includes those
             that overlap with computation.
         largest_step_seconds: the same for the step with the longest transfer.
+        bucket: the cost over a bucket; None if none was given.
     """
 
     recipe: str
@@ -118,6 +120,7 @@ class Card:
     bits_per_second: float | None
     seconds_per_step: float | None
     largest_step_seconds: float | None
+    bucket: BucketCost | None = None
 
 
 def explain(
@@ -129,6 +132,8 @@ def explain(
     optimizer: MakeOptimizer | None = None,
     bits_per_second: float | None = None,
     bucket_bytes: int = 8 << 20,
+    store: Store | None = None,
+    step_seconds: float = 0.2,
 ) -> Card:
     """Run a strategy on meta tensors until its traffic repeats, and add up bytes, messages and memory.
 
@@ -144,6 +149,8 @@ def explain(
             that the strategy needs.
         bits_per_second: rate of each worker's link in each direction, to predict seconds.
         bucket_bytes: bytes of gradient per message, as for `attach`.
+        store: a bucket over which the workers train, to predict requests, seconds and prices.
+        step_seconds: of a step without communication, for the figures of a day.
 
     Raises:
         ConfigError: the recipe cannot serve this number of workers, or a value is out of its range.
@@ -213,6 +220,9 @@ def explain(
         bits_per_second=bits_per_second,
         seconds_per_step=None if seconds is None else _mean(seconds),
         largest_step_seconds=None if seconds is None else max(seconds),
+        bucket=None
+        if store is None
+        else bucket_cost(strategy, [step.objects for step in steps], store, workers, step_seconds),
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
+from thinwire.core.comm.bucket import Objects
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.comm.work import Meter, Work
 from thinwire.errors import ConfigError
@@ -65,11 +66,13 @@ class StepTraffic:
         collectives: bytes sent in each collective call.
         exchanges: messages to and from named ranks.
         surplus: bytes received in collectives beyond those sent; negative where more are sent.
+        objects: written and read where the run is over a bucket.
     """
 
     collectives: tuple[float, ...]
     exchanges: tuple[Exchange, ...]
     surplus: float = 0.0
+    objects: Objects = Objects()
 
     @property
     def sent(self) -> float:
@@ -122,29 +125,55 @@ class RecordingComm(CountingComm):
         self.meter = self._traffic = Traffic()
         self.exchanges: list[Exchange] = []
         self._surplus = 0
+        self._objects = Objects()
 
     def forget(self) -> None:
         """Drop everything recorded so far, and begin to count anew."""
         self.meter = self._traffic = Traffic()
         self.exchanges.clear()
         self._surplus = 0
+        self._objects = Objects()
 
     def take(self) -> StepTraffic:
         """Return everything recorded since the last call."""
-        step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges), self._surplus)
+        step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges), self._surplus, self._objects)
         self._traffic.collectives.clear()
         self.exchanges.clear()
         self._surplus = 0
+        self._objects = Objects()
         return step
+
+    def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        self._objects = self._objects.plus(Objects.of_all_reduce(x.nbytes, self.size))
+        return super()._all_reduce_(x)
+
+    def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        self._objects = self._objects.plus(Objects.of_gather(x.nbytes, self.size))
+        return super()._all_reduce_min_(x)
+
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        if not self.calling:  # over a bucket, calls carry their checks
+            self._objects = self._objects.plus(Objects.of_gather(x.nbytes, self.size))
+        return super()._all_gather(x)
+
+    def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        own = int(src == self.rank)
+        objects = Objects.of(own, 1 - own, own * x.nbytes, (1 - own) * x.nbytes, self.size)
+        self._objects = self._objects.plus(objects)
+        return super()._broadcast_(x, src)
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         # The one collective in which a rank may receive more or less than it sends.
         others = [rank for rank in range(self.size) if rank != self.rank]
-        self._surplus += sum(sizes[rank] * xs[0].element_size() - xs[rank].nbytes for rank in others)
+        up, down = sum(xs[r].nbytes for r in others), sum(sizes[r] * xs[0].element_size() for r in others)
+        self._surplus += down - up
+        self._objects = self._objects.plus(Objects.of(len(others), len(others), up, down, self.size))
         return super()._all_to_all(xs, sizes)
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
         self.exchanges.append(Exchange(x.nbytes, tuple(dst), tuple(src)))
+        up, down = len(dst) * x.nbytes, len(src) * x.nbytes
+        self._objects = self._objects.plus(Objects.of(len(dst), len(src), up, down, self.size))
         return super()._send_recv(x, dst, src)
 
 

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a run over a bucket: predicted objects are those of a real run, and prices follow from them."""
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import thinwire
+from thinwire.cli import main
+from thinwire.core.comm.bucket import BucketComm
+from thinwire.core.storage.bucket import Bucket
+from thinwire.errors import ConfigError
+from thinwire.planning.plan import Store, explain, parse_store
+
+STORE = Store(0.04, 20e6, 50e6, put_price=5.0, get_price=0.4, out_price=0.1)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "parameters"),
+    [
+        ("LocalSGD(period=4)", 1000),
+        ("LocalSGD(period=4)", 1_200_000),  # of two stages
+        ("DiLoCo(period=4, codec=Quantize(4))", 1000),
+        ("SlowMo(period=4)", 1000),
+    ],
+)
+@pytest.mark.parametrize("workers", [2, 3])
+def test_predicted_objects_are_those_of_a_run(recipe, parameters, workers):
+    pytest.importorskip("obstore")
+    url = f"memory://{recipe}-{parameters}-{workers}".replace("(", "-").replace(")", "").replace(" ", "")
+    steps = 16
+
+    def work(rank):
+        bucket = Bucket.open(url)
+        comm = BucketComm(bucket, "0", rank, workers)
+        model = torch.nn.ParameterList([torch.zeros(parameters)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = thinwire.attach(model, optimizer, recipe, comm=comm)
+        counts = []
+        for step in range(2 * steps):
+            if step in (steps, 2 * steps - 1):
+                counts.append((bucket.traffic.puts, bucket.traffic.bytes_up, bucket.traffic.gets))
+            model[0].grad = torch.full((parameters,), float(rank))
+            optimizer.step()
+        counts[1] = (bucket.traffic.puts, bucket.traffic.bytes_up, bucket.traffic.gets)
+        worker.detach()
+        return [after - before for before, after in zip(*counts, strict=True)]
+
+    with ThreadPoolExecutor(workers) as pool:
+        found = list(pool.map(work, range(workers)))
+    cost = explain(
+        thinwire.parse(recipe), parameters=[parameters], workers=workers, store=STORE, optimizer=torch.optim.SGD
+    ).bucket
+    assert cost is not None and cost.refusal is None
+    puts, up, gets = max(found)
+    assert puts == cost.puts_per_step * steps
+    assert up == pytest.approx(cost.up_bytes_per_step * steps, rel=0.05)
+    assert gets >= cost.gets_per_step * steps
+
+
+def test_a_day_is_what_its_steps_are():
+    cost = explain(thinwire.parse("LocalSGD(period=10)"), parameters=250_000, workers=2, store=STORE).bucket
+    assert cost is not None
+    # A round is one object of 1 MB from each worker: 0.08 s of requests, 0.4 s up and 0.16 s down.
+    assert cost.longest_seconds == pytest.approx(0.64, rel=0.01)
+    rounds = 2 * 86_400 / (10 * 0.2 + 0.64)
+    beats = 2 * 86_400 / 5
+    assert cost.requests_per_day == pytest.approx(2 * rounds + beats, rel=0.01)
+    assert cost.bytes_per_day == pytest.approx(rounds * 1e6, rel=0.01)
+    dollars = (rounds + beats) / 1e3 * 5.0 + rounds / 1e3 * 0.4 + rounds * 1e6 / 1e9 * 0.1
+    assert cost.dollars_per_day == pytest.approx(dollars, rel=0.01)
+
+
+def test_a_strategy_that_sends_at_every_step_is_shown_as_refused(capsys):
+    assert main(["explain", "AllReduce()", "--parameters", "1e6", "--bucket", "40ms,20mbit,50mbit", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["bucket"]
+    assert "it sends at every step" in found["refusal"] and found["puts_per_step"] >= 1
+
+
+def test_the_card_shows_a_day(capsys):
+    recipe = "DiLoCo(period=100, codec=Quantize(4))"
+    bucket = ["--bucket", "40ms,20mbit,50mbit", "--prices", "0,0,1"]
+    assert main(["explain", recipe, "--parameters", "1e6", *bucket]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "this run makes" in shown and "requests and" in shown and "refused" not in shown
+
+
+@pytest.mark.parametrize(
+    ("text", "prices", "words"),
+    [
+        ("40ms", None, "must be LATENCY,UP,DOWN"),
+        ("40ms,20mbit,fast", None, "'fast'"),
+        ("40ms,20mbit,50mbit", "1,2", "must be PUT,GET,OUT"),
+        ("40ms,20mbit,50mbit", "-1,0,0", "put_price=-1.0 is invalid"),
+    ],
+)
+def test_mistakes_are_refused(text, prices, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_store(text, prices)
+
+
+def test_options_without_a_bucket_are_refused(capsys):
+    assert main(["explain", "LocalSGD()", "--parameters", "1e6", "--prices", "0,0,0"]) == 2
+    assert "are for --bucket" in " ".join(capsys.readouterr().err.split())
