@@ -253,6 +253,14 @@ def test_the_command_starts_processes_and_prints_the_line_for_other_machines() -
     assert line.endswith("single_process.py --strategy 'LocalSGD(period=2)' -- --epochs 1")
 
 
+def test_the_url_of_the_environment_is_used(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("THINWIRE_RENDEZVOUS", "ftp://bucket/run")
+    assert main(["up", str(MNIST), "--strategy", "LocalSGD(period=8)"]) == 2
+    assert "'ftp://bucket/run': is not the URL of a run" in " ".join(capsys.readouterr().err.split())
+
+
 def test_mistakes_in_the_call_are_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     script = tmp_path / "train.py"
     for arguments, words in (

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from thinwire.core.units import nbytes, seconds
 from thinwire.errors import ConfigError
 
 _LAST_LINES = 20
+_RENDEZVOUS = "THINWIRE_RENDEZVOUS"
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class Up:
         processes: start so many workers on this machine.
         rendezvous: the URL of a bucket or a shared folder over which the workers train, such as s3://bucket/run. Run
             the same command on each machine, with the same THINWIRE_KEY. Each worker then reads all data in its own
-            order.
+            order. By default that of THINWIRE_RENDEZVOUS.
         workers: with --rendezvous, the fixed number of workers; they may join and leave at any time unless given.
         seed: of torch, numpy and random where the script sets none.
         export: write the model that all workers agree on to this safetensors file at the end. What the script itself
@@ -60,6 +62,8 @@ class Up:
         from thinwire.core.comm.rendezvous import started_by_torchrun
         from thinwire.methods.strategies.recipe import parse
 
+        if self.rendezvous is None and os.environ.get(_RENDEZVOUS):
+            return replace(self, rendezvous=os.environ[_RENDEZVOUS])()
         parse(self.strategy)  # before any process starts
         if not self.script.is_file():
             raise ConfigError(
