@@ -13,6 +13,7 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
@@ -21,6 +22,9 @@ from tests.processes import descendants, left_behind
 _GRACE_SECONDS = 3.0
 
 torch.set_num_threads(1)
+# No test asserts how long something takes.
+hypothesis.settings.register_profile("thinwire", deadline=None)
+hypothesis.settings.load_profile("thinwire")
 # pytest adds its handlers, several times in each test, to every logger that keeps its records from the root; torch has
 # tens of them, and this took a third of the time that pytest needs for an empty test.
 for name in list(logging.root.manager.loggerDict):

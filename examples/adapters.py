@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small base model, data and a loss for a sweep over adapters.
+r"""A small base model, data and a loss for a sweep over adapters.
 
-    thinwire sweep --adapters --model examples.adapters:base --data examples.adapters:data \\
+    thinwire sweep --adapters --model examples.adapters:base --data examples.adapters:data \
         --loss examples.adapters:loss --targets q_proj,v_proj --optimizer adamw --rank 2,4,8
 
 The model has random weights; replace `base` by `AutoModelForCausalLM.from_pretrained(...)` and `data` by your tokens.

@@ -38,7 +38,7 @@ OTHER_NAMES = {
     "methods.strategies.traits": "Rounds Traits",
     "tensor2d.parallelize": "parallelize_2d",
     "methods.topology.base": "Topology",
-    "worker.state": "Stats",
+    "worker.times": "Stats",
     "worker.attach": "attach",
     "worker.worker": "Worker",
 }

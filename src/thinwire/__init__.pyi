@@ -114,7 +114,7 @@ from thinwire.methods.topology.periodic import Periodic as Periodic
 from thinwire.registry import registered as registered
 from thinwire.tensor2d.parallelize import parallelize_2d as parallelize_2d
 from thinwire.worker.attach import attach as attach
-from thinwire.worker.state import Stats as Stats
+from thinwire.worker.times import Stats as Stats
 from thinwire.worker.worker import Worker as Worker
 
 __version__: str

@@ -23,9 +23,10 @@ from thinwire.worker import checkpoint, exporting, joining, replica_state, switc
 from thinwire.worker.annexes import Elastic
 from thinwire.worker.consensus import check_all_there, lends, refuse_while_lent, together, wait_in_step
 from thinwire.worker.guards import rebase
-from thinwire.worker.state import Stats, WorkerState
+from thinwire.worker.state import WorkerState
 from thinwire.worker.step import Step
 from thinwire.worker.switching import Switched
+from thinwire.worker.times import Stats
 
 Batch = TypeVar("Batch")
 T = TypeVar("T")
