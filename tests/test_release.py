@@ -32,8 +32,8 @@ def test_all_extras_leave_out_what_few_need() -> None:
     extras = PROJECT["optional-dependencies"]
     (everything,) = extras["all"]
     named = set(re.findall(r"\w+", everything.partition("[")[2]))
-    # The sweep's database, a second trainer of trials, and data sets from a hub.
-    assert set(extras) - named == {"all", "tune", "ray", "hub"}
+    # The sweep's database, a second trainer of trials, data sets from a hub, and adapters of language models.
+    assert set(extras) - named == {"all", "tune", "ray", "hub", "adapters"}
 
 
 def modules_after(*program: str) -> set[str]:
