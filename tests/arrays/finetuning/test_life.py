@@ -302,6 +302,7 @@ def test_bad_input_is_refused_and_names_the_member() -> None:
         (base, [lora(), peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])], "member 1 of IA3"),
         (base, [lora(), "nowhere"], "member 1: nowhere is not the folder of an adapter"),
         (base, [lora(), 7], "member 1 is a int"),
+        (base, [lora(), lora(target_modules=["no_proj"])], "member 1: PEFT refuses its configuration.*no_proj"),
         (base, [lora(), lora(33)], r"member 1: rank 33 of layer 'model\.layers\.0.*at most rank 32"),
         (base, [lora(), lora(17)], r"member 1: rank 17 of layer .*v_proj.*at most rank 16"),
         (conv, [lora(2, target_modules=["0"])], "member 0 targets '0', a Conv2d"),

@@ -75,21 +75,25 @@ def read_member(
     _check_config(index, config)
     # Without a seed the draws go on with torch's own generator, as in a loop over configurations.
     if seed is None:
-        model, after = _wrapped(copy_of(base), config), None
+        model, after = _wrapped(index, copy_of(base), config), None
     else:
         with torch.random.fork_rng():
             torch.set_rng_state(torch.Generator().manual_seed(seed).get_state())
-            model, after = _wrapped(copy_of(base), config), torch.get_rng_state()
+            model, after = _wrapped(index, copy_of(base), config), torch.get_rng_state()
     if state is not None:
         _load(index, model, state)
     return Member(model.peft_config[_NAME], _read_layers(index, model), after)
 
 
-def _wrapped(base: nn.Module, config: Any) -> Any:
+def _wrapped(index: int, base: nn.Module, config: Any) -> Any:
     with warnings.catch_warnings():
         # PEFT asks newer versions of transformers by deprecated names, once per member.
         warnings.simplefilter("ignore", FutureWarning)
-        return peft().get_peft_model(base, config)
+        try:
+            return peft().get_peft_model(base, config)
+        except ValueError as error:  # such as target modules that the base does not have
+            text = str(error).rstrip(". ")
+            raise ConfigError(f"member {index}: PEFT refuses its configuration. {text}") from error
 
 
 def _config_of(index: int, given: Any, base: nn.Module) -> tuple[Any, Mapping[str, Tensor] | None]:
@@ -265,7 +269,7 @@ def peft_model(config: Any, base: nn.Module, tensors: Mapping[str, Mapping[str, 
         tensors: each layer's trained tensors by its path.
     """
     with torch.random.fork_rng():
-        model = _wrapped(base, copy.deepcopy(config))
+        model = _wrapped(0, base, copy.deepcopy(config))
     layers = dict(model.base_model.model.named_modules())
     with torch.no_grad():
         for path, own in tensors.items():
