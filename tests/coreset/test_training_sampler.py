@@ -563,7 +563,7 @@ def test_two_processes_choose_alike_and_train_as_two_threads_do() -> None:
         ({"fraction": "0.1"}, "a number"),
         ({"preconditioned": True, "proxy": "features"}, "features are no gradients"),
         ({"method": "sparse", "proxy": "last_layer"}, "method='sparse' with proxy='last_layer': needs coordinates"),
-        ({"method": "streaming", "proxy": "last_layer"}, "use 'lazy', or proxy='logits'"),
+        ({"method": "streaming", "proxy": "last_layer"}, "Use 'lazy', or proxy='logits'"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(wrong: dict[str, Any], words: str) -> None:

@@ -492,7 +492,7 @@ def test_copies_and_pickles_of_an_attached_model_hold_nothing_of_thinwire(kind: 
         assert vars(other).get("saved", False) == (kind is Stateful)
         assert torch.equal(flat(other), flat(model))
     assert model._forward_pre_hooks is hooks
-    assert len(hooks) == 2
+    assert len(hooks) == 3
     worker.detach()
     assert list(hooks.values()) == [zero]
     assert "__getstate__" not in vars(model)

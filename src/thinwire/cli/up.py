@@ -60,11 +60,14 @@ class Up:
     def __call__(self) -> int:
         """Run the script; returns 0, or 1 where a worker failed."""
         from thinwire.core.comm.rendezvous import started_by_torchrun
+        from thinwire.core.storage.bucket import check_url
         from thinwire.methods.strategies.recipe import parse
 
         if self.rendezvous is None and os.environ.get(_RENDEZVOUS):
             return replace(self, rendezvous=os.environ[_RENDEZVOUS])()
         parse(self.strategy)  # before any process starts
+        if self.rendezvous is not None:
+            check_url(self.rendezvous)
         if not self.script.is_file():
             raise ConfigError(
                 f"{self.script}: no such file. Give a Python script that trains a model, such as train.py"

@@ -13,14 +13,14 @@ import random
 import runpy
 import secrets
 import sys
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -151,6 +151,8 @@ class _Run:
         self._seed = 0
         self._epochs: WeakKeyDictionary[DataLoader[Any], int] = WeakKeyDictionary()
         self._saves_reported = False
+        # Those of the process that runs the script are not the script's.
+        self._earlier: WeakSet[Optimizer] = WeakSet(_alive(Optimizer))
 
     @contextmanager
     def installed(self, seed: int) -> Generator[None]:
@@ -194,7 +196,7 @@ class _Run:
             return
         self._outermost = module
         if module.training and torch.is_grad_enabled():
-            found = _find(module)
+            found = _find(module, self._earlier)
             if found is not None:
                 self._attach(*found)
 
@@ -347,7 +349,7 @@ class _Share:
 
 
 class _OwnOrder:
-    """All batches in a worker's own order: a random one if the sampler draws one, otherwise from another start."""
+    """All batches in a worker's own random order."""
 
     def __init__(self, batches: Any) -> None:
         self._batches = batches
@@ -362,8 +364,8 @@ class _OwnOrder:
         batches = chain(first, batches)
         if isinstance(getattr(self._batches, "sampler", None), SequentialSampler):
             rows = list(batches)
-            start = seed % max(1, len(rows))
-            batches = iter([*rows[start:], *rows[:start]])
+            order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
+            batches = (rows[index] for index in order.tolist())
         yield from batches
 
 
@@ -430,13 +432,13 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return bool(((x == y) | (x.isnan() & y.isnan())).all())
 
 
-def _find(module: nn.Module) -> tuple[nn.Module, Optimizer] | None:
+def _find(module: nn.Module, earlier: Collection[Optimizer]) -> tuple[nn.Module, Optimizer] | None:
     """The model and the optimizer that the script trains, when it calls this module; None where none is trained.
 
     Raises:
         ConfigError: there are several candidates.
     """
-    optimizers = [each for each in _alive(Optimizer) if each.param_groups]
+    optimizers = [each for each in _alive(Optimizer) if each.param_groups and each not in earlier]
     if not optimizers:
         return None
     held = [{id(p) for group in each.param_groups for p in group["params"]} for each in optimizers]

@@ -256,7 +256,8 @@ def attach(
         if watch is not None:
             watch(worker)
         state.account.begin()
-        if comm.reporter is None:  # several optimizers of one model may share a comm: the first one's worker reports
+        # A dry run measures nothing. Of several optimizers that share a comm the first one's worker reports.
+        if comm.reporter is None and comm.checks_first_steps:
             comm.reporter = state.account.times
             state.undo.callback(setattr, comm, "reporter", None)
         return worker

@@ -161,16 +161,20 @@ def _by_own_work(reports: Sequence[Report], wall: float) -> SlowWorker:
 def _by_link(reports: Sequence[Report], wall: float) -> SlowWorker:
     """Find the worker at which the busy connections meet: its own, and those of others to it."""
     ranks = range(len(reports))
-    distinct = len({each.address for each in reports}) == len(reports) > 2
+    senders: dict[int, list[int]] = {}  # the workers whose busiest connection leads to an address
+    if len({each.address for each in reports}) == len(reports) > 2:
+        for rank, each in enumerate(reports):
+            senders.setdefault(each.peer, []).append(rank)
 
-    def involved(rank: int) -> list[int]:
-        return [r for r in ranks if r == rank or (distinct and reports[r].peer == reports[rank].address)]
+    def involved(rank: int) -> set[int]:
+        return {rank, *senders.get(reports[rank].address, ())}
 
     rank = max(ranks, key=lambda rank: (sum(reports[r].sending for r in involved(rank)), reports[rank].sending))
-    rest = [reports[r].sending for r in ranks if r not in involved(rank)]
+    found = involved(rank)
+    rest = [reports[r].sending for r in ranks if r not in found]
     # Of few workers all may send to this one.
     usual = max(rest) if rest else min(reports[r].sending for r in ranks if r != rank)
-    longest = max(reports[r].sending for r in involved(rank))
+    longest = max(reports[r].sending for r in found)
     # Equal links differ by chance. Messages that are sent while workers compute cost nobody anything.
     excess = longest - usual if longest > _SLOWER_LINK * usual else 0.0
     return SlowWorker(rank, "link", min(excess, *(each.blocked for each in reports)) / wall)

@@ -33,7 +33,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         else:
             with serve(request.param, tmp_path_factory.mktemp(request.param)) as endpoint:
                 set_environment(patch, endpoint)
-                yield "s3://bucket/run"
+                yield f"s3://bucket/{request.param}"
 
 
 def test_objects_come_back_and_are_listed_and_deleted(url: str) -> None:
@@ -52,7 +52,13 @@ def test_objects_come_back_and_are_listed_and_deleted(url: str) -> None:
     assert bucket.wait(bucket.list("a")) == []
 
 
+def _skip_where_two_may_win(url: str) -> None:
+    if url == "s3://bucket/moto":
+        pytest.skip("moto looks for an object and writes it in two steps: under load two of eight writers succeed")
+
+
 def test_one_of_eight_writers_of_a_new_object_succeeds(url: str) -> None:
+    _skip_where_two_may_win(url)
     buckets = [Bucket.open(f"{url}/races") for _ in range(8)]
     with ThreadPoolExecutor(8) as pool:
         for race in range(8):
@@ -67,6 +73,7 @@ def test_one_of_eight_writers_of_a_new_object_succeeds(url: str) -> None:
 
 
 def test_of_eight_that_compare_and_set_one_key_one_succeeds(url: str) -> None:
+    _skip_where_two_may_win(url)
     stores = [BucketStore(Bucket.open(f"{url}/versions"), "0", seconds=20) for _ in range(8)]
     first = stores[0].compare_set("once", "", "first")
     assert [each.compare_set("once", "", "other") for each in stores] == [first] * 8 == [b"first"] * 8

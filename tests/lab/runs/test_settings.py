@@ -205,8 +205,11 @@ def test_workers_share_means_and_the_time_of_the_last():
         return share(comm, mine, "cpu")
 
     first, second = run_threads(2, one)
-    assert first == second == [Record(1, 2.0, 1.0, 10.0, 0.5, 0.25)]
-    assert first[0].compute_seconds == 0.25
+    records, workers = first
+    assert first == second
+    assert records == [Record(1, 2.0, 1.0, 10.0, 0.5, 0.25)]
+    assert records[0].compute_seconds == 0.25
+    assert workers == {rank: {"step_seconds": 0.5, "exposed_seconds": 0.25, "data_seconds": 0.0} for rank in ("0", "1")}
 
 
 def test_time_per_step_counts_what_is_sent_only_every_few_steps():

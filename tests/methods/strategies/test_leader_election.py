@@ -180,7 +180,7 @@ def test_a_custom_score_function_decides() -> None:
     ("answer", "words"),
     [
         (lambda r: r.x, r"has shape \(3,\), but must be one number. Take its mean"),
-        (lambda r: torch.zeros((), device="meta"), "returned a tensor on meta; compute it on cpu"),
+        (lambda r: torch.zeros((), device="meta"), "returned a tensor on meta. Compute it on cpu"),
     ],
 )
 def test_a_score_function_without_one_number_is_refused_before_the_first_step(answer: Any, words: str) -> None:

@@ -268,7 +268,7 @@ def test_a_recipe_from_a_file_does_not_import_an_outer_optimizer(
         assert thinwire.parse(repr(strategy), imports=False) == strategy
     finally:
         sys.modules.pop("outer_of_mine", None)
-    with pytest.raises(ConfigError, match="there is no module no_such_module"):
+    with pytest.raises(ConfigError, match="no module no_such_module is installed"):
         thinwire.parse("DiLoCo(outer=OuterOptimizer('no_such_module:Lamb'))")
 
 

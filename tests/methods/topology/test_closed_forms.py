@@ -290,7 +290,7 @@ def test_two_dtypes_that_exchange_in_turn_both_use_the_whole_graph() -> None:
         (lambda: RandomMatching(draws=0), "draws=0: must be at least 1"),
         (lambda: Hierarchical(0), "node_size=0: must be at least 1"),
         (lambda: Hierarchical(every=1), "every=1: must be at least 2"),
-        (lambda: Hierarchical(inside=Ring), r"inside must be a Topology; write Ring\(\)"),
+        (lambda: Hierarchical(inside=Ring), r"inside must be a Topology. Write Ring\(\)"),
         (lambda: Star("uniform"), "weights must be 'metropolis' or 'push-sum'"),
     ],
 )

@@ -243,7 +243,7 @@ def test_a_strategy_that_sends_nothing_is_described_as_such(capsys: pytest.Captu
     code, out, _ = run_explain(capsys, "Local", "--parameters", "1e6", "--link", "100mbit")
     assert code == 0
     assert "nothing" in out
-    assert "no worker waits for another" in out
+    assert "workers do not wait for each other" in out
 
 
 def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,7 +89,7 @@ def test_the_fallback_is_measured_only_where_it_could_be_faster(
 
 
 def test_what_is_given_twice_is_refused() -> None:
-    with pytest.raises(ConfigError, match="use one of the two"):
+    with pytest.raises(ConfigError, match="Use one of the two"):
         Guard(attach(None, LocalSGD(period=3)), fallback_seconds=1.0, fallback_least=1.0)
 
 

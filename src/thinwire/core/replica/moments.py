@@ -134,9 +134,10 @@ def check_periods(periods: Sequence[int], period: int, optimizer: Optimizer | No
 
 def average_due_(moments: Moments, comm: Comm, periods: Sequence[int], step: int) -> None:
     """Average the moments whose period ends with this step; periods are in the order of the moments' names."""
-    due = [name for name, period in zip(moments.names, periods, strict=False) if step % period == 0]
-    if due:
-        moments.average_(comm, due)
+    # Only now, as some optimizers cannot say what their moments are.
+    if any(step % period == 0 for period in periods):
+        names = zip(moments.names, periods, strict=False)
+        moments.average_(comm, [name for name, period in names if step % period == 0])
 
 
 def parts_of(optimizer: Optimizer) -> Sequence[Optimizer]:

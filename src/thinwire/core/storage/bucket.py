@@ -50,6 +50,24 @@ def new_key() -> str:
     return secrets.token_urlsafe(32)
 
 
+def check_url(url: str) -> str:
+    """Return the scheme of a run's URL.
+
+    Raises:
+        ConfigError: it is no URL of a bucket or a folder.
+    """
+    scheme, separator, rest = url.partition("://")
+    if not separator or scheme not in SCHEMES or not rest.strip("/"):
+        known = ", ".join(f"{each}://" for each in SCHEMES)
+        raise ConfigError(
+            f"rendezvous={url!r}: is not the URL of a run. It must start with one of {known}, followed by a bucket "
+            "and a path, as in s3://bucket/run, or by the absolute path of a folder, as in file:///mnt/share/run"
+        )
+    if scheme == "file" and not rest.startswith("/"):
+        raise ConfigError(f"rendezvous={url!r}: the path must be absolute. Write file:///{rest}")
+    return scheme
+
+
 @dataclass
 class Traffic:
     """The requests of this process to the store, and their bytes (seals included, HTTP headers not)."""
@@ -106,15 +124,7 @@ class Bucket:
                 key is not that of the run.
             CommError: the store cannot be reached.
         """
-        scheme, separator, rest = url.partition("://")
-        if not separator or scheme not in SCHEMES or not rest.strip("/"):
-            known = ", ".join(f"{each}://" for each in SCHEMES)
-            raise ConfigError(
-                f"rendezvous={url!r}: is not the URL of a run. It must start with one of {known}, followed by a bucket "
-                "and a path, as in s3://bucket/run, or by the absolute path of a folder, as in file:///mnt/share/run"
-            )
-        if scheme == "file" and not rest.startswith("/"):
-            raise ConfigError(f"rendezvous={url!r}: the path must be absolute. Write file:///{rest}")
+        scheme = check_url(url)
         secret = bytes(32) if scheme == "memory" else _read_key(os.environ.get(KEY, "") if key is None else key)
         bucket = cls(url.rstrip("/"), secret, _store_of(url.rstrip("/")))
         end = time.monotonic() + timeout
