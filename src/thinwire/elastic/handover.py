@@ -170,7 +170,7 @@ class Arrivals:
             worker.comm.runtime.start_thread(self._sender.run)
 
     def end_round(self) -> None:
-        """A round has ended; if the early part has arrived, the late one is sent from here on."""
+        """Start to send the late part after a round, if the early part has arrived."""
         if self._sender is not None and self._sender.wants_late.is_set() and self._sender.late is None:
             self._sender.give(self._worker)
 

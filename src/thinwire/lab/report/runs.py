@@ -89,7 +89,7 @@ class Run:
 
     @property
     def other_links(self) -> str:
-        """What links are called whose rate was not recorded: those of a simulation may be in a network file."""
+        """Return the name of links without a recorded rate: a simulation may have them in a network file."""
         return "links of a simulated network" if self.config.get("simulated") is True else "links not limited"
 
 

@@ -183,7 +183,7 @@ FIGURES = (
 
 
 def figure_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
-    """A picture for each figure that the runs have; that over seeds only where there are several."""
+    """Draw each figure that the runs have; the spread over seeds only if a run has several."""
     several = any(len(run.rounds) > 1 for run in collection.runs)
     targeted = any(number(facts, "target_loss") is not None for facts in collection.summaries)
     wanted = {"time-to-target": targeted, "held-out-loss": several, "memory": len(collection.runs) > 1}

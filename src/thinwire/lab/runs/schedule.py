@@ -83,7 +83,7 @@ class SyncSchedule:
         return every is not None and (step % every == 0 or (last is not None and step >= last))
 
     def takes_over(self, step: int) -> Strategy | None:
-        """The strategy that goes on after this step, if another one does."""
+        """Return the strategy that replaces the current one after this step; None if none does."""
         return self._switches.get(step)
 
     def is_over(self, step: int, seconds: float) -> bool:

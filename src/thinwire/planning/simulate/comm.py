@@ -121,7 +121,7 @@ class SimulatedComm(Comm):
 
     @property
     def now(self) -> float:
-        """Virtual seconds since the start."""
+        """Return the virtual seconds since the start."""
         return self._world.times.now
 
     @property
