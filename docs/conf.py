@@ -35,7 +35,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:class", r"thinwire\.coreset\.similarity\.SparseMatrix"),  # a union of SciPy's and torch's types
     # A function of an internal module, which has no page.
-    (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_)"),
+    (r"py:obj", r"thinwire\..*\.(write_whole|pull_mean_|tracked_mean)"),
 ]
 
 myst_enable_extensions = ["dollarmath", "deflist", "fieldlist"]

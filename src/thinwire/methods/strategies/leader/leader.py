@@ -31,9 +31,9 @@ class LeaderSGD(Strategy):
     $$x_i \leftarrow x_i - \gamma\, g_i(x_i); \qquad
       \text{every } \tau \text{ steps: } x_i \leftarrow (1-\lambda) x_i + \lambda z .$$
 
-    Call `worker.record_batch(loss=loss)` before the optimizer's step. With `pull=0` workers train alone; with `pull=1,
-    period=1` all workers copy the best one after each step. The optimizer's state stays local. `MultiLeaderSGD` also
-    has a leader in each node.
+    Call `worker.record_batch(loss=loss)` before the optimizer's step. With `pull=0` workers train alone. With `pull=1`
+    and `period=1` all workers copy the best one after each step. The optimizer's state stays local. `MultiLeaderSGD`
+    also has a leader in each node.
     Traffic: $\frac{n-1}{n}$ of the parameters per worker and period (half of an average's), and 8 bytes. State:
     `losses`, one number for each step of the period.
 
