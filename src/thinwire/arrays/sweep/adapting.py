@@ -41,11 +41,13 @@ class Adapting:
         configs = [self._config(each) for each in settings]
         try:
             return AdapterArray(base, configs, seeds=[int(each.adapter_seed) for each in settings])
-        except ValueError as error:
-            if isinstance(error, ConfigError):
+        except ConfigError as error:
+            if error.__cause__ is None:
                 raise
             # PEFT's own, such as an unknown name of a layer.
-            raise ConfigError(f"--targets {','.join(self.targets)}: {error}. Name layers of the model") from error
+            raise ConfigError(
+                f"--targets {','.join(self.targets)}: {error.__cause__}. Name layers of the model"
+            ) from error
 
     def _config(self, setting: Setting) -> Any:
         return peft().LoraConfig(
