@@ -101,7 +101,7 @@ def test_a_path_that_does_not_serve_is_refused_with_its_option_and_the_reason_on
     ("saved_every", "words"),
     [
         (None, "run: this run was not saved; train with --save-every N"),
-        (50, "run: this run has saved nothing yet (--save-every 50); wait for it, or train anew"),
+        (50, "run: this run has saved nothing yet (--save-every 50); wait for it, or train again"),
     ],
 )
 def test_a_run_that_was_not_saved_is_told_how_to_save_it(

@@ -36,4 +36,4 @@ def check_saved(folder: Path, argument: str) -> None:
     every = RunFolder(folder).settings().save_every
     if every is None:
         raise ConfigError(f"{argument}: this run was not saved; train with --save-every N")
-    raise ConfigError(f"{argument}: this run has saved nothing yet (--save-every {every}); wait for it, or train anew")
+    raise ConfigError(f"{argument}: this run has saved nothing yet (--save-every {every}); wait for it, or train again")

@@ -86,7 +86,7 @@ def run(
             try:
                 results[rank] = ray.get(done[0])
             except _LOST as error:
-                # Of a run that has ended, or of which nobody is left, there is nothing to join.
+                # A run that has ended, or that has no workers left, cannot be joined.
                 again = restarts > 0 and not results and bool(group.actors)
                 _LOGGER.warning("worker %s is lost%s (%s)", rank, "; another one joins" if again else "", _brief(error))
                 if again:

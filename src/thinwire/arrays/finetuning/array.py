@@ -571,7 +571,7 @@ class AdapterArray:
         for path, layer in list(self._layers.items()):
             every = [*(layer.adapters[slot] for slot in kept), *(each.adapters.get(path) for each in added)]
             if not any(every):
-                # Nobody is left who trains this layer.
+                # No remaining member trains this layer.
                 moved.update((parameter, ()) for parameter in layer.stacked.values())
                 parent, _, name = path.rpartition(".")
                 setattr(self._skeleton.get_submodule(parent), name, layer.base_layer)

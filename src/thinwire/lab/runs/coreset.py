@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training on a coreset: each rank selects examples of its own shard, and selects anew every few epochs."""
+"""Training on a coreset: each rank selects examples of its own shard, and selects again every few epochs."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class ChosenData:
         self._places = self.sampler.places() if self.selector.began else None
 
     def _epoch_of(self, step: int) -> Tensor:
-        """The order of examples in the epoch of a step; a new epoch may select anew."""
+        """Return the order of examples in the epoch of a step; a new epoch may select again."""
         if self._places is not None and (step - self._began) * self.batch_size < len(self._places):
             return self._places
         epoch = 0 if self._places is None else self.sampler.epoch + 1

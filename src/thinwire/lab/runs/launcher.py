@@ -55,7 +55,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
             has not failed: its summary says `notice`.
     """
     if settings.elastic and resume:
-        raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints; start it anew in another folder")
+        raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints; start it again in another folder")
     home = RunFolder(folder)
     recipes = [parse_recipe(settings.strategy, imports=False), *parse_switches(settings.switch, imports=False).values()]
     modules = sorted({module for recipe in recipes for module in modules_of(recipe)}) + modules_of_functions(settings)
@@ -100,7 +100,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
     if record is not None and record.ended:
         return record.finish()
     if record is not None and record.left and workers.failure is None:
-        raise PeerLostError(f"all workers have left with notice by step {output.step}: nobody is there to go on")
+        raise PeerLostError(f"all workers have left with notice by step {output.step}: no worker is left to continue")
     summary = home.summary()
     if workers.failure is None and summary is not None:
         return summary
@@ -184,6 +184,6 @@ def _how_to_resume(home: RunFolder) -> str:
         return f". Continue from its last checkpoint with --resume {home.path}"
     settings = home.settings()
     if settings.save_every:
-        return f". It had not saved yet (--save-every {settings.save_every}), so start it anew"
+        return f". It had not saved yet (--save-every {settings.save_every}), so start it again"
     saved = isinstance(parse_recipe(settings.strategy, imports=False), Strategy)
     return ". Use --save-every to be able to continue a run that fails" if saved else ""
