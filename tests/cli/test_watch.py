@@ -3,9 +3,15 @@
 
 import json
 import threading
+import time
+
+import pytest
+import torch
 
 from tests.lab.report.samples import write_run
+from thinwire import attach
 from thinwire.cli import main
+from thinwire.core.storage.bucket import new_key
 from thinwire.lab.runs import launch, resolve
 
 
@@ -56,6 +62,68 @@ def test_a_run_that_diverged_is_exit_code_1(tmp_path, capsys):
     (folder / "summary.json").write_text(json.dumps({**summary, "diverged": "the loss is nan"}))
     assert main(["watch", str(folder)]) == 1
     assert capsys.readouterr().out.startswith("diverged, step 4")
+
+
+def _work(url, workers, may_continue, finished):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    worker = attach(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), "LocalSGD(period=2)", rendezvous=url, workers=workers
+    )
+    for _ in range(6):
+        if worker.step == 3 and worker.rank == 1:
+            assert may_continue.wait(60)
+        worker.optimizer.zero_grad()
+        loss = model(torch.ones(2, 4)).square().mean()
+        loss.backward()
+        worker.record_batch(loss=loss)
+        worker.optimizer.step()
+    assert finished.wait(60)
+    worker.detach()
+
+
+def test_a_run_over_a_bucket_shows_its_workers_and_who_is_late(capsys):
+    pytest.importorskip("obstore")
+    url, may_continue, finished = "memory://watched", threading.Event(), threading.Event()
+    threads = [threading.Thread(target=_work, args=(url, 2, may_continue, finished), daemon=True) for _ in range(2)]
+    for each in threads:
+        each.start()
+
+    def until(holds):
+        while True:
+            assert main(["watch", url, "--once", "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)
+            if holds(found):
+                return found
+            time.sleep(0.1)
+
+    while main(["watch", url, "--once", "--json"]) == 2:  # no run exists yet
+        time.sleep(0.1)
+    capsys.readouterr()
+    found = until(lambda found: [each["late"] for each in found["workers"]] == ["", "awaited"])
+    assert found["state"] == "running" and found["strategy"] == "LocalSGD(period=2)"
+    may_continue.set()
+    found = until(lambda found: [each["step"] for each in found["workers"]] == [6, 6])
+    assert [each["rounds"] for each in found["workers"]] == [3, 3] and not any(
+        each["late"] for each in found["workers"]
+    )
+    assert all(each["bytes_up"] > 0 and each["bytes_down"] > 0 for each in found["workers"])
+    assert found["loss"] > 0 and len(found["members"]) == 2
+    assert main(["watch", url, "--once"]) == 0
+    assert "3 rounds, step 6, loss" in " ".join(capsys.readouterr().out.split())
+    finished.set()
+    for each in threads:
+        each.join(60)
+    assert main(["watch", url]) == 0
+    assert capsys.readouterr().out.startswith("ended, step 6")
+
+
+def test_a_bucket_without_a_run_is_refused_and_stays_empty(tmp_path, capsys, monkeypatch):
+    pytest.importorskip("obstore")
+    monkeypatch.setenv("THINWIRE_KEY", new_key())
+    assert main(["watch", f"file://{tmp_path}/none", "--once"]) == 2
+    assert "no run exists there" in capsys.readouterr().err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_mistakes_are_one_message(tmp_path, capsys):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`thinwire watch`: a run while it trains, read from its folder."""
+"""`thinwire watch`: a run while it trains, read from its folder or its bucket."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from thinwire.lab.runs import Status
+    from thinwire.lab.runs.live import Member
 
 _MOST_NAMED = 8
+_UNFINISHED = ("waiting", "running")
 _BECAUSE = {
     "data": "reading batches takes longer than on the others",
     "compute": "computing takes longer than on the others",
@@ -33,11 +35,14 @@ class Watch:
 
     Example: thinwire watch runs/text-LocalSGD-20260101-120000
 
+    A run over a bucket can be watched from any machine that has the run key as THINWIRE_KEY: thinwire watch
+    s3://bucket/run. Its workers report every few seconds, with their heartbeats.
+
     The display is updated in place until the run ends. Where the output is no terminal, one line is printed for each
     change.
 
     Args:
-        run: the run's folder, or that of a comparison, whose newest run is shown.
+        run: the run's folder, or that of a comparison, whose newest run is shown; or the URL of a run over a bucket.
         every: seconds between two updates.
         once: show the current state and exit.
         json: print one line of JSON for each change.
@@ -50,27 +55,27 @@ class Watch:
 
     def __call__(self) -> int:
         """Show the run until it ends; returns 0, or 1 where it has diverged."""
-        from thinwire.lab.runs import status
+        from thinwire.lab.runs import bucket_status, status
 
         if not self.every >= 0.1:
             raise ConfigError(f"--every {self.every:g} is invalid: it must be at least 0.1 seconds. Use --every 2")
-        folder = Path(self.run)
-        found = status(folder)
+        look = bucket_status(self.run) if "://" in self.run else lambda: status(Path(self.run))
+        found = look()
         if self.once:
             self._print(found, whole=True)
         elif out.is_terminal and not self.json:
             from rich.live import Live
 
             with Live(table(found), console=out, auto_refresh=False) as live:
-                while found.state == "running":
+                while found.state in _UNFINISHED:
                     time.sleep(self.every)
-                    found = status(folder)
+                    found = look()
                     live.update(table(found), refresh=True)
         else:
             self._print(found)
-            while found.state == "running":
+            while found.state in _UNFINISHED:
                 time.sleep(self.every)
-                before, found = found, status(folder)
+                before, found = found, look()
                 if replace(before, written_seconds_ago=0.0) != replace(found, written_seconds_ago=0.0):
                     self._print(found)
         return 1 if found.state == "diverged" else 0
@@ -82,8 +87,10 @@ class Watch:
             out.print(table(found))
         else:
             words = dict(facts(found))
+            late = [f"{each.late}: {each.name}" for each in found.workers if each.late]
             out.print(
-                ", ".join([found.state, *(f"{name} {words[name]}" for name in ("step", "loss", "sent"))]), markup=False
+                ", ".join([found.state, *(f"{name} {words[name]}" for name in ("step", "loss", "sent")), *late]),
+                markup=False,
             )
 
 
@@ -104,14 +111,16 @@ def facts(found: Status) -> list[tuple[str, str]]:
     """The state of a run in words, by name."""
     of_steps = "" if found.steps is None else f" of {found.steps}"
     pace = "" if found.seconds_per_step is None else f", {seconds(found.seconds_per_step)} a step"
-    losses = ["not recorded yet" if found.loss is None else score(found.loss)]
+    # Over a bucket only those losses are known that the loop passes to the worker.
+    missing = "not recorded; worker.record_batch(loss=loss) does" if found.workers else "not recorded yet"
+    losses = [missing if found.loss is None else score(found.loss)]
     losses += [] if found.eval_loss is None else [f"held-out {score(found.eval_loss)}"]
     sent = "nothing yet"
     if found.payload_bytes is not None and found.bytes_per_step is not None:
         sent = f"{nbytes(found.payload_bytes)} by each worker, {nbytes(found.bytes_per_step)} a step"
     rows = [
-        ("task", found.task),
-        ("state", f"{found.state}, last change {seconds(found.written_seconds_ago)} ago"),
+        *([("task", found.task)] if found.task else []),
+        ("state", found.state + f", last change {seconds(found.written_seconds_ago)} ago" * (not found.workers)),
         ("step", f"{found.step}{of_steps}{pace}{_left(found)}"),
         ("loss", ", ".join(losses)),
         ("sent", sent),
@@ -119,7 +128,9 @@ def facts(found: Status) -> list[tuple[str, str]]:
     if found.wait_share is not None:
         reason = ", although no worker is slow: the links are" * (found.because == "wait")
         rows.append(("waits", f"{share(found.wait_share)} of a step{reason}"))
-    if found.members:
+    if found.workers:
+        rows += [(f"rank {rank}", _of_member(each)) for rank, each in enumerate(found.workers)]
+    elif found.members:
         named = ", ".join(found.members[:_MOST_NAMED])
         more = f" and {len(found.members) - _MOST_NAMED} more" * (len(found.members) > _MOST_NAMED)
         rows.append(("members", f"{workers(len(found.members))}: {named}{more}"))
@@ -127,6 +138,18 @@ def facts(found: Status) -> list[tuple[str, str]]:
         why = _BECAUSE.get(found.because or "", "")
         rows.append(("slowest", f"worker {found.slowest}, busy {times(found.slowdown)} as long: {why}"))
     return rows
+
+
+def _of_member(member: Member) -> str:
+    late = {
+        "awaited": "late: others wait for its message",
+        "silent": "late: its heartbeat has stopped",
+        "gone": "has left or ended",
+    }
+    words = [f"{member.name}: {member.rounds} rounds", f"step {member.step}"]
+    words += [] if member.loss is None else [f"loss {score(member.loss)}"]
+    words += [f"{nbytes(member.bytes_up)} up", f"{nbytes(member.bytes_down)} down"]
+    return ", ".join([*words, late[member.late]] if member.late else words)
 
 
 def _left(found: Status) -> str:

@@ -98,6 +98,10 @@ class ElasticComm(Comm):
         """Return the answer of the current comm."""
         return self.comm.slowest_send()
 
+    def awaited(self) -> list[int]:
+        """Return the answer of the current comm."""
+        return [] if self._comm is None else self._comm.awaited()
+
     def duplicate(self) -> Comm:
         """Refuse: the second comm would not follow the views."""
         raise ConfigError(

@@ -8,6 +8,7 @@ import os
 import secrets
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -64,6 +65,10 @@ class Fleet:
         return self.connector.connect_fixed(
             view.epoch, rank, view.size, timeout, lost=self.membership.are_gone, on_close=self.membership.close
         )
+
+    def publish(self, report: Callable[[], str]) -> None:
+        """Let the heartbeats of this worker carry a report."""
+        self.membership.report = report
 
     def withdraw(self) -> None:
         """Leave because this worker could not start; the next attach of this process enters the same run."""

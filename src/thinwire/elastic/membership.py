@@ -10,7 +10,7 @@
                         that it could not start: it is gone, though its process may run
     join/NUMBER         the id and process of a worker that asks to join, or a note that it withdrew; from 1, no gaps
     offer/NUMBER/K      the K-th part of a state that a member offers to that worker, while the others train
-    beat/ID             a counter that increases while the worker's process runs
+    beat/ID             a counter that increases while the worker's process runs, and the worker's report
     epoch               a recent view number; a joining worker searches from there
 
 All records but `beat` are signed (see `Records`). A record without a valid signature counts as absent.
@@ -70,6 +70,7 @@ class Membership:
         view: the current view; None before `enter`.
         row: the location of this worker's process, as in `View.rows`.
         on_offer: called with each part of a state that this worker is offered while it waits to join.
+        report: returns a text about this worker for `heartbeat`; called by the thread of heartbeats.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Membership:
         self.view: View | None = None
         self.timeout = timeout
         self.on_offer: Callable[[str], None] | None = None
+        self.report: Callable[[], str] = str
         self._store = store
         self._records = Records(store, token)
         self.row = own_row().hex()
@@ -127,7 +129,7 @@ class Membership:
         end = time.monotonic() + self.timeout
         try:
             while True:
-                last = self._newest()
+                last = self.newest()
                 if last is None or self._restarts(last):
                     view = self._begin(0 if last is None else last.epoch + 1, rank, size)
                     if view.rank(self.worker) is not None:
@@ -144,7 +146,7 @@ class Membership:
                 try:
                     return self._join()
                 except RunEndedError:
-                    last = self._newest()
+                    last = self.newest()
                     if last is None or not self._restarts(last):
                         raise
         except BaseException:
@@ -206,14 +208,15 @@ class Membership:
         In a fixed run, if any of them is gone.
         """
         if self._fixed:
-            return any(self._is_gone(each, last) for each in last.members)
+            return any(self.is_gone(each, last) for each in last.members)
         key = f"steps/{last.begins}"
         found = self._read(key)
-        if found is None and all(self._is_gone(each, last) for each in last.members):
+        if found is None and all(self.is_gone(each, last) for each in last.members):
             found = self._do(lambda: self._records.propose(key, _NONE))
         return found == _NONE
 
-    def _is_gone(self, worker: str, view: View) -> bool:
+    def is_gone(self, worker: str, view: View) -> bool:
+        """Return True if a worker of a view has ended, or has left the run."""
         if self.state_of(worker, view.rows[worker], self._given_up_seconds) is State.ENDED:
             return True
         return self._read(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
@@ -246,7 +249,7 @@ class Membership:
                 self._do(lambda: self._records.propose(key, _WITHDRAWN, instead_of=own))
             if self._request_key:
                 self._write(self._request_key, _WITHDRAWN)
-            last = self._newest()
+            last = self.newest()
             newest = -1 if last is None else last.epoch
             first = newest if self.view is None else self.view.epoch
             # Withdraw from the next views too: others that have just read this worker's record or request may be about
@@ -279,7 +282,7 @@ class Membership:
             if self.on_offer and (offered := self._read(f"offer/{number}/{part}")) is not None:
                 self.on_offer(offered)
                 part, end = part + 1, time.monotonic() + self.timeout
-            if last is not None and all(self._is_gone(each, last) for each in last.members):
+            if last is not None and all(self.is_gone(each, last) for each in last.members):
                 raise RunEndedError(
                     f"the run in this store has ended: all workers of its last view, {last.epoch}, are gone. To start "
                     f"a new run, {self._fix}"
@@ -524,12 +527,16 @@ class Membership:
         return Processes([bytes.fromhex(row), bytes.fromhex(row)], 1).state(0)
 
     def _state_by_beats(self, worker: str, silent: float) -> State:
+        return State.ENDED if self.heartbeat(worker)[0] > silent else State.UNKNOWN
+
+    def heartbeat(self, worker: str) -> tuple[float, str]:
+        """Return for how many seconds the heartbeat of a worker has not changed; its counter and report follow."""
         key, now = f"beat/{worker}", time.monotonic()
         beat = self._do(lambda: self._store.get(key) if self._store.check([key]) else b"")
         known = self._beats.get(worker)
         if known is None or known[0] != beat:
             self._beats[worker] = known = (beat, now)
-        return State.ENDED if now - known[1] > silent else State.UNKNOWN
+        return now - known[1], beat.decode(errors="replace")
 
     def _beat(self) -> None:
         """Send heartbeats of this process, and check for join requests."""
@@ -539,7 +546,7 @@ class Membership:
             beat += 1
             # The store may be gone; the training thread notices and stops.
             with suppress(RuntimeError, OSError):
-                self._store.set(f"beat/{self.worker}", str(beat))
+                self._store.set(f"beat/{self.worker}", f"{beat} {self.report()}".rstrip())
                 if not self._fixed:
                     self._count_requests()
 
@@ -553,7 +560,7 @@ class Membership:
         view = self.view
         assert view is not None, "enter() comes first"
         with suppress(StoreLostError):  # the call that waits for them fails at its timeout
-            return any(self._is_gone(view.members[rank], view) for rank in ranks)
+            return any(self.is_gone(view.members[rank], view) for rank in ranks)
         return False
 
     def close(self) -> None:
@@ -599,8 +606,8 @@ class Membership:
             )
         return view
 
-    def _newest(self) -> View | None:
-        """Return the last view."""
+    def newest(self) -> View | None:
+        """Return the last view; None before the run has started."""
         epoch = self._hint()
         while epoch and self._view(epoch) is None:
             epoch -= 1

@@ -61,6 +61,10 @@ class Fleet(Protocol):
         """Enter a fixed run, and return the comm of its workers."""
         ...
 
+    def publish(self, report: Callable[[], str]) -> None:
+        """Let `thinwire watch` show what the function returns; a thread calls it every few seconds."""
+        ...
+
     def withdraw(self) -> None:
         """Leave because this worker could not start."""
         ...

@@ -150,7 +150,7 @@ def attach(
     named = trained(model, optimizer)
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
-    views = watch = fixed = None
+    views = watch = fixed = entry = None
     elsewhere = (group, comm, mesh, None if isinstance(elastic, bool) else elastic)
     connected = any(other is not None for other in elsewhere)
     url = rendezvous or ("" if connected else os.environ.get(_RENDEZVOUS, ""))
@@ -165,6 +165,7 @@ def attach(
             fleet.withdraw()
             hint = "" if elastic or is_fixed else ". Without a number of workers a run is elastic: give workers=N"
             raise ConfigError(f"{error}{hint}") from None
+        entry = fleet
         fixed, elastic = (fleet, False) if is_fixed else (None, fleet)
     elif workers is not None or key is not None:
         raise ConfigError(
@@ -256,6 +257,9 @@ def attach(
         if watch is not None:
             watch(worker)
         state.account.begin()
+        if entry is not None:
+            state.account.keeps_loss = True
+            entry.publish(state.report)
         # A dry run measures nothing. Of several optimizers that share a comm the first one's worker reports.
         if comm.reporter is None and comm.checks_first_steps:
             comm.reporter = state.account.times

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -112,6 +113,25 @@ class WorkerState:
     def step(self) -> int:
         """Optimizer steps done."""
         return self.replicas[0].step
+
+    def report(self) -> str:
+        """Return this worker's progress as JSON, for `thinwire watch`; any thread may call it."""
+        stats, traffic = self.account.stats(), self.comm.traffic
+        found = {
+            "strategy": str(self.strategy),
+            "step": self.step,
+            "rounds": stats.averages,
+            "loss": self.account.loss,
+            "payload_bytes": stats.payload_bytes,
+            "steps_taken": stats.steps,
+            "data_seconds": stats.data_seconds,
+            "compute_seconds": stats.compute_seconds,
+            "wait_seconds": stats.wait_seconds,
+            "bytes_up": 0 if traffic is None else traffic.bytes_up,
+            "bytes_down": 0 if traffic is None else traffic.bytes_down,
+            "awaited": self.comm.awaited(),
+        }
+        return json.dumps(found)
 
     def wait_pending(self) -> None:
         """Wait for all messages in flight, without using them yet."""

@@ -120,6 +120,7 @@ class Step:
             else:
                 self.strategy_after()
         comm.round = ""
+        worker.account.keep(worker.replicas[0].progress.loss)
         for replica in worker.replicas:
             replica.progress.samples, replica.progress.loss = 1.0, None
         strategy = worker.strategy

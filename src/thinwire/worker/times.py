@@ -12,7 +12,7 @@ from statistics import median
 from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.core import units
 from thinwire.core.comm.base import Comm
@@ -348,12 +348,15 @@ class Account:
     Attributes:
         times: where this worker's time goes.
         exchanged: whether the strategy has sent anything in the present step.
+        keeps_loss: whether the recorded loss of steps with an exchange is kept.
+        loss: the last of these; None if there was none, or if it was not finite.
     """
 
     def __init__(self, comm: Comm, device: torch.device) -> None:
         self._comm = comm
         self.times = TimeSplit(comm, device)
-        self.exchanged = False
+        self.exchanged = self.keeps_loss = False
+        self.loss: float | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -370,6 +373,12 @@ class Account:
         self._averages += self.exchanged
         self.exchanged = False
         self.times.end_step()
+
+    def keep(self, loss: Tensor | None) -> None:
+        """Keep the loss of a step with an exchange, which has waited for the GPU already."""
+        if self.keeps_loss and self.exchanged and loss is not None:
+            found = loss.item()
+            self.loss = found if math.isfinite(found) else None
 
     @contextmanager
     def apart(self) -> Generator[None]:

@@ -263,6 +263,13 @@ class Comm(ABC):
         """
         return 0.0, 0, 0
 
+    def awaited(self) -> list[int]:
+        """Return the ranks whose messages this rank has awaited for a second or more; any thread may ask.
+
+        Empty where this is not known.
+        """
+        return []
+
     def count_other_calls(self) -> int:
         """Count the calls of `torch.distributed` process groups with two or more of these ranks.
 

@@ -109,7 +109,7 @@ class Bucket:
         self._cipher: Any = None
 
     @classmethod
-    def open(cls, url: str, *, key: str | None = None, timeout: float = 30.0) -> Bucket:
+    def open(cls, url: str, *, key: str | None = None, timeout: float = 30.0, reads_only: bool = False) -> Bucket:
         """Open a run, or create it if nothing exists at the URL.
 
         Args:
@@ -118,6 +118,7 @@ class Bucket:
                 AWS_ACCESS_KEY_ID; AWS_ENDPOINT_URL names another S3 server.
             key: the run key, from `new_key`; by default that of THINWIRE_KEY. memory:// needs none.
             timeout: how long the store may take to answer, in seconds.
+            reads_only: refuse a URL at which no run exists, and write nothing.
 
         Raises:
             ConfigError: the URL or the key is invalid, a library is missing, the store has no create-if-absent, or the
@@ -129,8 +130,9 @@ class Bucket:
         bucket = cls(url.rstrip("/"), secret, _store_of(url.rstrip("/")))
         end = time.monotonic() + timeout
         try:
-            bucket.wait(bucket._unlock(timeout), end - time.monotonic())
-            bucket.wait(bucket._check_create(timeout), end - time.monotonic())
+            bucket.wait(bucket._unlock(timeout, creates=not reads_only), end - time.monotonic())
+            if not reads_only:
+                bucket.wait(bucket._check_create(timeout), end - time.monotonic())
         except (ConnectionError, TimeoutError) as error:
             problem = str(error) or f"no answer within {timeout:g} s"
             raise CommError(
@@ -332,11 +334,16 @@ class Bucket:
                 "with the run key for their own name are accepted. Check who can write to the store"
             ) from None
 
-    async def _unlock(self, seconds: float) -> None:
+    async def _unlock(self, seconds: float, *, creates: bool) -> None:
         """Derive the key from the salt of the run, which the first worker draws."""
         most = len(_MAGIC) + _SALT_BYTES + len(_PROOF) + SEAL_BYTES
         while True:
             found = await self.repeated(lambda: self._get("run", most), seconds)
+            if found is None and not creates:
+                raise ConfigError(
+                    f"{self.url}: no run exists there. Give the URL that the workers of the run have, such as "
+                    "s3://bucket/run"
+                )
             if found is None:
                 self._derive(salt := secrets.token_bytes(_SALT_BYTES))
                 content = _MAGIC + salt + await self._seal("run", _PROOF)

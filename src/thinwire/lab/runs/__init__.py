@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thinwire.lab.runs.folder import RunFolder
     from thinwire.lab.runs.launcher import launch
     from thinwire.lab.runs.live import Status, status
+    from thinwire.lab.runs.live_bucket import bucket_status
     from thinwire.lab.runs.recipes import Recipe, parse_recipe
     from thinwire.lab.runs.rows import Row, load
     from thinwire.lab.runs.settings import Settings
@@ -28,6 +29,7 @@ _MODULES = {
     "Row": "rows",
     "Settings": "settings",
     "Status": "live",
+    "bucket_status": "live_bucket",
     "compare": "comparison",
     "launch": "launcher",
     "load": "rows",
@@ -44,6 +46,7 @@ __all__ = [
     "RunFolder",
     "Settings",
     "Status",
+    "bucket_status",
     "compare",
     "launch",
     "load",

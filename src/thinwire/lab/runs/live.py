@@ -24,14 +24,38 @@ _LONG = 0.1
 
 
 @dataclass(frozen=True)
-class Status:
-    """A run as its folder shows it; a figure is None where it is not recorded yet.
+class Member:
+    """One worker of a run over a bucket.
 
     Attributes:
-        folder: of the run.
+        name: its id.
+        step: steps done.
+        rounds: steps with an exchange since it has started.
+        loss: the recorded loss of the last step with an exchange.
+        bytes_up: bytes that it has written to the store.
+        bytes_down: bytes that it has read.
+        late: why the others wait for it, or will: "awaited" if a worker is blocked because its message is missing,
+            "silent" if its heartbeat has stopped, "gone" if it has left or ended; "" otherwise.
+    """
+
+    name: str
+    step: int
+    rounds: int
+    loss: float | None
+    bytes_up: int
+    bytes_down: int
+    late: Literal["", "awaited", "silent", "gone"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """A run as its folder or its bucket shows it; a figure is None where it is not recorded yet.
+
+    Attributes:
+        folder: of the run, or its URL.
         strategy: the recipe.
         task: what is trained.
-        state: "running", "ended" or "diverged".
+        state: "running", "ended" or "diverged"; "waiting" before the workers of a bucket have started.
         step: steps done.
         steps: the step at which the run ends, if it has a limit of steps.
         seconds: training time.
@@ -47,13 +71,14 @@ class Status:
         because: why steps take longer than they must: "data" or "compute" of the slowest worker, or "wait" for
             messages where no worker is slow; None where neither is the case.
         slowdown: how many times as long as the median worker the slowest one is busy.
-        written_seconds_ago: since the folder's last change.
+        written_seconds_ago: since the folder's last change, or the last heartbeat.
+        workers: of a run over a bucket, in the order of ranks.
     """
 
     folder: str
     strategy: str
     task: str
-    state: Literal["running", "ended", "diverged"]
+    state: Literal["waiting", "running", "ended", "diverged"]
     step: int
     steps: int | None
     seconds: float
@@ -69,6 +94,7 @@ class Status:
     because: Literal["data", "compute", "wait"] | None
     slowdown: float | None
     written_seconds_ago: float
+    workers: tuple[Member, ...] = ()
 
 
 def status(folder: str | Path) -> Status:
@@ -79,7 +105,7 @@ def status(folder: str | Path) -> Status:
     """
     home = max(run_folders(Path(folder)), key=_changed, default=Path(folder))
     run = _read(home)
-    state = "running"
+    state: Literal["running", "ended", "diverged"] = "running"
     if (home / "summary.json").is_file():
         state = "diverged" if text(run.summary, "diverged") else "ended"
     recent, last = run.steps[-_RECENT - 1 :], run.steps[-1] if run.steps else None
@@ -89,7 +115,7 @@ def status(folder: str | Path) -> Status:
     start = recent[0].payload_bytes if len(recent) > _RECENT else 0.0
     entry = ((json_lines(home / "workers.jsonl")[0] or [{}])[-1]).get("workers")
     workers: Mapping[str, Any] = entry if isinstance(entry, dict) else {}
-    slowest, because, slowdown = _slowest(workers)
+    slowest, because, slowdown = slowest_of(workers)
     share = waits / seconds if seconds and waits is not None else None
     if because is None and share is not None and share >= _LONG:
         because = "wait"
@@ -131,7 +157,7 @@ def _changed(folder: Path) -> float:
     return max((path.stat().st_mtime for path in folder.glob("*.json*")), default=0.0)
 
 
-def _slowest(workers: Mapping[str, Facts]) -> tuple[str | None, Literal["data", "compute"] | None, float | None]:
+def slowest_of(workers: Mapping[str, Facts]) -> tuple[str | None, Literal["data", "compute"] | None, float | None]:
     """The worker that is busy much longer than the median one, why, and how many times as long."""
     busy = {
         name: (number(row, "step_seconds") or 0.0) - (number(row, "exposed_seconds") or 0.0)
