@@ -17,6 +17,7 @@ from torch import Tensor
 import thinwire
 from tests.engine import batch, momentum, net
 from thinwire import Strategy, Worker
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.elastic.membership import RunEndedError
 from thinwire.elastic.sampler import ElasticSampler, MembershipInterval
 from thinwire.elastic.threads import ThreadConnector, ThreadNetwork
@@ -110,6 +111,7 @@ def run_fleet(
     before: Callable[[Worker], None] = lambda _: None,
     after: Callable[[Worker], None] = lambda _: None,
     network: ThreadNetwork | None = None,
+    device: str = "cpu",
     **settings: Any,
 ) -> list[End]:
     """Train on threads until every worker has taken its steps; returns how each ended.
@@ -127,6 +129,7 @@ def run_fleet(
         before: called at the start of each turn of the loop.
         after: called after each step.
         network: of the threads; a new one unless given.
+        device: of the models; "cuda:0" needs `pretend_gpu()` where there is no GPU.
         settings: of `attach`.
     """
     network = network or ThreadNetwork()
@@ -140,7 +143,7 @@ def run_fleet(
         try:
             if number >= size:
                 started[joins[number - size]].wait(30)
-            model = net(number)
+            model = net(number).to(device)
             options: dict[str, Any] = {"bucket_bytes": 48, **settings}
             worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=timeout, **options)
             end.epochs.append((worker.view.epoch, worker.view.members))
@@ -150,7 +153,7 @@ def run_fleet(
                 if kill.rank == number:
                     _Trap(worker, kill, connector)
             sampler, has_failed = ElasticSampler(epoch) if epoch else None, False
-            end.trace[worker.step] = worker.replicas[0].x.clone()
+            end.trace[worker.step] = host_copy(worker.replicas[0].x)
             while worker.step < steps:
                 before(worker)
                 due = [at for at in joins if worker.step >= at]
@@ -164,7 +167,7 @@ def run_fleet(
                     time.sleep(0.02)  # a state is sent meanwhile, which takes longer than a step here
                 if sampler is not None:
                     end.batches.append((worker.step, sampler.share(worker)))
-                x, y = batch(number, worker.step)
+                x, y = (each.to(device) for each in batch(number, worker.step))
                 worker.optimizer.zero_grad()
                 loss = (worker.model(x) - y).square().mean()
                 if worker.step == fails and not has_failed:
@@ -177,13 +180,13 @@ def run_fleet(
                 worker.optimizer.step()
                 end.steps += 1
                 after(worker)
-                end.trace[worker.step] = worker.replicas[0].x.clone()
+                end.trace[worker.step] = host_copy(worker.replicas[0].x)
             if sampler is not None:
                 assert worker.elastic is not None
                 end.lost, end.crews = sampler.lost(worker), worker.elastic.crews()
             with worker.consensus():
-                end.agreed = torch.cat([p.detach().flatten() for p in model.parameters()]).clone()
-            end.x = worker.replicas[0].x.clone()
+                end.agreed = host_copy(torch.cat([p.detach().flatten() for p in model.parameters()]))
+            end.x = host_copy(worker.replicas[0].x)
             assert worker.elastic is not None
             end.told = worker.elastic.costs
         except KilledError:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import time
 import traceback
@@ -38,6 +39,8 @@ class Processes:
         widths: of the model's layers.
         environment: variables of all of them.
         seconds: how long a step computes at least.
+        device: of the models.
+        last_view: the number of a view; if given, workers take `steps` steps more after it, instead of in all.
     """
 
     def __init__(
@@ -50,6 +53,8 @@ class Processes:
         environment: dict[str, str] | None = None,
         seconds: float = 0.0,
         store: str | None = None,
+        device: str = "cpu",
+        last_view: int = 0,
     ) -> None:
         from thinwire.core.comm.rendezvous import host_store
 
@@ -62,7 +67,9 @@ class Processes:
             "OMP_NUM_THREADS": "1",
             **(environment or {}),
         }
-        self._task = (recipe, steps, widths, seconds)
+        self._task = (recipe, steps, widths, seconds, device, last_view)
+        # Where a GPU was looked for before a fork, the fork cannot use it.
+        self._context: Any = context if device == "cpu" else multiprocessing.get_context("spawn")
         self.reports: list[Report] = []
         self._inboxes: list[Connection] = []
         self._processes: list[Any] = []
@@ -71,9 +78,9 @@ class Processes:
 
     def start(self, rank: int) -> None:
         """Start one more worker."""
-        inbox, outbox = context.Pipe(duplex=False)
+        inbox, outbox = self._context.Pipe(duplex=False)
         environment = {**self._environment, "THINWIRE_RANK": str(rank)}
-        process = context.Process(target=_main, args=(outbox, environment, *self._task))
+        process = self._context.Process(target=_main, args=(outbox, environment, *self._task))
         process.start()
         outbox.close()
         self.reports.append(Report())
@@ -83,6 +90,10 @@ class Processes:
     def until(self, number: int, step: int, *, seconds: float = 60.0) -> None:
         """Wait until a worker has done so many steps."""
         self._read(lambda: any(at >= step for _, at in self.reports[number].steps), seconds)
+
+    def until_view(self, number: int, epoch: int, *, seconds: float = 60.0) -> None:
+        """Wait until a worker is in a view."""
+        self._read(lambda: any(at >= epoch for _, at, _ in self.reports[number].views), seconds)
 
     def kill(self, number: int) -> float:
         """SIGKILL; returns the time."""
@@ -132,19 +143,34 @@ class Processes:
 
 
 def _main(
-    outbox: Connection, environment: dict[str, str], recipe: str, steps: int, widths: tuple[int, ...], seconds: float
+    outbox: Connection,
+    environment: dict[str, str],
+    recipe: str,
+    steps: int,
+    widths: tuple[int, ...],
+    seconds: float,
+    device: str,
+    last_view: int,
 ) -> None:
     os.environ.update(environment)
     import torch
 
     torch.set_num_threads(1)
     try:
-        _train(outbox, recipe, steps, widths, seconds)
+        _train(outbox, recipe, steps, widths, seconds, device, last_view)
     except BaseException:
         outbox.send(("error", traceback.format_exc()))
 
 
-def _train(outbox: Connection, recipe: str, steps: int, widths: tuple[int, ...], seconds: float) -> None:
+def _train(
+    outbox: Connection,
+    recipe: str,
+    steps: int,
+    widths: tuple[int, ...],
+    seconds: float,
+    device: str,
+    last_view: int,
+) -> None:
     import torch
     from torch import nn
 
@@ -152,15 +178,22 @@ def _train(outbox: Connection, recipe: str, steps: int, widths: tuple[int, ...],
 
     torch.manual_seed(0)
     layers = [nn.Linear(a, b) for a, b in pairwise(widths)]
-    model = nn.Sequential(*layers)
+    model = nn.Sequential(*layers).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     worker = thinwire.attach(model, optimizer, recipe, elastic=True, timeout=20)
     outbox.send(("view", time.monotonic(), worker.view.epoch, worker.size))
     assert worker.elastic is not None
     worker.elastic.on_view.append(lambda view: outbox.send(("view", time.monotonic(), view.epoch, view.size)))
     draw = torch.Generator().manual_seed(int(os.environ["THINWIRE_RANK"]))
-    while worker.step < steps:
-        x = torch.randn(8, widths[0], generator=draw)
+
+    def ended() -> bool:
+        if worker.view.epoch < last_view:
+            return False
+        begins = max(each.step for each in worker.view.progress.values()) if last_view else 0
+        return worker.step >= begins + steps
+
+    while not ended():
+        x = torch.randn(8, widths[0], generator=draw).to(device)
         y = x[:, :1].expand(8, widths[-1])
         optimizer.zero_grad()
         (model(x) - y).square().mean().backward()

@@ -50,10 +50,11 @@ def check(ends: list[End]) -> None:
         assert end.epochs[-1] != alive[0].epochs[-1] or torch.equal(end.agreed, alive[0].agreed)  # type: ignore[arg-type]
 
 
-def run(seed: int) -> tuple[int, int]:
+def run(seed: int, device: str = "cpu") -> tuple[int, int]:
     """One run on threads; returns how many were killed and how many joined."""
     what = drawn(seed)
-    ends = run_fleet(what["size"], thinwire.parse(what["recipe"]), steps=16, kills=what["kills"], joins=what["joins"])
+    events = {"kills": what["kills"], "joins": what["joins"]}
+    ends = run_fleet(what["size"], thinwire.parse(what["recipe"]), steps=16, device=device, **events)
     check(ends)
     killed = len(ends) - len(survivors(ends))
     joined = sum(bool(end.epochs) and end.epochs[0][0] > 0 for end in ends[what["size"] :])

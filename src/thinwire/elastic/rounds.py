@@ -22,6 +22,7 @@ from torch import Tensor
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Work
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.state import replace_entries
 from thinwire.core.view import Progress, View, last_kept_round
@@ -47,11 +48,14 @@ _LOST = (PeerLostError, CommTimeoutError)
 
 @dataclass
 class _Kept:
-    """The state of a replica before a round."""
+    """The state of a replica before a round; of tensors on a GPU, copies in host memory, which takes none of the GPU's.
+
+    The copies are asynchronous: later work in the current stream waits for them, and the host does not.
+    """
 
     x: Tensor | None
     g: Tensor | None
-    state: dict[str, Tensor] | None
+    state: dict[str, tuple[Tensor, torch.device]] | None
     inflight: dict[str, Work[list[Tensor]]]
 
 
@@ -416,9 +420,9 @@ class Elastic:
             told = sends() if callable(sends) else sends
             kept = [
                 _Kept(
-                    r.x.clone() if keeps_x else None,
-                    r.g.clone() if keeps_gradient else None,
-                    {name: x.clone() for name, x in r.state.items()} if ends else None,
+                    _copied(r.x) if keeps_x else None,
+                    _copied(r.g) if keeps_gradient else None,
+                    {name: (_copied(x), x.device) for name, x in r.state.items()} if ends else None,
                     dict(r.inflight),
                 )
                 for r in self.worker.replicas
@@ -778,6 +782,10 @@ def _silent(strategy: Strategy) -> bool:
     return type(strategy).after_step in hooks
 
 
+def _copied(x: Tensor) -> Tensor:
+    return host_copy(x, pinned=True, wait=False)
+
+
 @torch.no_grad()
 def _put_back(r: Replica, before: _Kept) -> None:
     if before.x is not None:
@@ -785,7 +793,7 @@ def _put_back(r: Replica, before: _Kept) -> None:
     if before.g is not None:
         r.g.copy_(before.g)
     if before.state is not None:
-        replace_entries(r.state, before.state)
+        replace_entries(r.state, {name: x.to(device) for name, (x, device) in before.state.items()})
     replace_entries(r.inflight, before.inflight)
 
 

@@ -160,7 +160,7 @@ def attach(
         try:
             check_carried(strategy, fleet.request_seconds)
             if not is_fixed:
-                check_elastic(strategy, optimizer, named, (), scaled=scaled, find_unused=find_unused, gloo=False)
+                check_elastic(strategy, optimizer, named, (), scaled=scaled, find_unused=find_unused)
         except ConfigError as error:
             fleet.withdraw()
             hint = "" if elastic or is_fixed else ". Without a number of workers a run is elastic: give workers=N"

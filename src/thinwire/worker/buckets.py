@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Work
 from thinwire.core.kernels import all_finite, all_finite_each
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.flat import Segment, copy_each_, views
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import is_sharded, local, plain, whole_like
@@ -53,7 +54,7 @@ class Bucket:
         work: the exchange, while it is in flight.
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
         keeps: whether the overwritten gradients must be kept for a second send.
-        kept: a copy of gradients that lie in the memory that is sent.
+        kept: a copy of gradients that lie in the memory that is sent; in host memory for a GPU.
         sharded: whether any of the parameters is a DTensor.
     """
 
@@ -98,7 +99,8 @@ class Bucket:
                 # The exchange will write over these gradients.
                 self.culprit = self._first_nonfinite(in_place=True)
             if keep or self.keeps:
-                self.kept = self.replica.g[self.part].clone() if len(moved) < len(found) else None
+                own = self.replica.g[self.part]
+                self.kept = host_copy(own, pinned=True, wait=False) if len(moved) < len(found) else None
 
     def gather_again(self) -> None:
         """Put the gradients back that an exchange was to send."""

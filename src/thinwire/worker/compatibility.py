@@ -291,11 +291,8 @@ def check_elastic(
     *,
     scaled: bool,
     find_unused: bool,
-    gloo: bool = True,
 ) -> None:
     """Check, before any message is sent, that the run could continue after the loss of a worker.
-
-    With `gloo`, connections are Gloo's, which needs parameters on the CPU.
 
     Raises:
         ConfigError: with the reason and what to use instead.
@@ -305,10 +302,10 @@ def check_elastic(
         raise ConfigError(
             "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"
         )
-    if any(is_sharded(p) or (gloo and p.device.type != "cpu") for p in parameters.values()):
+    if sharded := [name for name, p in parameters.items() if is_sharded(p)]:
         raise ConfigError(
-            "elastic=True with parameters that are sharded or not on the CPU: connections are Gloo's, and every worker "
-            "must hold the whole model; use worker.save and resume where a worker is lost"
+            f"elastic=True with a sharded parameter: {sharded[0]}. Each worker must hold the whole model. Use "
+            "worker.save(), and resume when a worker is lost"
         )
     if evaluates_several_gradients(optimizer):
         raise ConfigError(

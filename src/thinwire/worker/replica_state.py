@@ -21,6 +21,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.pending import PendingMeans
 from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import completed
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.flat import Segment, flatten, views
 from thinwire.core.replica.moments import Moments, fresh_optimizer, parts_of
 from thinwire.core.replica.replica import Replica
@@ -83,7 +84,7 @@ def pack(
     keeps: Callable[[Replica, str], bool] = lambda replica, name: True,
     inflight: bool = True,
 ) -> State:
-    """Return the state of this rank; it shares no memory with the worker.
+    """Return the state of this rank in host memory; it shares no memory with the worker.
 
     Args:
         worker: this rank's.
@@ -97,21 +98,21 @@ def pack(
     packers: dict[str, Callable[[], Any]] = {
         "identity": lambda: identity_of(worker),
         "step": lambda: worker.step,
-        "parameters": lambda: {name: x.clone() for name, x in _parameters(worker).items()},
+        "parameters": lambda: {name: host_copy(x) for name, x in _parameters(worker).items()},
         "replicas": lambda: [
             {
                 # In this order, and with these strides, they lie in the vectors of the strategy's state.
                 "layout": layout_of(worker, i),
-                "state": {name: x.clone() for name, x in replica.state.items() if keeps(replica, name)},
+                "state": {name: host_copy(x) for name, x in replica.state.items() if keeps(replica, name)},
                 # Saved as received data: the resumed run collects it as if it had just arrived.
                 "inflight": {
-                    name: [x.clone() for x in work.wait()] for name, work in replica.inflight.items() if inflight
+                    name: [host_copy(x) for x in work.wait()] for name, work in replica.inflight.items() if inflight
                 },
             }
             for i, replica in enumerate(worker.replicas)
         ],
         "fingerprint": lambda: _fingerprint(worker),
-        "others": lambda: {name: x.clone() for name, x in others_of(worker).items()},
+        "others": lambda: {name: host_copy(x) for name, x in others_of(worker).items()},
         "optimizer": lambda: pack_optimizer(worker.optimizer, _optimizer_names(worker)),
     }
     return {part: packers[part]() for part in parts}

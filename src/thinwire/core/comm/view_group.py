@@ -7,7 +7,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,6 +22,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.group import GroupComm, Handles, first_sentence, try_wait
 from thinwire.core.comm.roll_call import Failure, within
 from thinwire.core.comm.work import Work
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.torch_internals import operation_of
 from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
 
@@ -103,16 +104,29 @@ class ViewComm(GroupComm):
 
     # Messages are received into separate memory, and copied to the caller's after a successful wait. An abandoned call
     # continues, and may end when a frozen worker wakes up. It would overwrite parameters or gradients that have been
-    # restored and trained on. It also sends from that memory, whose content does not change.
+    # restored and trained on. It also sends from that memory, whose content does not change. For tensors of a GPU that
+    # memory is the host's, so an abandoned call holds no memory of the GPU.
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        return super()._all_reduce_(_own(x)).then(x.copy_)
+        return super()._all_reduce_(_own(x)).then(lambda found: _copied_back(x, found))
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        return super()._all_reduce_min_(_own(x)).then(x.copy_)
+        return super()._all_reduce_min_(_own(x)).then(lambda found: _copied_back(x, found))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        return super()._broadcast_(_own(x), src).then(x.copy_)
+        return super()._broadcast_(_own(x), src).then(lambda found: _copied_back(x, found))
+
+    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        return super()._all_gather(_on_host(x)).then(lambda found: _moved(found, x.device))
+
+    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        device = xs[0].device
+        if device.type != "cpu":
+            xs = _on_host(torch.cat(list(xs))).split([x.numel() for x in xs])
+        return super()._all_to_all(xs, sizes).then(lambda found: _moved(found, device))
+
+    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
+        return super()._send_recv(_on_host(x), dst, src).then(lambda found: _moved(found, x.device))
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
         """Wait, and check regularly that the awaited workers still run.
@@ -258,7 +272,20 @@ class GlooConnector:
 
 
 def _own(x: Tensor) -> Tensor:
-    return x.clone(memory_format=torch.contiguous_format)
+    return x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else _on_host(x)
+
+
+def _on_host(x: Tensor) -> Tensor:
+    """Return a contiguous copy in pinned host memory for a tensor of a GPU; a tensor of the CPU unchanged."""
+    return x if x.device.type == "cpu" else host_copy(x.contiguous(), pinned=True)
+
+
+def _copied_back(x: Tensor, found: Tensor) -> Tensor:
+    return x.copy_(found, non_blocking=x.is_cuda)
+
+
+def _moved(found: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [x.to(device) for x in found]
 
 
 def _is_message(handle: Any) -> bool:

@@ -56,6 +56,22 @@ def on_host(x: Tensor) -> Tensor:
     return torch.zeros(x.shape, dtype=x.dtype, device="cpu") if x.is_meta else x.cpu()
 
 
+def host_copy(x: Tensor, *, pinned: bool = False, wait: bool = True) -> Tensor:
+    """Copy a tensor into its own host memory; the copy of a meta tensor is a meta tensor.
+
+    Args:
+        x: on any device.
+        pinned: use page-locked memory for a tensor of a GPU: copies are faster, and may be asynchronous. Torch reuses
+            this memory, but never returns it to the system.
+        wait: wait until the data have arrived. Otherwise the copy may only be used in the current stream.
+    """
+    if x.device.type in ("cpu", "meta"):
+        return x.clone()
+    if not (pinned and x.device.type == "cuda" and torch.cuda.is_available()):
+        return x.cpu()
+    return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=not wait)
+
+
 def holds(condition: Tensor) -> bool:
     """Return the value of a condition, a tensor of one element; True for a meta tensor."""
     return condition.is_meta or bool(condition)

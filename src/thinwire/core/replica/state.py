@@ -6,13 +6,14 @@ An optimizer's own `state_dict` numbers parameters in the order of its groups, w
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.shards import rewrap_, unwrap_dtensors
 
 T = TypeVar("T")
@@ -34,7 +35,7 @@ def parameter_names(optimizer: Optimizer, known: Mapping[int, str]) -> list[str]
 def pack_optimizer(
     optimizer: Optimizer, names: Sequence[str], *, only: Collection[str] | None = None
 ) -> dict[str, Any]:
-    """Return a copy of the optimizer's `state_dict`, with the names of parameters in place of their numbers.
+    """Return a copy of the optimizer's `state_dict` in host memory, with parameters' names instead of numbers.
 
     Args:
         optimizer: the optimizer; DTensors in its state become this rank's shards.
@@ -45,7 +46,18 @@ def pack_optimizer(
     groups = [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]]
     held = {names[key] if isinstance(key, int) else key: value for key, value in state["state"].items()}
     held = {name: value for name, value in held.items() if only is None or name in only}
-    return deepcopy({**state, "state": held, "param_groups": groups})
+    copied = {**state, "state": held, "param_groups": groups}
+    # `deepcopy` would copy the tensors of a GPU there.
+    return deepcopy(copied, {id(x): host_copy(x.detach()) for x in _tensors_of(copied) if x.device.type != "cpu"})
+
+
+def _tensors_of(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping | list | tuple):
+        tree = cast(Mapping[Any, Any] | Sequence[Any], tree)
+        for value in tree.values() if isinstance(tree, Mapping) else tree:
+            yield from _tensors_of(value)
 
 
 def load_optimizer(optimizer: Optimizer, names: Sequence[str], packed: Mapping[str, Any]) -> None:
