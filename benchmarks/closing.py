@@ -12,7 +12,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.elastic.closing import Closer, CloseRule, Contribution, owner
+from thinwire.elastic.closing import Closer, CloseRule, Contribution
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def simulate(fleet: Fleet, rule: CloseRule, *, rounds: int) -> Outcome:
                 start(name, now)
         wait = closer.seconds_to_wait(now)
         if wait == 0.0:
-            closer.own = owner(closer.round, closer.workers)
+            closer.own = closer.owner or ""
             closing = closer.propose(now)
             assert closing is not None
             closer.apply(closing, now)

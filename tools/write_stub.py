@@ -23,6 +23,7 @@ OTHER_NAMES = {
     "core.comm.group": "GroupComm",
     "core.comm.threads": "ThreadComm run_threads",
     "core.comm.work": "Meter",
+    "elastic.late": "LateMerging",
     "errors": (
         "CheckpointError CommError CommTimeoutError ConfigError MismatchError NonFiniteError PeerLostError "
         "ThinwireError"

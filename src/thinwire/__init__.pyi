@@ -15,6 +15,7 @@ from thinwire.core.comm.threads import ThreadComm as ThreadComm
 from thinwire.core.comm.threads import run_threads as run_threads
 from thinwire.core.comm.work import Meter as Meter
 from thinwire.core.replica.replica import Replica as Replica
+from thinwire.elastic.late import LateMerging as LateMerging
 from thinwire.errors import CheckpointError as CheckpointError
 from thinwire.errors import CommError as CommError
 from thinwire.errors import CommTimeoutError as CommTimeoutError

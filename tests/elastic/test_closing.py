@@ -123,7 +123,7 @@ def test_a_round_waits_for_its_quorum_and_then_for_the_usual_time() -> None:
         closing = closer.propose(now=float(number + 1))
         assert closing is not None
         closer.apply(closing, now=float(number + 1))
-    closer.own = owner(3, "abcd")
+    closer.own = owner(3, "ab")  # the owner is one of the workers that wait
     closer.arrive(Contribution(3, "a", 1.0), seconds=1.0)
     assert closer.seconds_to_wait(3.5) is None  # one of four
     closer.arrive(Contribution(3, "b", 1.0), seconds=1.0)

@@ -121,7 +121,7 @@ def test_who_gives_up_just_as_the_others_agree_on_a_view_with_it_is_gone_in_that
 
     # Both have read the request when it is withdrawn, and the view is written after that.
     late = run.member("c")
-    number = late._request()
+    number = late.request()
     asked = first[0].asked(number)
     late.withdraw()
     assert first[0].asked(number) == {}

@@ -44,3 +44,70 @@ def replay(
             total, weight = total + share * message, weight + share
         points.append(points[-1] + rate * total / weight if weight else points[-1])
     return points[-1]
+
+
+Gradient = Callable[[int, int, Tensor], Tensor]
+"""Of a worker, at its own number of steps, at its parameters."""
+
+
+def train(
+    gradient: Gradient,
+    start: Tensor,
+    log: Sequence[Sequence[Arrival]],
+    *,
+    period: int,
+    rate: float,
+    outer: Callable[[Tensor, Tensor], Tensor],
+    exponent: float | None,
+    code: Callable[[Tensor], Tensor] | None = None,
+    delay: int = 0,
+    carry: str = "off",
+) -> Tensor:
+    """Workers that take local steps of SGD, from the order in which their work arrives.
+
+    Args:
+        gradient: of a worker.
+        start: the first point.
+        log: what each round takes.
+        period: steps of a round.
+        rate: of the local steps.
+        outer: the next point from a point and the mean displacement of its round.
+        exponent: of one plus the age, in the discount; None drops late work.
+        code: of messages, whose errors each worker adds to its next one.
+        delay: the steps between a message and the end of its round.
+        carry: what becomes of them.
+    """
+    points, errors = [start], dict[int, Tensor]()
+    steps, after = dict[int, int](), dict[int, tuple[int, Tensor]]()
+
+    def descend(worker: int, x: Tensor, count: int) -> Tensor:
+        for _ in range(count):
+            x = x - rate * gradient(worker, steps.get(worker, 0), x)
+            steps[worker] = steps.get(worker, 0) + 1
+        return x
+
+    def message(worker: int, started: int) -> Tensor:
+        x = points[started]
+        if carry != "off" and worker in after:
+            before, kept = after[worker]
+            change = points[started] - points[before]
+            if carry == "adaptive":
+                kept = kept * torch.nn.functional.cosine_similarity(kept, change, dim=0).clamp(min=0)
+            x = x + kept
+        sent = descend(worker, x, period - delay)
+        after[worker] = started, descend(worker, sent, delay) - sent
+        found = sent - points[started] + errors.get(worker, torch.zeros_like(start))
+        if code is None:
+            return found
+        errors[worker] = found - code(found)
+        return code(found)
+
+    for number, arrivals in enumerate(log):
+        total, weight = torch.zeros_like(start), 0.0
+        for worker, started, tokens in sorted(arrivals, key=lambda each: (each[1], each[0])):
+            found = message(worker, started)
+            age = number - started
+            share = tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0))
+            total, weight = total + share * found, weight + share
+        points.append(outer(points[-1], total / weight if weight else total))
+    return points[-1]

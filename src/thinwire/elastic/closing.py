@@ -7,23 +7,25 @@ that falls with its age.
 
 This is a state machine: its inputs are arrivals, losses, joins and times, and its output is a closing. It holds no
 tensor, reads no clock and sends nothing. Each worker has one. For each round one worker, its owner, proposes a
-closing; if the owner is lost, the next worker does. Proposals go to a write-once record, such as `Records.propose`,
-which returns the first one, so that a round has one closing, whichever worker proposes it.
+closing; if the owner is lost, the next worker does. The owner is a worker whose contribution is in time, since it waits
+for the closing, while a late one still computes. Proposals go to a write-once record, such as `Records.propose`, which
+returns the first one, so that a round has one closing, whichever worker proposes it. `thinwire.elastic.late` trains
+with it.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 from thinwire.asynchronous.quorum.rules import deadline
 from thinwire.errors import ConfigError
 
-Late = Literal["off", "discounted", "full"]
+LateRule = Literal["off", "discounted", "full"]
 _DURATIONS = 8  # of each worker, the latest
 _LEAST_DURATIONS = 4  # of all workers
 _REMEMBERED = 1000  # rounds for which taken contributions are kept
@@ -86,7 +88,22 @@ class Closing:
     round: int
     contributions: tuple[Contribution, ...]
 
-    def weights(self, late: Late = "discounted") -> dict[Contribution, float]:
+    def content(self) -> list[list[Any]]:
+        """Return the contributions as JSON values."""
+        return [[each.started, each.worker, each.tokens] for each in self.contributions]
+
+    @classmethod
+    def read(cls, round: int, content: Iterable[Sequence[Any]]) -> Closing:
+        """Restore a closing from its round and its `content`.
+
+        Example:
+            >>> closing = Closing(3, (Contribution(0, "slow", 8.0), Contribution(3, "fast", 12.0)))
+            >>> Closing.read(3, closing.content()) == closing
+            True
+        """
+        return cls(round, tuple(Contribution(int(at), str(who), float(tokens)) for at, who, tokens in content))
+
+    def weights(self, late: LateRule = "discounted") -> dict[Contribution, float]:
         """Return the weights of the contributions in the round's mean; they add up to one.
 
         A contribution weighs its tokens times $(1 + a)^{-1/2}$, with $a$ its age in rounds: the polynomial discount of
@@ -107,7 +124,7 @@ class Closing:
         return {each: weight / total if total else 0.0 for each, weight in found.items()}
 
 
-def discount(age: int, late: Late) -> float:
+def discount(age: int, late: LateRule) -> float:
     """Return the factor of a contribution's weight at an age in rounds."""
     if age == 0 or late == "full":
         return 1.0
@@ -127,6 +144,7 @@ class Closer:
         own: the id of this worker.
         workers: the ids of the present workers.
         now: the time in seconds.
+        round: the number of the open round, for a worker that joins.
 
     Attributes:
         round: the number of the open round.
@@ -144,8 +162,8 @@ class Closer:
         (1, None)
     """
 
-    def __init__(self, rule: CloseRule, own: str, workers: Iterable[str], *, now: float) -> None:
-        self.rule, self.own, self.workers, self.round = rule, own, set(workers), 0
+    def __init__(self, rule: CloseRule, own: str, workers: Iterable[str], *, now: float, round: int = 0) -> None:
+        self.rule, self.own, self.workers, self.round = rule, own, set(workers), round
         self.waiting: dict[tuple[str, int], Contribution] = {}
         self._taken: set[tuple[str, int]] = set()
         self._durations: dict[str, deque[float]] = {}
@@ -188,9 +206,15 @@ class Closer:
             return 0.0
         return max(0.0, self._opened + self._window - now)
 
+    @property
+    def owner(self) -> str | None:
+        """Return the present worker that closes the open round; None if no worker is present."""
+        waits = {each.worker for each in self.waiting.values() if each.started == self.round} & self.workers
+        return owner(self.round, waits or self.workers) if self.workers else None
+
     def propose(self, now: float) -> Closing | None:
         """Return a closing of the open round if it is due and this worker is its owner."""
-        if not self.workers or self.seconds_to_wait(now) != 0.0 or owner(self.round, self.workers) != self.own:
+        if self.seconds_to_wait(now) != 0.0 or self.owner != self.own:
             return None
         return Closing(self.round, tuple(sorted(self.waiting.values())))
 

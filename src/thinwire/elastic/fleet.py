@@ -19,9 +19,12 @@ from thinwire.core.comm.roll_call import within
 from thinwire.core.comm.view_group import GlooConnector
 from thinwire.core.storage.bucket import Bucket, BucketStore
 from thinwire.elastic.elastic_comm import Connector
+from thinwire.elastic.late import LateMerging
 from thinwire.elastic.membership import Membership
+from thinwire.elastic.objects import BucketObjects, Objects, StoreObjects
 from thinwire.elastic.records import ViewStore, hidden, run_token
 from thinwire.errors import CommTimeoutError, ConfigError
+from thinwire.worker.annexes import ElasticOptions
 
 BEAT_SECONDS = 5.0
 """Between two heartbeats of a worker of a run over a bucket."""
@@ -39,6 +42,8 @@ class Fleet:
         size: the number of workers at the start of the run.
         entered: the run of the environment, and how many runs this process had entered before; None without one.
         request_seconds: how long a message takes at least; 0 over connections.
+        objects: carries the contributions of workers whose rounds close without late ones.
+        late: how these rounds close; None for rounds that all workers end together.
     """
 
     membership: Membership
@@ -47,6 +52,8 @@ class Fleet:
     size: int
     entered: tuple[str, int] | None = None
     request_seconds: float = 0.0
+    objects: Objects | None = None
+    late: LateMerging | None = None
 
     def connect(self, timeout: float) -> Comm:
         """Enter a fixed run, and return the comm of its workers.
@@ -79,7 +86,7 @@ class Fleet:
                 _entered[run] = before
 
 
-def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet:
+def fleet_from_environment(store: Any = None, *, late: LateMerging | None = None, timeout: float = 60.0) -> Fleet:
     """Make the entry of this process into the run of its environment.
 
     The variables: `THINWIRE_STORE`, the address of the store, unless torchrun's agent hosts one; `THINWIRE_RUN`, the
@@ -90,6 +97,7 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
 
     Args:
         store: a `torch.distributed.Store` that outlives every worker; None uses the store of the variables.
+        late: how rounds close without late workers; None for rounds that all workers end together.
         timeout: the limit for answers of the store and the other workers, in seconds.
 
     Raises:
@@ -113,13 +121,19 @@ def fleet_from_environment(store: Any = None, *, timeout: float = 60.0) -> Fleet
         first = (str(error) or "no answer").splitlines()[0][:200]
         raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
     _entered[run] += 1  # not earlier, since a failed entry is repeated
-    membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout, token=token)
+    membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout, token=token, meets=late is None)
     connector = GlooConnector(views, lambda name: hidden(token, name))
-    return Fleet(membership, connector, rank, size, (run, before))
+    objects = StoreObjects(cast(ViewStore, views), token)
+    return Fleet(membership, connector, rank, size, (run, before), objects=objects, late=late)
 
 
 def fleet_in_bucket(
-    url: str, *, key: str | None = None, workers: int | None = None, elastic: bool = False, timeout: float = 60.0
+    url: str,
+    *,
+    key: str | None = None,
+    workers: int | None = None,
+    elastic: bool | ElasticOptions = False,
+    timeout: float = 60.0,
 ) -> tuple[Fleet, bool]:
     """Make the entry of this process into the run at a URL of an object store or a shared folder.
 
@@ -128,7 +142,7 @@ def fleet_in_bucket(
         key: the run key; by default that of THINWIRE_KEY.
         workers: the number of workers at the start of the run; by default that of THINWIRE_WORKERS. Without either the
             run is elastic and starts with one worker.
-        elastic: whether the run continues without lost workers, and lets further workers join.
+        elastic: whether the run continues without lost workers, and lets further workers join; or `LateMerging`.
         timeout: the limit for answers of the store and the other workers, in seconds.
 
     Returns:
@@ -145,6 +159,7 @@ def fleet_in_bucket(
     rank = _number("THINWIRE_RANK", -1)
     if rank >= size:
         raise ConfigError(f"THINWIRE_RANK={rank} of {size} workers: must lie in 0..{size - 1}")
+    late = elastic if isinstance(elastic, LateMerging) else None
     bucket = Bucket.open(url, key=key, timeout=timeout)
     # A process may attach several models, one after the other; each is a separate run. In memory, workers are threads.
     before = _entered[url]
@@ -158,6 +173,7 @@ def fleet_in_bucket(
         poll_seconds=0.2 if remote else 0.02,
         fixed=fixed,
         connected=False,
+        meets=late is None,
     )
 
     def members() -> str:
@@ -166,7 +182,18 @@ def fleet_in_bucket(
 
     atexit.register(_close_at_exit, weakref.ref(membership), os.getpid())
     connector = BucketConnector(bucket, f"{before}/calls", members)
-    return Fleet(membership, connector, None if rank < 0 else rank, size, (url, before), bucket.seconds), fixed
+    objects = BucketObjects(bucket, str(before), timeout=timeout)
+    fleet = Fleet(
+        membership,
+        connector,
+        None if rank < 0 else rank,
+        size,
+        (url, before),
+        bucket.seconds,
+        objects,
+        late,
+    )
+    return fleet, fixed
 
 
 def _close_at_exit(membership: weakref.ref[Membership], process: int) -> None:

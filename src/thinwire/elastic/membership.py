@@ -64,6 +64,7 @@ class Membership:
         poll_seconds: the interval between looks at the store while this worker waits for others.
         fixed: whether the run ends with the loss of a worker; see above.
         connected: whether closed connections show the others that this worker has ended; otherwise `close` does.
+        meets: whether workers agree on further views; otherwise a later worker only registers itself by its request.
         token: the secret of the run, which signs the workers' records.
 
     Attributes:
@@ -84,6 +85,7 @@ class Membership:
         poll_seconds: float = 0.01,
         fixed: bool = False,
         connected: bool = True,
+        meets: bool = True,
         token: bytes = b"",
     ) -> None:
         self.worker = worker
@@ -96,7 +98,7 @@ class Membership:
         self.row = own_row().hex()
         self._given_state = state
         self._beat_seconds, self._poll_seconds = beat_seconds, poll_seconds
-        self._fixed, self._connected = fixed, connected
+        self._fixed, self._connected, self._meets = fixed, connected, meets
         self._fix = "name it with THINWIRE_RUN" if connected else "use another path, and load a checkpoint"
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._first_beats: dict[str, bytes] = {}
@@ -143,6 +145,11 @@ class Membership:
                     time.sleep(self._poll_seconds)
                     continue
                 # The run has started; if that was just now, another worker had this one's rank.
+                if not self._meets:
+                    self.request()
+                    first = self.newest()
+                    assert first is not None
+                    return self._accept(first)
                 try:
                     return self._join()
                 except RunEndedError:
@@ -217,9 +224,13 @@ class Membership:
 
     def is_gone(self, worker: str, view: View) -> bool:
         """Return True if a worker of a view has ended, or has left the run."""
-        if self.state_of(worker, view.rows[worker], self._given_up_seconds) is State.ENDED:
+        return self.has_ended(worker, view.rows[worker], view.epoch, self._given_up_seconds)
+
+    def has_ended(self, worker: str, row: str, epoch: int, silent: float | None = None) -> bool:
+        """Return True if a worker's process has ended or is silent, or if it has left the view of this number."""
+        if self.state_of(worker, row, silent) is State.ENDED:
             return True
-        return self._read(f"next/{view.epoch + 1}/{worker}") == _WITHDRAWN
+        return self._read(f"next/{epoch + 1}/{worker}") == _WITHDRAWN
 
     def take_step(self) -> None:
         """Record that a step counts: after any worker's first step, the run cannot restart.
@@ -264,7 +275,7 @@ class Membership:
         Args:
             epoch: the first view that counts; this worker may have been in earlier ones.
         """
-        number, part = self._request(), 0
+        number, part = self.request(), 0
         epoch, end = max(epoch, self._hint()), time.monotonic() + self.timeout
         last: View | None = None
         while True:
@@ -274,7 +285,7 @@ class Membership:
                     return self._accept(view)
                 if view.requests >= number:
                     # The others were gone before this worker registered its name.
-                    number, part = self._request(), 0
+                    number, part = self.request(), 0
                 last = view
             if self._view(epoch + 1) is not None and self._view(epoch) is None:
                 epoch += 1  # another program has overwritten a view in between
@@ -324,13 +335,18 @@ class Membership:
         with suppress(StoreLostError):
             self._do(lambda: self._records.propose(key, _WITHDRAWN))
 
-    def _request(self) -> int:
+    def request(self) -> int:
         """Ask to join; return the number of the request."""
         number, own = max(self._requests, self._last_request) + 1, [self.worker, self.row]
         while self._do(lambda key=f"join/{number}": self._records.propose(key, own)) != own:
             number += 1
         self._request_key, self._last_request = f"join/{number}", number
         return number
+
+    def requested(self, number: int) -> tuple[str, str] | None:
+        """Return id and process of the worker of a request to join; None if there is none yet, or it was withdrawn."""
+        asks = self._read(f"join/{number}")
+        return (asks[0], asks[1]) if is_worker(asks) else None
 
     def asked(self, upto: int) -> dict[int, tuple[str, str]]:
         """Return id and process of the workers that asked to join since the last view, by request number."""
@@ -479,6 +495,21 @@ class Membership:
             number += 1
         self._requests = max(number, self._requests)
 
+    @property
+    def last_request(self) -> int:
+        """Return the number of this worker's last request to join; 0 if it made none."""
+        return self._last_request
+
+    @property
+    def poll_seconds(self) -> float:
+        """Return the interval between looks at the store."""
+        return self._poll_seconds
+
+    @property
+    def records(self) -> Records:
+        """Return the signed records of the run."""
+        return self._records
+
     def facts(self, own: str) -> str:
         """Return the settings of the run as its first worker recorded them; `own` if this is the first."""
         assert self.view is not None, "enter() comes first"
@@ -565,7 +596,7 @@ class Membership:
 
     def close(self) -> None:
         """Stop the heartbeat thread."""
-        if not self._connected and self.view is not None and not self.has_left:
+        if not (self._connected and self._meets) and self.view is not None and not self.has_left:
             self.give_up_view()
         self._ended.set()
 

@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Any
 
 from thinwire.core.comm.forks import protect
+from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.rounds import Elastic
 from thinwire.errors import ConfigError
 from thinwire.worker.handshake import gather_texts
@@ -83,7 +84,7 @@ class Notice:
         self.reasons: dict[int | str, str] = {}
         self._worker = worker
         views = worker.elastic
-        assert views is None or isinstance(views, Elastic)  # the only ones that `attach` can enter
+        assert views is None or isinstance(views, Elastic | LateRounds)  # the only ones that `attach` can enter
         self._views = views
         self._every = every
         self._asked_at = -1

@@ -29,6 +29,8 @@ from thinwire.core.view import Progress, View, last_kept_round
 from thinwire.elastic.elastic_comm import ElasticComm
 from thinwire.elastic.fleet import Fleet, fleet_from_environment
 from thinwire.elastic.handover import Arrivals, Offered, can_copy, hand_over
+from thinwire.elastic.late import LateMerging
+from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.membership import StoreLostError
 from thinwire.elastic.patience import Patience
 from thinwire.elastic.sampler import MembershipInterval
@@ -754,16 +756,24 @@ class Elastic:
 # -- attach ------------------------------------------------------------------------------------------------------------
 
 
-def enter(elastic: Literal[True] | annexes.Fleet, timeout: float) -> Elastic:
+def enter(elastic: Literal[True] | annexes.Fleet | annexes.ElasticOptions, timeout: float) -> Elastic | LateRounds:
     """Enter an elastic run, and connect with the workers of its current view.
 
     Raises:
         ConfigError: the environment names no store that outlives the workers, or `elastic` is something else.
         CommError: the other workers did not come, or do not accept this worker.
     """
-    fleet = fleet_from_environment(timeout=timeout) if elastic is True else elastic
+    late = elastic if isinstance(elastic, LateMerging) else None
+    fleet = fleet_from_environment(late=late, timeout=timeout) if elastic is True or late else elastic
     if not isinstance(fleet, Fleet):
-        raise ConfigError(f"elastic={fleet!r}: must be True, False or a thinwire.elastic.fleet.Fleet")
+        raise ConfigError(f"elastic={fleet!r}: must be True, False, LateMerging() or a thinwire.elastic.fleet.Fleet")
+    if fleet.late is not None and fleet.objects is not None:
+        try:
+            fleet.membership.enter(fleet.rank, fleet.size)
+        except BaseException:
+            fleet.withdraw()
+            raise
+        return LateRounds(fleet.late, fleet.membership, fleet.objects, timeout=timeout, withdraw=fleet.withdraw)
     offered = Offered(fleet.membership, fleet.connector)
     fleet.membership.on_offer = offered.take
     try:

@@ -12,7 +12,9 @@ from thinwire.core.comm.liveness import State
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.comm.threads import Hub, ThreadComm
 from thinwire.elastic.fleet import Fleet
+from thinwire.elastic.late import LateMerging
 from thinwire.elastic.membership import Membership
+from thinwire.elastic.objects import StoreObjects
 from thinwire.errors import PeerLostError
 
 
@@ -36,19 +38,29 @@ class ThreadNetwork:
         """Return the state of a worker's thread."""
         return State.ENDED if worker in self.ended else State.RUNNING
 
-    def fleet(self, worker: str, rank: int, size: int, *, timeout: float = 10.0) -> Fleet:
+    def fleet(
+        self, worker: str, rank: int, size: int, *, late: LateMerging | None = None, timeout: float = 10.0
+    ) -> Fleet:
         """Make one thread's entry into the run.
 
         Args:
             worker: the worker's id.
             rank: the rank, if the run starts.
             size: the number of threads at the start.
+            late: how rounds close without late workers; None for rounds that all workers end together.
             timeout: the limit for other workers to arrive, in seconds.
         """
         membership = Membership(
-            self.store, worker, timeout=timeout, state=self.state, beat_seconds=0.02, token=self.token
+            self.store,
+            worker,
+            timeout=timeout,
+            state=self.state,
+            beat_seconds=0.02,
+            token=self.token,
+            meets=late is None,
         )
-        return Fleet(membership, ThreadConnector(self, worker), rank, size)
+        objects = StoreObjects(self.store, self.token)
+        return Fleet(membership, ThreadConnector(self, worker), rank, size, objects=objects, late=late)
 
     def hub(self, name: int | str, size: int) -> Hub:
         """Return the hub of the threads of one view, or of a pair."""

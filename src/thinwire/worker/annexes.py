@@ -70,6 +70,17 @@ class Fleet(Protocol):
         ...
 
 
+class ElasticOptions:
+    """The base class of options of an elastic run, which `attach(elastic=...)` accepts in place of True."""
+
+    def check(self, strategy: Strategy, optimizer: Optimizer, *, init: str, global_batch: int | None) -> None:
+        """Check that a run with these options can train with this strategy.
+
+        Raises:
+            ConfigError: with the value, the rule and the fix.
+        """
+
+
 class Elastic(Rounds, Protocol):
     """What a worker knows of the other workers of an elastic run: a `thinwire.elastic.rounds.Elastic`.
 
@@ -136,7 +147,7 @@ class Elastic(Rounds, Protocol):
         ...
 
 
-Enter = Callable[["Literal[True] | Fleet", float], Elastic]
+Enter = Callable[["Literal[True] | Fleet | ElasticOptions", float], Elastic]
 """Enters an elastic run, with a timeout in seconds; True reads from the environment which run it is."""
 
 
@@ -144,7 +155,7 @@ class OpenRun(Protocol):
     """Opens a run in a bucket; returns this worker's entry, and whether the run is fixed."""
 
     def __call__(
-        self, url: str, *, key: str | None, workers: int | None, elastic: bool, timeout: float
+        self, url: str, *, key: str | None, workers: int | None, elastic: bool | ElasticOptions, timeout: float
     ) -> tuple[Fleet, bool]:
         """Open the run at a URL."""
         ...
@@ -176,7 +187,7 @@ def choose_strategy(
     return chooser(optimizer, named, comm)
 
 
-def enter_run(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
+def enter_run(elastic: Literal[True] | Fleet | ElasticOptions, timeout: float) -> Elastic:
     """Enter an elastic run, and connect with the workers of its current view.
 
     Raises:
@@ -187,7 +198,9 @@ def enter_run(elastic: Literal[True] | Fleet, timeout: float) -> Elastic:
     return enter(elastic, timeout)
 
 
-def open_run(url: str, *, key: str | None, workers: int | None, elastic: bool, timeout: float) -> tuple[Fleet, bool]:
+def open_run(
+    url: str, *, key: str | None, workers: int | None, elastic: bool | ElasticOptions, timeout: float
+) -> tuple[Fleet, bool]:
     """Open the run at the URL of a bucket; returns this worker's entry, and whether the run is fixed.
 
     Raises:

@@ -22,7 +22,7 @@ from thinwire.methods.strategies.base import Strategy, pace_rule
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.registry import canonical
 from thinwire.tensor2d.mesh import Mesh3D
-from thinwire.worker.annexes import Elastic, Fleet, choose_strategy, enter_run, open_run
+from thinwire.worker.annexes import Elastic, ElasticOptions, Fleet, choose_strategy, enter_run, open_run
 from thinwire.worker.compatibility import (
     check_arguments,
     check_bucket,
@@ -65,7 +65,7 @@ def attach(
     bucket_bytes: int = _BUCKET_BYTES,
     nonfinite: Policy = "raise",
     inside_ddp: InsideDDP = "refuse",
-    elastic: bool | Fleet = False,
+    elastic: bool | Fleet | ElasticOptions = False,
     global_batch: int | None = None,
     timeout: float = 60.0,
     rendezvous: str | None = None,
@@ -107,7 +107,7 @@ def attach(
             exchange off until `detach`.
         elastic: continue when workers are lost, and accept workers that join later. `Worker.view` is the list of
             workers; see `docs/how-to/elastic.md` for starting workers and for what survives. A `Fleet` is this worker's
-            entry into the run; True reads it from the environment.
+            entry into the run; True reads it from the environment. `LateMerging` closes rounds without late workers.
         global_batch: samples of each step, of all workers together. `thinwire.elastic.sampler.batch_share` is this
             worker's part, which follows the number of workers. Means of gradients are over samples.
         timeout: how long one wait may last, in seconds. With `rendezvous`, use more than the time by which one worker's
@@ -151,12 +151,15 @@ def attach(
     scaled = scaler is not None and scaler.is_enabled()
     device = next(iter(named.values())).device
     views = watch = fixed = entry = None
-    elsewhere = (group, comm, mesh, None if isinstance(elastic, bool) else elastic)
+    options = elastic if isinstance(elastic, ElasticOptions) else None
+    if options is not None:
+        options.check(strategy, optimizer, init=init, global_batch=global_batch)
+    elsewhere = (group, comm, mesh, None if isinstance(elastic, bool | ElasticOptions) else elastic)
     connected = any(other is not None for other in elsewhere)
     url = rendezvous or ("" if connected else os.environ.get(_RENDEZVOUS, ""))
     if url:
         check_bucket(named, elsewhere, automatic=automatic, scaled=scaled, find_unused=find_unused)
-        fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=bool(elastic), timeout=timeout)
+        fleet, is_fixed = open_run(url, key=key, workers=workers, elastic=options or bool(elastic), timeout=timeout)
         try:
             check_carried(strategy, fleet.request_seconds)
             if not is_fixed:
@@ -200,7 +203,7 @@ def attach(
             "the use of a scaler": scaled,
             "nonfinite": nonfinite,
             "inside_ddp": inside_ddp,
-            "elastic": views is not None,
+            "elastic": options or views is not None,
             "global_batch": global_batch,
         }
         facts = facts_of(model, optimizer, named, settings)

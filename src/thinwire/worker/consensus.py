@@ -68,7 +68,10 @@ def lends(
 
 def _agree(worker: WorkerState, *, averaged: bool) -> None:
     with torch.no_grad():
-        if not averaged:
+        if worker.common is not None:
+            for replica, x in zip(worker.replicas, worker.common(), strict=True):
+                replica.x.copy_(x)
+        elif not averaged:
             for replica in worker.replicas:
                 replica.x.copy_(worker.strategy.average(replica))
         average_buffers(worker)

@@ -59,6 +59,7 @@ class WorkerState:
         start_step: called before the first message of a step, if not None.
         global_batch: the samples of each step, which all workers share; None where each chooses its own number.
         members: returns the workers that train together, and this one among them.
+        common: returns the parameters that all workers agree on, of each replica; None where the strategy has them.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
         resumed: whether a saved state of the worker was loaded.
         frozen: parameters that no optimizer trained at `attach`; empty after the first step.
@@ -107,6 +108,7 @@ class WorkerState:
         self.drift_reported = False
         self.global_batch: GlobalBatch | None = None
         self.members: Callable[[], tuple[Sequence[object], object]] = lambda: (range(comm.size), comm.rank)
+        self.common: Callable[[], Sequence[Tensor]] | None = None
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property

@@ -117,7 +117,7 @@ class Replica:
         self.inflight: MutableMapping[str, Work[list[Tensor]]] = {}
         self.parts: dict[str, Replica] = {}
         self.pending_means = pending_means or PendingMeans()
-        self._lr = lr
+        self._lr = self._own_lr = lr
         self.progress = Progress(active=comm.size)
         self._ahead = 0
 
@@ -126,9 +126,9 @@ class Replica:
         """Return the current learning rate; a vector like `x` if parameter groups have different ones."""
         return self._lr()
 
-    def override_lr(self, lr: float | Tensor) -> None:
-        """Use this learning rate for this part from now on, instead of the optimizer's."""
-        self._lr = lambda: lr
+    def override_lr(self, lr: float | Tensor | None) -> None:
+        """Use this learning rate from now on, instead of the optimizer's; None uses the optimizer's again."""
+        self._lr = self._own_lr if lr is None else lambda: lr
 
     @property
     def step(self) -> int:

@@ -27,6 +27,7 @@ class Rounds:
             share. Always true with `Traits.equal_replicas`.
         fragments: the number of parts of the vector that are averaged at different steps of a period.
         delay: the steps between the start of a mean of parameters and its use.
+        guarded: a mean of parameters scales down or leaves out workers that have moved much further than usual.
         optimizer_state: the optimizer's state is kept, cleared, or averaged over workers when a round ends.
         postpones: the strategy skips a mean, and continues its round until the next one, if `Replica.postponed` is
             true, as under `Budget`.
@@ -45,6 +46,7 @@ class Rounds:
     estimates: bool = False
     fragments: int = 1
     delay: int = 0
+    guarded: bool = False
     optimizer_state: Literal["maintain", "reset", "average"] = "maintain"
     postpones: bool = False
 

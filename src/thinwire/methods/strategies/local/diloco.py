@@ -161,6 +161,7 @@ class DiLoCo(OuterStep):
                 weight="samples" if self.weights == "samples" and self.fragments == 1 else "",
                 fragments=self.fragments,
                 delay=self.delay or self.base.traits.rounds.delay,
+                guarded=self.outliers != "keep",
                 optimizer_state="average" if self.moments else super().traits.rounds.optimizer_state,
             ),
             # A tracked mean sums the changes that all workers have sent.

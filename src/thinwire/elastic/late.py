@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The options of elastic runs whose rounds close without late workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch.optim import Optimizer
+
+from thinwire.elastic.closing import CloseRule, Closing, LateRule
+from thinwire.errors import ConfigError
+from thinwire.methods.codecs.base import Codec, MatrixCodec, check_differences
+from thinwire.methods.strategies.base import Strategy, codecs_of, nested
+from thinwire.worker.annexes import ElasticOptions
+
+
+@dataclass(frozen=True)
+class LateMerging(CloseRule, ElasticOptions):
+    r"""Close rounds without late workers, and add their work to a later round.
+
+    Give it to `attach(..., elastic=LateMerging())` with `DiLoCo`, `SlowMo` or `LocalSGD` over local steps. With
+    $\theta_k$ the parameters at the start of round $k$, a worker that has started in round $s$ sends
+    $\delta = x - \theta_s$ and its tokens $m$. Round $k$ takes a set $S$ of contributions and continues from
+
+    $$\theta_k + \frac{\sum_{i \in S} w_i \delta_i}{\sum_{i \in S} w_i}, \qquad w_i = m_i \, (1 + k - s_i)^{-1/2},$$
+
+    on which the strategy takes its outer step. A worker that is in time waits for the closing of its round. A late one
+    sends its contribution, takes the closings that it has missed, and continues in the newest round. Workers wait for
+    each other only as long as the closing rule says. All messages are objects that any worker can read later.
+
+    `worker.step` counts the group's steps, as under `Paced`: loop while it is below a number. Save and evaluate at the
+    end of a round. `worker.elastic.closings` is the log of the run.
+
+    The discount is that of Xie, Koyejo and Gupta, Asynchronous Federated Optimization, 2019, arXiv:1903.03934,
+    Section 5.2. Rounds with a quorum and a grace window: Decoupled DiLoCo, 2026.
+
+    Args:
+        quorum: see `CloseRule`.
+        tokens: see `CloseRule`.
+        deviations: see `CloseRule`.
+        late: "discounted" as above; "full" weights late work by its tokens alone; "off" drops it.
+        codec: compresses contributions; biased ones with `ErrorFeedback`. The error of a message is added to the
+            worker's next one, in whichever round that counts.
+        delay: the steps before the end of a round at which the contribution is sent. The worker takes them while the
+            others' arrive, so that it waits less.
+        carry: how these steps are kept: "off" drops them; "full" adds them to the new parameters; "adaptive" adds them
+            times their cosine with the change of the common parameters, at least 0.
+        replay: the log of a run with workers that were all present from the start; it is repeated bit by bit.
+
+    Raises:
+        ConfigError: a value is out of its range, or values do not fit together.
+
+    Example:
+        >>> import torch, thinwire
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        >>> late = thinwire.LateMerging(quorum=0.5)
+        >>> worker = thinwire.attach(model, optimizer, "LocalSGD(period=2)", rendezvous="memory://late", elastic=late)
+        >>> while worker.step < 4:
+        ...     model(torch.ones(1, 1)).sum().backward()
+        ...     optimizer.step()
+        >>> worker.elastic.closings[1].contributions
+        (Contribution(started=1, worker='0', tokens=2.0),)
+        >>> worker.detach()
+    """
+
+    late: LateRule = "discounted"
+    codec: Codec | None = None
+    delay: int = 0
+    carry: Literal["off", "full", "adaptive"] = "off"
+    replay: tuple[Closing, ...] = field(default=(), repr=False)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        super().__post_init__()
+        if self.late not in ("off", "discounted", "full"):
+            raise ConfigError(f"late={self.late!r}: must be 'off', 'discounted' or 'full'. Use 'discounted'")
+        if self.carry not in ("off", "full", "adaptive"):
+            raise ConfigError(f"carry={self.carry!r}: must be 'off', 'full' or 'adaptive'. Use 'off'")
+        if self.delay < 0 or (self.carry != "off" and self.delay == 0):
+            raise ConfigError(
+                f"delay={self.delay} with carry={self.carry!r}: it must not be negative, and only steps of a delay can "
+                "be carried. Use a delay of at least 1, or carry='off'"
+            )
+        if self.codec is not None and (isinstance(self.codec, MatrixCodec) or self.codec.own_mean):
+            raise ConfigError(
+                f"codec={self.codec}: it needs calls that all workers make together. Use a codec of single messages, "
+                "such as ErrorFeedback(Nearest(4)), without Gathered"
+            )
+        check_differences(self.codec)
+        if [each.round for each in self.replay] != list(range(len(self.replay))):
+            raise ConfigError(
+                f"replay has rounds {[each.round for each in self.replay][:20]}: they must be 0, 1, 2 and so on. Pass "
+                "all closings of a worker that was present from the start"
+            )
+
+    def check(self, strategy: Strategy, optimizer: Optimizer, *, init: str, global_batch: int | None) -> None:
+        """Check that a strategy has rounds of local steps, each with one plain mean of the parameters."""
+        traits = strategy.traits
+        rounds, period = traits.rounds, traits.period or 0
+        ends = [step for step in range(1, period + 1) if traits.averages_at(step)]
+        plain = rounds.local and ends == [period] and not traits.skips_steps and rounds.optimizer_state == "maintain"
+        coded = any(True for each in nested(strategy) for _ in codecs_of(each))
+        if not plain or rounds.weight or coded or rounds.guarded:
+            raise ConfigError(
+                f"{strategy} with elastic={self}: rounds that close without late workers need local steps and one "
+                "plain mean of the parameters after each period. Use DiLoCo(period=100), SlowMo or LocalSGD without "
+                "codec, delay, fragments, weights, outliers and moments. LateMerging has its own codec and delay, and "
+                "weights work by tokens"
+            )
+        if self.delay >= period:
+            raise ConfigError(f"delay={self.delay} with period={period}: must be less than the period. Use 0 for none")
+        if init != "broadcast" or global_batch is not None:
+            raise ConfigError(
+                f"init={init!r}, global_batch={global_batch} with elastic={self}: all workers start from the first "
+                "one's parameters, and take steps at different times. Leave both out"
+            )

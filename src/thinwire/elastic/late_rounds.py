@@ -1,0 +1,629 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds that close without late workers, over objects that every worker reads when it has time.
+
+    late/NAME/N         the N-th contribution of a worker: its displacement, its tokens, and its progress
+    late/state/K/NAME   the state at the start of round K, for workers that join
+    closing/K           the contributions that round K takes, and the worker that has proposed them; written once
+    state/first         the object with the state of the first worker
+    state/NUMBER        the same, for the worker of this request to join
+
+A worker is named by its rank at the start of the run, or by the next free number if it joins. All workers apply the
+same closings in the same order, so that their common parameters have the same bits, and none of them waits for a
+message of a worker that is not in a closing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.core.comm.base import Comm
+from thinwire.core.comm.threads import single_worker
+from thinwire.core.kernels import all_finite
+from thinwire.core.replica.replica import Replica
+from thinwire.core.storage.tree import from_bytes, to_bytes
+from thinwire.core.view import View
+from thinwire.elastic.closing import Closer, Closing, Contribution
+from thinwire.elastic.late import LateMerging
+from thinwire.elastic.membership import Membership, RunEndedError
+from thinwire.elastic.objects import Objects
+from thinwire.elastic.sampler import MembershipInterval
+from thinwire.errors import CheckpointError, CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError
+from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.codecs.feedback import residual_sizes
+from thinwire.worker.handshake import Facts, first_difference
+from thinwire.worker.replica_state import PARTS, check, pack, unpack
+from thinwire.worker.state import WorkerState
+
+T = TypeVar("T")
+_HEADER_BYTES = 1 << 16
+_STATE_BYTES = 1 << 40
+_LOOK_SECONDS = 1.0  # between looks for lost workers
+_LONGEST_PAUSE, _PAUSE_SHARE = 2.0, 0.1  # between looks for messages
+_KEPT_ROUNDS = 8  # whose contributions stay, for workers that were considered lost
+
+
+@dataclass
+class _Message:
+    """A contribution with its displacement of each replica."""
+
+    contribution: Contribution
+    seconds: float
+    lr: float
+    payloads: list[Tensor]
+
+
+@dataclass
+class _Other:
+    """The progress of one worker.
+
+    Attributes:
+        id: its id in the membership.
+        row: the location of its process.
+        read: the number of its contributions that this worker has read.
+        taken: the number of its contributions in closings.
+        round: the newest round that it is known to have reached.
+    """
+
+    id: str
+    row: str
+    read: int = 0
+    taken: int = 0
+    round: int = 0
+
+
+class LateRounds:
+    """The rounds of one worker.
+
+    Args:
+        options: when rounds close, and what becomes of late work.
+        membership: of the run, which this worker has entered.
+        objects: carries the contributions.
+        timeout: how long to wait without any news of another worker, in seconds.
+        withdraw: takes this worker out of the run.
+
+    Attributes:
+        comm: of this worker alone; `comm.meter` counts the bytes of its contributions.
+        closings: the closed rounds that this worker has applied.
+        costs: empty.
+        on_view: called when the present workers change.
+        has_just_joined: False: a worker starts with the state of the run.
+    """
+
+    def __init__(
+        self,
+        options: LateMerging,
+        membership: Membership,
+        objects: Objects,
+        *,
+        timeout: float,
+        withdraw: Callable[[], None],
+    ) -> None:
+        first = membership.view
+        assert first is not None, "enter() comes first"
+        self.options = options
+        self.comm: Comm = single_worker()
+        self.comm.timeout = timeout
+        self.closings: list[Closing] = []
+        self.costs: dict[str, float] = {}
+        self.on_view: list[Callable[[View], None]] = []
+        self.has_just_joined = False
+        self._membership, self._objects, self._withdraw = membership, objects, withdraw
+        self._first = first
+        self._others = {str(rank): _Other(each, first.rows[each]) for rank, each in enumerate(first.members)}
+        self._requests, self._served = 0, 0
+        rank = first.rank(membership.worker)
+        self._name = str(first.size + membership.last_request - 1 if rank is None else rank)
+        self._others.setdefault(self._name, _Other(membership.worker, membership.row))
+        if options.replay and rank is None:
+            raise ConfigError("replay: this worker joins a run. All workers of a replay must start it")
+        self._closer = Closer(options, self._name, map(str, range(first.size)), now=time.monotonic())
+        self._messages: dict[tuple[str, int], _Message] = {}
+        self._sent: dict[int, tuple[int, int | None]] = {}  # by number: the started round, and the round that took it
+        self._started = 0
+        self._tokens = 0.0
+        self._began = self._looked = time.monotonic()
+        self._points: list[Tensor] = []
+        self._launched: list[Tensor] = []
+        self._codec_states: list[dict[str, Tensor]] = []
+        self._step = 0
+        self._known: tuple[str, ...] = first.members
+        self._worker: WorkerState | None = None
+
+    # -- set-up --------------------------------------------------------------------------------------------------------
+
+    @property
+    def joins(self) -> bool:
+        """Whether this worker gets parameters and state from another one."""
+        return self._name != "0"
+
+    @property
+    def worker_id(self) -> str:
+        """The id of this worker."""
+        return self._membership.worker
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The ids of the workers that make calls together: this one alone."""
+        return (self.worker_id,)
+
+    @property
+    def worker(self) -> WorkerState:
+        """The worker of these rounds."""
+        assert self._worker is not None
+        return self._worker
+
+    @property
+    def view(self) -> View:
+        """The workers that this one takes for present; others may learn of a change earlier or later."""
+        names = sorted(self._closer.workers | {self._name}, key=int)
+        rows = {self._others[name].id: self._others[name].row for name in names if name in self._others}
+        return View(self._closer.round, tuple(rows), rows=rows, begins=self._first.begins)
+
+    def agree(self, facts: Facts, device: torch.device) -> None:
+        """Refuse to enter a run of another model, recipe or rule.
+
+        Raises:
+            MismatchError: with the first difference.
+        """
+        mine = json.dumps(facts)
+        theirs = self._membership.facts(mine)
+        if theirs != mine:
+            difference = first_difference(json.loads(theirs), json.loads(mine), int(self._name))
+            raise MismatchError(f"worker {self.worker_id} joins a run that was started otherwise: {difference}")
+
+    def begin(self, worker: WorkerState, after_step: Callable[[], None]) -> None:
+        """Start with the state of the first worker, or of the one that has closed the last round."""
+        self._worker = worker
+        worker.undo.callback(self.close)
+        self.options.check(worker.strategy, worker.optimizer, init="broadcast", global_batch=None)
+        worker.common = lambda: self._points
+        self._codec_states = [{} for _ in worker.replicas]
+        if not self.joins:
+            self._write_state(["state/first"])
+        elif int(self._name) < self._first.size:
+            self._adopt("state/first")
+        else:
+            self._adopt(f"state/{self._membership.last_request}")
+        self._begin_round()
+
+    def _begin_round(self) -> None:
+        """Start a round of local steps at the common parameters."""
+        self._started, self._step = self._closer.round, self.worker.step
+        self._points = [r.x.clone() for r in self.worker.replicas]
+        if self.options.carry == "off":  # steps since the last message are dropped
+            self._tokens = 0.0
+        self._began = time.monotonic()
+
+    @property
+    def _period(self) -> int:
+        return self.worker.strategy.traits.period or 1
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+
+    def gradients(self, exchange: Callable[[], None]) -> None:
+        """Run the exchange of a backward pass, which sends nothing."""
+        exchange()
+
+    def start_step(self) -> None:
+        """Do nothing: a step begins without a message."""
+
+    def together(self, body: Callable[[], T], *, sends: bool = True) -> T:
+        """Run a call, which this worker makes alone."""
+        return body()
+
+    def drop_newcomers(self) -> None:
+        """Refuse to load a state, which the others would not have.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"load() with elastic={self.options}: the other workers would not load the same state. Load the model's "
+            "parameters before attach on the first worker; the others copy them"
+        )
+
+    def crews(self) -> list[MembershipInterval]:
+        """Refuse to assign batches by step.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            f"ElasticSampler with elastic={self.options}: workers are at different steps, so no step assigns batches "
+            "to all of them. Draw batches at random, with a seed of worker.elastic.worker_id"
+        )
+
+    def before_step(self, hook: Callable[[], None]) -> None:
+        """Do nothing: the strategy takes local steps."""
+
+    def after_step(self, hook: Callable[[], None]) -> None:
+        """Count a step; send the contribution when it is due, and end the round."""
+        step, self._step = self.worker.step, self._step + 1
+        if step != self._step:
+            raise ConfigError(
+                f"worker {self.worker_id} is at step {step} after step {self._step - 1}: steps of a run with "
+                f"elastic={self.options} must not be set from outside. Leave out load_state_dict"
+            )
+        self._membership.take_step()
+        self._tokens += self.worker.replicas[0].samples
+        left = -step % self._period
+        if left == self.options.delay:
+            self._send()
+        if left == 0:
+            self._end_round()
+
+    # -- contributions -------------------------------------------------------------------------------------------------
+
+    def _send(self, *, leaves: bool = False) -> None:
+        """Send this worker's displacement since the start of its round."""
+        worker, codec, payloads = self.worker, self.options.codec, list[Tensor]()
+        rate: Any = worker.replicas[0].lr
+        if isinstance(rate, Tensor) and rate.ndim:
+            if bool((rate != rate[0]).any()) and worker.strategy.traits.lr_factor is None:
+                raise ConfigError(
+                    f"elastic={self.options}: parameter groups have different learning rates, and outer steps may "
+                    "divide by one. Use one learning rate"
+                )
+            rate = rate.flatten()[0]
+        for number, (r, point) in enumerate(zip(worker.replicas, self._points, strict=True)):
+            delta = _exact(r.x).sub_(_exact(point)) if r.x.dtype != torch.float64 else r.x - point
+            if not all_finite(delta):
+                raise NonFiniteError(
+                    f"worker {self.worker_id}, step {worker.step}: its parameters are not finite, and it sends "
+                    "nothing. The others continue without it. Lower the learning rate, and start this worker again"
+                )
+            key = self._key(self._name, self._started, number)
+            payloads.append(delta if codec is None else codec.encode(delta, self._codec_states[number], key))
+        own, now = self._others[self._name], time.monotonic()
+        contribution = Contribution(self._started, self._name, self._tokens)
+        header = {
+            "started": self._started,
+            "tokens": self._tokens,
+            "seconds": now - self._began,
+            "round": self._closer.round,
+            "lr": float(rate),
+            "leaves": leaves,
+        }
+        content = to_bytes({"header": header, "payloads": payloads}).numpy().tobytes()
+        self._objects.put(f"late/{self._name}/{own.read}", content)
+        self.comm.meter.sent("contribution", float(sum(x.nbytes for x in payloads)))
+        self._sent[own.read] = self._started, None
+        own.read += 1
+        self._messages[self._name, self._started] = _Message(contribution, now - self._began, float(rate), payloads)
+        self._closer.arrive(contribution, now - self._began)
+        self._tokens = 0.0
+        if self.options.delay:
+            self._launched = [r.x.clone() for r in worker.replicas]
+
+    def _key(self, name: str, started: int, number: int) -> int:
+        return draw_key(self.worker.seed, started, rank=int(name), stage=number)
+
+    def _look(self) -> bool:
+        """Read the contributions that have arrived, and notice workers that come and go; return True for any news."""
+        news, now = self._take_requests(), time.monotonic()
+        looks = now - self._looked > _LOOK_SECONDS
+        if looks:
+            self._looked = now
+            for name in sorted(self._closer.workers - {self._name}):
+                other = self._others[name]
+                if self._membership.has_ended(other.id, other.row, self._first.epoch):
+                    self._closer.lose(name)
+                    news = True
+        # One that is considered lost may only be slow.
+        names = [name for name in self._others if name != self._name and (looks or name in self._closer.workers)]
+        asked = [f"late/{name}/{self._others[name].read}" for name in names]
+        most = _HEADER_BYTES + sum(2 * _exact_bytes(r.x) for r in self.worker.replicas)
+        for name, content in zip(names, self._objects.get(asked, most), strict=True):
+            if content is not None:
+                self._arrive(name, content)
+                news = True
+        if news and (view := self.view).members != self._known:
+            self._known = view.members
+            for call in self.on_view:
+                call(view)
+        return news
+
+    def _take_requests(self) -> bool:
+        """Name the workers that have asked to join."""
+        before, known = self._requests, {each.id for each in self._others.values()}
+        while self._requests < self._membership.requests():
+            self._requests += 1
+            found = self._membership.requested(self._requests)
+            if found is not None and found[0] not in known:
+                name = str(self._first.size + self._requests - 1)
+                self._others[name] = _Other(*found, round=self._closer.round)
+                known.add(found[0])
+        return self._requests > before
+
+    def _arrive(self, name: str, content: bytes) -> None:
+        """Record a contribution.
+
+        Raises:
+            CommError: it has another form than expected.
+        """
+        other, template = self._others[name], self.worker.replicas
+        try:
+            found = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+            header, payloads = found["header"], found["payloads"]
+            contribution = Contribution(int(header["started"]), name, float(header["tokens"]))
+            seconds, lr, leaves = float(header["seconds"]), float(header["lr"]), bool(header["leaves"])
+            other.round = max(other.round, int(header["round"]))
+            codec = self.options.codec
+            sizes = [(_exact_bytes(r.x) if codec is None else codec.nbytes(r.x.numel())) for r in template]
+            if [x.nbytes for x in payloads] != sizes:
+                raise ValueError(f"payloads of {[x.nbytes for x in payloads]} bytes, not {sizes}")
+        except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
+            raise CommError(
+                f"late/{name}/{other.read}: the contribution of worker {other.id} cannot be read ({error}). All "
+                "workers need the same version of thinwire, the same model and the same recipe"
+            ) from None
+        other.read += 1
+        payloads = [x.to(r.x.device) for x, r in zip(payloads, template, strict=True)]
+        self._messages[name, contribution.started] = _Message(contribution, seconds, lr, payloads)
+        if name not in self._closer.workers:
+            self._closer.join(name)
+        self._closer.arrive(contribution, seconds)
+        if leaves:
+            self._closer.lose(name)
+
+    # -- the end of a round --------------------------------------------------------------------------------------------
+
+    def _end_round(self) -> None:
+        """Wait for the closing of the own round, apply later ones, and start the next round."""
+        own = [r.x.clone() for r in self.worker.replicas] if self.options.carry != "off" else []
+        before = self._points
+        began = launched = time.monotonic()
+        self._advance()
+        self.comm.meter.waited("closing", launched, began, time.monotonic(), self.worker.step)
+        after = [r.x.clone() for r in self.worker.replicas]
+        for r, x, start, sent, point in zip(self.worker.replicas, own, before, self._launched, after, strict=bool(own)):
+            late = _exact(x) - _exact(sent)
+            if self.options.carry == "adaptive":
+                change = _exact(point) - _exact(start)
+                late.mul_(nn.functional.cosine_similarity(late, change, dim=0).clamp_(min=0))
+            r.x.copy_(late.add_(_exact(point)))
+        self._begin_round()
+        self._points = after
+
+    def _advance(self) -> None:
+        """Apply the closings up to the newest one, and at least that of the own round."""
+        closer, until = self._closer, self._next_of_replay()
+        news = begin = time.monotonic()
+        while True:
+            record = self._closing()
+            if record is not None:
+                news = begin = time.monotonic()
+                self._apply(record)
+                continue
+            if closer.round == until or (until is None and closer.round > self._started):
+                return
+            if self._look():
+                news = time.monotonic()
+            now = time.monotonic()
+            if until is None and (closing := closer.propose(now)) is not None:
+                self._membership.records.propose(
+                    f"closing/{closing.round}", {"by": self._name, "taken": closing.content()}
+                )
+                continue
+            if now - news > self.comm.timeout:
+                missing = sorted(closer.workers - {name for name, _ in closer.waiting}, key=int)
+                raise CommTimeoutError(
+                    f"worker {self.worker_id}, step {self.worker.step}: round {closer.round} was not closed within "
+                    f"{self.comm.timeout:g} s; worker {', '.join(missing) or 'none'} has not contributed. Use a longer "
+                    "timeout, or a smaller quorum"
+                )
+            pause = min(_LONGEST_PAUSE, max(self._membership.poll_seconds, _PAUSE_SHARE * (now - begin)))
+            wait = closer.seconds_to_wait(now)
+            time.sleep(pause if not wait else min(pause, wait))
+
+    def _next_of_replay(self) -> int | None:
+        """Return the round that this worker starts next in the replayed run; None if this is no replay."""
+        if not self.options.replay:
+            return None
+        started = (
+            each.started
+            for closing in self.options.replay
+            for each in closing.contributions
+            if each.worker == self._name and each.started > self._started
+        )
+        return min(started, default=len(self.options.replay))
+
+    def _closing(self) -> tuple[Closing, str] | None:
+        """Return the closing of the open round, and the worker that has proposed it; None while it is open."""
+        number = self._closer.round
+        if self.options.replay:
+            until = self._next_of_replay() or 0
+            return (self.options.replay[number], "") if number < min(until, len(self.options.replay)) else None
+        found = self._membership.records.read(f"closing/{number}")
+        if found is None:
+            return None
+        return Closing.read(number, found["taken"]), str(found["by"])
+
+    def _apply(self, record: tuple[Closing, str]) -> None:
+        """Continue from the mean of a closing's contributions."""
+        (closing, by), worker, closer = record, self.worker, self._closer
+        messages = self._messages_of(closing)
+        if messages is None:
+            self._adopt(f"state/{self._membership.request()}")
+            return
+        weights = closing.weights(self.options.late)
+        for number, (r, point) in enumerate(zip(worker.replicas, self._points, strict=True)):
+            mean = torch.zeros_like(_exact(point))
+            for each, message in zip(closing.contributions, messages, strict=True):
+                if weights[each]:
+                    mean.add_(self._decoded(message, mean, number), alpha=weights[each])
+            r.x.copy_(mean.add_(point))
+        step = (closing.round + 1) * self._period
+        for r in worker.replicas:
+            r.step = step
+            # Outer steps may divide by the rate, which must be the same on all workers.
+            r.override_lr(messages[0].lr)
+            try:
+                worker.strategy.after_step(r)
+            finally:
+                r.override_lr(None)
+        self.comm.step = step
+        self._points = [r.x.clone() for r in worker.replicas]
+        closer.apply(closing, time.monotonic())
+        self.closings.append(closing)
+        for each in closing.contributions:
+            self._messages.pop((each.worker, each.started), None)
+            self._others[each.worker].taken += 1
+        self._others[self._name].round = closer.round
+        self._sweep(closing)
+        if by == self._name:
+            self._serve()
+
+    def _messages_of(self, closing: Closing) -> list[_Message] | None:
+        """Return the contributions of a closing, in its order; None if one was deleted.
+
+        Raises:
+            CommTimeoutError: a contribution has not arrived in time.
+        """
+        keys = [(each.worker, each.started) for each in closing.contributions]
+        end, misses = time.monotonic() + self.comm.timeout, 0
+        while missing := [key for key in keys if key not in self._messages]:
+            # Who has proposed the closing had read all of it. A worker may join, or contribute, before this one looks.
+            looked = self._look()
+            misses = 0 if looked else misses + 1
+            # The run is far ahead: the others have deleted what this worker has missed.
+            far = self._membership.records.read(f"closing/{closing.round + _KEPT_ROUNDS}") is not None
+            if misses > 2 and far and not self.options.replay:
+                return None
+            if time.monotonic() > end:
+                raise CommTimeoutError(
+                    f"worker {self.worker_id}: contributions {missing} of round {closing.round} did not arrive within "
+                    f"{self.comm.timeout:g} s. Start this worker again to let it join"
+                )
+            if not looked:
+                time.sleep(self._membership.poll_seconds)
+        found = [self._messages[key] for key in keys]
+        if any(message.contribution != each for message, each in zip(found, closing.contributions, strict=True)):
+            raise MismatchError(
+                f"round {closing.round} takes {closing.contributions}, and workers sent "
+                f"{tuple(message.contribution for message in found)}. A replay needs the same numbers of samples"
+            )
+        return found
+
+    def _decoded(self, message: _Message, like: Tensor, number: int) -> Tensor:
+        payload, codec, each = message.payloads[number], self.options.codec, message.contribution
+        return payload if codec is None else codec.decode(payload, like, self._key(each.worker, each.started, number))
+
+    def _sweep(self, closing: Closing) -> None:
+        """Delete own contributions that all present workers have applied."""
+        for each in closing.contributions:
+            if each.worker == self._name:
+                number = next(n for n, (started, _) in self._sent.items() if started == each.started)
+                self._sent[number] = each.started, closing.round
+        slowest = min(self._others[name].round for name in self._closer.workers | {self._name})
+        before = max(slowest - _KEPT_ROUNDS, self._closer.round - 8 * _KEPT_ROUNDS)
+        old = [n for n, (_, taken) in self._sent.items() if taken is not None and taken < before]
+        for number in old:
+            del self._sent[number]
+        if old and not self.options.replay:
+            self._objects.delete([f"late/{self._name}/{number}" for number in old])
+
+    # -- workers that come and go --------------------------------------------------------------------------------------
+
+    def _write_state(self, keys: list[str]) -> None:
+        """Write the common state at the start of the open round, and name it under keys."""
+        packed = pack(self.worker, PARTS, keeps=_is_common, inflight=False)
+        late = {
+            "round": self._closer.round,
+            "workers": sorted(self._closer.workers),
+            "taken": {name: other.taken for name, other in self._others.items()},
+        }
+        name = f"late/state/{self._closer.round}/{self._name}"
+        self._objects.put(name, to_bytes({**packed, "late": late}).numpy().tobytes())
+        for key in keys:
+            self._membership.records.propose(key, {"name": name})
+
+    def _serve(self) -> None:
+        """Give workers that have asked the state at the start of the open round."""
+        self._take_requests()
+        if self._served < self._requests:
+            self._write_state([f"state/{number}" for number in range(self._served + 1, self._requests + 1)])
+        self._served = self._requests
+
+    def _adopt(self, key: str) -> None:
+        """Wait for a state of the run, and continue from it.
+
+        Raises:
+            PeerLostError: no worker is left.
+            CommTimeoutError: no worker has answered in time.
+        """
+        end, content = time.monotonic() + self.comm.timeout, None
+        while content is None:
+            found: Mapping[str, str] | None = self._membership.records.read(key)
+            if found is not None:
+                content = self._objects.get([found["name"]], _STATE_BYTES)[0]
+            self._take_requests()
+            others = [each for each in self._others.values() if each.id != self.worker_id]
+            if content is None and all(
+                self._membership.has_ended(each.id, each.row, self._first.epoch) for each in others
+            ):
+                raise RunEndedError(
+                    "the run in this store has ended: all its workers are gone. To start a new run, use another path "
+                    "or name"
+                )
+            if content is None and time.monotonic() > end:
+                raise CommTimeoutError(
+                    f"worker {self.worker_id} got no state of the run within {self.comm.timeout:g} s. Its rounds take "
+                    "longer, or it has ended. Use a longer timeout"
+                )
+            time.sleep(0.0 if content is not None else self._membership.poll_seconds)
+        packed: dict[str, Any] = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+        late = packed.pop("late")
+        check(packed, self.worker, ranks=False)
+        unpack(packed, self.worker)
+        self._points = [r.x.clone() for r in self.worker.replicas]
+        # Own contributions that no closing has taken still count.
+        taken = late["taken"].get(self._name, 0)
+        own = {(self._name, started) for number, (started, _) in self._sent.items() if number >= taken}
+        self._messages = {key: message for key, message in self._messages.items() if key in own}
+        for name, taken in late["taken"].items():
+            if name in self._others:
+                self._others[name].taken = taken
+                self._others[name].read = taken if name != self._name else self._others[name].read
+        workers = {*late["workers"], self._name} & self._others.keys()
+        self._closer = Closer(self.options, self._name, workers, now=time.monotonic(), round=late["round"])
+        for message in self._messages.values():
+            self._closer.arrive(message.contribution, message.seconds)
+
+    def release(self, leaving: Mapping[str, str]) -> bool:
+        """Leave the run; the work of the unfinished round is sent first, and counts in the next round that closes."""
+        if self._tokens > 0 and -self.worker.step % self._period >= self.options.delay:
+            self._send(leaves=True)
+        self.close()
+        return True
+
+    def withdraw(self) -> None:
+        """Leave a run in which this worker could not start, and take it off the model and the optimizer."""
+        self._withdraw()
+        if self._worker is not None:
+            self._worker.undo.close()
+
+    def close(self) -> None:
+        """Leave: the others no longer wait for this worker."""
+        self._membership.close()
+
+
+def _exact(x: Tensor) -> Tensor:
+    """Return a copy in fp32 at least."""
+    return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
+
+
+def _exact_bytes(x: Tensor) -> int:
+    return x.numel() * max(x.element_size(), 4)
+
+
+def _is_common(_: Replica, name: str) -> bool:
+    """Return True if state is equal on all workers; a residual is its worker's own."""
+    return residual_sizes(name, [0]) is None

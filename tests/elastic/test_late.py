@@ -1,0 +1,424 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds that close without late workers: their work counts later, as a stacked oracle computes it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import secrets
+import signal
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
+
+from tests.buckets import Process
+from tests.oracles.late import Arrival, train
+from thinwire import (
+    AllReduce,
+    ConfigError,
+    DiLoCo,
+    ErrorFeedback,
+    Gathered,
+    LateMerging,
+    LocalSGD,
+    MismatchError,
+    Nearest,
+    OneBit,
+    Paced,
+    PowerSGD,
+    SlowMo,
+    Strategy,
+    Worker,
+    attach,
+)
+from thinwire.core.storage.bucket import KEY, new_key
+from thinwire.elastic.closing import Closing, Contribution
+from thinwire.elastic.late_rounds import LateRounds
+from thinwire.elastic.notice import Notice
+from thinwire.elastic.threads import ThreadNetwork
+
+PERIOD, RATE, SIZE, NUMEL = 4, 0.05, 3, 24
+TARGETS = torch.randn(SIZE + 2, NUMEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+START = torch.randn(NUMEL, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def gradient(worker: int, step: int, x: Tensor) -> Tensor:
+    return x - TARGETS[worker] * (1.0 + 0.1 * (step % 5))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.x = nn.Parameter(START.clone())
+
+
+def name_of(worker: Worker) -> str:
+    assert isinstance(worker.elastic, LateRounds)
+    return worker.elastic._name
+
+
+def run(
+    fleet: Callable[[int], dict[str, Any]],
+    strategy: Strategy,
+    late: LateMerging,
+    rounds: int,
+    *,
+    size: int = SIZE,
+    pause: Callable[[int, int], float] = lambda name, step: 0.0,
+) -> list[tuple[Tensor, list[Closing]]]:
+    """Train threads up to a round; returns the consensus and the log of each."""
+
+    def work(rank: int) -> tuple[Tensor, list[Closing]]:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        with attach(model, optimizer, strategy, timeout=30, **fleet(rank)) as worker:
+            assert isinstance(worker.elastic, LateRounds)
+            name, own = int(name_of(worker)), 0
+            while worker.step < rounds * PERIOD:
+                model.x.grad = gradient(name, own, model.x.detach())
+                worker.record_batch(1 + name)
+                time.sleep(pause(name, own))
+                optimizer.step()
+                own += 1
+            with worker.consensus():
+                return model.x.detach().clone(), worker.elastic.closings
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(work, range(size)))
+
+
+def in_bucket(late: LateMerging) -> Callable[[int], dict[str, Any]]:
+    url = f"memory://{secrets.token_hex(8)}"
+    return lambda _: {"rendezvous": url, "workers": SIZE, "elastic": late}
+
+
+def in_store(late: LateMerging) -> Callable[[int], dict[str, Any]]:
+    network = ThreadNetwork()
+    return lambda rank: {"elastic": network.fleet(f"{rank}-x", rank, SIZE, late=late, timeout=30)}
+
+
+def random_log(seed: int, rounds: int, delay: int, carry: str) -> tuple[Closing, ...]:
+    """Closings as workers of random speeds could cause them."""
+    draw = random.Random(seed)
+    underway: list[tuple[str, int]] = [(str(name), 0) for name in range(SIZE)]
+    counts, log = dict.fromkeys(map(str, range(SIZE)), 0), list[Closing]()
+    for number in range(rounds):
+        taken, waiting = list[Contribution](), list[str]()
+        while not taken or (underway and draw.random() < 0.6):
+            if not underway:
+                break
+            name, started = underway.pop(draw.randrange(len(underway)))
+            carried = carry != "off" and counts[name]
+            steps = PERIOD if carried else PERIOD - delay
+            taken.append(Contribution(started, name, float(steps * (1 + int(name)))))
+            counts[name] += 1
+            if started == number:
+                waiting.append(name)
+            else:  # a late worker starts again in the open round, or after it
+                underway.append((name, number)) if draw.random() < 0.5 else waiting.append(name)
+        log.append(Closing(number, tuple(sorted(taken))))
+        underway += [(name, number + 1) for name in waiting]
+    return tuple(log)
+
+
+def arrivals(log: Sequence[Closing]) -> list[list[Arrival]]:
+    return [[(int(each.worker), each.started, each.tokens) for each in closing.contributions] for closing in log]
+
+
+def nesterov(rate: float = 0.7, momentum: float = 0.9) -> Callable[[Tensor, Tensor], Tensor]:
+    velocity = torch.zeros(NUMEL, dtype=torch.float64)
+
+    def step(x: Tensor, mean: Tensor) -> Tensor:
+        nonlocal velocity
+        velocity = momentum * velocity - mean
+        return x - rate * (-mean + momentum * velocity)
+
+    return step
+
+
+def slow(momentum: float = 0.5) -> Callable[[Tensor, Tensor], Tensor]:
+    velocity = torch.zeros(NUMEL, dtype=torch.float64)
+
+    def step(x: Tensor, mean: Tensor) -> Tensor:
+        nonlocal velocity
+        velocity = momentum * velocity - mean / RATE
+        return x - RATE * velocity
+
+    return step
+
+
+STRATEGIES: dict[str, tuple[Strategy, Callable[[], Callable[[Tensor, Tensor], Tensor]]]] = {
+    "DiLoCo": (DiLoCo(period=PERIOD), nesterov),
+    "SlowMo": (SlowMo(period=PERIOD, momentum=0.5), slow),
+    "LocalSGD": (LocalSGD(period=PERIOD), lambda: lambda x, mean: x + mean),
+}
+
+
+def code(x: Tensor) -> Tensor:
+    """Nearest(8) in one block, from its definition."""
+    codec = Nearest(bits=8)
+    return codec.decode(codec.encode(x.float(), {}), x.float()).double()
+
+
+CASES = list(
+    itertools.product(STRATEGIES, ["off", "discounted", "full"], [(0, "off"), (1, "off"), (2, "full"), (2, "adaptive")])
+)
+
+
+@pytest.mark.parametrize("coded", [False, True])
+@pytest.mark.parametrize(("base", "late", "delayed"), CASES)
+def test_any_order_of_arrivals_equals_the_oracle(base: str, late: Any, delayed: tuple[int, Any], coded: bool) -> None:
+    delay, carry = delayed
+    log = random_log(CASES.index((base, late, delayed)) + 100 * coded, 7, delay, carry)
+    codec = ErrorFeedback(Nearest(bits=8)) if coded else None
+    options = LateMerging(late=late, codec=codec, delay=delay, carry=carry, replay=log)
+    strategy, outer = STRATEGIES[base]
+    found = run(in_bucket(options), strategy, options, len(log))
+    expected = train(
+        gradient,
+        START,
+        arrivals(log),
+        period=PERIOD,
+        rate=RATE,
+        outer=outer(),
+        exponent={"off": None, "discounted": 0.5, "full": 0.0}[late],
+        code=code if coded else None,
+        delay=delay,
+        carry=carry,
+    )
+    for x, closings in found:
+        assert torch.equal(x, found[0][0])
+        assert closings == list(log)
+    assert torch.allclose(found[0][0], expected, atol=1e-4 if coded else 1e-10), (found[0][0] - expected).abs().max()
+
+
+def test_random_logs_have_late_work() -> None:
+    logs = [random_log(seed, 7, 0, "off") for seed in range(20)]
+    ages = [closing.round - each.started for log in logs for closing in log for each in closing.contributions]
+    assert max(ages) > 3 and sum(age > 0 for age in ages) > 50
+
+
+@pytest.mark.parametrize("carrier", [in_bucket, in_store])
+@pytest.mark.parametrize("carry", ["off", "full"])
+def test_a_slow_worker_counts_late_and_the_log_replays_bitwise(carrier: Any, carry: Any) -> None:
+    options = LateMerging(quorum=0.5, deviations=0.0, delay=2 * (carry == "full"), carry=carry)
+    strategy = DiLoCo(period=PERIOD)
+    found = run(carrier(options), strategy, options, 8, pause=lambda name, _: 0.06 if name == 2 else 0.005)
+    log = max((closings for _, closings in found), key=len)
+    for _, closings in found:
+        assert closings == log[: len(closings)]  # one closing of each round
+    taken = [(closing.round - each.started, each.worker) for closing in log for each in closing.contributions]
+    assert any(age > 0 and worker == "2" for age, worker in taken)  # it was late, and its work counts
+    assert len({(each.worker, each.started) for closing in log for each in closing.contributions}) == len(taken)
+    expected = train(
+        gradient,
+        START,
+        arrivals(log[:8]),
+        period=PERIOD,
+        rate=RATE,
+        outer=nesterov(),
+        exponent=0.5,
+        delay=options.delay,
+        carry=carry,
+    )
+    for x, closings in found:
+        if len(closings) == 8:
+            assert torch.allclose(x, expected, atol=1e-10)
+    replay = LateMerging(delay=options.delay, carry=carry, replay=tuple(log[:8]))
+    for x, _ in run(carrier(replay), strategy, replay, 8, pause=lambda name, _: 0.01 if name == 0 else 0.0):
+        assert torch.equal(x, next(each for each, closings in found if len(closings) == 8))
+
+
+def test_a_log_survives_json() -> None:
+    log = random_log(3, 5, 0, "off")
+    text = json.dumps([each.content() for each in log])
+    assert tuple(Closing.read(number, each) for number, each in enumerate(json.loads(text))) == log
+
+
+# -- processes that come and go ----------------------------------------------------------------------------------------
+
+
+def train_process(outbox: Any, settings: dict[str, Any], stop: Path, seconds: float) -> None:
+    """Train until the file `stop` names a step; reports the start, and in the end the consensus and the log."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    worker = attach(model, optimizer, DiLoCo(period=PERIOD), timeout=40, **settings)
+    notice = Notice(worker, every=1, signals=[signal.SIGUSR1])
+    name, own, until = int(name_of(worker)) % len(TARGETS), 0, 1_000_000
+    outbox.send((name, worker.step))
+    while worker.step < until:
+        model.x.grad = gradient(name, own, model.x.detach())
+        time.sleep(seconds)
+        optimizer.step()
+        own += 1
+        if notice.leave():
+            outbox.send("left")
+            return
+        if stop.exists() and until == 1_000_000:
+            until = int(stop.read_text())
+    with worker.consensus():
+        assert isinstance(worker.elastic, LateRounds)
+        log = [each.content() for each in worker.elastic.closings]
+        outbox.send((model.x.tolist(), worker.elastic.closings[0].round, log))
+    notice.close()
+    worker.detach()
+
+
+def ends_of(workers: Sequence[Process], stop: Path, step: int) -> list[tuple[list[float], int, list[Any]]]:
+    """Stop all workers at a step; returns what each has reported, and checks that all agree."""
+    stop.with_suffix(".part").write_text(str(step))
+    stop.with_suffix(".part").rename(stop)
+    ends: list[tuple[list[float], int, list[Any]]] = [worker.receive(60) for worker in workers]
+    assert not [each for each in ends if isinstance(each, str)]
+    by_round: dict[int, list[float]] = {}
+    record: dict[int, Any] = {}
+    for x, first, log in ends:
+        assert by_round.setdefault(first + len(log), x) == x  # the same bits at the same round
+        for number, closing in enumerate(log, first):
+            assert record.setdefault(number, closing) == closing
+    return ends
+
+
+@pytest.mark.slow
+def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path) -> None:
+    late = LateMerging(quorum=0.5)
+    settings = {"rendezvous": f"file://{tmp_path}/run", "workers": 3, "elastic": late}
+    extra, stop = {KEY: new_key()}, tmp_path / "stop"
+    workers: list[Process] = []
+
+    def add(count: int = 1) -> None:
+        workers.extend([Process(train_process, settings, stop, 0.01, extra=extra) for _ in range(count)])
+
+    try:
+        add(3)
+        names = {str(worker.receive(60)[0]): worker for worker in workers}
+        assert sorted(names) == ["0", "1", "2"]
+        os.kill(names["0"].process.pid, signal.SIGKILL)
+        os.kill(names["1"].process.pid, signal.SIGSTOP)
+        add()
+        name, step = workers[3].receive(60)
+        assert name == 3 and step > 0 and step % PERIOD == 0
+        os.kill(names["1"].process.pid, signal.SIGCONT)
+        add()
+        assert workers[4].receive(60)[0] == 4
+        os.kill(names["2"].process.pid, signal.SIGUSR1)
+        assert names["2"].receive(60) == "left"
+        ends = ends_of([names["1"], *workers[3:]], stop, step + 20 * PERIOD)
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.end()
+    taken = {worker for _, _, log in ends for closing in log for _, worker, _ in closing}
+    assert taken >= {"1", "2", "3", "4"}
+
+
+def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:
+    options = LateMerging(quorum=1.0)
+    network = ThreadNetwork()
+
+    def work(rank: int) -> list[Closing]:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        fleet = network.fleet(f"{rank}-x", rank, 2, late=options, timeout=30)
+        worker = attach(model, optimizer, LocalSGD(period=PERIOD), timeout=30, elastic=fleet)
+        assert isinstance(worker.elastic, LateRounds)
+        own = 0
+        while worker.step < 3 * PERIOD:
+            model.x.grad = gradient(rank, own, model.x.detach())
+            optimizer.step()
+            own += 1
+            if rank == 1 and own == PERIOD + 3 and worker.elastic.release({"1-x": "SIGTERM"}):
+                return worker.elastic.closings
+        worker.detach()
+        return worker.elastic.closings
+
+    with ThreadPoolExecutor(2) as pool:
+        log, left = pool.map(work, range(2))
+    assert len(left) == 1
+    found = [(closing.round, each.started, each.tokens) for closing in log for each in closing.contributions]
+    tokens = [(round, started, tokens) for round, started, tokens in found]
+    assert (1, 1, 3.0) in tokens and (1, 1, 4.0) in tokens  # three of four steps count with their tokens
+    assert [each.worker for each in log[2].contributions] == ["0"]
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("strategy", "options", "words"),
+    [
+        (AllReduce(), {}, "need local steps and one plain mean"),
+        (DiLoCo(period=4, fragments=2), {}, "delay, fragments"),
+        (DiLoCo(period=4, codec=Nearest(bits=8)), {}, "LateMerging has its own codec"),
+        (DiLoCo(period=4, weights="samples"), {}, "weights work by tokens"),
+        (DiLoCo(period=4, outliers="clip"), {}, "outliers"),
+        (LocalSGD(period=4, warmup_steps=2), {}, "one plain mean"),
+        (Paced(LocalSGD(period=4), steps=(4,)), {}, "one plain mean"),
+        (DiLoCo(period=4), {"delay": 4}, "delay=4 with period=4: must be less"),
+    ],
+)
+def test_strategies_that_cannot_be_late_are_refused(strategy: Strategy, options: dict[str, Any], words: str) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    with pytest.raises(ConfigError, match=words):
+        attach(model, optimizer, strategy, rendezvous="memory://refused", elastic=LateMerging(**options))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"late": "never"}, "late='never': must be"),
+        ({"carry": "full"}, "delay=0 with carry='full'"),
+        ({"codec": OneBit()}, "ErrorFeedback"),
+        ({"codec": Gathered(Nearest(bits=8))}, "without Gathered"),
+        ({"codec": PowerSGD(rank=1)}, "a codec of single messages"),
+        ({"quorum": 0.0}, "quorum=0.0"),
+        ({"replay": (Closing(1, ()),)}, r"replay has rounds \[1\]"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LateMerging(**options)
+
+
+def test_a_replay_with_other_tokens_is_refused() -> None:
+    log = (Closing(0, tuple(Contribution(0, str(name), 1.0) for name in range(SIZE))),)
+    options = LateMerging(replay=log)
+    with pytest.raises(MismatchError, match="A replay needs the same numbers of samples"):
+        run(in_store(options), DiLoCo(period=PERIOD), options, 1)
+
+
+def test_loading_and_other_settings_are_refused(tmp_path: Path) -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    late = LateMerging()
+    with pytest.raises(ConfigError, match="Leave both out"):
+        attach(model, optimizer, DiLoCo(period=4), rendezvous="memory://own", elastic=late, global_batch=8)
+    with attach(model, optimizer, DiLoCo(period=4), rendezvous="memory://load", elastic=late) as worker:
+        with pytest.raises(ConfigError, match="the other workers would not load the same state"):
+            worker.load(tmp_path)
+        assert worker.elastic is not None
+        with pytest.raises(ConfigError, match="workers are at different steps"):
+            worker.elastic.crews()
+
+
+def test_a_worker_with_another_rule_is_refused() -> None:
+    models = [Model(), Model()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=RATE) for model in models]
+    late = LateMerging(late="full")
+    with (
+        attach(models[0], optimizers[0], DiLoCo(period=4), rendezvous="memory://rule", elastic=LateMerging()),
+        pytest.raises(MismatchError, match="late='full'"),
+    ):
+        attach(models[1], optimizers[1], DiLoCo(period=4), rendezvous="memory://rule", elastic=late)
