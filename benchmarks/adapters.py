@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of one base as one array against separate runs with PEFT, one after another: time of a step, and memory.
 
-python -m benchmarks.adapters [speed] [memory]
+python -m benchmarks.adapters [speed] [memory] [gpu]
 
-All models are random and of the structure of Llama. Times are CPU seconds; the contenders take turns, and a figure is
-the median of ratios within rounds, with the quartiles. Memory is the peak of what tensors hold.
+All models are random and of the structure of Llama. Times are CPU seconds, and on a GPU seconds until it is idle; the
+contenders take turns, and a figure is the median of ratios within rounds, with the quartiles. Memory is the peak of
+what tensors hold.
 """
 
 from __future__ import annotations
 
 import copy
+import statistics
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -96,6 +99,37 @@ def speed(rounds: int = 7) -> None:
             )
 
 
+def gpu(rounds: int = 5) -> None:
+    """Print a row per shape of batch: 16 adapters of a base of 125 million parameters in bf16, on a GPU."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "vocab_size": 16000}
+    config = LlamaConfig(**sizes, num_attention_heads=12, num_key_value_heads=12, use_cache=False)
+    model: Any = LlamaForCausalLM(config)
+    base, members = model.to("cuda", torch.bfloat16).train(), 16
+    print(f"a base of {sum(p.numel() for p in base.parameters()) / 1e6:.0f} M on {torch.cuda.get_device_name()}")
+    for rows, length in ((1, 64), (1, 256), (4, 512)):
+        ids = torch.randint(16000, (members, rows, length)).to("cuda")
+        steps = {"array": as_array(base, members, ids), "separate": one_by_one(base, members, ids)}
+        taken: dict[str, list[float]] = {name: [] for name in steps}
+        for turn in range(-1, rounds):  # the first one is not counted
+            for name, step in steps.items():
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                step()
+                step()
+                torch.cuda.synchronize()
+                if turn >= 0:
+                    taken[name].append((time.perf_counter() - began) / 2)
+        low, middle, high = ratios(taken["separate"], taken["array"])
+        times = [1e3 * statistics.median(each) for each in taken.values()]
+        print(
+            f"{members} members of {rows} x {length}: array {times[0]:.1f} ms, separate {times[1]:.1f} ms, "
+            f"{middle:.2f} ({low:.2f} to {high:.2f})",
+            flush=True,
+        )
+        del steps
+
+
 def memory(members: int = 16) -> None:
     """Print the peak of an array relative to that of one separate run."""
     base, ids = base_of(*BASES["25 M"]), torch.randint(1000, (members, 1, 64))
@@ -126,4 +160,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore", FutureWarning)
     keep_memory()
     for name in sys.argv[1:] or ("speed", "memory"):
-        {"speed": speed, "memory": memory}[name]()
+        {"speed": speed, "memory": memory, "gpu": gpu}[name]()

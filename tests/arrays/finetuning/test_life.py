@@ -123,6 +123,17 @@ def test_an_array_resumes_bit_for_bit(tmp_path: Path) -> None:
         mine, theirs = other.state_dict(), array.state_dict()
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(tensor, theirs[name]) for name, tensor in mine.items())
+    # A checkpoint that is refused late changes nothing.
+    other, optimizing, _ = begin(configs)
+    advance(other, optimizing, tokens(9, 3, 2, 9))
+    before, moments = other.state_dict(), copy.deepcopy(optimizing.state_dict()["state"])
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    with pytest.raises(CheckpointError, match="schedules"):
+        other.load(tmp_path / "array", optimizer=optimizing)
+    assert other.size == 3 and all(torch.equal(tensor, before[name]) for name, tensor in other.state_dict().items())
+    held = optimizing.state_dict()["state"]
+    assert all(torch.equal(held[place][name], kept[name]) for place, kept in moments.items() for name in kept)
+    advance(other, optimizing, tokens(10, 3, 2, 9))
     another = model_of("gpt2")
     with torch.no_grad():
         next(another.parameters()).add_(1)

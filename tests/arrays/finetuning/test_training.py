@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from tests.arrays.finetuning.separate import (
     next_token,
     targets_of,
 )
+from thinwire import ConfigError
 from thinwire.arrays import adapters
 from thinwire.arrays.fusion import AdamW, Each, Schedules, clip_grad_norm_
 
@@ -88,6 +91,79 @@ def ranks(family: str, size: int = 4, **options: Any) -> list[Any]:
 def test_every_family_equals_separate_runs(family: str) -> None:
     _, losses, tensors = compare(model_of(family), ranks(family))
     assert losses < 1e-10 and tensors < 1e-10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "gemma", "bert"])
+def test_twenty_steps_of_eight_members_equal_separate_runs(family: str) -> None:
+    _, losses, tensors = compare(model_of(family), ranks(family, 8), steps=20)
+    assert losses < 1e-10 and tensors < 1e-10
+
+
+def with_other_rounding(base: nn.Module, seed: int) -> nn.Module:
+    """Copy a model, with every parameter one unit in the last place up or down."""
+    other, generator = copy.deepcopy(base), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            side = torch.where(torch.rand(parameter.shape, generator=generator) < 0.5, torch.inf, -torch.inf)
+            parameter.copy_(torch.nextafter(parameter, side))
+    return other
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "gemma", "bert"])
+def test_in_fp32_an_array_differs_from_separate_runs_less_than_two_runs_with_other_rounding_do(family: str) -> None:
+    base, configs = model_of(family, torch.float32), ranks(family, 8)
+    _, _, found = compare(base, configs, steps=20)
+    settings = list(zip(configs, range(8), RATES * 2, DECAYS * 2, strict=True))
+    pairs = [[Run(with_other_rounding(base, seed), *each) for seed in (1, 2)] for each in settings]
+    for step in range(20):
+        ids = tokens(step, 8, 2, 9)
+        for own, pair in zip(ids, pairs, strict=True):
+            for run in pair:
+                run.step(lambda model, own=own: next_token(model(input_ids=own).logits, own))
+    both = [tuple(run.tensors() for run in pair) for pair in pairs]
+    assert found <= max(float((one[name] - other[name]).abs().max()) for one, other in both for name in one)
+
+
+def quantized(base: nn.Module, bits: int) -> nn.Module:
+    """Return a copy whose linear layers, but the last, are those of bitsandbytes."""
+    library = pytest.importorskip("bitsandbytes", reason="needs bitsandbytes").nn
+    made = copy.deepcopy(base)
+    for name, layer in list(made.named_modules()):
+        if not isinstance(layer, nn.Linear) or name == "lm_head":
+            continue
+        sizes = layer.in_features, layer.out_features, layer.bias is not None
+        new: Any
+        if bits == 4:
+            new = library.Linear4bit(*sizes, compute_dtype=torch.float32, quant_type="nf4")
+            new.weight = library.Params4bit(layer.weight.data.clone(), False, quant_type="nf4", module=new)
+        else:
+            new = library.Linear8bitLt(*sizes, has_fp16_weights=False)
+            new.weight = library.Int8Params(layer.weight.data.clone(), requires_grad=False, has_fp16_weights=False)
+        parent, _, last = name.rpartition(".")
+        setattr(made.get_submodule(parent), last, new.to("cpu"))
+    return made
+
+
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_base_in_four_bits_equals_separate_runs(dora: bool, tmp_path: Path) -> None:
+    base = quantized(model_of("llama", torch.float32, hidden_size=64, intermediate_size=128), 4)
+    array, losses, tensors = compare(base, ranks("llama", 3, use_dora=dora), steps=3)
+    assert losses < 1e-5 and tensors < 1e-4
+    with array.only(1) as model:
+        held = {p.data_ptr() for p in model.parameters() if not p.is_floating_point()}
+    assert held and held == {p.data_ptr() for p in base.parameters() if not p.is_floating_point()}
+    folder = array.save_pretrained(tmp_path / "member", 1)
+    array.eval()
+    loaded, ids = peft.PeftModel.from_pretrained(base, folder).eval(), tokens(0, 2, 9)
+    torch.testing.assert_close(loaded(input_ids=ids).logits, array(input_ids=ids).logits[1], rtol=0, atol=1e-4)
+
+
+def test_a_base_in_eight_bits_is_refused() -> None:
+    base = quantized(model_of("llama", torch.float32), 8)
+    with pytest.raises(ConfigError, match=r"q_proj.*Linear8bitLt.*4 bits"):
+        adapters(base, ranks("llama"))
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])

@@ -130,7 +130,7 @@ class AdapterArray:
         if seeds is not None and len(seeds) != len(members):
             raise ConfigError(f"seeds of length {len(seeds)}: there are {len(members)} members. Pass one per member")
         # Frozen parameters of the array's own with the base's memory: the user's keep their flags.
-        own = {id(each): nn.Parameter(each.detach(), requires_grad=False) for each in base.parameters()}
+        own = {id(each): _frozen(each) for each in base.parameters()}
         self._template: nn.Module = copy.deepcopy(base, dict(own))
         self._shared = {id(each): each for each in own.values()}
         device = next((each.device for each in own.values()), torch.device("cpu"))
@@ -657,29 +657,46 @@ class AdapterArray:
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it belongs to another base, optimizer or
-                schedules.
+                schedules; nothing was changed.
         """
         content = checkpoints.read(folder)
         if "array" not in content or "configs" not in content.get("extra", {}):
             raise CheckpointError(f"{folder}: holds no array of adapters. Load it as it was saved")
         if content["extra"]["base"] != _fingerprint(self._template):
             raise CheckpointError(f"{folder}: its adapters belong to another base. Make the array of that base")
-        saved = content["extra"]["configs"]
-        if saved != [described(each) for each in self._configs]:
+        saved, ours = content["extra"]["configs"], [described(each) for each in self._configs]
+        parts: dict[str, Any] = {"optimizer": optimizer, "schedules": schedules, "scaler": scaler}
+        if saved != ours:
             has_seeds = self.generators is not None
             if has_seeds != bool(content["array"]["generators"]):
                 raise CheckpointError(f"{folder}: its members have {'no ' if has_seeds else ''}seeds. Make it alike")
-            # The seed is of no importance: values and generators are overwritten below.
-            made = [self._read(slot, config_from(values), 0) for slot, values in enumerate(saved)]
-            for slot, member in enumerate(made):
-                self._check_fits(slot, member)
-            kept = self._rebuild([], made, seeds=[0] * len(made))
-            for follower in (optimizer, schedules, scaler):
-                if follower is not None:
-                    follower.select(kept)
-        checkpoints.restore(content["array"], self, optimizer=optimizer, schedules=schedules, scaler=scaler)
+            before = checkpoints.state_of(self, **parts)
+            self._become(saved, parts.values())
+            try:
+                checkpoints.check(content["array"], self, **parts)
+            except CheckpointError:
+                self._become(ours, parts.values())
+                checkpoints.restore(before, self, **parts)
+                raise
+        checkpoints.restore(content["array"], self, **parts)
         found: dict[str, Any] = content["extra"]["own"]
         return found
+
+    def _become(self, configs: Sequence[Mapping[str, Any]], followers: Iterable[Any]) -> None:
+        """Make these the members, whose values are then loaded."""
+        # The seed is of no importance: values and generators are overwritten.
+        made = [self._read(slot, config_from(values), 0) for slot, values in enumerate(configs)]
+        for slot, member in enumerate(made):
+            self._check_fits(slot, member)
+        kept = self._rebuild([], made, seeds=[0] * len(made))
+        for follower in followers:
+            if follower is not None:
+                follower.select(kept)
+
+
+def _frozen(parameter: nn.Parameter) -> nn.Parameter:
+    # A quantized parameter has a class and tables of its own, and never a gradient.
+    return nn.Parameter(parameter.detach(), False) if parameter.is_floating_point() else parameter
 
 
 def _check_base_model(base: nn.Module) -> None:
@@ -694,6 +711,11 @@ def _check_base_model(base: nn.Module) -> None:
             raise ConfigError(
                 f"layer {path!r} of the base is a {type(module).__name__}: it mixes the rows of a batch, which belong "
                 "to several members. Use thinwire.fuse with PEFT models instead"
+            )
+        if type(getattr(module, "weight", None)).__name__ == "Int8Params":
+            raise ConfigError(
+                f"layer {path!r} of the base is a {type(module).__name__}: its first call moves the scales out of the "
+                "weight, so copies cannot share it. Load the base in 4 bits (BitsAndBytesConfig(load_in_4bit=True))"
             )
     config = getattr(base, "config", None)
     for name in _SKIPS:

@@ -219,8 +219,10 @@ class AdapterLayer(nn.Module):
         is_same: bool,
     ) -> Tensor:
         """Return what DoRA adds to the base's output, as PEFT computes it: the norm of the weights is a constant."""
+        from peft.utils.integrations import dequantize_module_weight
+
         layer: Any = self.base_layer
-        weight = layer.weight.to(x.dtype)
+        weight = dequantize_module_weight(layer).to(x.dtype)
         weight = weight if isinstance(layer, nn.Linear) else weight.t()
         with torch.no_grad():
             norm = _row_norms(weight, down, up, scaling)
