@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """`thinwire bucket`: a key, and the removal of a run that has ended."""
 
+import json
+import os
 import threading
 
 import pytest
 
+from tests.buckets import Process
 from thinwire.cli import main
 from thinwire.core.storage.bucket import KEY, Bucket
 
@@ -68,4 +71,61 @@ def test_a_run_to_which_a_worker_writes_is_kept(tmp_path, capsys, monkeypatch):
 )
 def test_mistakes_are_one_message(capsys, arguments, words):
     assert main(["bucket", *arguments]) == 2
+    assert words in " ".join(capsys.readouterr().err.split())
+
+
+def train_as_one(outbox, arguments):
+    """Run `thinwire train` as one of the workers; answers with its exit code."""
+    outbox.send(main(["train", *arguments]))
+
+
+OPTIONS = ["--task", "digits", "--strategy", "LocalSGD(period=4)", "--save-every", "6", "--eval-every", "6"]
+
+
+def train_over_bucket(url, folder, *more):
+    workers = [
+        Process(train_as_one, [*OPTIONS, "--rendezvous", url, *more], extra={KEY: os.environ[KEY]}) for _ in range(2)
+    ]
+    try:
+        assert [each.receive(90) for each in workers] == [0, 0]
+    finally:
+        for each in workers:
+            each.end(5)
+    return json.loads((folder / "summary.json").read_text())
+
+
+def test_train_over_a_bucket_equals_train_on_one_machine(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(KEY, new_key(capsys))
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    found = train_over_bucket((tmp_path / "run").as_uri(), ours, "--workers", "2", "--steps", "6", "--out", str(ours))
+    assert main(["train", *OPTIONS, "--workers", "2", "--steps", "6", "--out", str(theirs)]) == 0
+    expected = json.loads((theirs / "summary.json").read_text())
+    assert found["eval_loss"] == expected["eval_loss"] and found["steps"] == expected["steps"] == 6
+
+
+@pytest.mark.slow
+def test_train_over_a_bucket_resumes(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv(KEY, new_key(capsys))
+    url, folder, whole = (tmp_path / "run").as_uri(), tmp_path / "run-6", tmp_path / "run-12"
+    train_over_bucket(url, folder, "--workers", "2", "--steps", "6", "--out", str(folder))
+    found = train_over_bucket(url, folder, "--resume", str(folder), "--steps", "12")
+    expected = train_over_bucket(f"{url}-2", whole, "--workers", "2", "--steps", "12", "--out", str(whole))
+    assert found["eval_loss"] == expected["eval_loss"] and found["steps"] == expected["steps"] == 12
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "needs --workers, the number of machines that train together"),
+        (["--workers", "2", "--strategy", "ddp"], "PyTorch's own methods need a process group"),
+        (["--workers", "2", "--strategy", "AllReduce()"], "it sends at every step"),
+        (["--workers", "2", "--elastic"], "--elastic with --rendezvous"),
+        (["--workers", "2", "--link", "1mbit"], "over a bucket the links are real"),
+    ],
+)
+def test_train_refuses_what_a_bucket_does_not_carry(tmp_path, capsys, monkeypatch, arguments, words):
+    # The variable has the same effect as the option.
+    monkeypatch.setenv("THINWIRE_RENDEZVOUS", "memory://refused")
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--task", "digits", *arguments]) == 2
     assert words in " ".join(capsys.readouterr().err.split())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
@@ -33,11 +34,37 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, new_key())
 
 
-def train(outbox: Any, url: str, recipe: str, stop: Path) -> None:
+def fail_requests(seed: int, share: float) -> None:
+    """Let a share of this process's requests fail, hang for a while, succeed without an answer, or find nothing yet."""
+    draw, request, get = random.Random(seed), Bucket._request, Bucket._get
+
+    async def faulty(bucket: Bucket, call: Any, nbytes: int) -> Any:
+        fault = draw.choice(("before", "after", "slow")) if draw.random() < share else ""
+        if fault == "before":
+            call.close()
+            raise ConnectionError("500 Internal Server Error")
+        if fault == "slow":
+            await asyncio.sleep(draw.uniform(0.1, 1.0))
+        found = await request(bucket, call, nbytes)
+        if fault == "after":
+            raise ConnectionError("the connection was closed before the answer")
+        return found
+
+    async def lagging(bucket: Bucket, name: str, most: int) -> bytes | None:
+        # The check at the start refuses a store that does not show its own writer what it has just written.
+        lags = draw.random() < share and not name.startswith(("run", "probe/"))
+        return None if lags else await get(bucket, name, most)
+
+    Bucket._request, Bucket._get = faulty, lagging  # type: ignore[method-assign]
+
+
+def train(outbox: Any, url: str, recipe: str, stop: Path, width: int = 6, share: float = 0.0) -> None:
     """Train until the step in the file `stop`; answers with the number of workers after each change."""
     # Clocks of machines may differ and jump, so nothing may depend on one.
     time.time = random.Random(os.getpid()).random
-    model, optimizer = build()
+    if share:
+        fail_requests(os.getpid(), share)
+    model, optimizer = build(width)
     worker = attach(model, optimizer, recipe, rendezvous=url, timeout=40)
     assert worker.elastic is not None
     worker.elastic.on_view.append(lambda view: outbox.send((view.size, worker.step)))
@@ -126,14 +153,18 @@ def test_workers_join_leave_and_are_killed_over_s3(recipe: str, tmp_path: Path) 
 
 
 def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed: int) -> None:
-    """Kill a worker at any instant while two join at once, and pause another; the others must end up equal."""
+    """Kill a worker at any instant while two join at once, and pause another; the others must end up equal.
+
+    Meanwhile requests fail, and a worker with another model and one with another key try to join.
+    """
     draw = random.Random(seed)
+    share = draw.choice((0.0, 0.02, 0.05))
     stop = folder / f"stop{seed}"
     workers: list[Process] = []
 
-    def add(count: int) -> list[Process]:
-        extended = {**extra, KEY: os.environ[KEY]}
-        workers.extend(Process(train, f"{url}/{seed}", recipe, stop, extra=extended) for _ in range(count))
+    def add(count: int, width: int = 6, key: str = "") -> list[Process]:
+        extended, more = {**extra, KEY: key or os.environ[KEY]}, (recipe, stop, width, share)
+        workers.extend(Process(train, f"{url}/{seed}", *more, extra=extended) for _ in range(count))
         return workers[-count:]
 
     try:
@@ -143,7 +174,7 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
         for each in first:
             until_size(each, 3)
         victim, paused, _ = draw.sample(first, 3)
-        joining = add(2)
+        joining, (other_model,), (other_key,) = add(2), add(1, width=7), add(1, key=new_key())
         time.sleep(draw.uniform(0, 2))
         assert victim.process.pid is not None and paused.process.pid is not None
         os.kill(victim.process.pid, signal.SIGKILL)
@@ -152,6 +183,9 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
         os.kill(paused.process.pid, signal.SIGCONT)
         rest = [each for each in first if each is not victim] + joining
         step = max(until_size(each, 4) for each in rest)
+        refused = [each.receive(60) for each in (other_model, other_key)]
+        assert refused[0].startswith("MismatchError: ") and "was started otherwise" in refused[0], refused
+        assert refused[1].startswith("ConfigError: ") and "not the key of the run" in refused[1], refused
         stop.with_suffix(".new").write_text(str(step + 120))
         stop.with_suffix(".new").rename(stop)
         found = [each.receive(100) for each in rest]
@@ -164,6 +198,10 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
     finally:
         for each in workers:
             each.end()
+
+
+def test_a_run_survives_chaos(tmp_path: Path) -> None:
+    check_chaos(f"file://{tmp_path}/run", {}, "DiLoCo(period=8, delay=3)", tmp_path, seed=5)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json as json_text
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,8 +46,9 @@ class Train(settings_as_options(without=["timeline_steps"])):
     Example: thinwire train --task text --strategy "LocalSGD(period=8, codec=Quantize(4))" --workers 4 --link 100mbit
 
     Starts 4 workers unless --workers is given. Under torchrun, on one machine or several, the same command is one of
-    torchrun's workers instead. Options that are not given take the task's defaults. A run ends after 200 steps unless
-    --steps, --seconds or --target-loss is given.
+    torchrun's workers instead. With --rendezvous it is one of so many workers, each on a machine of its own. Options
+    that are not given take the task's defaults. A run ends after 200 steps unless --steps, --seconds or --target-loss
+    is given.
 
     With --model and --data, functions of your own take the place of the task: see docs/how-to/own-task.md.
 
@@ -55,6 +57,9 @@ class Train(settings_as_options(without=["timeline_steps"])):
             override it, and --no-FLAG a flag of it.
         out: the run's folder; runs/TASK-STRATEGY-TIME unless given.
         resume: the folder of a saved run, to continue from its newest checkpoint.
+        rendezvous: the URL of an object store or a shared folder over which the workers train, such as s3://bucket/run;
+            that of the environment variable THINWIRE_RENDEZVOUS unless given. Run the same command on every machine,
+            with the same THINWIRE_KEY.
         trace: also write the timeline as trace.json, which ui.perfetto.dev opens.
         json: print the summary as JSON.
     """
@@ -62,6 +67,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
     config: Path | None = None
     out: Path | None = None
     resume: Path | None = None
+    rendezvous: str | None = None
     trace: bool = False
     json: bool = False
 
@@ -70,6 +76,8 @@ class Train(settings_as_options(without=["timeline_steps"])):
         from thinwire.core.comm.rendezvous import started_by_torchrun
         from thinwire.lab.runs import launch
 
+        if url := self.rendezvous or os.environ.get("THINWIRE_RENDEZVOUS"):
+            return self._work_over_bucket(url)
         if started_by_torchrun():
             return self._work()
         settings, folder = self._prepare(4)
@@ -79,27 +87,55 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     def _work(self) -> int:
         """Train as one of torchrun's workers."""
-        import os
-
-        from thinwire.lab.emulate import straggler_environment
-        from thinwire.lab.runs import RunFolder, work
+        from thinwire.lab.runs import work
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         given = self.given()
         if given["workers"] not in (None, size):
             raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}; leave it out")
-        if given["link"] is not None:
-            raise ConfigError(f"--link {given['link']}: under torchrun the links are real; leave it out")
-        if given["stop"] is not None:
-            raise ConfigError(
-                f"--stop {given['stop']}: only workers that this command starts are suspended; leave it out"
-            )
+        _refuse_emulation(given, "under torchrun")
         if given["elastic"]:
             raise ConfigError(
                 "--elastic under torchrun: its agent ends all workers with one; leave out torchrun, or call "
                 "attach(elastic=True) in a program of yours (docs/how-to/elastic.md)"
             )
         settings, folder = self._prepare(size)
+        self._prepare_rank(settings, folder, rank)
+        with self._watch(settings) as watch:
+            summary = work(settings, folder, emit=watch, resume=self.resume is not None)
+        return 0 if summary is None else self._show(summary, folder)
+
+    def _work_over_bucket(self, url: str) -> int:
+        """Train as one of the workers that meet in a bucket."""
+        from thinwire.lab.runs import work
+        from thinwire.lab.runs.defaults import default_threads
+        from thinwire.lab.runs.processes import in_bucket
+
+        given = self.given()
+        _refuse_emulation(given, "over a bucket")
+        for name in ("elastic", "tensor_parallel"):
+            if given[name]:
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} with --rendezvous: this command trains whole models on a fixed number "
+                    "of workers over a bucket. Leave it out, or call attach(elastic=True, rendezvous=...) in a script"
+                )
+        count = os.environ.get("THINWIRE_WORKERS", "")
+        size = given["workers"] or (int(count) if count.isdecimal() else None)
+        if size is None and self.resume is None:
+            raise ConfigError(f"--rendezvous {url}: needs --workers, the number of machines that train together")
+        os.environ.setdefault("LOCAL_WORLD_SIZE", "1")  # one worker on this machine
+        settings, folder = self._prepare(size or 0, threads=default_threads(1))
+        with in_bucket(settings, url) as ranks:
+            self._prepare_rank(settings, folder, ranks.comm.rank)
+            with self._watch(settings) as watch:
+                summary = work(settings, folder, emit=watch, resume=self.resume is not None, ranks=ranks)
+        return 0 if summary is None else self._show(summary, folder)
+
+    def _prepare_rank(self, settings: Settings, folder: Path, rank: int) -> None:
+        """Slow this worker down if the settings say so; rank 0 makes the folder."""
+        from thinwire.lab.emulate import straggler_environment
+        from thinwire.lab.runs import RunFolder
+
         if settings.slow is not None or settings.stall is not None:
             # As launched workers get it.
             os.environ.update(straggler_environment(settings.slow, settings.stall, seed=settings.seed))
@@ -108,20 +144,18 @@ class Train(settings_as_options(without=["timeline_steps"])):
             if self.resume is None:
                 home.create()
             home.write_settings(settings)
-        with self._watch(settings) as watch:
-            summary = work(settings, folder, emit=watch, resume=self.resume is not None)
-        return 0 if summary is None else self._show(summary, folder)
 
     def _watch(self, settings: Settings) -> Watch:
         """The progress, headed by the recipe as it was typed."""
         typed = self.given()["strategy"]
         return Watch(settings.strategy if typed is None else as_typed(typed), settings.steps, settings.seconds)
 
-    def _prepare(self, default_workers: int) -> tuple[Settings, Path]:
+    def _prepare(self, default_workers: int, *, threads: int | None = None) -> tuple[Settings, Path]:
         """The settings of the run, and its folder."""
         from thinwire.lab.runs import resolve
 
         given = self.given()
+        given["threads"] = given["threads"] or threads
         if self.resume is not None:
             return self._resumed(self.resume, given), self.resume
         settings = resolve({**given, "workers": default_workers if given["workers"] is None else given["workers"]})
@@ -189,3 +223,11 @@ class Train(settings_as_options(without=["timeline_steps"])):
         else:
             out.print(f"{folder}", markup=False)
         return code
+
+
+def _refuse_emulation(given: dict[str, Any], where: str) -> None:
+    """Refuse options that only workers have which this command starts."""
+    if given["link"] is not None:
+        raise ConfigError(f"--link {given['link']}: {where} the links are real; leave it out")
+    if given["stop"] is not None:
+        raise ConfigError(f"--stop {given['stop']}: only workers that this command starts are suspended; leave it out")

@@ -261,8 +261,7 @@ def attach(
             watch(worker)
         state.account.begin()
         if entry is not None:
-            state.account.keeps_loss = True
-            entry.publish(state.report)
+            state.publish(entry.publish)
         # A dry run measures nothing. Of several optimizers that share a comm the first one's worker reports.
         if comm.reporter is None and comm.checks_first_steps:
             comm.reporter = state.account.times

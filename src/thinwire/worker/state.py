@@ -116,6 +116,11 @@ class WorkerState:
         """Optimizer steps done."""
         return self.replicas[0].step
 
+    def publish(self, send: Callable[[Callable[[], str]], None]) -> None:
+        """Let heartbeats carry this worker's report; `send` is that of its entry into the run."""
+        self.account.keeps_loss = True
+        send(self.report)
+
     def report(self) -> str:
         """Return this worker's progress as JSON, for `thinwire watch`; any thread may call it."""
         stats, traffic = self.account.stats(), self.comm.traffic

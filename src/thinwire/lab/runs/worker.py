@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -30,7 +31,7 @@ from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import WireBytes, peak_memory
 from thinwire.lab.runs.optimizer import make_optimizer
 from thinwire.lab.runs.own_functions import load_task
-from thinwire.lab.runs.processes import connected
+from thinwire.lab.runs.processes import Ranks, connected
 from thinwire.lab.runs.recipes import Recipe, parse_recipe
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import in_force
@@ -44,6 +45,7 @@ from thinwire.planning.simulate import SimulatedComm
 from thinwire.worker.attach import attach
 from thinwire.worker.checkpoint import saved_step
 from thinwire.worker.handshake import agree, gather_texts
+from thinwire.worker.worker import internals_of
 
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")
@@ -55,7 +57,9 @@ def no_events(_: Fields) -> None:
     """Ignore an event."""
 
 
-def work(settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bool = False) -> Fields | None:
+def work(
+    settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bool = False, ranks: Ranks | None = None
+) -> Fields | None:
     """Train as one rank: the one that torchrun's variables name, or the only one where there are none.
 
     Args:
@@ -63,6 +67,7 @@ def work(settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bo
         folder: of the run; all ranks use rank 0's.
         emit: called on rank 0 with each step and evaluation as they happen.
         resume: continue from the newest checkpoint in the folder.
+        ranks: the ranks that train together, if they are connected already.
 
     Returns:
         The summary on rank 0, None on the others.
@@ -78,8 +83,8 @@ def work(settings: Settings, folder: Path, *, emit: Emit = no_events, resume: bo
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        with connected(settings) as (comm, control):
-            return _train(settings, folder, comm, control, emit, resume)
+        with connected(settings) if ranks is None else nullcontext(ranks) as found:
+            return _train(settings, folder, found, emit, resume)
     finally:
         torch.set_num_threads(threads)
 
@@ -96,18 +101,18 @@ def work_virtually(
         step: how long a training step takes without communication.
         emit: called on rank 0 with each step and evaluation as they happen.
     """
-    return _train(settings, folder, comm, comm.duplicate(), emit, False, (comm, step))
+    return _train(settings, folder, Ranks(comm, comm.duplicate()), emit, False, (comm, step))
 
 
 def _train(
     settings: Settings,
     folder: Path,
-    comm: Comm,
-    control: Comm,
+    ranks: Ranks,
     emit: Emit,
     resume: bool,
     virtual: tuple[SimulatedComm, ModelTime] | None = None,
 ) -> Fields | None:
+    comm, control, publish = ranks
     task = load_task(settings)
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
     agree(control, [*facts, ("the data", task.fingerprint())], _CPU)
@@ -122,6 +127,8 @@ def _train(
     if virtual is not None and isinstance(engine, ThinwireEngine):
         slow = parse_stragglers(settings.slow, settings.stall, workers=comm.size, seed=settings.seed)[comm.rank]
         engine = VirtualEngine(engine.worker, engine.optimizer, *virtual, slow)
+    if publish is not None and isinstance(engine, ThinwireEngine):
+        internals_of(engine.worker).publish(publish)
     extra = engine.load(home.checkpoints) if resume else None
     simulated = virtual is not None
     writer = Writer(home, settings, task, engine.step, simulated=simulated) if comm.rank == 0 else None
