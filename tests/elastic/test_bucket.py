@@ -189,7 +189,8 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
         stop.with_suffix(".new").write_text(str(step + 120))
         stop.with_suffix(".new").rename(stop)
         found = [each.receive(100) for each in rest]
-        while any(isinstance(each[0], int) for each in found):  # a report of a view
+        while any(not isinstance(each[0], list) for each in found):  # a report of a view
+            assert not any(isinstance(each, str) for each in found), found
             found = [
                 each if isinstance(each[0], list) else worker.receive(100)
                 for each, worker in zip(found, rest, strict=True)

@@ -12,7 +12,7 @@ from thinwire.cli import main
 from thinwire.core.comm.bucket import BucketComm
 from thinwire.core.storage.bucket import Bucket
 from thinwire.errors import ConfigError
-from thinwire.planning.plan import Store, explain, parse_store
+from thinwire.planning.plan import Store, explain, parse_store, plan_bucket
 
 STORE = Store(0.04, 20e6, 50e6, put_price=5.0, get_price=0.4, out_price=0.1)
 
@@ -104,3 +104,75 @@ def test_mistakes_are_refused(text, prices, words):
 def test_options_without_a_bucket_are_refused(capsys):
     assert main(["explain", "LocalSGD()", "--parameters", "1e6", "--prices", "0,0,0"]) == 2
     assert "are for --bucket" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_gives_each_recipe_the_shortest_period_that_keeps_to_the_limit():
+    given = {"parameters": 400_000, "workers": 3}
+    recipes = [
+        "AllReduce()",
+        "LocalSGD(period=8)",
+        "LocalSGD(period=32)",
+        "DiLoCo(period=8, codec=Quantize(4))",
+        "DiLoCo(period=8, delay=4, mixing=0.5, codec=ErrorFeedback(Nearest(bits=4)))",
+    ]
+    found = plan_bucket(STORE, **given, step_seconds=0.2, within=1.05, recipes=recipes)
+    assert [each.recipe for each in found if each.refused] == ["AllReduce()"]
+    periods = {each.recipe.partition("(")[0]: thinwire.parse(each.recipe).traits.period for each in found}
+    assert len(found) == 4  # both of LocalSGD have become one
+    assert periods["LocalSGD"] > 50
+    for each in found[:-1]:
+        strategy = thinwire.parse(each.recipe)
+        cost = explain(strategy, **given, store=STORE, step_seconds=0.2).bucket
+        assert cost is not None and each.cost is not None
+        assert cost.exposed_seconds_per_step == pytest.approx(each.cost.exposed_seconds_per_step)
+        assert cost.dollars_per_day == pytest.approx(each.cost.dollars_per_day)
+        assert each.slowdown <= 1.05
+    # The delay hides what an undelayed round of the same bytes waits for.
+    assert periods["DiLoCo"] <= 60
+    with pytest.raises(ConfigError, match=r"within=1 is invalid: it must be more than 1"):
+        plan_bucket(STORE, **given, step_seconds=0.2, within=1, recipes=recipes)
+
+
+def test_the_delay_of_a_round_hides_its_messages():
+    cost = {
+        delay: explain(
+            thinwire.parse(f"DiLoCo(period=16, delay={delay})"),
+            parameters=[1000],
+            workers=2,
+            store=STORE,
+            step_seconds=1,
+        ).bucket
+        for delay in (0, 8)
+    }
+    assert cost[0].exposed_seconds_per_step == pytest.approx(cost[0].seconds_per_step) and cost[0].seconds_per_step > 0
+    assert cost[8].seconds_per_step > 0 and cost[8].exposed_seconds_per_step == 0
+
+
+def test_the_command_recommends_a_recipe_for_a_bucket(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("THINWIRE_CACHE", str(tmp_path))
+    arguments = [
+        "plan",
+        "--task",
+        "digits",
+        "--bucket",
+        "40ms,20mbit,50mbit",
+        "--step-seconds",
+        "0.1",
+        "--workers",
+        "3",
+    ]
+    recipes = "AllReduce(); LocalSGD(period=8); OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
+    assert main([*arguments, "--strategies", recipes]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4))) Its period keeps a step within 1.05 times"
+        in shown
+    )
+    assert "left out: AllReduce(): AllReduce() over a bucket: it sends at every step" in shown
+    assert main([*arguments, "--strategies", "LocalSGD(period=8)", "--within", "1.2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["recommended"].startswith("LocalSGD(period=") and found["options"][0]["slowdown"] <= 1.2
+    assert main([*arguments, "--strategies", "AllReduce()"]) == 2
+    assert "none of the 1 recipes can be used over this bucket" in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", "--link", "1gbit", "--within", "1.1"]) == 2
+    assert "--prices and --within are for --bucket" in " ".join(capsys.readouterr().err.split())

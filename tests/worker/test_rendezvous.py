@@ -135,6 +135,7 @@ def test_a_second_strategy_and_an_export_work_over_a_bucket(tmp_path: Path) -> N
         ("AllReduce()", r"sends at every step.*took 0\.\d\d s, so that every step would take at least"),
         ("PushSum()", "sends at every step"),
         ("LocalSGD(period=1)", "sends at every step"),
+        ("SlowMo(base=PushSum(), period=48)", "sends at every step"),
         ("DiLoCo(period=4, fragments=4)", "sends at every step"),
         ("AsyncLeaderSGD()", "its workers send messages that no other rank waits for"),
     ],

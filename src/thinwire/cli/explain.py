@@ -290,11 +290,16 @@ def _over_bucket(cost: BucketCost) -> list[tuple[str, str]]:
     lines = [] if cost.refusal is None else [("refused", cost.refusal)]
     requests = f"{_number(cost.puts_per_step)} writes and {_number(cost.gets_per_step)} reads a step"
     carried = f"{nbytes(cost.up_bytes_per_step)} up and {nbytes(cost.down_bytes_per_step)} down"
+    longest = f"{seconds(cost.longest_seconds)} in the longest"
+    exposed = f"{seconds(cost.exposed_seconds_per_step)} a step is exposed"
     day = f"{cost.requests_per_day:,.0f} requests and {nbytes(cost.bytes_per_day)} a day"
     return [
         *lines,
         ("each", f"{requests}, {carried}"),
-        ("time", f"{seconds(cost.seconds_per_step)} a step, {seconds(cost.longest_seconds)} in the longest"),
+        (
+            "time",
+            f"{seconds(cost.seconds_per_step)} a step, {longest}; {exposed}",
+        ),
         ("all", f"this run makes {day}, for ${cost.dollars_per_day:.2f}; waiting adds reads"),
     ]
 

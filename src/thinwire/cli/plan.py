@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from thinwire.cli.step_time import TimedModel
     from thinwire.planning.doctor.findings import Examination
     from thinwire.planning.doctor.speeds import StepTime
+    from thinwire.planning.plan import BucketOption
     from thinwire.planning.plan.candidates import Accuracy
     from thinwire.planning.plan.meshes import LanguageModel
     from thinwire.planning.plan.search import Crossing, Job, Option, Planner
@@ -65,6 +66,11 @@ class Plan:
         network: instead of --link, a network file as of thinwire simulate.
         doctor: instead of --link, what thinwire doctor --out has written on your machines; with the step it timed
             unless a task or a model is given.
+        bucket: instead of --link, a bucket over which the workers train, LATENCY,UP,DOWN, such as 40ms,20mbit,50mbit;
+            recipes get the shortest period that keeps to --within.
+        prices: with --bucket, dollars for 1,000 writes, for 1,000 reads, and for 1 GB that is read; those of S3 unless
+            given, 0.005,0.0004,0.09.
+        within: with --bucket, how many times as long a step may take as one without communication.
         step_seconds: what a training step takes without communication, instead of timing it here; a third is taken as
             the forward pass.
         optimizer: sgd or adamw, which is timed with the step, and which some strategies do not serve; unless given,
@@ -86,6 +92,9 @@ class Plan:
     workers: int | None = None
     network: Path | None = None
     doctor: Path | None = None
+    bucket: str | None = None
+    prices: str | None = None
+    within: float = 1.05
     step_seconds: float | None = None
     optimizer: str | None = None
     strategies: str | None = None
@@ -101,6 +110,8 @@ class Plan:
             ConfigError: options that exclude each other, or a value that cannot be.
         """
         self._check()
+        if self.bucket is not None:
+            return self._over_bucket(self.bucket)
         from thinwire.planning.doctor.host import load_average, usable_cores
         from thinwire.planning.plan.candidates import CANDIDATES
         from thinwire.planning.plan.search import Planner, choose
@@ -150,16 +161,54 @@ class Plan:
             _print(planner, step, options, chosen, crossings, counted=self.link is None)
         return 0
 
+    def _over_bucket(self, text: str) -> int:
+        """Plan for a bucket, by the objects that `thinwire explain --bucket` counts."""
+        from math import prod
+
+        from thinwire.planning.plan import parse_store, plan_bucket
+        from thinwire.planning.plan.over_bucket import BUCKET_CANDIDATES
+        from thinwire.planning.plan.timings import Timings, timings_path
+
+        store, workers = parse_store(text, self.prices), self.workers or 4
+        if not _FEWEST <= workers <= _MOST:
+            raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
+        recipes = BUCKET_CANDIDATES if self.strategies is None else _recipes(self.strategies)
+        made = self._made(meta=self.step_seconds is not None)
+        with Parts(f"planning: the objects of {len(recipes)} recipes are counted") as tell:
+            step = self._step(made, None, Timings(timings_path(), again=self.measure_again), tell)
+            options = plan_bucket(
+                store,
+                parameters=[prod(shape) for shape in step.shapes],
+                workers=workers,
+                step_seconds=step.seconds,
+                within=self.within,
+                recipes=recipes,
+                optimizer=made.optimizer,
+            )
+        if options[0].refused:
+            raise ConfigError(f"none of the {len(options)} recipes can be used over this bucket: {options[0].refused}")
+        if self.json:
+            found = {"workers": workers, "store": asdict(store), "step_seconds": step.seconds, "within": self.within}
+            found |= {"recommended": options[0].recipe, "options": [_bucket_fields(each) for each in options]}
+            out.print(json_text.dumps(found), markup=False)
+        else:
+            _print_over_bucket(step, workers, options, self.within)
+        return 0
+
     def _check(self) -> None:
         """Refuse options that exclude each other.
 
         Raises:
             ConfigError: with the two.
         """
-        given = [name for name in ("link", "network", "doctor") if getattr(self, name) is not None]
+        given = [name for name in ("link", "network", "doctor", "bucket") if getattr(self, name) is not None]
         if len(given) != 1:
             words = f"--{given[0]} and --{given[1]}: give one of them" if given else "no network: give --link 100mbit"
-            raise ConfigError(f"{words}; a network is --link, --network FILE or --doctor FILE")
+            raise ConfigError(f"{words}; a network is --link, --network FILE, --doctor FILE or --bucket")
+        if self.bucket is None and (self.prices is not None or self.within != Plan.within):
+            raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
+        if self.bucket is not None and self.plot is not None:
+            raise ConfigError(f"--plot {self.plot} with --bucket: pictures are of links. Leave it out")
         if self.model is not None and (self.task is not None or self.model_size is not None):
             raise ConfigError(f"--model {self.model}: instead of --task and --model-size; give one of them")
         if self.model is not None and self.batch_size is not None:
@@ -364,6 +413,56 @@ def as_json(
         "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
         "options": [_fields(each) for each in options],
     }
+
+
+def _bucket_fields(option: BucketOption) -> dict[str, Any]:
+    return {
+        "recipe": option.recipe,
+        "refused": option.refused,
+        "slowdown": option.slowdown if isfinite(option.slowdown) else None,
+        "relative_steps": option.accuracy and _finite(option.accuracy),
+        "cost": option.cost and asdict(option.cost),
+    }
+
+
+def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption], within: float) -> None:
+    out.print(
+        f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
+        f"communication; {workers} workers over a bucket\n",
+        markup=False,
+    )
+    width = max(len(each.recipe) for each in options) + 2
+    out.print(_row("strategy", width, ("step", "up", "down", "a day", "steps to the loss")), style="dim", markup=False)
+    chosen = options[0]
+    for each in options:
+        if each.cost is None:
+            continue
+        cost = each.cost
+        figures = (
+            f"{each.slowdown:.3f}x",
+            nbytes(cost.up_bytes_per_step),
+            nbytes(cost.down_bytes_per_step),
+            f"${cost.dollars_per_day:.2f}",
+            "not measured" if each.accuracy is None else each.accuracy.words(),
+        )
+        out.print(_row(each.recipe, width, figures), style="bold" if each is chosen else None, markup=False)
+    for each in options:
+        if each.refused:
+            out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
+    assert chosen.cost is not None, "what is chosen can serve"
+    out.print(f"\n{chosen.recipe}", style="bold", markup=False)
+    reason = "of the recipes whose accuracy was measured it needs the least time to the loss of AllReduce()"
+    if not isfinite(chosen.to_loss):
+        reason = (
+            "no recipe whose accuracy was measured keeps to that, and this one has the shortest period. A longer "
+            "period may need more steps: thinwire compare measures that on your task"
+        )
+    out.print(
+        f"Its period keeps a step within {within:g} times of one without communication; {reason}. This run makes "
+        f"{chosen.cost.requests_per_day:,.0f} requests and reads {nbytes(chosen.cost.bytes_per_day)} a day, for "
+        f"${chosen.cost.dollars_per_day:.2f}; waiting adds reads.",
+        markup=False,
+    )
 
 
 def _timings_as_json(timings: Timings) -> dict[str, Any]:

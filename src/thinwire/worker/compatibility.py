@@ -14,6 +14,7 @@ from thinwire.core.replica.shards import is_sharded
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy, check_blocks, check_workers, codecs_of, nested
 from thinwire.methods.strategies.recipe import parse
+from thinwire.methods.strategies.traits import Traits
 from thinwire.methods.strategies.user_classes import check_user_classes
 from thinwire.methods.strategies.wrapper import Wrapper
 from thinwire.tensor2d.mesh import Mesh2D
@@ -213,7 +214,7 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
         ConfigError: with the reason and what to use instead.
     """
     traits = strategy.traits
-    if not request_seconds or (traits.rounds.local and traits.period is None and not traits.rounds.ends):
+    if not request_seconds or _is_local(traits):
         return
     use = "Use a strategy with rounds, such as DiLoCo(period=100) or LocalSGD(period=50)"
     if traits.timing_dependent:
@@ -221,7 +222,8 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
             f"{strategy} over a bucket: its workers send messages that no other rank waits for, and a bucket carries "
             f"calls that all ranks make together. {use}"
         )
-    if (traits.period or 1) <= traits.rounds.fragments:
+    parts = [each.traits for each in nested(strategy)]
+    if any(not _is_local(each) and (each.period or 1) <= each.rounds.fragments for each in parts):
         # Ranks that refuse together compare their words, so that a time of one rank must not be in them.
         seconds = f"{request_seconds:.2f} s"
         times = f" Just now these took {seconds}, so that every step would take at least {seconds} longer."
@@ -229,6 +231,11 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
             f"{strategy} over a bucket: it sends at every step, and each message takes a write and a read."
             f"{times if math.isfinite(request_seconds) else ''} {use}"
         )
+
+
+def _is_local(traits: Traits) -> bool:
+    """Whether a strategy sends nothing by itself, as `Local()`."""
+    return traits.rounds.local and traits.period is None and not traits.rounds.ends
 
 
 def check_bucket(

@@ -40,6 +40,7 @@ _OF_RUN = re.compile(r"run$|probe/|\d+/")
 _MOST_RECORD_BYTES = 1 << 20
 _REQUEST_SECONDS, _SLOWEST = 20.0, 50_000.0  # a request may take this long, plus its bytes at 50 kB/s
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 2.0  # seconds between attempts of a failed request
+_SHOWN_SECONDS = 1.0  # after which a store shows an object that it has refused to overwrite
 _RACERS = 4
 _SEALERS = 2  # threads
 _memory: dict[str, Any] = {}
@@ -165,7 +166,7 @@ class Bucket:
         if await self.repeated(lambda: self._put(name, sealed, create=True), seconds):
             return True
         # An attempt may have succeeded without an answer. The nonce is random, so equal bytes are our own.
-        return await self.repeated(lambda: self._is(name, sealed), seconds)
+        return await self.repeated(lambda: self._is(name, sealed), max(seconds, _SHOWN_SECONDS))
 
     async def put(self, name: str, content: bytes, *, seconds: float = 0.0) -> None:
         """Write an object, and replace one with the same name."""
@@ -312,9 +313,12 @@ class Bucket:
 
     async def _is(self, name: str, sealed: bytes) -> bool:
         try:
-            return await self._get(name, len(sealed)) == sealed
+            found = await self._get(name, len(sealed))
         except CommError:
             return False  # another object, which is longer
+        if found is None:
+            raise ConnectionError("the store has an object that it does not show yet")
+        return found == sealed
 
     # -- seals -----------------------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ def in_bucket(settings: Settings, url: str) -> Generator[Ranks]:
 
 
 @contextmanager
-def connected(settings: Settings) -> Generator[Ranks]:
-    """Connect the ranks of a run.
+def connected(settings: Settings) -> Generator[tuple[Comm, Comm]]:
+    """Connect the ranks of a run; yields two comms, one for training and one for everything else.
 
     An existing default process group is used and kept.
 
@@ -85,7 +85,7 @@ def connected(settings: Settings) -> Generator[Ranks]:
     if own:
         init_process_group(torch.device(settings.device), settings.timeout)
     try:
-        yield Ranks(GroupComm(timeout=settings.timeout), GroupComm(timeout=_CONTROL_TIMEOUT))
+        yield GroupComm(timeout=settings.timeout), GroupComm(timeout=_CONTROL_TIMEOUT)
     finally:
         if own and dist.is_initialized():
             dist.destroy_process_group()

@@ -11,7 +11,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -83,8 +82,10 @@ def work(
     threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
-        with connected(settings) if ranks is None else nullcontext(ranks) as found:
-            return _train(settings, folder, found, emit, resume)
+        if ranks is not None:
+            return _train(settings, folder, ranks, emit, resume)
+        with connected(settings) as (comm, control):
+            return _train(settings, folder, Ranks(comm, control), emit, resume)
     finally:
         torch.set_num_threads(threads)
 

@@ -101,6 +101,7 @@ class BucketCost:
         down_bytes_per_step: bytes that it reads.
         seconds_per_step: time of requests and transfers, mean; strategies with a delay hide a part of it.
         longest_seconds: the same for the step with the longest time.
+        exposed_seconds_per_step: the part that training waits for, mean: the steps of a delay hide the rest.
         requests_per_day: of all workers, with their heartbeats.
         bytes_per_day: that all workers read.
         dollars_per_day: of all workers.
@@ -113,6 +114,7 @@ class BucketCost:
     down_bytes_per_step: float
     seconds_per_step: float
     longest_seconds: float
+    exposed_seconds_per_step: float
     requests_per_day: float
     bytes_per_day: float
     dollars_per_day: float
@@ -145,7 +147,9 @@ def bucket_cost(
     up, down = sum(each.up for each in steps) / count, sum(each.down for each in steps) / count
     waits = [store.seconds(each) for each in steps]
     mean = sum(waits) / count
-    a_day = workers * _DAY / (step_seconds + mean)
+    hidden = strategy.traits.rounds.delay * step_seconds
+    exposed = sum(max(0.0, each - hidden) for each in waits) / count
+    a_day = workers * _DAY / (step_seconds + exposed)
     beats = workers * _DAY / BEAT_SECONDS
     dollars = (puts * a_day + beats) / 1e3 * store.put_price + gets * a_day / 1e3 * store.get_price
     return BucketCost(
@@ -156,6 +160,7 @@ def bucket_cost(
         down_bytes_per_step=down,
         seconds_per_step=mean,
         longest_seconds=max(waits),
+        exposed_seconds_per_step=exposed,
         requests_per_day=(puts + gets) * a_day + beats,
         bytes_per_day=down * a_day,
         dollars_per_day=dollars + down * a_day / 1e9 * store.out_price,

@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.core.comm.bucket import Objects
 from thinwire.core.kernels.decisions import assume_least
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.cast import Bf16
@@ -17,7 +18,7 @@ from thinwire.methods.strategies.base import Strategy, check_workers, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.topology.base import check_size
 from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
-from thinwire.planning.plan.ranks import Look, look_at_ranks
+from thinwire.planning.plan.ranks import Look, Looks, look_at_ranks
 from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, topologies
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 from thinwire.registry import canonical
@@ -26,6 +27,7 @@ from thinwire.registry import canonical
 _MOST_TENSORS = 512
 _MOST_PARAMETERS = 10**15
 _MOST_WORKERS = 10**12
+_BUCKET_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,7 @@ def explain(
     dtype: torch.dtype | None = None,
     optimizer: MakeOptimizer | None = None,
     bits_per_second: float | None = None,
-    bucket_bytes: int = 8 << 20,
+    bucket_bytes: int = _BUCKET_BYTES,
     store: Store | None = None,
     step_seconds: float = 0.2,
 ) -> Card:
@@ -164,30 +166,9 @@ def explain(
         >>> card.sent_bytes_per_step, card.all_reduce_bytes_per_step, card.messages_per_step
         (750000.0, 6000000.0, 0.125)
     """
-    shapes, dtypes = _tensors_of(parameters, dtype, bucket_bytes)
-    if workers < 1:
-        raise ConfigError(f"workers={workers}: must be at least 1")
-    if workers > _MOST_WORKERS:
-        raise ConfigError(f"workers={workers:.3g}: must be at most {_MOST_WORKERS:g}")
+    shapes, dtypes, found, dry = _run_dry(strategy, parameters, workers, dtype, optimizer, bucket_bytes)
     if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
         raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
-    for topology in topologies(strategy):
-        check_size(topology, workers)
-    check_workers(strategy, workers)
-
-    def dry(recipe: Strategy, rank: int, optimizer: MakeOptimizer | None = None) -> DryRun:
-        return DryRun(
-            recipe,
-            shapes,
-            workers=workers,
-            rank=rank,
-            dtype=dtypes,
-            bucket_bytes=bucket_bytes,
-            optimizer=optimizer,
-        )
-
-    # Where ranks differ, the one with most to carry sets the pace.
-    found = look_at_ranks(lambda rank: dry(strategy, rank, optimizer), strategy, workers)
     rank, run = found.busiest.rank, found.busiest.run
     steps = least = found.busiest.steps
     if strategy.traits.data_dependent_bytes:
@@ -224,6 +205,56 @@ def explain(
         if store is None
         else bucket_cost(strategy, [step.objects for step in steps], store, workers, step_seconds),
     )
+
+
+def bucket_objects(
+    strategy: Strategy,
+    *,
+    parameters: int | Sequence[int] | nn.Module,
+    workers: int,
+    optimizer: MakeOptimizer | None = None,
+) -> list[Objects]:
+    """Return the objects of a bucket that the busiest worker writes and reads in each step of a period.
+
+    Raises:
+        ConfigError: the recipe cannot serve this number of workers.
+    """
+    *_, found, _ = _run_dry(strategy, parameters, workers, None, optimizer, _BUCKET_BYTES)
+    return [step.objects for step in found.busiest.steps]
+
+
+def _run_dry(
+    strategy: Strategy,
+    parameters: int | Sequence[int] | nn.Module,
+    workers: int,
+    dtype: torch.dtype | None,
+    optimizer: MakeOptimizer | None,
+    bucket_bytes: int,
+) -> tuple[list[tuple[int, ...]], list[torch.dtype], Looks, Callable[..., DryRun]]:
+    """The shapes and dtypes of the parameters, the dry runs, and the function that makes one."""
+    shapes, dtypes = _tensors_of(parameters, dtype, bucket_bytes)
+    if workers < 1:
+        raise ConfigError(f"workers={workers}: must be at least 1")
+    if workers > _MOST_WORKERS:
+        raise ConfigError(f"workers={workers:.3g}: must be at most {_MOST_WORKERS:g}")
+    for topology in topologies(strategy):
+        check_size(topology, workers)
+    check_workers(strategy, workers)
+
+    def dry(recipe: Strategy, rank: int, optimizer: MakeOptimizer | None = None) -> DryRun:
+        return DryRun(
+            recipe,
+            shapes,
+            workers=workers,
+            rank=rank,
+            dtype=dtypes,
+            bucket_bytes=bucket_bytes,
+            optimizer=optimizer,
+        )
+
+    # Where ranks differ, the one with most to carry sets the pace.
+    found = look_at_ranks(lambda rank: dry(strategy, rank, optimizer), strategy, workers)
+    return shapes, dtypes, found, dry
 
 
 def _tensors_of(
