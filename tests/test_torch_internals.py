@@ -237,6 +237,29 @@ def test_a_scaler_goes_by_the_wrapped_function() -> None:
     assert step() == 0.0
 
 
+def test_a_scaler_calls_the_wrapped_function_to_take_or_skip_a_step() -> None:
+    weight = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    overflows: list[float] = []
+
+    def watched(step: Callable[..., Any]) -> Callable[..., Any]:
+        def run(optimizer: Any, state: dict[str, Any], *rest: Any, **named: Any) -> Any:
+            overflows.append(float(sum(state["found_inf_per_device"].values())))
+            return step(optimizer, state, *rest, **named)
+
+        return run
+
+    restore = internals.wrap_scaler_step(scaler, watched)
+    for factor in (1.0, float("inf")):
+        weight.grad = None
+        scaler.scale(weight.sum() * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    restore()
+    assert overflows == [0.0, 1.0] and float(weight.detach()) == 0.0
+
+
 def test_a_scaler_leaves_gradients_scaled_for_a_fused_optimizer_unless_it_is_told() -> None:
     def gradient(*, leave: bool) -> float:
         weight = nn.Parameter(torch.ones(1))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -40,6 +41,7 @@ class End:
         trace: its parameters after each step, by the step.
         batches: the step and the number of each batch that it was dealt.
         error: what ended it.
+        scales: of its GradScaler, after each step.
         lost: the batches that its sampler lists as lost.
         crews: that its sampler has assigned batches by.
     """
@@ -52,6 +54,7 @@ class End:
     trace: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     batches: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
     error: BaseException | None = None
+    scales: list[float] = field(default_factory=list[float])
     lost: dict[int, list[int]] = field(default_factory=dict[int, list[int]])
     crews: list[MembershipInterval] = field(default_factory=list[MembershipInterval])
 
@@ -112,6 +115,8 @@ def run_fleet(
     after: Callable[[Worker], None] = lambda _: None,
     network: ThreadNetwork | None = None,
     device: str = "cpu",
+    scale: float = 0.0,
+    overflows: tuple[tuple[int, int], ...] = (),
     **settings: Any,
 ) -> list[End]:
     """Train on threads until every worker has taken its steps; returns how each ended.
@@ -130,6 +135,8 @@ def run_fleet(
         after: called after each step.
         network: of the threads; a new one unless given.
         device: of the models; "cuda:0" needs `pretend_gpu()` where there is no GPU.
+        scale: of a GradScaler at the start, which doubles every second step; 0 for none.
+        overflows: workers and the steps in which their loss is infinite.
         settings: of `attach`.
     """
     network = network or ThreadNetwork()
@@ -145,6 +152,11 @@ def run_fleet(
                 started[joins[number - size]].wait(30)
             model = net(number).to(device)
             options: dict[str, Any] = {"bucket_bytes": 48, **settings}
+            scaler = None
+            if scale:
+                # Those that join do not know the scale that the others have by then.
+                own = scale if number < size else 4 * scale
+                options["scaler"] = scaler = torch.amp.GradScaler("cpu", init_scale=own, growth_interval=2)
             worker = thinwire.attach(model, optimizer(model), strategy, elastic=fleet, timeout=timeout, **options)
             end.epochs.append((worker.view.epoch, worker.view.members))
             assert worker.elastic is not None
@@ -175,9 +187,16 @@ def run_fleet(
                     _fail(worker, loss)
                     with worker.consensus():
                         continue
-                loss.backward()
+                if (number, worker.step) in overflows and not has_failed:
+                    has_failed, loss = True, loss * math.inf
+                (loss if scaler is None else scaler.scale(loss)).backward()
                 worker.record_batch(len(x), loss=loss)
-                worker.optimizer.step()
+                if scaler is None:
+                    worker.optimizer.step()
+                else:
+                    scaler.step(worker.optimizer)
+                    scaler.update()
+                    end.scales.append(scaler.get_scale())
                 end.steps += 1
                 after(worker)
                 end.trace[worker.step] = host_copy(worker.replicas[0].x)

@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import time
 import traceback
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.pool import context
+from tests.pretend_gpu import REAL, pretend_gpu
 
 WIDTHS = (3, 16, 2)
 
@@ -39,7 +41,7 @@ class Processes:
         widths: of the model's layers.
         environment: variables of all of them.
         seconds: how long a step computes at least.
-        device: of the models.
+        device: of the models; a pretended GPU where there is none.
         last_view: the number of a view; if given, workers take `steps` steps more after it, instead of in all.
     """
 
@@ -69,7 +71,7 @@ class Processes:
         }
         self._task = (recipe, steps, widths, seconds, device, last_view)
         # Where a GPU was looked for before a fork, the fork cannot use it.
-        self._context: Any = context if device == "cpu" else multiprocessing.get_context("spawn")
+        self._context: Any = multiprocessing.get_context("spawn") if REAL and device != "cpu" else context
         self.reports: list[Report] = []
         self._inboxes: list[Connection] = []
         self._processes: list[Any] = []
@@ -157,7 +159,8 @@ def _main(
 
     torch.set_num_threads(1)
     try:
-        _train(outbox, recipe, steps, widths, seconds, device, last_view)
+        with nullcontext() if device == "cpu" else pretend_gpu():
+            _train(outbox, recipe, steps, widths, seconds, device, last_view)
     except BaseException:
         outbox.send(("error", traceback.format_exc()))
 

@@ -21,7 +21,9 @@ from torch.distributed import HashStore
 
 import thinwire
 from tests.elastic.fleets import End, Kill, run_fleet, survivors
+from tests.elastic.processes import Processes
 from tests.elastic.test_elastic import agree
+from tests.elastic.test_kills import finished
 from tests.faults import kills
 from tests.grids import fast_where
 from tests.pretend_gpu import REAL, Pretended, pretend_gpu
@@ -152,6 +154,14 @@ def test_a_worker_leaves_and_all_save_as_on_the_cpu(tmp_path: Path) -> None:
 
 class LeftError(Exception):
     """Ends the loop of a worker that has left."""
+
+
+@pytest.mark.parametrize("recipe", fast_where(lambda each: "Local" in each, ["LocalSGD(period=4)", "AllReduce()"]))
+def test_of_two_processes_one_is_killed_and_the_other_continues(recipe: str) -> None:
+    processes = Processes(recipe, 2, steps=12, seconds=0.01, device=ON_GPU)
+    processes.until(0, 5)
+    processes.kill(0)
+    finished(processes.finish()[1:], 1)
 
 
 # -- memory ------------------------------------------------------------------------------------------------------------

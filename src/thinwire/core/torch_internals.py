@@ -148,6 +148,26 @@ def wrap_unscale(scaler: torch.amp.GradScaler, wrap: Callable[[Callable[..., Any
     return restore
 
 
+def wrap_scaler_step(scaler: torch.amp.GradScaler, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Replace the function by which a scaler calls the optimizer, or skips the step; refused where it is missing.
+
+    Args:
+        scaler: the scaler.
+        wrap: given the present function of (optimizer, state, ...), where `state["found_inf_per_device"]` has the
+            overflows, returns the new one.
+
+    Returns:
+        A function that puts the present function back.
+    """
+    before = named(scaler, "_maybe_opt_step", "a GradScaler of an elastic worker that trains locally")
+    scaler._maybe_opt_step = wrap(before)  # pyright: ignore[reportPrivateUsage]
+
+    def restore() -> None:
+        scaler._maybe_opt_step = before  # pyright: ignore[reportPrivateUsage]
+
+    return restore
+
+
 def unscales_itself(optimizer: Optimizer) -> bool:
     """Return True if a scaler does not unscale gradients for this optimizer, such as a fused one."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

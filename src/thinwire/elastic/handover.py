@@ -63,11 +63,33 @@ def hand_over(worker: WorkerState, joined: Sequence[int], source: int) -> None:
     comm = worker.comm
     if comm.rank == source:
         # A server's residual is of a piece that one rank alone adds up: a copy would enter the mean a second time.
-        content = to_bytes(_packed(worker, PARTS, lambda _, name: not of_server(name)))
+        packed = _packed(worker, PARTS, lambda _, name: not of_server(name))
+        content = to_bytes({**packed, "scaler": _scaler_after_update(worker)})
         for rank in joined:
             send(comm, content, rank)
     elif comm.rank in joined:
-        _unpack(worker, from_bytes(receive(comm, source)))
+        packed = from_bytes(receive(comm, source))
+        scaler = packed.pop("scaler")
+        _unpack(worker, packed)
+        if worker.scaler is not None and scaler:
+            worker.scaler.load_state_dict(scaler)
+
+
+def _scaler_after_update(worker: WorkerState) -> dict[str, Any]:
+    """Return the state that a loop's GradScaler will have after this step's `update()`; empty without one.
+
+    Gradients that are averaged must have one scale. Workers join within `scaler.step()`, before the others update, and
+    take no part in that.
+    """
+    if worker.scaler is None or not worker.scaler.is_enabled():
+        return {}
+    state = worker.scaler.state_dict()
+    state["_growth_tracker"] += 1
+    if state["_growth_tracker"] == state["growth_interval"]:
+        grown = state["scale"] * state["growth_factor"]
+        state["scale"] = grown if grown <= torch.finfo(torch.float32).max else state["scale"]
+        state["_growth_tracker"] = 0
+    return state
 
 
 def _packed(worker: WorkerState, parts: Collection[str], keeps: Callable[[Replica, str], bool]) -> dict[str, Any]:

@@ -95,7 +95,8 @@ def attach(
             parameters that differ where the strategy would never make them equal. The optimizer's state is each rank's
             own either way.
         seed: seed of the strategy's random draws; equal on all ranks.
-        scaler: the loop's GradScaler; all ranks then skip the same steps.
+        scaler: the loop's GradScaler; all ranks then skip the same steps. Elastic workers that train locally each skip
+            the update of their own steps.
         find_unused: leave parameters that have no gradient on any rank without one, at 4 bytes per tensor and step;
             otherwise a missing gradient counts as zero. Only matters where gradients are exchanged.
         bucket_bytes: bytes of gradient per message; fewer overlap more with the backward pass, and cost more calls.
@@ -225,7 +226,9 @@ def attach(
             check_global_batch(strategy, global_batch)
             state.global_batch = GlobalBatch(global_batch)
             state.global_batch.check(comm.size)
-        check_skipped_steps(strategy, find_unused=find_unused, scaled=scaled)
+        # Elastic workers that train locally do not send a message for a scaler.
+        asks = scaled and (views is None or strategy.traits.sends_gradients)
+        check_skipped_steps(strategy, find_unused=find_unused, scaled=asks)
         check_wrappers(model, inside_ddp)
         check_new(named, optimizer)
         check_beside(model, strategy)

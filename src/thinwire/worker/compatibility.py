@@ -322,10 +322,11 @@ def check_elastic(
     check_sparse(strategy, optimizer)  # also of one worker, which others may join
     if find_unused:
         raise ConfigError("elastic=True with find_unused=True: use find_unused=False, where a missing gradient is zero")
-    if scaled and (strategy.traits.reads_gradient or not strategy.traits.sends_gradients):
+    if scaled and strategy.traits.reads_gradient:
         raise ConfigError(
-            f"elastic=True with a GradScaler and {type(strategy).__name__}: workers would have to agree on skipped "
-            "steps; train in bf16, which needs no scaler, or use AllReduce()"
+            f"elastic=True with a GradScaler and {type(strategy).__name__}: this strategy changes gradients in the "
+            "step, so all workers would have to skip the same steps. Train in bfloat16, which needs no scaler, or use "
+            "AllReduce() or LocalSGD()"
         )
 
 

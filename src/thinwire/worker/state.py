@@ -50,7 +50,7 @@ class WorkerState:
         find_unused: whether parameters without a gradient on any rank keep none.
         nonfinite: what to do with a gradient that is NaN or infinite.
         watching: the hooks of `backward` on the parameters.
-        shares_skips: whether the scaler was made to skip the same steps on all ranks.
+        shares_skips: whether the scaler was made to skip the same steps on all ranks, or to count skipped ones.
         may_be_in_step: whether the comm compares steps, unless a strategy's workers go at their own pace.
         lent: how many `consensus()` blocks are open.
         automatic: whether "auto" has chosen the strategy, so that a checkpoint's takes its place.

@@ -16,7 +16,7 @@ from torch.optim import LBFGS, Optimizer
 from thinwire.core.kernels import all_finite_each
 from thinwire.core.replica.flat import views
 from thinwire.core.replica.shards import plain
-from thinwire.core.torch_internals import set_unscales_itself, unscales_itself, wrap_unscale
+from thinwire.core.torch_internals import set_unscales_itself, unscales_itself, wrap_scaler_step, wrap_unscale
 from thinwire.methods.reduce.compressed_all_reduce import mean_
 from thinwire.methods.strategies.base import Strategy, codecs_of, nested
 from thinwire.worker.annexes import Rounds
@@ -399,14 +399,23 @@ def stop_watching(worker: WorkerState) -> None:
 
 
 def share_skips(worker: WorkerState) -> None:
-    """Make an overflow on one rank skip the step on all ranks, as the GradScaler for sharded models does."""
+    """Make an overflow on one rank skip the step on all ranks, as the GradScaler for sharded models does.
+
+    Elastic workers that train locally skip steps on their own, but count them.
+    """
     scaler, strategy = worker.scaler, worker.strategy
     if scaler is not None and scaler.is_enabled() and strategy.traits.reads_gradient:
         _unscale_before_step(worker)
-    if scaler is None or worker.comm.size == 1 or worker.shares_skips:
+    if scaler is None or worker.shares_skips:
         return
     # Where only gradients are exchanged, all ranks have the same one and find the same overflow by themselves.
     if strategy.traits.sends_gradients and not strategy.traits.reads_gradient:
+        return
+    if worker.survives is not None:
+        worker.shares_skips = True
+        worker.undo.callback(wrap_scaler_step(scaler, lambda step: _skipping_own(worker, step)))
+        return
+    if worker.comm.size == 1:
         return
     worker.shares_skips = True
     device = worker.replicas[0].x.device
@@ -423,6 +432,25 @@ def share_skips(worker: WorkerState) -> None:
         return unscale_together
 
     worker.undo.callback(wrap_unscale(scaler, together))
+
+
+def _skipping_own(worker: WorkerState, step: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a step whose gradient overflows on this rank count as one without an update.
+
+    Elastic workers that train locally send nothing between their rounds, which are counted in steps. A step that one of
+    them left out would leave it behind the others.
+    """
+
+    def step_without_overflow(optimizer: Optimizer, state: dict[str, Any], *rest: Any, **named: Any) -> Any:
+        if optimizer is not worker.optimizer:
+            return step(optimizer, state, *rest, **named)
+        if any(bool(found) for found in state["found_inf_per_device"].values()):
+            drop_gradients(worker)
+            for replica in worker.replicas:
+                replica.count("skipped_steps")
+        return optimizer.step(*rest, **named)
+
+    return step_without_overflow
 
 
 def _unscale_before_step(worker: WorkerState) -> None:
