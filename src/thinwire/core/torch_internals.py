@@ -68,6 +68,9 @@ foreach_norm: Any = getattr(torch, "_foreach_norm", None)
 unscale_kernel: Any = getattr(torch, "_amp_foreach_non_finite_check_and_unscale_", None)
 """What a `GradScaler` calls with the gradients and `found_inf`; None where torch lacks it."""
 
+gpu_sleep: Callable[[int], None] | None = getattr(torch.cuda, "_sleep", None)
+"""Keep a stream of the GPU busy for a number of cycles, with which kernels are timed apart from their launches."""
+
 
 # -- processes ---------------------------------------------------------------------------------------------------------
 

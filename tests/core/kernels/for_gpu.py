@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels import triton_quantized, triton_signs, triton_sketched
+from thinwire.core.kernels import triton_quantized, triton_rows, triton_signs, triton_sketched
 
 KINDS = {
     **dict.fromkeys(("x", "residual", "scales", "out", "table"), "*fp32"),
@@ -17,7 +17,11 @@ KINDS = {
     **dict.fromkeys(("shift", "half", "scale"), "fp32"),
     **dict.fromkeys(("low", "high"), "i64"),
     "seeds": "*i64",
+    **dict.fromkeys(("gradient", "mean", "square", "most", "momentum"), "*fp32"),
+    "numbers": "*fp64",
+    "active": "*u8",
 }
+DOUBLE = ("x", "gradient", "mean", "square", "most", "momentum")
 FIXED: list[tuple[Any, dict[str, object]]] = [
     (triton_signs._encode, {"SPAN": 2048, "RESIDUAL": True, "SQUARED": False, "HALF": True}),
     (triton_signs._encode, {"SPAN": 8, "RESIDUAL": False, "SQUARED": True, "HALF": False}),
@@ -29,13 +33,22 @@ FIXED: list[tuple[Any, dict[str, object]]] = [
     (triton_sketched._sketch, {"SPAN": 1024, "columns": 1, "blocks": 1}),
     (triton_sketched._unsketch, {"SPAN": 1024, "ROWS": 1}),
     (triton_sketched._unsketch, {"SPAN": 1024, "ROWS": 5}),
+    (triton_rows._adam, {"SPAN": 1024, "AMSGRAD": True}),
+    (triton_rows._adam, {"SPAN": 1024, "AMSGRAD": False, "n": 1}),
+    (triton_rows._sgd, {"SPAN": 1024}),
+]
+# Also for parameters in fp64, where the machine's own quotients and roots are built from fused products.
+IN_DOUBLE: list[tuple[Any, dict[str, object]]] = [
+    (triton_rows._adam, {"SPAN": 1024, "AMSGRAD": True}),
+    (triton_rows._sgd, {"SPAN": 1024}),
 ]
 
 
-def compiled(kernel: Any, fixed: dict[str, object]) -> str:
+def compiled(kernel: Any, fixed: dict[str, object], double: bool = False) -> str:
     """Its assembly."""
     names = list(kernel.arg_names)
-    signature = {name: "constexpr" if name in fixed else KINDS.get(name, "i32") for name in names}
+    kinds = {**KINDS, **dict.fromkeys(DOUBLE, "*fp64")} if double else KINDS
+    signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     assert len(made.asm["cubin"]) > 1000
@@ -46,7 +59,9 @@ def main() -> None:
     for kernel, fixed in FIXED:
         assembly = compiled(kernel, fixed)
         assert not [word for word in ("fma.", "atom.", "red.global") if word in assembly]
-    print(f"{len(FIXED)} compiled")
+    for kernel, fixed in IN_DOUBLE:
+        compiled(kernel, fixed, double=True)
+    print(f"{len(FIXED) + len(IN_DOUBLE)} compiled")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,16 @@ import itertools
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import quantized_nbytes, sign_nbytes, triton_quantized, triton_signs, triton_sketched
+from thinwire.core.kernels import (
+    quantized_nbytes,
+    sign_nbytes,
+    triton_quantized,
+    triton_rows,
+    triton_signs,
+    triton_sketched,
+)
 from thinwire.core.kernels.reference import quantized, signs, sketched
+from thinwire.core.kernels.reference.rows import adam_rows_, sgd_rows_
 
 SIZES = (1, 9, 500)
 
@@ -75,9 +83,35 @@ def check_sketch(n: int, rows: int, columns: int) -> None:
     assert torch.equal(found.isnan(), expected.isnan())
 
 
+def check_rows(n: int, dtype: torch.dtype) -> None:
+    """Rows take every branch: decay of both kinds, means by both formulas, both kinds of momentum, an inactive row."""
+    active = torch.tensor([True, True, False, True])
+    first, second = torch.tensor([[0.9, 0.3, 0.9, 0.0], [0.999, 0.9, 0.9, 0.0]], dtype=torch.float64)
+    decay = torch.tensor([0.0, 0.1, 0.0, 0.3], dtype=torch.float64)
+    shrink, scale = torch.tensor([1.0, 0.9, 1.0, 1.0], dtype=torch.float64), torch.full((4,), 1.5, dtype=torch.float64)
+    adam = torch.stack([shrink, decay, 1 - first, first, second, 1 - second, scale, scale / 1e4, scale / 10], 1)
+    sgd = torch.tensor([[0, 0, 1, 0, 0.1], [0.1, 0.9, 1, 0, 0.1], [0, 0.9, 1, 1, 0.1], [0, 0.5, 0.7, 1, 0.1]]).double()
+    for amsgrad in (False, True):
+        ours = [torch.stack([special(n, 4 * place + row).to(dtype) for row in range(4)]) for place in range(5)]
+        ours[3].abs_(), ours[4].abs_()
+        ours[0][0, 0] = float("inf")
+        theirs = [each.clone() for each in ours]
+        for _ in range(2):
+            triton_rows.adam_rows_(*ours[:4], ours[4] if amsgrad else None, adam, active)
+            adam_rows_(*theirs[:4], theirs[4] if amsgrad else None, adam, active)
+        triton_rows.sgd_rows_(*ours[:3], sgd, active)
+        sgd_rows_(*theirs[:3], sgd, active)
+        for mine, wanted in zip(ours, theirs, strict=True):
+            # The last bit of a square root of torch in fp64 may be wrong.
+            assert torch.allclose(mine, wanted, rtol=0 if dtype == torch.float32 else 1e-13, atol=0, equal_nan=True)
+
+
 def main() -> None:
     count = 0
     for n in SIZES:
+        for dtype in (torch.float32, torch.float64):
+            check_rows(n, dtype)
+            count += 1
         for block, (norm, scale_bytes) in itertools.product((8, 2048, 12), (("l1", 4), ("l2", 2), ("l1", 2))):
             check_signs(n, block, norm, scale_bytes)
             count += 1

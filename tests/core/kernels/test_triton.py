@@ -39,7 +39,7 @@ def test_interpreted_kernels_give_what_torch_gives(tmp_path: Path) -> None:
 
 @needs_triton
 def test_kernels_compile_for_a_gpu_and_fuse_no_product_with_a_sum(tmp_path: Path) -> None:
-    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "10 compiled"
+    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "15 compiled"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ from thinwire.arrays.fusion.batch import (
     unwrap,
     wrap,
 )
+from thinwire.arrays.fusion.capture import CapturedStep
 from thinwire.arrays.fusion.normalisation import cumulative_batch_norm
 from thinwire.arrays.fusion.rng import DropoutRates
 from thinwire.arrays.fusion.routing import Context, Router, vmap_error
@@ -171,11 +172,13 @@ class FusedArray:
         # Its tensors are only placeholders: every call swaps the array's in.
         self._skeleton = self._store.copy_of(self._store.template)
         self._router = Router(Context(self.size))
+        self.changes = 0  # counts what may replace tensors or change the forward, for captured steps
         self._install()
 
     def _install(self) -> None:
         """Replace what the skeleton cannot run as it is: differing dropout rates, cumulative batch norm, and loops."""
         store = self._store
+        self.changes += 1
         self._router.context = Context(store.size, store.generators)
         self._refs = tensor_refs(self._skeleton, list(store.separate))
         # Kept as a list, because zero_grad needs it at every step.
@@ -278,9 +281,14 @@ class FusedArray:
 
     def train(self, mode: bool = True) -> FusedArray:
         """Put all models into training mode."""
+        self.changes += 1
         for module in self._modules():
             module.train(mode)
         return self
+
+    def modes(self) -> list[bool]:
+        """Return whether each layer is in training mode."""
+        return [module.training for root in self._modules() for module in root.modules()]
 
     def _modules(self) -> list[nn.Module]:
         """The modules whose mode is the models'."""
@@ -299,6 +307,7 @@ class FusedArray:
         try:
             yield
         finally:
+            self.changes += 1
             for module, mode in modes:
                 module.training = mode
 
@@ -351,6 +360,47 @@ class FusedArray:
             looks = list(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
             raise ConfigError(f"each model's loss is {looks}: it must be a scalar; reduce it by its mean or its sum")
         return found
+
+    def capture(self, step: Callable[..., Any], *inputs: Any) -> CapturedStep:
+        """Make one CUDA graph of a training step: forward, backward and update, without launches from Python.
+
+        Capturing runs the step a few times and then undoes it: parameters, buffers, optimizer states and random
+        streams are as before. Replays draw from each model's own generator, and use the hyperparameters, `active`
+        slots and loss scales of the moment. A step is captured again when layers' modes, dropout rates or tensors
+        were replaced (`select`, `load_state_dict`, `train`).
+
+        The step must clear the gradients first, return tensors, and not wait for the GPU. Its Python code does not run
+        in a replay. It uses this package's optimizers and scaler; schedules step between replays.
+
+        On a CPU the step is called as it is.
+
+        Args:
+            step: called with inputs; returns tensors, usually the losses.
+            inputs: examples, in the shapes of all later inputs; tensors, `Each`, or trees of them. Later inputs are
+                copied to the GPU; those in pinned memory asynchronously, so do not overwrite them.
+
+        Returns:
+            A callable that takes inputs and returns copies of the step's results.
+
+        Raises:
+            ConfigError: the step cannot be captured; it names the reason.
+
+        Example:
+            >>> import torch
+            >>> from thinwire.arrays import fusion
+            >>> array = fusion.fuse([torch.nn.Linear(2, 1) for _ in range(3)])
+            >>> optimizer = fusion.Adam(array.parameters(), lr=[1e-3, 1e-2, 1e-1])
+            >>> def step(x, y):
+            ...     array.zero_grad()
+            ...     losses = array.losses(torch.nn.functional.mse_loss, array(x), y)
+            ...     losses.sum().backward()
+            ...     optimizer.step()
+            ...     return losses
+            >>> replay = array.capture(step, torch.ones(4, 2), torch.zeros(4, 1))
+            >>> tuple(replay(torch.ones(4, 2), torch.zeros(4, 1)).shape)
+            (3,)
+        """
+        return CapturedStep(self, step, inputs)
 
     def _run(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         given = _as_batches((args, kwargs), self.size)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from torch import Tensor
 from thinwire.arrays.fusion.autotune_cache import AutotuneCache
 from thinwire.arrays.fusion.batch import Batch, Value
 from thinwire.core.kernels.base import compiled
+from thinwire.core.torch_internals import gpu_sleep
 
 Implementation = Callable[..., Batch]
 DETERMINISTIC = "THINWIRE_DETERMINISTIC"
@@ -36,6 +38,8 @@ _chosen: dict[tuple[Any, ...], str] = {}
 _uses: Counter[tuple[Any, ...]] = Counter()
 _cache = AutotuneCache()
 _uses_before_measuring = ContextVar[float]("uses_before_measuring", default=USES_BEFORE_MEASURING)
+# A captured step launches its kernels at no cost to Python, so other candidates may be fastest in it.
+_for_graphs = ContextVar[bool]("for_graphs", default=False)
 
 
 def autotune_choices() -> dict[str, str]:
@@ -81,6 +85,21 @@ def measuring() -> Generator[None]:
     yield from _measuring_after(0)
 
 
+@contextmanager
+def choosing_for_graphs(*, measure: bool) -> Generator[None]:
+    """Inside, choose what is fastest in a CUDA graph: candidates are timed by how long they keep the GPU busy.
+
+    Args:
+        measure: measure every case when it is first met. False uses the choices so far and measures nothing, which is
+            impossible while a graph is captured.
+    """
+    token = _for_graphs.set(True)
+    try:
+        yield from _measuring_after(0 if measure else sys.maxsize)
+    finally:
+        _for_graphs.reset(token)
+
+
 def _measuring_after(uses: float) -> Generator[None]:
     token = _uses_before_measuring.set(uses)
     try:
@@ -121,9 +140,19 @@ def run_fastest(
     device = next((_tensor_of(value).device for value in values if value is not None), torch.device("cpu"))
     autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else None
     hashable = (tuple(each) if isinstance(each, list) else each for each in settings)
-    key = (name, *hashable, *map(_signature, values), torch.get_num_threads(), autocast)
+    gpu_only = (*_precision(), *(["graph"] if _for_graphs.get() else [])) if device.type == "cuda" else ()
+    key = (name, *hashable, *map(_signature, values), torch.get_num_threads(), autocast, *gpu_only)
     choice = _chosen.get(key) or _choose(key, candidates, values, uses, gpu=device if device.type == "cuda" else None)
     return candidates[choice](*values)
+
+
+def _precision() -> tuple[object, ...]:
+    """Return how torch computes products and convolutions in fp32 on a GPU."""
+    products, convolutions = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        return products.allow_tf32, convolutions.allow_tf32
+    except RuntimeError:  # the program has used the newer settings, and torch refuses to mix them
+        return products.fp32_precision, convolutions.conv.fp32_precision  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _choose(
@@ -178,7 +207,7 @@ def _measure(
     # An array's result has the models first, so its gradient has too: candidates pay here for moving them.
     gradient = torch.ones_like(result, memory_format=torch.contiguous_format)
     work = {name: partial(_run_once, run, copies, gradient) for name, run in candidates.items()}
-    best = {name: _seconds_of(run, 1, gpu) for name, run in work.items()}
+    best = {name: _first_seconds(run, gpu) for name, run in work.items()}
     drop, start = _DROP_AFTER_FIRST_USE, perf_counter()
     for round in range(_MAX_ROUNDS):
         if round >= _MIN_ROUNDS and perf_counter() - start > _MAX_SECONDS:
@@ -194,8 +223,37 @@ def _measure(
     return best
 
 
+def _first_seconds(work: Callable[[], object], gpu: torch.device | None) -> float:
+    """Return the seconds of one use; of a candidate that needs more memory than the GPU has, infinity."""
+    try:
+        return _seconds_of(work, 1, gpu)
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return math.inf
+
+
+def _busy_seconds(work: Callable[[], object], repeats: int) -> float:
+    """Return the seconds that one use keeps the GPU busy, without the time that Python takes to launch it."""
+    start = perf_counter()
+    work()
+    launched = perf_counter() - start
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    if gpu_sleep is not None:
+        # The GPU waits until all is launched; its clock has at most two cycles a nanosecond.
+        gpu_sleep(int(2e9 * min(0.5, 2 * repeats * launched + 1e-4)))
+    before.record()
+    for _ in range(repeats):
+        work()
+    after.record()
+    after.synchronize()
+    return max(before.elapsed_time(after) / 1e3, 1e-9) / repeats
+
+
 def _seconds_of(work: Callable[[], object], repeats: int, gpu: torch.device | None) -> float:
     """Return the seconds of one use, after one that is not counted because its operands may not be in the caches."""
+    if gpu is not None and _for_graphs.get():
+        with torch.cuda.device(gpu):
+            return _busy_seconds(work, repeats)
     # The thread's own CPU time is not disturbed by other processes, but it misses the work of other threads.
     clock = thread_time if torch.get_num_threads() == 1 and gpu is None else perf_counter
     work()

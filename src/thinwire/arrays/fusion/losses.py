@@ -157,7 +157,8 @@ def _denominators(context: Context, target: Value, weight: Value | None, ignored
     """Return what each model's mean is divided by: its counted samples, or the sum of their class weights."""
     if ignored is None:
         # Soft targets: one per class, but each position counts once.
-        return torch.tensor(prod(target.shape) / target.shape[1], dtype=torch.float32, device="cpu")
+        count = prod(target.shape) / target.shape[1]
+        return torch.full((), count, dtype=torch.float32, device=_tensor(target).device)
     if weight is None and isinstance(target, Tensor):
         return (target != ignored).sum()
     classes = along(target, 0, context.size).flatten(1)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.arrays.fusion.batch import Batch, Value, along, split_models, stack_models
+from thinwire.arrays.fusion.recording import constants, is_capturing
 from thinwire.arrays.fusion.routing import RANDOM, Context, rule
 from thinwire.core.torch_internals import SAMPLERS, pytree
 from thinwire.errors import ConfigError
@@ -97,7 +98,8 @@ def _keep_mask(context: Context, like: Tensor, p: float) -> Tensor:
     mask = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     if not isinstance(p, DropoutRates):
         return mask.bernoulli_(1 - p)
-    kept = torch.tensor([1 - rate for rate in p.values], dtype=torch.float32, device=like.device)
+    # In fp32 for every dtype of the mask.
+    kept = constants(tuple(1 - rate for rate in p.values), like.new_empty(0, dtype=torch.float32))
     return mask.bernoulli_(kept.view(-1, *[1] * (like.dim() - 1)).expand_as(mask))
 
 
@@ -121,8 +123,8 @@ def _dropped(context: Context, input: Value, p: float, training: bool, shape: Ca
     mask = _keep_mask(context, shape(x), p)
     if not isinstance(p, DropoutRates):
         return Batch(x * mask.div_(1 - p or 1.0), 0)
-    kept = torch.tensor([1 - rate or 1.0 for rate in p.values], dtype=torch.float64, device="cpu")
-    return Batch(x * mask.div_(kept.to(mask).view(-1, *[1] * (mask.dim() - 1))), 0)
+    kept = constants(tuple(1 - rate or 1.0 for rate in p.values), mask)
+    return Batch(x * mask.div_(kept.view(-1, *[1] * (mask.dim() - 1))), 0)
 
 
 def _own_generator(context: Context) -> torch.Generator | None:
@@ -188,8 +190,7 @@ def alpha_dropout(
 def _alpha_dropped(context: Context, x: Tensor, p: float) -> Tensor:
     mask = _keep_mask(context, x, p)
     shape = (-1, *[1] * (x.dim() - 1))
-    each = [rate_of(p, model) for model in range(context.size)]
-    rates = torch.tensor(each, dtype=torch.float64, device="cpu").to(x).view(shape)
+    rates = constants(tuple(rate_of(p, model) for model in range(context.size)), x).view(shape)
     scale = torch.where(rates == 1, 0.0, 1 / ((1 - rates) * (1 + rates * _SATURATION**2)).sqrt())
     return (x * mask + _SATURATION * (1 - mask)) * scale - _SATURATION * rates * scale
 
@@ -229,6 +230,15 @@ def _as_default(generator: torch.Generator | None) -> Generator[None]:
         return
     device = generator.device
     own = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[device.index or 0]
+    if is_capturing():
+        # A graph keeps where a generator stands on the GPU: both point to one state instead of copying it.
+        held = own.graphsafe_get_state()
+        own.graphsafe_set_state(generator.graphsafe_get_state())
+        try:
+            yield
+        finally:
+            own.graphsafe_set_state(held)
+        return
     before = own.get_state()
     own.set_state(generator.get_state())
     try:

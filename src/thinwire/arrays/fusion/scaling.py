@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
+from thinwire.arrays.fusion.recording import RECORDER, constants
 from thinwire.arrays.fusion.store import Selection, owner_of, rows_of
 from thinwire.errors import ConfigError
 
@@ -69,7 +70,18 @@ class GradScaler:
 
     def scale(self, losses: Tensor) -> Tensor:
         """Multiply every model's loss [B] by its scale."""
-        return losses * self.scales.to(losses.device) if self.enabled else losses
+        if not self.enabled:
+            return losses
+        self._move(losses.device)
+        return losses * self.scales
+
+    def _move(self, device: torch.device) -> None:
+        """Keep scales where the gradients are, so that no step waits for a GPU."""
+        recorded = RECORDER.get()
+        if recorded is not None:
+            recorded(self)
+        if self.scales.device != device:
+            self.scales, self.growths = self.scales.to(device), self.growths.to(device)
 
     @torch.no_grad()
     def unscale_(self, optimizer: FusedOptimizer) -> Tensor:
@@ -79,20 +91,23 @@ class GradScaler:
             ConfigError: it was called already since the last update.
         """
         if not self.enabled:
-            return torch.zeros(len(self.scales), dtype=torch.bool, device="cpu")
+            return torch.zeros_like(self.growths, dtype=torch.bool)
         if id(optimizer) in self._found:
             raise ConfigError("unscale_ was called already since the last update(): gradients would be divided twice")
-        overflowed = torch.zeros(len(self.scales), dtype=torch.bool, device="cpu")
+        held = _with_gradients(p for group in optimizer.param_groups for p in group["params"])
+        if held:
+            self._move(held[0].device)
+        overflowed = torch.zeros_like(self.growths, dtype=torch.bool)
         # In fp64 and then rounded, as torch's scaler does: the gradients have the same bits.
         inverse = self.scales.double().reciprocal()
-        for parameter in _with_gradients(p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in held:
             gradient, owner = parameter.grad, owner_of(parameter)
             assert gradient is not None
             own = inverse if owner is None else inverse[owner : owner + 1]
             gradient.mul_(
                 own.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)).view(_column(gradient))
             )
-            wrong = ~rows_of(gradient.isfinite()).all(1).cpu()
+            wrong = ~rows_of(gradient.isfinite()).all(1).to(overflowed.device)
             overflowed[slice(None) if owner is None else slice(owner, owner + 1)] |= wrong
         self._found[id(optimizer)] = overflowed
         return overflowed
@@ -104,13 +119,8 @@ class GradScaler:
             return
         found = self._found.get(id(optimizer))
         found = self.unscale_(optimizer) if found is None else found
-        # A model that is not active is left as it is, bitwise: just what a skipped step must do.
-        active = optimizer.active
-        optimizer.active = active & ~found
-        try:
+        with optimizer.skipping(found):
             optimizer.step()
-        finally:
-            optimizer.active = active
 
     def update(self) -> None:
         """Lower the scales of models that overflowed, and raise those of models that have not for long enough.
@@ -123,13 +133,20 @@ class GradScaler:
         if not self._found:
             raise ConfigError("update() without step() or unscale_(): no gradients were checked")
         found = torch.stack(list(self._found.values())).any(0)
-        self.growths = torch.where(found, 0, self.growths + 1)
-        grown = self.growths >= self.growth_interval
+        growths = torch.where(found, 0, self.growths + 1)
+        grown = growths >= self.growth_interval
         larger = self.scales * self.growth_factor
         # As in torch, a scale that would overflow stays as it is.
         larger = torch.where(larger.isfinite(), larger, self.scales)
-        self.scales = torch.where(found, self.scales * self.backoff_factor, torch.where(grown, larger, self.scales))
-        self.growths = torch.where(grown, 0, self.growths)
+        # In place: a captured step reads and writes the same tensors again.
+        self.scales.copy_(
+            torch.where(found, self.scales * self.backoff_factor, torch.where(grown, larger, self.scales))
+        )
+        self.growths.copy_(torch.where(grown, 0, growths))
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget which models overflowed since the last update."""
         self._found = {}
 
     def extract(self, index: int) -> dict[str, Any]:
@@ -169,7 +186,8 @@ class GradScaler:
             raise ConfigError(
                 f"the state has {len(state_dict['scales'])} scales, and there are {len(self.scales)} models"
             )
-        self.scales, self.growths = state_dict["scales"].clone(), state_dict["growths"].clone()
+        self.scales.copy_(state_dict["scales"])
+        self.growths.copy_(state_dict["growths"])
 
 
 @torch.no_grad()
@@ -211,7 +229,7 @@ def clip_grad_norm_(
     """
     held = _with_gradients(parameters)
     norms = gradient_norms(held, models=models)
-    bounds = _bounds("max_norm", max_norm, len(norms)).to(norms)
+    bounds = _bounds("max_norm", max_norm, len(norms), norms)
     # The constant of torch.nn.utils.clip_grad_norm_.
     factors = (bounds / (norms + 1e-6)).clamp(max=1.0)
     for parameter in held:
@@ -234,12 +252,13 @@ def clip_grad_value_(parameters: Iterable[nn.Parameter], clip_value: float | Seq
         ConfigError: not one per model, or not positive.
     """
     held = _with_gradients(parameters)
-    bounds = _bounds("clip_value", clip_value, _size(held))
+    size = _size(held)
     for parameter in held:
         assert parameter.grad is not None
         owner = owner_of(parameter)
+        bounds = _bounds("clip_value", clip_value, size, parameter.grad)
         own = bounds if owner is None else bounds[owner : owner + 1]
-        own = own.to(parameter.grad).view(_column(parameter.grad))
+        own = own.view(_column(parameter.grad))
         parameter.grad.clamp_(-own, own)
 
 
@@ -252,12 +271,12 @@ def _size(parameters: Sequence[nn.Parameter]) -> int:
     return next((p.shape[0] for p in parameters if owner_of(p) is None), max(owned, default=1))
 
 
-def _bounds(name: str, value: float | Sequence[float] | Tensor, size: int) -> Tensor:
+def _bounds(name: str, value: float | Sequence[float] | Tensor, size: int, like: Tensor) -> Tensor:
     found = torch.as_tensor(value, dtype=torch.float64, device="cpu")
     found = found.expand(size) if found.dim() == 0 else found
     if found.shape != (size,) or not all(0 < bound <= inf for bound in found.tolist()):
         raise ConfigError(f"{name}={value}: a positive number, or one for each of {size} models")
-    return found
+    return constants(tuple(found.tolist()), like)
 
 
 def _column(tensor: Tensor) -> tuple[int, ...]:

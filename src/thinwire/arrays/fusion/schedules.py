@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
+from thinwire.arrays.fusion.recording import RECORDER
 from thinwire.arrays.fusion.store import Selection
 from thinwire.errors import ConfigError
 
@@ -73,8 +74,12 @@ class Schedules:
             metrics: one per model, for `ReduceLROnPlateau`.
 
         Raises:
-            ConfigError: there is not one metric per model, or a scheduler needs one.
+            ConfigError: there is not one metric per model, a scheduler needs one, or a captured step calls this.
         """
+        if RECORDER.get() is not None:
+            raise ConfigError(
+                "the captured step calls schedules.step(): a replay runs no Python. Step the schedules between replays"
+            )
         values = (
             None if metrics is None else torch.as_tensor(metrics, dtype=torch.float64, device="cpu").detach().tolist()
         )

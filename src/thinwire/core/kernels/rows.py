@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import check_length, check_same_device, compiled, parallel_for
+from thinwire.core.kernels.base import check_length, check_same_device, compiled, on_gpu, parallel_for
 from thinwire.core.kernels.reference import rows
 from thinwire.errors import ConfigError
 
@@ -49,8 +49,8 @@ def adam_rows_(
         mean: $m$, as x.
         square: $v$, as x.
         most: the largest $v$ so far, as x; None without AMSGrad.
-        numbers: fp64 [models, 9].
-        active: bool [models]; rows of other models are unchanged.
+        numbers: fp64 [models, 9], on the device of x.
+        active: bool [models], on the device of x; rows of other models are unchanged.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
@@ -59,7 +59,10 @@ def adam_rows_(
     _check(tensors, numbers, 9, active)
     library = compiled(x)
     if library is None:
-        rows.adam_rows_(x, gradient, mean, square, most, numbers, active)
+        step = rows.adam_rows_
+        if on_gpu(x):
+            from thinwire.core.kernels.triton_rows import adam_rows_ as step
+        step(x, gradient, mean, square, most, numbers, active)
         return
     kernel = library.thinwire_adam_rows if x.dtype == torch.float32 else library.thinwire_adam_rows_double
     _run(kernel, [*tensors, None] if most is None else tensors, numbers, active)
@@ -76,8 +79,8 @@ def sgd_rows_(x: Tensor, gradient: Tensor, momentum: Tensor, *, numbers: Tensor,
         x: parameters, fp32 or fp64 [models, ...].
         gradient: as x; not changed.
         momentum: $u$, as x.
-        numbers: fp64 [models, 5].
-        active: bool [models]; rows of other models are unchanged.
+        numbers: fp64 [models, 5], on the device of x.
+        active: bool [models], on the device of x; rows of other models are unchanged.
 
     Raises:
         ConfigError: shapes, dtypes or devices differ, or a tensor is not contiguous.
@@ -85,7 +88,10 @@ def sgd_rows_(x: Tensor, gradient: Tensor, momentum: Tensor, *, numbers: Tensor,
     _check([x, gradient, momentum], numbers, 5, active)
     library = compiled(x)
     if library is None:
-        rows.sgd_rows_(x, gradient, momentum, numbers, active)
+        step = rows.sgd_rows_
+        if on_gpu(x):
+            from thinwire.core.kernels.triton_rows import sgd_rows_ as step
+        step(x, gradient, momentum, numbers, active)
         return
     kernel = library.thinwire_sgd_rows if x.dtype == torch.float32 else library.thinwire_sgd_rows_double
     _run(kernel, [x, gradient, momentum], numbers, active)
@@ -93,7 +99,7 @@ def sgd_rows_(x: Tensor, gradient: Tensor, momentum: Tensor, *, numbers: Tensor,
 
 def _check(tensors: list[Tensor], numbers: Tensor, columns: int, active: Tensor) -> None:
     shape, dtype = tensors[0].shape, tensors[0].dtype
-    check_same_device(*tensors)
+    check_same_device(*tensors, numbers, active)
     for tensor in tensors:
         if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
             found = f"{list(tensor.shape)} of {tensor.dtype}" + ("" if tensor.is_contiguous() else ", not contiguous")

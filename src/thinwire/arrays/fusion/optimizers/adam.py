@@ -18,6 +18,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
     addcdiv_,
     addcmul_,
     divide_,
+    is_zero,
     lerp_,
     scale_,
     shift_,
@@ -107,7 +108,7 @@ class Adam(FusedOptimizer):
         v, states, steps, gradients = batch.values, batch.states, batch.steps, batch.gradients
         if not self.decoupled:
             gradients = batch.decayed_gradients()
-        elif bool(v["weight_decay"].any()):
+        elif not is_zero(v["weight_decay"]):
             scale_(batch.parameters, Coefficient(1 - v["lr"] * v["weight_decay"]))
         moments, squares = states["exp_avg"], states["exp_avg_sq"]
         lerp_(moments, gradients, Coefficient(1 - v["beta1"]))

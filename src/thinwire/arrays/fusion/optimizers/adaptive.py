@@ -18,6 +18,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
     add_,
     addcdiv_,
     addcmul_,
+    is_zero,
     lerp_,
     scale_,
     shift_,
@@ -148,7 +149,7 @@ class RMSprop(FusedOptimizer):
             squares = list(foreach.addcmul(squares, states["grad_avg"], states["grad_avg"], -1))
         denominators = list(foreach.sqrt(squares))
         shift_(denominators, Coefficient(v["eps"]))
-        if not bool(v["momentum"].any()):
+        if is_zero(v["momentum"]):
             addcdiv_(batch.parameters, gradients, denominators, Coefficient(-v["lr"]))
             return
         scale_(states["momentum_buffer"], Coefficient(v["momentum"]))

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar, overload
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.arrays.fusion.optimizers.parameter_batch import (
+    DeviceValues,
     Group,
     ParameterBatch,
     count_models,
     inactive_unchanged,
+    on_host,
     slots_of,
 )
+from thinwire.arrays.fusion.recording import RECORDER, is_capturing
 from thinwire.arrays.fusion.store import Selection, is_of, is_shared, owner_of
 from thinwire.errors import ConfigError
 
@@ -30,8 +34,11 @@ class FusedOptimizer(Optimizer):
     """The base of all optimizers of an array.
 
     A hyperparameter is a number for all models or a sequence with one per model, and is kept in
-    `param_groups[...]["lr"]` as a float64 vector [models] that may be edited in place between steps. A slot that is not
-    `active` is left unchanged, bitwise, and no model's numbers affect another's.
+    `param_groups[...]["lr"]` as a float64 vector [models] on the CPU that may be edited in place between steps. A slot
+    that is not `active` is left unchanged, bitwise, and no model's numbers affect another's.
+
+    On a GPU a step reads copies of these vectors there, which are refreshed when the vectors have changed. Step counts
+    are kept on the GPU too, so no step waits for it.
 
     Subclasses define the formula twice: `update_` by calls of torch for all models, which runs everywhere, and, if they
     have a `row_kernel`, `update_rows_`, which runs where the tensors fit it.
@@ -66,6 +73,9 @@ class FusedOptimizer(Optimizer):
         given = list(params)
         self.models = count_models(given) if models is None else models
         self.active = torch.ones(self.models, dtype=torch.bool, device="cpu")
+        self.changes = 0  # counts what may replace tensors, for captured steps
+        self._skipped: Tensor | None = None
+        self._on_device: dict[tuple[int, torch.device], DeviceValues] = {}
         super().__init__(given, {**defaults, **shared})  # pyright: ignore[reportArgumentType]
 
     def add_param_group(self, param_group: Group) -> None:
@@ -75,6 +85,7 @@ class FusedOptimizer(Optimizer):
             ConfigError: a value out of its range, or a sequence that is not one per model.
         """
         # One beta per model cannot be edited inside a tuple: they are kept as two hyperparameters.
+        self.changes += 1
         betas = param_group.pop("betas", None) or self.defaults.get("betas")
         if betas is not None:
             if len(betas) != 2:
@@ -129,39 +140,83 @@ class FusedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        recorded = RECORDER.get()
+        if recorded is not None:
+            recorded(self)
+        for place, group in enumerate(self.param_groups):
             # Parameters that share a step counter have the same step counts in all slots, and are updated together.
             together: dict[tuple[int, int | None], list[nn.Parameter]] = {}
-            counters: dict[int | None, Tensor] = {}
+            counters: dict[tuple[int | None, torch.device], Tensor] = {}
             for parameter in group["params"]:
                 if parameter.grad is None or not parameter.numel():
                     continue
                 state, owner = self.state[parameter], owner_of(parameter)
                 if not state:
-                    counter = torch.zeros(parameter.shape[0], dtype=torch.float32, device="cpu")
-                    self._begin(parameter, group, counters.setdefault(owner, counter))
+                    key = owner, parameter.device
+                    self._begin(parameter, group, counters[key] if key in counters else _counter_of(parameter))
+                    counters[key] = self.state[parameter]["step"]
                 together.setdefault((id(state["step"]), owner), []).append(parameter)
             for parameters in together.values():
-                self._update(group, parameters)
+                self._update(place, group, parameters)
         return loss
+
+    def refresh(self) -> None:
+        """Copy hyperparameters and `active` to the devices that hold a copy, where these have changed."""
+        for place, device in self._on_device:
+            self._values_on(place, device)
+
+    def _values_on(self, place: int, device: torch.device) -> DeviceValues:
+        found = self._on_device.get((place, device))
+        if found is None:
+            found = self._on_device[place, device] = DeviceValues(device)
+        # What a stream captures would be repeated with today's values; `refresh` precedes each replay instead.
+        if not is_capturing():
+            group = self.param_groups[place]
+            found.refresh({name: group[name] for name in self.ranges}, self.active)
+        return found
+
+    @contextmanager
+    def skipping(self, skipped: Tensor) -> Generator[None]:
+        """Inside, steps leave these slots unchanged too, bitwise.
+
+        Args:
+            skipped: bool [models], on the device of the parameters, or on the CPU.
+        """
+        self._skipped = skipped
+        try:
+            yield
+        finally:
+            self._skipped = None
 
     def _begin(self, parameter: nn.Parameter, group: Group, step: Tensor) -> None:
         self.state[parameter]["step"] = step
         for name in self.state_names_of(group):
             self.state[parameter][name] = self.initial_state(name, parameter.detach(), group, slots_of(parameter))
 
-    def _update(self, group: Group, parameters: list[nn.Parameter]) -> None:
+    def _update(self, place: int, group: Group, parameters: list[nn.Parameter]) -> None:
         slots, step = slots_of(parameters[0]), self.state[parameters[0]]["step"]
-        active = self.active[slots]
-        if not bool(active.any()):
+        # A captured step is repeated when other slots are active: it decides on the device.
+        fixed = RECORDER.get() is None
+        if fixed and not bool(self.active[slots].any()):
             return
+        values: dict[str, Tensor] = {name: group[name] for name in self.ranges}
+        active = self.active
+        if not on_host(step):
+            copied = self._values_on(place, step.device)
+            values, active = copied.values, copied.active
+        if self._skipped is not None:
+            active = active & ~self._skipped.to(active.device)
+        active = active[slots]
+        if on_host(active) and not bool(active.any()):
+            return
+        every = fixed and self._skipped is None and bool(self.active[slots].all())
         # In place: all parameters of the batch share this counter.
         step += active
         batch = ParameterBatch(
             [parameter.detach() for parameter in parameters],
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             {name: [self.state[parameter][name] for parameter in parameters] for name in self.state_names_of(group)},
-            {name: group[name][slots] for name in self.ranges},
+            {name: values[name][slots] for name in self.ranges},
             step.double(),
             group,
         )
@@ -170,7 +225,7 @@ class FusedOptimizer(Optimizer):
             # Autograd does not see what a kernel writes.
             torch.autograd.graph.increment_version(batch.parameters)
             return
-        with inactive_unchanged([batch.parameters, *batch.states.values()], active):
+        with nullcontext() if every else inactive_unchanged([batch.parameters, *batch.states.values()], active):
             self.update_(batch)
 
     def state_names_of(self, group: Group) -> tuple[str, ...]:
@@ -186,7 +241,7 @@ class FusedOptimizer(Optimizer):
         """Update parameters and states of all models by one step."""
 
     def update_rows_(self, batch: ParameterBatch, active: Tensor) -> None:
-        """Update those of the active models, bool [models] on the CPU, in one pass over memory."""
+        """Update those of the active models, bool [models] on their device, in one pass over memory."""
 
     def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
         """Return one model's hyperparameters as torch's own optimizer takes them."""
@@ -236,6 +291,7 @@ class FusedOptimizer(Optimizer):
                 changed.
         """
         self.check_state(index, state_dict)
+        self.changes += 1
         self.reset(index)
         for group, given in zip(self.param_groups, state_dict["param_groups"], strict=True):
             own = [p for p in group["params"] if is_of(p, index)]
@@ -274,7 +330,7 @@ class FusedOptimizer(Optimizer):
         if not given:
             return
         if not self.state[parameter]:
-            self._begin(parameter, group, torch.zeros(parameter.shape[0], dtype=torch.float32, device="cpu"))
+            self._begin(parameter, group, _counter_of(parameter))
         state = self.state[parameter]
         # This slot's step count may now differ from that of the parameters which share the counter.
         state["step"] = state["step"].clone()
@@ -320,6 +376,7 @@ class FusedOptimizer(Optimizer):
     @torch.no_grad()
     def select(self, kept: Selection) -> None:
         """Follow `FusedArray.select`: its parameters, all states, hyperparameters and step counts; bitwise."""
+        self.changes += 1
         before = self.state
         self.state = type(before)(dict)
         counters: dict[tuple[int, int | None], Tensor] = {}
@@ -356,8 +413,15 @@ class FusedOptimizer(Optimizer):
                 f"the state is of {len(active)} models, and there are {self.models}; fuse as many, or use "
                 "fusion.checkpoints, which resizes the array"
             )
+        self.changes += 1
         super().load_state_dict(state_dict)
         self.active = state_dict["active"].clone()
+        moved: dict[tuple[int, torch.device], Tensor] = {}
+        for parameter, state in self.state.items():
+            # Torch leaves step counts where they were saved.
+            if state and state["step"].device != parameter.device:
+                key = id(state["step"]), parameter.device
+                state["step"] = moved.setdefault(key, state["step"].to(parameter.device))
         self._share_step_counters()
 
     def _share_step_counters(self) -> None:
@@ -368,3 +432,7 @@ class FusedOptimizer(Optimizer):
                 if state := self.state.get(parameter):
                     key = (owner_of(parameter), tuple(state["step"].tolist()))
                     state["step"] = known.setdefault(key, state["step"])
+
+
+def _counter_of(parameter: nn.Parameter) -> Tensor:
+    return torch.zeros(parameter.shape[0], dtype=torch.float32, device=parameter.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire.arrays.fusion.store import owner_of
+from thinwire.core.kernels.base import on_gpu
 from thinwire.core.torch_internals import foreach
 from thinwire.errors import ConfigError
 
@@ -31,8 +32,8 @@ class ParameterBatch:
         parameters: each [models, ...].
         gradients: in the same order; not to be changed.
         states: each named state of the parameters, in the same order.
-        values: hyperparameters, float64 vectors [models] on the CPU.
-        steps: each model's number of steps, this one included; float64 [models] on the CPU.
+        values: hyperparameters, float64 vectors [models] on the device of the parameters.
+        steps: each model's number of steps, this one included; float64 [models], as `values`.
         group: the parameter group, for options that all models share.
     """
 
@@ -46,24 +47,75 @@ class ParameterBatch:
     def decayed_gradients(self) -> Tensors:
         """Return the gradients with weight decay added, as L2 regularisation."""
         decay = self.values["weight_decay"]
-        if not bool(decay.any()):
+        if is_zero(decay):
             return self.gradients
         return plus(self.gradients, self.parameters, Coefficient(decay))
 
     def fits_row_kernels(self) -> bool:
-        """Whether all tensors are contiguous in CPU memory and of one dtype that the row kernels support."""
-        dtype = self.parameters[0].dtype
+        """Whether all tensors are contiguous and of one dtype and device that the row kernels support."""
+        first = self.parameters[0]
         columns = (self.parameters, *self.states.values())
-        return dtype in (torch.float32, torch.float64) and all(
-            tensor.device.type == "cpu" and tensor.dtype == dtype and tensor.is_contiguous()
-            for column in columns
-            for tensor in column
+        return (
+            first.dtype in (torch.float32, torch.float64)
+            and (on_host(first) or on_gpu(first))
+            and all(
+                tensor.device == first.device and tensor.dtype == first.dtype and tensor.is_contiguous()
+                for column in columns
+                for tensor in column
+            )
         )
+
+
+def on_host(tensor: Tensor) -> bool:
+    """Whether the host may read a tensor without waiting for a device."""
+    return tensor.device.type == "cpu"
+
+
+def is_zero(vector: Tensor) -> bool:
+    """Whether a hyperparameter is known to be zero for all models; one on a device is not read, and not known."""
+    return on_host(vector) and not bool(vector.any())
+
+
+class DeviceValues:
+    """A device's copy of the vectors that users edit on the CPU.
+
+    The copy stays at one address, which a captured graph reads, and is refreshed without waiting for the device.
+
+    Args:
+        device: which is not the CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._host: Tensor | None = None
+        self._rows: Tensor | None = None
+        self.values: dict[str, Tensor] = {}
+
+    def refresh(self, values: dict[str, Tensor], active: Tensor) -> None:
+        """Copy the vectors if they differ from those of the last call."""
+        rows = torch.stack([*values.values(), active.double()])
+        if self._host is not None and torch.equal(rows, self._host):
+            return
+        # The allocator of pinned memory reuses a block only after the copy from it has finished.
+        pinned = rows.pin_memory() if self._device.type == "cuda" and torch.cuda.is_available() else rows
+        self._host = rows
+        if self._rows is None or self._rows.shape != rows.shape:
+            self._rows = torch.empty(rows.shape, dtype=rows.dtype, device=self._device)
+            self.active = torch.empty(active.shape, dtype=torch.bool, device=self._device)
+            self.values = dict(zip(values, self._rows.unbind(), strict=False))
+        self._rows.copy_(pinned, non_blocking=True)
+        self.active.copy_(self._rows[-1])
 
 
 @contextmanager
 def inactive_unchanged(columns: Sequence[Tensors], active: Tensor) -> Generator[None]:
     """Inside, all slots may be written to; afterwards those that are not active are restored, bitwise."""
+    if not on_host(active):
+        before = [(tensor, tensor.clone()) for column in columns for tensor in column]
+        yield
+        for tensor, held in before:
+            tensor.copy_(torch.where(active.view(-1, *[1] * (tensor.dim() - 1)), tensor, held))
+        return
     stopped = (~active).nonzero().flatten()
     tensors = [tensor for column in columns for tensor in column] if len(stopped) else []
     held = [tensor[stopped.to(tensor.device)] for tensor in tensors]
@@ -96,13 +148,15 @@ class Coefficient:
     """One number per model.
 
     Args:
-        vector: float64 [models] on the CPU.
+        vector: float64 [models]. One on a device is not read by the host, so it counts as different numbers.
     """
 
     def __init__(self, vector: Tensor) -> None:
         self.vector = vector
-        first = float(vector[0])
-        self.number = first if bool((vector == first).all()) else None
+        self.number = None
+        if on_host(vector):
+            first = float(vector[0])
+            self.number = first if bool((vector == first).all()) else None
 
     def like(self, tensors: Sequence[Tensor]) -> Tensors:
         """Return the vector in a shape that broadcasts with each tensor [models, ...]."""

@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers
-from thinwire.arrays.fusion.optimizers.parameter_batch import Coefficient, Group, ParameterBatch, add_, plus, scale_
+from thinwire.arrays.fusion.optimizers.parameter_batch import (
+    Coefficient,
+    Group,
+    ParameterBatch,
+    add_,
+    is_zero,
+    plus,
+    scale_,
+)
 from thinwire.core.kernels.rows import sgd_rows_
 from thinwire.errors import ConfigError
 
@@ -97,7 +105,7 @@ class SGD(FusedOptimizer):
         nesterov = v["nesterov"]
         directions = plus(buffers, buffers, Coefficient(nesterov * (v["momentum"] - 1)))
         add_(directions, gradients, Coefficient(nesterov))
-        add_(batch.parameters, directions if bool(nesterov.any()) else buffers, Coefficient(-v["lr"]))
+        add_(batch.parameters, buffers if is_zero(nesterov) else directions, Coefficient(-v["lr"]))
 
     def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
         """Return them as torch's SGD takes them."""
