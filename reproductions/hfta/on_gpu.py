@@ -108,14 +108,14 @@ class Staying:
         """Tell it to do something."""
         self.pipe.send_bytes(json.dumps([method, *given]).encode())
 
-    def end(self) -> Any:
+    def end(self, seconds: float = _TIMEOUT_SECONDS) -> Any:
         """What the method has returned.
 
         Raises:
             ThinwireError: it ended, or took too long.
         """
-        if not wait([self.pipe, self.process.sentinel], _TIMEOUT_SECONDS):
-            raise ThinwireError(f"no result within {_TIMEOUT_SECONDS:g} s")
+        if not wait([self.pipe, self.process.sentinel], seconds):
+            raise ThinwireError(f"no result within {seconds:g} s")
         try:
             # A process that has ended may have answered before.
             if self.pipe.poll():

@@ -251,6 +251,9 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> type[Recorded]:
         "current_stream": lambda: nothing,
         "stream": lambda _: nullcontext(),
         "device": lambda _: nullcontext(),
+        "set_stream": lambda _: None,
+        "get_sync_debug_mode": lambda: 0,
+        "set_sync_debug_mode": lambda _: None,
     }.items():
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(capture, "_on_gpu", lambda device: True)
@@ -304,3 +307,20 @@ def test_a_step_that_keeps_its_gradients_is_refused_and_leaves_them() -> None:
     with pytest.raises(ConfigError, match=r"does not clear the gradients.*array\.zero_grad\(\)"):
         array.capture(step, x, y)
     assert weight.grad is gradient
+
+
+@pytest.mark.usefixtures("graphs")
+def test_a_step_that_waits_for_the_gpu_is_refused_before_the_capture() -> None:
+    array = array_of()
+    optimizer = OPTIMIZERS["Adam"](array.parameters())
+    before, calls = state_of(array, optimizer), list[int]()
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        calls.append(1)
+        if len(calls) == 4:  # where torch would notice it
+            raise RuntimeError("called a synchronizing CUDA operation")
+        return step_of(array, optimizer)(x, y)
+
+    with pytest.raises(ConfigError, match=r"waits for the GPU: called a synchronizing CUDA operation\. .*\.item\(\)"):
+        array.capture(step, *batch(0))
+    assert_same(state_of(array, optimizer), before)

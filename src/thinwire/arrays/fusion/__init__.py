@@ -8,6 +8,7 @@ itself.
 from thinwire.arrays.fusion.array import FusedArray, fuse
 from thinwire.arrays.fusion.autotune import autotune_choices, clear_autotune_cache, measuring, save_autotune_cache
 from thinwire.arrays.fusion.batch import Each
+from thinwire.arrays.fusion.data import MemberBatches
 from thinwire.arrays.fusion.memory import keep_memory
 from thinwire.arrays.fusion.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, FusedOptimizer, RMSprop
 from thinwire.arrays.fusion.scaling import GradScaler, clip_grad_norm_, clip_grad_value_, gradient_norms
@@ -26,6 +27,7 @@ __all__ = [
     "FusedArray",
     "FusedOptimizer",
     "GradScaler",
+    "MemberBatches",
     "MixingSimulation",
     "RMSprop",
     "Schedules",

@@ -128,11 +128,18 @@ class CapturedStep:
             with torch.cuda.device(self._device):
                 stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
                 stream.wait_stream(current)
-                with torch.cuda.stream(stream), _undone(array) as used, choosing_for_graphs(measure=True):
-                    for _ in range(_WARM_UP_STEPS):
+                with torch.cuda.stream(stream), _undone(array) as used:
+                    with choosing_for_graphs(measure=True):
+                        for _ in range(_WARM_UP_STEPS):
+                            self._run()
+                    # A capture that fails leaves torch's random numbers unusable in the process.
+                    with choosing_for_graphs(measure=False), _without_waiting():
                         self._run()
                 current.wait_stream(stream)
-                results = self._recorded(graph, stream)
+                try:
+                    results = self._recorded(graph, stream)
+                finally:
+                    torch.cuda.set_stream(current)  # a failed capture leaves its own
         except BaseException:
             for parameter, gradient in gradients:
                 parameter.grad = gradient
@@ -157,9 +164,8 @@ class CapturedStep:
                 results = self._run()
         except RuntimeError as error:
             raise ConfigError(
-                f"the step cannot be captured: {_cause(error)}. A captured step may not wait for the GPU (.item(), "
-                ".cpu(), printing a tensor) or make tensors there from Python numbers. Move that out of the step, or "
-                "call the step without capture"
+                f"the step cannot be captured: {_cause(error)}. Everything in it must run on the current stream of the "
+                "GPU. Call the step without capture in a new process"
             ) from error
         if any(before is not None and p.grad is before for p, before in held):
             raise ConfigError(
@@ -266,6 +272,28 @@ def _undone(array: FusedArray) -> Generator[list[Any]]:
         with torch.no_grad():
             for each in restore:
                 each()
+
+
+@contextmanager
+def _without_waiting() -> Generator[None]:
+    """Inside, an operation that waits for the GPU raises.
+
+    Raises:
+        ConfigError: with the operation's place.
+    """
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        raise ConfigError(
+            f"the captured step waits for the GPU: {_cause(error)}. A replay runs no Python. Move .item(), .cpu(), "
+            "printing, copies from memory that is not pinned, and tensors made from Python numbers out of the step"
+        ) from error
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _refuse_other_optimizers(optimizer: Any, *_: Any) -> None:
