@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,44 @@ from thinwire.arrays.fusion.store import is_shared
 from thinwire.core.torch_internals import pytree
 from thinwire.errors import ConfigError
 
-if TYPE_CHECKING:
-    from thinwire.arrays.fusion.array import FusedArray
-
 # The first step creates optimizer states and measures layers; what it chose may lead to other layouts in the second.
 _WARM_UP_STEPS = 3
+
+
+class Trained(Protocol):
+    """What a captured step needs of a `FusedArray`."""
+
+    changes: int
+
+    @property
+    def size(self) -> int:
+        """The number of models."""
+        ...
+
+    @property
+    def generators(self) -> Sequence[torch.Generator] | None:
+        """One random generator per model, if seeds were given."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, with its name."""
+        ...
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once, with its name."""
+        ...
+
+    def dropout_rates(self) -> dict[str, tuple[float, ...]]:
+        """Each model's rate in every dropout layer."""
+        ...
+
+    def modes(self) -> list[bool]:
+        """Whether each layer is in training mode."""
+        ...
 
 
 class CapturedStep:
@@ -38,7 +71,7 @@ class CapturedStep:
         inputs: example inputs.
     """
 
-    def __init__(self, array: FusedArray, step: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    def __init__(self, array: Trained, step: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self._array, self._step = array, step
         self._device = next((p.device for p in array.parameters()), torch.device("cpu"))
         self._graph: Any = None
@@ -248,7 +281,7 @@ def _recorded_by(use: Callable[[Any], None]) -> Generator[None]:
 
 
 @contextmanager
-def _undone(array: FusedArray) -> Generator[list[Any]]:
+def _undone(array: Trained) -> Generator[list[Any]]:
     """Undo in the end what steps inside have changed; yields the optimizers and scalers that they used.
 
     Raises:
@@ -304,7 +337,7 @@ def _refuse_other_optimizers(optimizer: Any, *_: Any) -> None:
         )
 
 
-def _restored_tensors(array: FusedArray) -> Callable[[], None]:
+def _restored_tensors(array: Trained) -> Callable[[], None]:
     saved = {name: tensor.detach().clone() for name, tensor in array.named_buffers()}
     trained = ((name, p) for name, p in array.named_parameters() if not (is_shared(p) and not p.requires_grad))
     saved.update({name: parameter.detach().clone() for name, parameter in trained})
@@ -317,7 +350,7 @@ def _restored_tensors(array: FusedArray) -> Callable[[], None]:
     return restore
 
 
-def _restored_random(array: FusedArray) -> Callable[[], None]:
+def _restored_random(array: Trained) -> Callable[[], None]:
     device = next((p.device for p in array.parameters()), torch.device("cpu"))
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     cpu, own = torch.get_rng_state(), [generator.get_state() for generator in array.generators or ()]
