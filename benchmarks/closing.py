@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Simulate rounds of unequal workers that close by a rule: goodput and ages of late work.
 
-Run `python -m benchmarks.closing FOLDER` for a table, `closing.json` and `closing.svg` over quorum and grace: 256 workers
-with speeds from a Pareto distribution, one of which fails every 30 seconds, three seeds.
+Run `python -m benchmarks.closing FOLDER` for a table, `closing.json` and `closing.svg` over quorum and grace: 256
+workers with speeds from a Pareto distribution, one of which fails every 30 seconds, three seeds.
 
 Figures of one cell, means over the seeds:
 
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
 
-from thinwire.elastic.closing import Closer, CloseRule, Contribution, discount
+from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount
 
 QUORUMS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 DEVIATIONS = (0.0, 1.0, 3.0, 6.0)
@@ -84,9 +84,16 @@ class Outcome:
 
 
 def simulate(
-    fleet: Fleet, rule: CloseRule, *, rounds: int | None = None, until_seconds: float = float("inf")
+    fleet: Fleet,
+    rule: CloseRule,
+    *,
+    rounds: int | None = None,
+    until_seconds: float = float("inf"),
+    log: list[Closing] | None = None,
 ) -> Outcome:
     """Run a fleet in virtual time until so many rounds are closed, or so much time has passed.
+
+    Closings are added to `log`.
 
     A worker that is in time waits for the closing. A late one sends, and continues at once from the newest point.
     """
@@ -140,6 +147,8 @@ def simulate(
             closing = closer.propose(now)
             assert closing is not None
             closer.apply(closing, now)
+            if log is not None:
+                log.append(closing)
             for each in closing.contributions:
                 work, age = sent.pop((each.worker, each.started)), closing.round - each.started
                 useful, effective = useful + work, effective + work * discount(age, "discounted")
