@@ -19,151 +19,18 @@ percent more contributions in a round are better, since means over more workers 
 
 from __future__ import annotations
 
-import heapq
 import json
-import random
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 
-from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount
+from thinwire.elastic.closing import CloseRule
+from thinwire.planning.plan.late import DEVIATIONS, QUORUMS, Cell, Fleet, Outcome, choose, simulate
 
-QUORUMS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
-DEVIATIONS = (0.0, 1.0, 3.0, 6.0)
 SEEDS = (1, 2, 3)
 SIZE, FAILURE_SECONDS, SECONDS = 256, 30.0, 900.0
-CLOSE = 0.99
-Cell = tuple[float, float]
-"""A quorum, and the deviations of a grace window."""
-
-
-@dataclass(frozen=True)
-class Fleet:
-    """Workers and how long a round of local steps takes them.
-
-    Attributes:
-        speeds: seconds of a round of each worker.
-        failure_seconds: the time between two losses; a lost worker is back after two rounds of its own. 0 for none.
-        spread: a round takes up to this fraction longer, at random.
-        seed: of the random draws.
-    """
-
-    speeds: Sequence[float]
-    failure_seconds: float = 0.0
-    spread: float = 0.02
-    seed: int = 0
-
-    @classmethod
-    def drawn(cls, size: int, *, seed: int, failure_seconds: float = 0.0) -> Fleet:
-        """Draw speeds from a Pareto distribution with exponent 3."""
-        draw = random.Random(seed)
-        return cls([10.0 * draw.paretovariate(3.0) for _ in range(size)], failure_seconds, seed=seed)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What a simulated fleet has done.
-
-    Attributes:
-        rounds: closed.
-        goodput: the work in closed rounds and under way, as a fraction of what all workers could do alone.
-        oldest: the largest age of a contribution, in rounds.
-        mean_age: over contributions.
-        effective: the work in closed rounds, discounted by its age, as the same fraction.
-        dropped: contributions that arrived and belong to no round.
-    """
-
-    rounds: int
-    goodput: float
-    oldest: int
-    mean_age: float
-    effective: float
-    dropped: int
-
-
-def simulate(
-    fleet: Fleet,
-    rule: CloseRule,
-    *,
-    rounds: int | None = None,
-    until_seconds: float = float("inf"),
-    log: list[Closing] | None = None,
-) -> Outcome:
-    """Run a fleet in virtual time until so many rounds are closed, or so much time has passed.
-
-    Closings are added to `log`.
-
-    A worker that is in time waits for the closing. A late one sends, and continues at once from the newest point.
-    """
-    draw = random.Random(fleet.seed)
-    names = [f"w{i}" for i in range(len(fleet.speeds))]
-    seconds = dict(zip(names, fleet.speeds, strict=True))
-    # All workers hear the same, so one machine stands for all; `own` is the present owner.
-    closer = Closer(rule, "", names, now=0.0)
-    events: list[tuple[float, int, str, str, int, float]] = []
-    count, began, lives = 0, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
-
-    def push(at: float, kind: str, name: str = "", started: int = 0, took: float = 0.0) -> None:
-        nonlocal count
-        count += 1
-        heapq.heappush(events, (at, count, kind, name, started, took))
-
-    def start(name: str, now: float) -> None:
-        took = seconds[name] * (1 + fleet.spread * draw.random())
-        began[name] = now
-        push(now + took, f"done {lives[name]}", name, closer.round, took)
-
-    for name in names:
-        start(name, 0.0)
-    if fleet.failure_seconds:
-        push(fleet.failure_seconds, "fail")
-    now, useful, effective, ages, idle = 0.0, 0.0, 0.0, list[int](), set[str]()
-    sent: dict[tuple[str, int], float] = {}
-    while now < until_seconds and (rounds is None or closer.round < rounds):
-        now, _, kind, name, started, took = heapq.heappop(events)
-        if kind == "fail":
-            name = draw.choice(sorted(closer.workers))
-            if len(closer.workers) > 1:
-                closer.lose(name)
-                idle.discard(name)
-                lives[name] += 1
-                push(now + 2 * seconds[name], "back", name)
-            push(now + fleet.failure_seconds, "fail")
-        elif kind == "back":
-            closer.join(name)
-            start(name, now)
-        elif kind.startswith("done") and kind == f"done {lives[name]}":
-            sent[name, started] = took
-            closer.arrive(Contribution(started, name, took / seconds[name]), took)
-            if started == closer.round:
-                idle.add(name)
-            else:
-                start(name, now)
-        wait = closer.seconds_to_wait(now)
-        if wait == 0.0:
-            closer.own = closer.owner or ""
-            closing = closer.propose(now)
-            assert closing is not None
-            closer.apply(closing, now)
-            if log is not None:
-                log.append(closing)
-            for each in closing.contributions:
-                work, age = sent.pop((each.worker, each.started)), closing.round - each.started
-                useful, effective = useful + work, effective + work * discount(age, "discounted")
-                ages.append(age)
-            for name in sorted(idle):
-                start(name, now)
-            idle.clear()
-        elif wait is not None:
-            push(now + wait, "grace")
-    # Work that has not ended yet will count too.
-    useful += sum(now - began[name] for name in closer.workers if name not in idle)
-    useful += sum(sent.values())
-    dropped = len(sent) - len(closer.waiting)
-    most = now * len(names)
-    return Outcome(closer.round, useful / most, max(ages), fmean(ages), effective / most, dropped)
 
 
 def measure() -> dict[Cell, Outcome]:
@@ -185,12 +52,6 @@ def measure() -> dict[Cell, Outcome]:
                 sum(one.dropped for one in each),
             )
     return found
-
-
-def choose(found: Mapping[Cell, Outcome]) -> Cell:
-    """Return the default by the rule above."""
-    best = max(each.effective for each in found.values())
-    return max(cell for cell, each in found.items() if each.effective >= CLOSE * best)
 
 
 def draw(found: Mapping[Cell, Outcome], path: Path) -> None:

@@ -40,11 +40,11 @@ from typing import Any
 import torch
 
 import thinwire
-from benchmarks.closing import Fleet, simulate
 from benchmarks.unequal import BATCH, BATCHES, PERIOD, WORKERS, loss_of, model_of
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.elastic.closing import CloseRule, Closing, Contribution
 from thinwire.lab import tasks
+from thinwire.planning.plan.late import Fleet, simulate
 
 SPEEDS = (1.0, 1.0, 1.0, 5.0)
 STEP_SECONDS, WARM_SECONDS, WINDOW_SECONDS, MOST_SECONDS = 0.05, 5.0, 40.0, 150.0

@@ -18,7 +18,7 @@ import torch
 from thinwire.cli import main
 from thinwire.cli.console import Console
 from thinwire.cli.network_words import differences, rates_differ
-from thinwire.cli.plan import as_json, why
+from thinwire.cli.plan import _late, as_json, why
 from thinwire.cli.progress import Parts
 from thinwire.lab.emulate import parse_links
 from thinwire.methods.strategies.recipe import parse
@@ -49,6 +49,20 @@ def own_timings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, object]:
     assert main(["plan", *options, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
+
+
+def test_workers_of_unequal_speeds_get_a_quorum_and_a_grace_window(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--task", "digits", "--strategies", "AllReduce()", "--workers", "4", "--link", "100mbit"]
+    assert main(["plan", *options, "--step-seconds", "0.005", "--slow", "3:5x"]) == 0
+    text = capsys.readouterr().out
+    assert "LateMerging(quorum=0.75, deviations=" in text and "rounds that wait for all workers use" in text
+
+
+def test_late_work_is_recommended_for_unequal_speeds_only() -> None:
+    assert _late(Network(1e8, 1e-4), 4) is None
+    late = _late(Network(1e8, 1e-4, specials=(Special((3,), slowdown=5.0),)), 4)
+    assert late is not None
+    assert late["goodput"] > 0.9 > 0.6 > late["goodput_of_waiting"] and late["quorum"] < 1
 
 
 @pytest.mark.parametrize(("load", "told"), [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)])

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from benchmarks.closing import Fleet, simulate
 from tests.oracles.late import replay
 from thinwire import ConfigError
 from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount, owner
+from thinwire.planning.plan.late import Fleet, simulate
 
 
 class Record:

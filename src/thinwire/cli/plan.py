@@ -63,6 +63,8 @@ class Plan:
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
         latency: one way between two workers, such as 10ms, besides the links' delays; 0.1ms unless given.
         workers: how many train together; those of the doctor's file, or 4, unless given.
+        slow: workers that compute slower, [RANK:]FACTORx, separated by commas, such as 3:5x. For workers of unequal
+            speeds a quorum and a grace window of LateMerging are recommended too.
         network: instead of --link, a network file as of thinwire simulate.
         doctor: instead of --link, what thinwire doctor --out has written on your machines; with the step it timed
             unless a task or a model is given.
@@ -90,6 +92,7 @@ class Plan:
     link: str | None = None
     latency: str | None = None
     workers: int | None = None
+    slow: str | None = None
     network: Path | None = None
     doctor: Path | None = None
     bucket: str | None = None
@@ -127,7 +130,7 @@ class Plan:
         workers = self.workers if self.workers is not None else (seen.size if seen else 4)
         if not _FEWEST <= workers <= _MOST:
             raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
-        network = self._network(seen, workers)
+        network = self._slowed(self._network(seen, workers), workers)
         network.check(workers)
         recipes = CANDIDATES if self.strategies is None else _recipes(self.strategies)
         load, cores = load_average(), usable_cores()
@@ -155,10 +158,21 @@ class Plan:
                 "still run, what was measured now seems to take longer than in training: stop them and plan again",
                 markup=False,
             )
+        late = _late(network, workers)
         if self.json:
-            out.print(json_text.dumps(as_json(planner, step, options, chosen, crossings)), markup=False)
-        else:
-            _print(planner, step, options, chosen, crossings, counted=self.link is None)
+            out.print(
+                json_text.dumps({**as_json(planner, step, options, chosen, crossings), "late": late}), markup=False
+            )
+            return 0
+        _print(planner, step, options, chosen, crossings, counted=self.link is None)
+        if late is not None:
+            out.print(
+                f"\nWorkers have unequal speeds. With elastic=LateMerging(quorum={late['quorum']:g}, "
+                f"deviations={late['deviations']:g}) and a strategy of local rounds, such as DiLoCo, "
+                f"{late['goodput']:.0%} of their summed speed is used; rounds that wait for all workers use "
+                f"{late['goodput_of_waiting']:.0%}. Predicted, without transfers",
+                markup=False,
+            )
         return 0
 
     def _over_bucket(self, text: str) -> int:
@@ -267,6 +281,19 @@ class Plan:
             LATENCY if self.latency is None else parse_duration(self.latency, argument=f"--latency {self.latency}")
         )
         return network_of_links(parse_links(self.link or "none", workers), latency=latency)
+
+    def _slowed(self, network: Network, workers: int) -> Network:
+        """Add the workers of --slow.
+
+        Raises:
+            ConfigError: the option cannot be read.
+        """
+        from thinwire.lab.emulate import parse_stragglers
+        from thinwire.planning.simulate import Special
+
+        slow = parse_stragglers(self.slow, None, workers=workers)
+        specials = [Special((each.rank,), slowdown=each.factor) for each in slow if each.factor != 1]
+        return replace(network, specials=(*network.specials, *specials)) if specials else network
 
     def _language_model(self, seen: Examination | None) -> LanguageModel | None:
         """What could be split over a mesh; None where the doctor has timed a model that is not known here."""
@@ -386,6 +413,25 @@ def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, m
     title = f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {usual}"
     draw_crossovers(path, sweeps, title)
     err.print(str(path), markup=False)
+
+
+def _late(network: Network, workers: int) -> dict[str, float] | None:
+    """Recommend when rounds of unequal workers close; None if all have one speed."""
+    from thinwire.planning.plan.late import recommend
+
+    slowdowns = [1.0] * workers
+    for special in network.specials:
+        for rank in special.ranks:
+            slowdowns[rank] *= special.slowdown
+    if len(set(slowdowns)) == 1:
+        return None
+    (quorum, deviations), late, waiting = recommend([each / min(slowdowns) for each in slowdowns])
+    return {
+        "quorum": quorum,
+        "deviations": deviations,
+        "goodput": late.goodput,
+        "goodput_of_waiting": waiting.goodput,
+    }
 
 
 def as_json(

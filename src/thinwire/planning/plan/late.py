@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rounds of unequal workers in virtual time: how much of their speed a quorum and a grace window use."""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount
+
+QUORUMS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
+DEVIATIONS = (0.0, 1.0, 3.0, 6.0)
+_CLOSE = 0.99
+_ROUNDS = 20  # of the slowest worker, which a recommendation simulates
+Cell = tuple[float, float]
+"""A quorum, and the deviations of a grace window."""
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """Workers and how long a round of local steps takes them.
+
+    Attributes:
+        speeds: seconds of a round of each worker.
+        failure_seconds: the time between two losses; a lost worker is back after two rounds of its own. 0 for none.
+        spread: a round takes up to this fraction longer, at random.
+        seed: of the random draws.
+    """
+
+    speeds: Sequence[float]
+    failure_seconds: float = 0.0
+    spread: float = 0.02
+    seed: int = 0
+
+    @classmethod
+    def drawn(cls, size: int, *, seed: int, failure_seconds: float = 0.0) -> Fleet:
+        """Draw speeds from a Pareto distribution with exponent 3."""
+        draw = random.Random(seed)
+        return cls([10.0 * draw.paretovariate(3.0) for _ in range(size)], failure_seconds, seed=seed)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated fleet has done.
+
+    Attributes:
+        rounds: closed.
+        goodput: the work in closed rounds and under way, as a fraction of what all workers could do alone.
+        oldest: the largest age of a contribution, in rounds.
+        mean_age: over contributions.
+        effective: the work in closed rounds, discounted by its age, as the same fraction.
+        dropped: contributions that arrived and belong to no round.
+    """
+
+    rounds: int
+    goodput: float
+    oldest: int
+    mean_age: float
+    effective: float
+    dropped: int
+
+
+def simulate(
+    fleet: Fleet,
+    rule: CloseRule,
+    *,
+    rounds: int | None = None,
+    until_seconds: float = float("inf"),
+    log: list[Closing] | None = None,
+) -> Outcome:
+    """Run a fleet in virtual time until so many rounds are closed, or so much time has passed.
+
+    Closings are added to `log`.
+
+    A worker that is in time waits for the closing. A late one sends, and continues at once from the newest point.
+    """
+    draw = random.Random(fleet.seed)
+    names = [f"w{i}" for i in range(len(fleet.speeds))]
+    seconds = dict(zip(names, fleet.speeds, strict=True))
+    # All workers hear the same, so one machine stands for all; `own` is the present owner.
+    closer = Closer(rule, "", names, now=0.0)
+    events: list[tuple[float, int, str, str, int, float]] = []
+    count, began, lives = 0, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+
+    def push(at: float, kind: str, name: str = "", started: int = 0, took: float = 0.0) -> None:
+        nonlocal count
+        count += 1
+        heapq.heappush(events, (at, count, kind, name, started, took))
+
+    def start(name: str, now: float) -> None:
+        took = seconds[name] * (1 + fleet.spread * draw.random())
+        began[name] = now
+        push(now + took, f"done {lives[name]}", name, closer.round, took)
+
+    for name in names:
+        start(name, 0.0)
+    if fleet.failure_seconds:
+        push(fleet.failure_seconds, "fail")
+    now, useful, effective, ages, idle = 0.0, 0.0, 0.0, list[int](), set[str]()
+    sent: dict[tuple[str, int], float] = {}
+    while now < until_seconds and (rounds is None or closer.round < rounds):
+        now, _, kind, name, started, took = heapq.heappop(events)
+        if kind == "fail":
+            name = draw.choice(sorted(closer.workers))
+            if len(closer.workers) > 1:
+                closer.lose(name)
+                idle.discard(name)
+                lives[name] += 1
+                push(now + 2 * seconds[name], "back", name)
+            push(now + fleet.failure_seconds, "fail")
+        elif kind == "back":
+            closer.join(name)
+            start(name, now)
+        elif kind.startswith("done") and kind == f"done {lives[name]}":
+            sent[name, started] = took
+            closer.arrive(Contribution(started, name, took / seconds[name]), took)
+            if started == closer.round:
+                idle.add(name)
+            else:
+                start(name, now)
+        wait = closer.seconds_to_wait(now)
+        if wait == 0.0:
+            closer.own = closer.owner or ""
+            closing = closer.propose(now)
+            assert closing is not None
+            closer.apply(closing, now)
+            if log is not None:
+                log.append(closing)
+            for each in closing.contributions:
+                work, age = sent.pop((each.worker, each.started)), closing.round - each.started
+                useful, effective = useful + work, effective + work * discount(age, "discounted")
+                ages.append(age)
+            for name in sorted(idle):
+                start(name, now)
+            idle.clear()
+        elif wait is not None:
+            push(now + wait, "grace")
+    # Work that has not ended yet will count too.
+    useful += sum(now - began[name] for name in closer.workers if name not in idle)
+    useful += sum(sent.values())
+    dropped = len(sent) - len(closer.waiting)
+    most = now * len(names)
+    return Outcome(closer.round, useful / most, max(ages), fmean(ages), effective / most, dropped)
+
+
+def choose(found: Mapping[Cell, Outcome]) -> Cell:
+    """Return the cell with the largest quorum, and then the longest grace window, of those with nearly the best result.
+
+    The result is the effective goodput: waiting wastes time, lateness wastes weight, and it has both. Within one
+    percent more contributions in a round are better, since means over more workers have less noise.
+    """
+    best = max(each.effective for each in found.values())
+    return max(cell for cell, each in found.items() if each.effective >= _CLOSE * best)
+
+
+def recommend(slowdowns: Sequence[float]) -> tuple[Cell, Outcome, Outcome]:
+    """Recommend a closing rule for workers of these speeds.
+
+    Args:
+        slowdowns: how many times as long each worker computes as the fastest.
+
+    Returns:
+        The quorum and the deviations, their outcome, and that of rounds that wait for all workers.
+
+    Example:
+        >>> cell, late, waiting = recommend([1.0, 1.0, 1.0, 5.0])
+        >>> late.goodput > 0.9 > waiting.goodput
+        True
+    """
+    until = _ROUNDS * max(slowdowns)
+    found = {
+        (quorum, deviations): simulate(Fleet(slowdowns), CloseRule(quorum, deviations=deviations), until_seconds=until)
+        for quorum in QUORUMS
+        for deviations in DEVIATIONS
+    }
+    cell = choose(found)
+    return cell, found[cell], found[1.0, 0.0]
