@@ -34,11 +34,12 @@ from thinwire.errors import ThinwireError
 
 Step = Callable[[Batch, Batch], Any]
 Line = dict[str, Any]
-PAPER = tuple(f"paper-{name}" for name in ("transformer", "resnet18", "dcgan", "pointnet-cls", "mobilenet"))
-PAPER = (*PAPER, "paper-pointnet-seg")
-SMALL = tuple(name.removeprefix("paper-") for name in PAPER)
+SMALL = ("transformer", "resnet18", "dcgan", "pointnet-cls", "mobilenet", "pointnet-seg")
+PAPER = tuple(f"paper-{name}" for name in SMALL)
 LEAST, LEAST_SMALL = 2.4, 3.0
 _BATCHES = 4
+_LAST = ", channels last"
+_IMAGES = ("paper-resnet18", "paper-dcgan", "paper-mobilenet")
 _CELL_SECONDS = 60.0
 # A GPU is this many steps behind at most, so that a cell ends when its time is over.
 _AHEAD = 4
@@ -52,6 +53,20 @@ def _workload(name: str, device: str) -> Workload:
         return paper_workloads()[name]
     # On a CPU, to test this file, small networks stand for those of the paper's sizes.
     return workloads()[name.removeprefix("paper-")]
+
+
+def _channels_last(workload: Workload) -> Workload:
+    """The workload with the channels of its images next to each other in memory."""
+
+    def moved(tensor: Tensor) -> Tensor:
+        return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+    def batch(number: int) -> tuple[Batch, Batch]:
+        inputs, targets = workload.batch(number)
+        return tuple(map(moved, inputs)), tuple(map(moved, targets))
+
+    made_by: Any = workload.make  # the type of a module's `to` does not know a memory format alone
+    return replace(workload, make=lambda: made_by().to(memory_format=torch.channels_last), batch=batch)
 
 
 def _precision(device: str, precision: str) -> Any:
@@ -212,19 +227,22 @@ class Ways:
             self._steps.clear()
         own = _workload(name, device)
         workload = own.to(device)
+        if way.endswith(_LAST):
+            own, workload = _channels_last(own), _channels_last(workload)
         batch = workload.batch(0)
         if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         start = time.perf_counter()
-        kind, reads = way.removesuffix(" on device"), way in ("process", "array")
+        kind, reads = way.removesuffix(_LAST).removesuffix(" on device"), way in ("process", "array")
         models = self.models if kind == "array" else 1
-        if kind not in self._steps:
-            self._steps[kind] = self._make(kind, workload, precision, batch)
+        step = self._steps.get(kind)
+        if step is None or way.endswith(_LAST):
+            step = self._steps[kind] = self.make(kind, workload, precision, batch)
         line: Line = {"setup_s": round(time.perf_counter() - start, 2), "models": models}
         batches = read(own, device) if reads else kept(own, device)
-        line["models_per_s"] = models * pace(self._steps[kind], batches, seconds, device)
+        line["models_per_s"] = models * pace(step, batches, seconds, device)
         del batches
         if way == "captured":
             line |= self._counted(workload, precision, batch)
@@ -232,7 +250,8 @@ class Ways:
             line["mb"] = round(torch.cuda.max_memory_allocated() / 2**20)
         return line
 
-    def _make(self, kind: str, workload: Workload, precision: str, batch: tuple[Batch, Batch]) -> Step:
+    def make(self, kind: str, workload: Workload, precision: str, batch: tuple[Batch, Batch]) -> Step:
+        """Make a step of a kind: "array", "process" or "captured"."""
         if kind == "array":
             return array_step(workload, self.models, self.device, precision, batch)
         if kind == "process":
@@ -269,7 +288,7 @@ class One:
         batch = workload.batch(0)
         try:
             for kind in ("process", "captured"):
-                step = self.ways._make(kind, workload, "tf32", batch)
+                step = self.ways.make(kind, workload, "tf32", batch)
                 step(*batch)
                 self._turns[kind] = partial(pace, step, kept(own, device), self.ways.seconds, device)
         except Exception as error:
@@ -299,6 +318,7 @@ def cells(only: Sequence[str] = ()) -> list[tuple[str, str, str]]:
     every = [(name, "bf16", way) for name in PAPER for way in (*on_device, *reading)]
     every += [(name, "tf32", "array on device") for name in SMALL]
     every += [(name, "tf32", "processes") for name in SMALL]
+    every += [(name, "bf16", way + _LAST) for name in _IMAGES for way in on_device]
     every += [(name, "tf32", way) for name in PAPER for way in (*on_device, *reading)]
     every += [(name, "tf32", way) for name in SMALL for way in ("captured", "process")]
     return [cell for cell in every if not only or cell[0] in only]
@@ -344,6 +364,10 @@ def run(
                     for kind, at in (("processes", "process"), ("processes captured", "captured")):
                         keep(**named | {"way": kind}, **_at_once(many, name, at, end))
                 else:
+                    # Processes that train no more would keep their memory.
+                    for each in many:
+                        each.process.kill()
+                    many = []
                     line = _call(ways, end, "cell", name, precision, way)
                     keep(**named, **line)
                     if "CUDA error" in line.get("error", "") or "AcceleratorError" in line.get("error", ""):
@@ -423,6 +447,9 @@ def table(lines: Sequence[Line]) -> str:
                 f"| {name} | {precision} | {first} | {ratio(name, precision, 'array on device', 'captured')} | "
                 f"{both[0]} | {both[1]} |"
             )
+    for name in _IMAGES:
+        gain = ratio(name, "bf16", "array on device" + _LAST, "captured" + _LAST)
+        rows.append(f"| {name}{_LAST} | bf16 | - | {gain} | - | - |")
     rows += ["", "| network | array / processes | array / processes captured |", "|---|---|---|"]
     for name in SMALL:
         others = (ratio(name, "tf32", "array on device", way) for way in ("processes", "processes captured"))

@@ -10,11 +10,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
-from reproductions.hfta import on_gpu
+from reproductions.hfta import gpu, on_gpu
+from reproductions.hfta.bytes import ByteCounter
 from reproductions.hfta.claim import CLAIM, LEAST_SPEEDUP, judge
 from reproductions.hfta.losses import in_double, largest, losses, nudged
 from reproductions.hfta.networks import PointClassifier
@@ -174,6 +176,59 @@ def test_processes_that_stay_take_their_turns() -> None:
             assert list(paces) == list(WAYS)
             assert {len(each) for each in paces.values()} == {rounds[name][size]}
             assert all(pace.models_per_second > 0 for each in paces.values() for pace in each)
+
+
+@pytest.mark.parametrize("way", ["captured", "array on device", "process", "array", "captured, channels last"])
+def test_a_cell_of_the_gpu_s_protocol_is_measured(way: str) -> None:
+    line = gpu.Ways("cpu", 0.01, 2).cell("dcgan", "tf32", way)
+    assert line["models"] == (2 if way.startswith("array") else 1) and line["models_per_s"] > 0
+    assert (way == "captured") == ("flops" in line)
+    if way == "captured":
+        assert line["flops"] > 1e6 and line["bytes"] > 1e5
+
+
+@pytest.mark.slow
+def test_cells_that_fail_are_lines_and_others_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = [("transformer", "tf32", "processes"), ("no-such-network", "bf16", "captured"), ("dcgan", "tf32", "array")]
+    monkeypatch.setattr(gpu, "cells", lambda only: every)
+    monkeypatch.setattr(gpu, "_CELL_SECONDS", 240.0)
+    path = tmp_path / "out.jsonl"
+    with path.open("w") as out:
+        lines = gpu.run(out, 300, device="cpu", models=2, seconds=0.01)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == lines
+    assert [line["way"] for line in lines] == ["peaks", "processes", "processes captured", "captured", "array"]
+    assert "KeyError" in lines[3]["error"] and not any("error" in line for line in lines if line is not lines[3])
+    with path.open("w") as out:
+        lines = gpu.run(out, -1.0, device="cpu", models=2, seconds=0.01)
+    assert [line.get("error") for line in lines[1:]] == ["no time was left"] * 3
+
+
+def test_ratios_and_shares_of_the_peaks_are_in_the_table() -> None:
+    cell = {"name": "paper-resnet18", "precision": "bf16"}
+    lines = [
+        {"way": "peaks", "flops bf16": 1e15, "flops tf32": 5e14, "bytes": 3e12},
+        {**cell, "way": "captured", "models_per_s": 200.0, "flops": 2e12, "bytes": 3e9},
+        {**cell, "way": "array on device", "models_per_s": 300.0},
+        {**cell, "way": "process", "models_per_s": 100.0},
+        {**cell, "way": "array", "models_per_s": 250.0},
+        {"name": "dcgan", "precision": "tf32", "way": "array on device", "models_per_s": 9.0},
+        {"name": "dcgan", "precision": "tf32", "way": "processes", "models_per_s": 3.0},
+        {"name": "dcgan", "precision": "tf32", "way": "processes captured", "error": "no result within 60 s"},
+    ]
+    table = gpu.table(lines)
+    assert "| paper-resnet18 | bf16 | 2.50 | 1.50 | 60 %, 40 % | 30 %, 20 % |" in table
+    assert "| dcgan | 3.00 | - |" in table
+    assert [each[:2] for each in gpu.cells(["dcgan"])] == [("dcgan", "tf32")] * 4
+
+
+def test_bytes_are_those_that_operations_read_and_write() -> None:
+    x, row = torch.zeros(10, 10), torch.zeros(10)
+    with ByteCounter() as moved:
+        x.view(100)[:50].t()
+    assert moved.nbytes == 0
+    with ByteCounter() as moved:
+        x.add_(row.expand(10, 10))  # x is read and written, the row is there once
+    assert moved.nbytes == 400 + 40 + 400
 
 
 class Fails:
