@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -315,7 +316,9 @@ def _without_waiting() -> Generator[None]:
         ConfigError: with the operation's place.
     """
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it does not detect everything
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     except RuntimeError as error:

@@ -269,6 +269,8 @@ class FusedOptimizer(Optimizer):
                 # torch's optimizers have no state before a parameter's first step.
                 if self.state.get(parameter) and float(self.state[parameter]["step"][row]) > 0:
                     state[number] = {name: value[row].clone() for name, value in self.state[parameter].items()}
+                    # Torch's optimizers read their step count on the host.
+                    state[number]["step"] = state[number]["step"].cpu()
             groups.append({**self._options(index, place), "params": list(range(count, count + len(own)))})
             count += len(own)
         return {"state": state, "param_groups": groups}
