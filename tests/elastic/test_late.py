@@ -323,6 +323,32 @@ def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path) -> No
     assert taken >= {"1", "2", "3", "4"}
 
 
+@pytest.mark.slow
+def test_a_store_of_an_elastic_run_carries_late_work_too(tmp_path: Path) -> None:
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stop, workers = tmp_path / "stop", list[Process]()
+    settings = {"elastic": LateMerging(quorum=0.5)}
+
+    def add(rank: int) -> None:
+        extra = {"THINWIRE_STORE": f"127.0.0.1:{store.port}", "THINWIRE_WORKERS": "2", "THINWIRE_RANK": str(rank)}
+        workers.append(Process(train_process, settings, stop, 0.01, extra=extra))
+
+    try:
+        add(0)
+        add(1)
+        assert [worker.receive(60)[0] for worker in workers] == [0, 1]
+        os.kill(workers[0].process.pid, signal.SIGKILL)
+        add(0)
+        name, step = workers[2].receive(60)
+        assert name == 2 and step > 0
+        ends = ends_of(workers[1:], stop, step + 10 * PERIOD)
+    finally:
+        for worker in workers:
+            worker.process.kill()
+            worker.end()
+    assert {worker for _, _, log in ends for closing in log for _, worker, _ in closing} >= {"1", "2"}
+
+
 def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:
     options = LateMerging(quorum=1.0)
     network = ThreadNetwork()
