@@ -8,7 +8,7 @@ its own). A router between their tun devices replaces the private address and po
 to connections that a home has opened, limits rates to 20 Mbit/s up and 50 Mbit/s down, and delays packets by 20 ms.
 The router is also the packet capture.
 
-A worker in each home trains 6.5 million parameters with `DiLoCo(period=32, delay=16, ...)` in 4 bits. The computation in
+A worker in each home trains 6.5 million parameters with `DiLoCo(period=32, delay=16, ...)` in 4 bits. Computation in
 a step is a sleep of 0.2 s, as that of a GPU, so that the homes share no processor but for thinwire's own work.
 
 The rule, written before the first run: after the first round, the mean step takes at most 1.05 times as long as that of
