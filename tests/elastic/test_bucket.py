@@ -262,6 +262,45 @@ def test_a_run_whose_workers_have_ended_is_not_joined(tmp_path: Path) -> None:
     second = Process(train, url, "LocalSGD(period=2)", tmp_path / "none", extra={KEY: os.environ[KEY]})
     try:
         told = second.receive(60)
-        assert told.startswith("RunEndedError: ") and "use another path, and load a checkpoint" in told
+        assert told.startswith("RunEndedError: ") and "`thinwire bucket clean` or use another path" in told
     finally:
         second.end(5)
+
+
+def train_and_save(outbox: Any, url: str, folder: Path, until: int) -> None:
+    """Train from the last checkpoint, if there is one, to a step; save, and wait."""
+    model, optimizer = build()
+    worker = attach(model, optimizer, "LocalSGD(period=4)", rendezvous=url, workers=2, elastic=True, timeout=40)
+    if folder.exists():
+        worker.load(folder)
+    start = worker.step
+    while worker.step < until:
+        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(100 * worker.step + worker.rank))
+        optimizer.zero_grad()
+        (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+        optimizer.step()
+    worker.save(folder)
+    with worker.consensus():
+        outbox.send((start, worker.step, flat(model).tolist()))
+    time.sleep(600)
+
+
+def test_an_elastic_run_whose_workers_were_all_killed_starts_again_from_its_checkpoint(tmp_path: Path) -> None:
+    url, folder, extra = f"file://{tmp_path}/run", tmp_path / "saved", {KEY: os.environ[KEY]}
+    workers = [Process(train_and_save, url, folder, 6, extra=extra) for _ in range(2)]
+    try:
+        assert [each.receive(60)[:2] for each in workers] == [(0, 6)] * 2
+        for each in workers:
+            assert each.process.pid is not None
+            os.kill(each.process.pid, signal.SIGKILL)
+            each.process.join()
+        workers.append(Process(train_and_save, url, folder, 12, extra=extra))
+        told = workers[-1].receive(60)
+        assert told.startswith("RunEndedError: ") and "and load a checkpoint" in told
+        Bucket.open(url).clean(1.5)
+        workers += [Process(train_and_save, url, folder, 12, extra=extra) for _ in range(2)]
+        first, second = [each.receive(60) for each in workers[-2:]]
+        assert first[:2] == (6, 12) and first == second
+    finally:
+        for each in workers:
+            each.end()

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -251,6 +253,21 @@ def test_the_command_starts_processes_and_prints_the_line_for_other_machines() -
     assert done.stdout.count("Train Epoch: 1") == 5 and "5 steps; each worker sent" in done.stderr
     line = next(each for each in done.stderr.splitlines() if "torchrun" in each)
     assert line.endswith("single_process.py --strategy 'LocalSGD(period=2)' -- --epochs 1")
+
+
+@pytest.mark.slow
+def test_an_interrupt_is_reported_once() -> None:
+    command = [sys.executable, "-m", "thinwire", "up", str(MNIST), "--processes", "2", "--", "--epochs", "1000"]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None and "Epoch" in process.stdout.readline()
+        os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C in a terminal
+        _, told = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130 and told.count("interrupted") == 1, told
 
 
 def test_the_url_of_the_environment_is_used(

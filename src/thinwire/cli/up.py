@@ -12,6 +12,7 @@ from typing import Annotated
 
 from tyro.conf import Positional, Suppress
 
+from thinwire.cli import INTERRUPTED
 from thinwire.cli.console import err, print_error
 from thinwire.core.units import nbytes, seconds
 from thinwire.errors import ConfigError
@@ -124,6 +125,8 @@ class Up:
         last: dict[int, list[str]] = {}
 
         def show(rank: int, stream: Stream, line: str) -> None:
+            if line == INTERRUPTED:
+                return  # this process prints it too
             if rank == 0:
                 (sys.stdout if stream == "stdout" else sys.stderr).write(f"{line}\n")
                 (sys.stdout if stream == "stdout" else sys.stderr).flush()

@@ -99,7 +99,11 @@ class Membership:
         self._given_state = state
         self._beat_seconds, self._poll_seconds = beat_seconds, poll_seconds
         self._fixed, self._connected, self._meets = fixed, connected, meets
-        self._fix = "name it with THINWIRE_RUN" if connected else "use another path, and load a checkpoint"
+        self._fix = (
+            "name it with THINWIRE_RUN"
+            if connected
+            else "delete this one with `thinwire bucket clean` or use another path, and load a checkpoint"
+        )
         self._beats: dict[str, tuple[bytes, float]] = {}
         self._first_beats: dict[str, bytes] = {}
         self._place: tuple[str, list[str]] | None = None
