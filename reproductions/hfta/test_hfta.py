@@ -188,6 +188,7 @@ def test_a_cell_of_the_gpu_s_protocol_is_measured(way: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_cells_that_fail_are_lines_and_others_follow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     every = [("transformer", "tf32", "processes"), ("no-such-network", "bf16", "captured"), ("dcgan", "tf32", "array")]
     monkeypatch.setattr(gpu, "cells", lambda only: every)

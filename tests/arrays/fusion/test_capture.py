@@ -15,11 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.arrays import fusion
-from thinwire.arrays.fusion import Each, capture, fuse
+from thinwire.arrays.fusion import Each, autotune, capture, fuse
+from thinwire.arrays.fusion.batch import Batch
 from thinwire.arrays.fusion.optimizers import base, parameter_batch
 from thinwire.arrays.fusion.recording import RECORDER
 from thinwire.errors import ConfigError
 
+pytestmark = pytest.mark.usefixtures("fresh_autotune_cache")
 RATES = [1e-3, 3e-3, 1e-2]
 OPTIMIZERS: dict[str, Callable[[Any], fusion.FusedOptimizer]] = {
     "SGD": lambda ps: fusion.SGD(ps, lr=RATES, momentum=[0.0, 0.9, 0.9], nesterov=[False, False, True]),
@@ -324,3 +326,17 @@ def test_a_step_that_waits_for_the_gpu_is_refused_before_the_capture() -> None:
     with pytest.raises(ConfigError, match=r"waits for the GPU: called a synchronizing CUDA operation\. .*\.item\(\)"):
         array.capture(step, *batch(0))
     assert_same(state_of(array, optimizer), before)
+
+
+def test_a_candidate_that_fails_is_not_chosen() -> None:
+    x = torch.ones(3, requires_grad=True)
+
+    def fails(value: Batch) -> Batch:
+        raise RuntimeError("grad_weight must be contiguous")
+
+    candidates: Any = {"works": lambda value: Batch(2 * value.tensor, 0), "fails": fails}
+    with autotune.measuring():
+        found = autotune.run_fastest("doubling", candidates, [Batch(x, 0)])
+        assert found.tensor.tolist() == [2.0] * 3
+        with pytest.raises(RuntimeError, match="grad_weight"):
+            autotune.run_fastest("failing", {"fails": fails, "too": fails}, [Batch(x, 0)])

@@ -208,6 +208,8 @@ def _measure(
     gradient = torch.ones_like(result, memory_format=torch.contiguous_format)
     work = {name: partial(_run_once, run, copies, gradient) for name, run in candidates.items()}
     best = {name: _first_seconds(run, gpu) for name, run in work.items()}
+    if min(best.values()) == math.inf:
+        next(iter(work.values()))()  # raises again
     drop, start = _DROP_AFTER_FIRST_USE, perf_counter()
     for round in range(_MAX_ROUNDS):
         if round >= _MIN_ROUNDS and perf_counter() - start > _MAX_SECONDS:
@@ -224,11 +226,12 @@ def _measure(
 
 
 def _first_seconds(work: Callable[[], object], gpu: torch.device | None) -> float:
-    """Return the seconds of one use; of a candidate that needs more memory than the GPU has, infinity."""
+    """Return the seconds of one use; infinity if it fails, for want of memory or of a layout that torch supports."""
     try:
         return _seconds_of(work, 1, gpu)
-    except torch.OutOfMemoryError:
-        torch.cuda.empty_cache()
+    except RuntimeError:
+        if gpu is not None:
+            torch.cuda.empty_cache()
         return math.inf
 
 
