@@ -59,7 +59,7 @@ def worker(rank: int, url: str, *, late: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     elastic: Any = thinwire.LateMerging() if late else False
     trained = thinwire.attach(model, optimizer, BASE, rendezvous=url, workers=WORKERS, elastic=elastic, timeout=120)
-    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) / NUMEL**0.5
     while True:
         start = time.monotonic()
         model(x).square().mean().backward()
