@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train over a store from homes behind NAT, and capture everything that they send.
 
-    python -m benchmarks.nat [--homes 3] [--rounds 4] [--json FILE]
+    python -m benchmarks.nat [--homes 3] [--rounds 4] [--parameters 6500000] [--json FILE]
 
 Each home is a network namespace with the same private address, and reaches only the store: SeaweedFS in a namespace of
 its own). A router between their tun devices replaces the private address and port by public ones, forwards answers only
@@ -352,9 +352,10 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--homes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--parameters", type=int, default=6_500_000)
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
-    parameters, period, delay, step_seconds = 6_500_000, 32, 16, 0.2
+    parameters, period, delay, step_seconds = asked.parameters, 32, 16, 0.2
     load = os.getloadavg()
     found = run(asked.homes, parameters, period, delay, asked.rounds, step_seconds)
     strategy = thinwire.parse(RECIPE.format(period=period, delay=delay))
