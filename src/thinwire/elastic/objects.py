@@ -89,7 +89,7 @@ class StoreObjects:
         self._store, self._records = store, Records(store, token)
 
     def put(self, name: str, content: bytes) -> None:
-        """Write the chunks first, so that whoever finds the record finds them."""
+        """Write the chunks first, so that a reader of the record finds them."""
         chunks = [content[at : at + _CHUNK_BYTES] for at in range(0, len(content), _CHUNK_BYTES)]
         for number, chunk in enumerate(chunks):
             self._store.set(f"{name}/{number}", base64.b64encode(chunk).decode())
