@@ -120,10 +120,8 @@ def test_a_joining_worker_gets_the_optimizer_s_state_on_its_gpu(kind: str, recip
     assert places == {f"w{i}": {ON_GPU} for i in range(3)}
 
 
-def test_a_worker_leaves_and_all_save_as_on_the_cpu(tmp_path: Path) -> None:
-    """A worker leaves with notice; the others save, and a later run loads that on the other device."""
-
-    def run(device: str, folder: Path, steps: int) -> list[End]:
+def test_a_worker_leaves_with_notice_and_a_checkpoint_loads_on_the_other_device(tmp_path: Path) -> None:
+    def run(size: int, device: str, folder: Path, steps: int) -> list[End]:
         notices: dict[int, Notice] = {}
 
         def before(worker: Worker) -> None:
@@ -137,19 +135,19 @@ def test_a_worker_leaves_and_all_save_as_on_the_cpu(tmp_path: Path) -> None:
                 notice.received = "SIGTERM"
             if notice.leave():
                 raise LeftError
-            if worker.step == steps:
+            if worker.step == 8:
                 worker.save(folder)
 
-        recipe = thinwire.parse("DiLoCo(period=2)")
-        return run_fleet(3, recipe, device=device, steps=steps, before=before, after=after)
-
-    folders = {device: tmp_path / device for device in ("cpu", ON_GPU)}
-    ends: dict[str, list[End]] = {}
-    for device, folder in folders.items():
         with pretend_gpu():
-            ends[device] = run(device, folder, 8)
-        assert isinstance(ends[device][2].error, LeftError)
-    check_equal(ends[ON_GPU][:2], ends["cpu"][:2])
+            recipe = thinwire.parse("DiLoCo(period=2)")
+            return run_fleet(size, recipe, device=device, steps=steps, before=before, after=after)
+
+    first = {device: run(3, device, tmp_path / device, 8) for device in ("cpu", ON_GPU)}
+    assert all(isinstance(ends[2].error, LeftError) for ends in first.values())
+    check_equal(first[ON_GPU][:2], first["cpu"][:2])
+    later = [run(2, device, tmp_path / other, 12) for device, other in (("cpu", ON_GPU), (ON_GPU, "cpu"))]
+    assert all(end.steps == 4 for ends in later for end in ends)
+    check_equal(*later)
 
 
 class LeftError(Exception):

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import pytest
 import torch
 
+import thinwire
 from tests.elastic.processes import Processes
 from tests.elastic.test_kills import finished
+from thinwire.elastic.threads import ThreadNetwork
 
 DEVICE = os.environ.get("DEVICE", "cuda:0")
 pytestmark = [
@@ -43,3 +46,23 @@ def test_of_three_workers_on_one_gpu_one_is_killed_and_another_joins(
         pauses.append(next(at for at, _ in report.steps if at > changed) - last)
     with capsys.disabled():
         sys.stdout.write(f"\n{recipe} on {DEVICE}: the survivors' next step ended after {max(pauses):.2f} s\n")
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="asks the GPU's allocator")
+def test_an_elastic_round_needs_no_more_memory_of_the_gpu() -> None:
+    def peak(**settings: Any) -> int:
+        before = torch.cuda.memory_allocated(DEVICE)
+        torch.cuda.reset_peak_memory_stats(DEVICE)
+        model = torch.nn.Linear(2048, 2048, device=DEVICE)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        worker = thinwire.attach(model, optimizer, "DiLoCo(period=2)", **settings)
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.ones(4, 2048, device=DEVICE)).square().mean().backward()
+            optimizer.step()
+        found = torch.cuda.max_memory_allocated(DEVICE) - before
+        worker.detach()
+        return found
+
+    plain = peak()
+    assert peak(elastic=ThreadNetwork().fleet("w0", 0, 1)) <= plain + (1 << 20)
