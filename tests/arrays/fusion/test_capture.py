@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -340,3 +341,30 @@ def test_a_candidate_that_fails_is_not_chosen() -> None:
         assert found.tensor.tolist() == [2.0] * 3
         with pytest.raises(RuntimeError, match="grad_weight"):
             autotune.run_fastest("failing", {"fails": fails, "too": fails}, [Batch(x, 0)])
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam"])
+def test_row_kernels_take_channels_last_weights_on_a_gpu(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrays: list[fusion.FusedArray] = []
+    for as_on_gpu in (False, True):
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            models = [nn.Conv2d(3, 4, 3).double().to(memory_format=torch.channels_last) for _ in RATES]
+        array = fuse(models)
+        optimizer, counted = OPTIMIZERS[kind](array.parameters()), Mock()
+        assert not next(array.parameters()).is_contiguous()
+        with monkeypatch.context() as patch:
+            if as_on_gpu:
+                for module in (base, parameter_batch):
+                    patch.setattr(module, "on_host", lambda _: False)
+                patch.setattr(parameter_batch, "on_gpu", lambda _: True)
+                counted = Mock(wraps=optimizer.update_rows_)
+                patch.setattr(optimizer, "update_rows_", counted)
+            for number in range(3):
+                array.zero_grad()
+                array(batch(number)[0].expand(5, 3, 6, 6)).square().mean((1, 2, 3, 4)).sum().backward()
+                optimizer.step()
+        assert counted.call_count == 3 * as_on_gpu
+        arrays.append(array)
+    for name, tensor in arrays[0].state_dict().items():
+        assert torch.allclose(tensor, arrays[1].state_dict()[name], rtol=1e-9)

@@ -220,6 +220,8 @@ class FusedOptimizer(Optimizer):
             step.double(),
             group,
         )
+        if self.row_kernel and not on_host(step):
+            batch = batch.in_memory_order()
         if self.row_kernel and batch.fits_row_kernels():
             self.update_rows_(batch, active)
             # Autograd does not see what a kernel writes.

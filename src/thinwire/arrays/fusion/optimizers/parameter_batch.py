@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -51,6 +51,16 @@ class ParameterBatch:
             return self.gradients
         return plus(self.gradients, self.parameters, Coefficient(decay))
 
+    def in_memory_order(self) -> ParameterBatch:
+        """Return the batch with the axes of each tensor permuted as in memory: channels-last weights are contiguous."""
+        orders = [_memory_order(parameter) for parameter in self.parameters]
+
+        def permuted(column: Tensors) -> Tensors:
+            return [tensor.permute(order) for tensor, order in zip(column, orders, strict=True)]
+
+        states = {name: permuted(column) for name, column in self.states.items()}
+        return replace(self, parameters=permuted(self.parameters), gradients=permuted(self.gradients), states=states)
+
     def fits_row_kernels(self) -> bool:
         """Whether all tensors are contiguous and of one dtype and device that the row kernels support."""
         first = self.parameters[0]
@@ -64,6 +74,12 @@ class ParameterBatch:
                 for tensor in column
             )
         )
+
+
+def _memory_order(tensor: Tensor) -> list[int]:
+    """Return the axes with the models' first and the others by stride; those of a contiguous tensor as they are."""
+    axes = range(1, tensor.dim())
+    return [0, *(axes if tensor.is_contiguous() else sorted(axes, key=lambda axis: -tensor.stride(axis)))]
 
 
 def on_host(tensor: Tensor) -> bool:
