@@ -490,7 +490,7 @@ class LateRounds:
         keys = [(each.worker, each.started) for each in closing.contributions]
         end, misses = time.monotonic() + self.comm.timeout, 0
         while missing := [key for key in keys if key not in self._messages]:
-            # The worker that proposed the closing had read all of it. Another may join or contribute before this one looks.
+            # The worker that proposed the closing had read all of it. Another may join before this one looks.
             looked = self._look()
             misses = 0 if looked else misses + 1
             # The run is far ahead: the others have deleted what this worker has missed.
