@@ -53,7 +53,8 @@ EVENTS: dict[str, dict[str, Any]] = {
     "kill": {"kills": (Kill(1, 4, 1),)},
     "kill after a message": {"kills": (Kill(0, 5, 0, after=True),)},
     "join": {"joins": (3,)},
-    "kill and join": {"kills": (Kill(2, 4, 1),), "joins": (5,)},
+    # Not while the state is sent, which the loss may end or not.
+    "kill and join": {"kills": (Kill(2, 4, 1),), "joins": (9,)},
 }
 
 
@@ -65,7 +66,7 @@ def arrive(worker: Worker) -> None:
 
 
 def run(recipe: str, device: str, **events: Any) -> list[End]:
-    return run_fleet(3, thinwire.parse(recipe), device=device, steps=18, before=arrive, **events)
+    return run_fleet(3, thinwire.parse(recipe), device=device, steps=24, before=arrive, **events)
 
 
 def check_equal(found: list[End], expected: list[End]) -> None:
