@@ -135,10 +135,15 @@ def in_signs(block: int) -> Callable[[], codecs.Agreed]:
     """Means of the whole vector in signs, with the errors kept."""
 
     def begin() -> codecs.Agreed:
-        stages = codecs.TwoStages(codecs.signs(block), block, [sum(SIZES)])
+        stages = stages_in_signs(block)()
         return lambda rows, k: stages(rows)
 
     return begin
+
+
+def stages_in_signs(block: int) -> Callable[[], codecs.TwoStages]:
+    """The two stages of such a mean."""
+    return lambda: codecs.TwoStages(codecs.signs(block), block, [sum(SIZES)])
 
 
 def in_nearest(bits: int, block: int) -> Callable[[], codecs.Agreed]:
@@ -156,7 +161,7 @@ def in_levels(bits: int, block: int) -> Callable[[], codecs.Agreed]:
     return lambda: lambda rows, k: two_stages(rows, bits, block, draw_key(0, k), dither=False)
 
 
-def coded(method: Callable[..., Tensor], mean: Callable[[], codecs.Agreed], **words: Any) -> Oracle:
+def coded(method: Callable[..., Tensor], mean: Callable[[], codecs.Agreed | codecs.TwoStages], **words: Any) -> Oracle:
     """A method around every worker's own optimizer whose means are coded."""
     return lambda s: method(s.problem.gradient, s.start, s.update(), s.steps, mean(), **words)
 

@@ -139,13 +139,18 @@ STRATEGIES: list[Case] = [
     case(OVERLAP, to.stacked(overlap.overlap_local_sgd, period=3, pull=0.6, momentum=0.7)),
     *(
         case(
-            OverlapLocalSGD(2, delay=delay, codec=codec),
-            to.coded(
-                codecs.coded_overlap, mean, feedback=codec == SIGNS, period=2, pull=0.6, momentum=0.7, delay=delay
-            ),
+            OverlapLocalSGD(2, delay=delay, codec=SIGNS),
+            to.coded(codecs.served_overlap, to.stages_in_signs(8), period=2, pull=0.6, momentum=0.7, delay=delay),
             **CODED,
         )
-        for delay, (codec, mean) in zip((None, 1), CODES.items(), strict=True)
+        for delay in (None, 1)
+    ),
+    case(
+        OverlapLocalSGD(2, delay=1, codec=Quantize(8, 8)),
+        to.coded(
+            codecs.coded_overlap, CODES[Quantize(8, 8)], feedback=False, period=2, pull=0.6, momentum=0.7, delay=1
+        ),
+        **CODED,
     ),
     case(
         OverlapLocalSGD(2, codec=PowerSGD(1, 0)),

@@ -107,20 +107,26 @@ class TwoStages:
 
     def __call__(self, x: Tensor) -> Tensor:
         """The agreed vector of n, from a row of n for each worker."""
-        if self.residual is None or self.server_owed is None:
-            self.residual, self.server_owed = torch.zeros_like(x), torch.zeros_like(x[0])
-        pieces = [n for part in self.parts for n in chunks(part, len(x), self.grain)]
-
-        def coded(row: Tensor) -> Tensor:
-            return torch.cat([self.code(piece) for piece in row.split(pieces)])
-
-        whole = x + self.residual
-        said = torch.stack([coded(row) for row in whole])
-        self.residual = whole - said
-        mean = said.mean(0) + self.server_owed
-        agreed = coded(mean)
+        if self.server_owed is None:
+            self.server_owed = torch.zeros_like(x[0])
+        mean = self.to_servers(x) + self.server_owed
+        agreed = self.coded(mean, len(x))
         self.server_owed = mean - agreed
         return agreed
+
+    def coded(self, row: Tensor, workers: int) -> Tensor:
+        """A vector as all decode it."""
+        pieces = [n for part in self.parts for n in chunks(part, workers, self.grain)]
+        return torch.cat([self.code(piece) for piece in row.split(pieces)])
+
+    def to_servers(self, x: Tensor) -> Tensor:
+        """The mean that the servers decode, in the first stage."""
+        if self.residual is None:
+            self.residual = torch.zeros_like(x)
+        whole = x + self.residual
+        said = torch.stack([self.coded(row, len(x)) for row in whole])
+        self.residual = whole - said
+        return said.mean(0)
 
 
 def orthogonal(p: Tensor) -> Tensor:
@@ -288,6 +294,34 @@ def coded_overlap(
             x = (1 - pull) * x + pull * z
         if k % period == 0:
             sent = known(x, z, k)
+    return x
+
+
+def served_overlap(
+    gradient: Gradient,
+    x: Tensor,
+    update: Update,
+    steps: int,
+    stages: TwoStages,
+    *,
+    period: int,
+    pull: float,
+    momentum: float,
+    delay: int | None = None,
+) -> Tensor:
+    """Overlap Local-SGD whose servers move the anchor, and compress the way to it from where workers believe it is."""
+    mean, z, v, known, last = x.mean(0), x.mean(0), torch.zeros_like(x[0]), x.mean(0), x
+    coming = known
+    for k in range(1, steps + 1):
+        x = x + update(x, gradient(x, k - 1), k - 1)
+        if (k - (delay or period)) % period == 0:
+            known = coming
+            x = (1 - pull) * x + pull * known
+        if k % period == 0:
+            mean, last = mean + stages.to_servers(x - last), x
+            v = momentum * v + mean - z
+            z = z + v
+            coming = known + stages.coded(z - known, len(x))
     return x
 
 

@@ -245,6 +245,10 @@ def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str
         [
             ("each", f"{each} bytes per parameter"),
             ("together", f"{total}, besides the state of {card.optimizer} and activations"),
+            (
+                "peak",
+                f"{nbytes(card.peak_bytes)} more than training alone: {_number(_copies(card))} times the parameters",
+            ),
         ],
     )
     if card.lr_factor not in (None, 1.0):
@@ -255,6 +259,11 @@ def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str
     for place, method in enumerate(card.methods):
         lines = {"paper": method.paper, "waits": method.waits, "limits": method.limits}
         yield method.name if place else typed, [(name, words) for name, words in lines.items() if words]
+
+
+def _copies(card: Card) -> float:
+    """The peak as a multiple of the parameters."""
+    return card.peak_bytes / (card.memory_bytes_per_parameter["parameters"] * card.parameters)
 
 
 def _traffic(card: Card) -> list[tuple[str, str]]:

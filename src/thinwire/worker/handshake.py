@@ -22,6 +22,7 @@ from thinwire.worker.parameters import find_alias, named_buffers, named_paramete
 Facts = list[tuple[str, str]]
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLE_SIZE = 65_536
+_SUMMED = 1 << 18  # elements that a hash adds at a time
 
 
 def agree(comm: Comm, facts: Facts, device: torch.device, *, how: str = "were started differently") -> None:
@@ -92,7 +93,10 @@ def hash_of(x: Tensor) -> Tensor:
     side = max(1, isqrt(bits.numel()))
     rows = bits.numel() // side
     square, rest = bits[: rows * side].view(rows, side), bits[rows * side :]
-    sums = torch.cat([square.sum(1, dtype=torch.int64), square.sum(0, dtype=torch.int64), rest.long()])
+    # A few rows at a time: torch converts all that it adds to 64 bits first.
+    groups = square.split(max(1, _SUMMED // side))
+    columns = sum((group.sum(0, dtype=torch.int64) for group in groups), bits.new_zeros(side, dtype=torch.int64))
+    sums = torch.cat([*(group.sum(1, dtype=torch.int64) for group in groups), columns, rest.long()])
     draw = torch.Generator().manual_seed(0)
     weights = torch.randint(-(1 << 62), 1 << 62, sums.shape, generator=draw, device="cpu")
     return weights.to(sums.device).mul_(sums).sum()

@@ -422,7 +422,9 @@ def test_groups_of_different_learning_rates_are_explained(recipe: str) -> None:
 
     strategy, model = thinwire.parse(recipe), torch.nn.Linear(8, 8)
     expected = explain(strategy, parameters=model, workers=4)
-    assert explain(strategy, parameters=model, workers=4, optimizer=grouped) == expected
+    found = explain(strategy, parameters=model, workers=4, optimizer=grouped)
+    assert found.peak_bytes >= expected.peak_bytes  # a learning rate for each parameter may be a vector
+    assert replace(found, peak_bytes=expected.peak_bytes) == expected
 
 
 def test_an_optimizer_that_evaluates_several_gradients_is_refused() -> None:

@@ -177,17 +177,17 @@ class GroupComm(Comm):
         return self._start("all_gather", x, launch, lambda: [r.view(x.shape) for r in rows])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        sent, received = torch.cat(list(xs)), xs[0].new_empty(sum(sizes))
-        counts = [x.numel() for x in xs]
+        parts, received = [x.contiguous() for x in xs], xs[0].new_empty(sum(sizes))
 
         def launch(group: _Connections) -> Handles:
-            if not group.timed or sent.device.type != "cpu":
-                return group.all_to_all(sent, counts, received, list(sizes))
-            parts, into = sent.split(counts), received.split(list(sizes))
+            if not group.timed or received.device.type != "cpu":
+                counts = [part.numel() for part in parts]
+                return group.all_to_all(torch.cat(parts), counts, received, list(sizes))
+            into = received.split(list(sizes))
             into[self.rank].copy_(parts[self.rank])
             return group.exchange(parts, into, self.rank, tag=self._next_tag())
 
-        return self._start("all_to_all", sent, launch, lambda: list(received.split(list(sizes))))
+        return self._start("all_to_all", received, launch, lambda: list(received.split(list(sizes))))
 
     def _next_tag(self) -> int:
         """Return a tag for one collective call, so that messages of concurrent calls are not mixed up."""

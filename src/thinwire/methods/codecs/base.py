@@ -69,6 +69,25 @@ class Codec(Recipe, ABC):
     inelastic: ClassVar[str] = ""
     """Why workers cannot continue after one of them is lost, under `attach(elastic=True)`; empty if they can."""
 
+    @property
+    def separable(self) -> bool:
+        """True if parts of a vector, cut at multiples of `alignment`, can be encoded and decoded one at a time.
+
+        `part_of` and `join_parts` then take payloads apart and put them together, with the same bits.
+        """
+        return False
+
+    def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
+        """Return the payload of a part of a vector of n elements; for a separable codec."""
+        raise self._not_separable()
+
+    def join_parts(self, payloads: Sequence[Tensor], cuts: Sequence[slice]) -> Tensor:
+        """Return the payload of a vector from those of its parts, end to end; for a separable codec."""
+        raise self._not_separable()
+
+    def _not_separable(self) -> ConfigError:
+        return ConfigError(f"codec={self}: its payloads cannot be split. Encode and decode whole vectors")
+
     def check(self, size: int) -> None:
         """Check that the codec works with this number of workers; `attach` calls it before the first step.
 
@@ -289,6 +308,10 @@ CODEC_SOURCES: dict[str, Literal["codec", "own"]] = {
     "encode": "codec",
     "decode": "codec",
     "nbytes": "codec",
+    # How a payload is laid out; wrappers are taken off before means are computed part by part.
+    "separable": "own",
+    "part_of": "own",
+    "join_parts": "own",
     # These describe how a payload is sent and added, which is what a wrapper may change.
     "linear": "own",
     "dtype": "own",
@@ -515,6 +538,12 @@ def split_planes(payload: Tensor, n: int, cuts: Sequence[slice], *, bits: int, b
         rows = (plane[cut.start // 8 : -(-cut.stop // 8)] for plane in planes)
         found.append(join([scales[cut.start // block * 4 : -(-cut.stop // block) * 4], *rows]))
     return found
+
+
+def part_of_planes(payload: Tensor, n: int, part: slice, *, bits: int, block: int) -> Tensor:
+    """Return the payload of one part, which starts at the beginning of a block."""
+    whole = slice(0, n)
+    return payload if part == whole else split_planes(payload, n, [part, slice(n, n)], bits=bits, block=block)[0]
 
 
 def join_planes(payloads: Sequence[Tensor], cuts: Sequence[slice], *, bits: int, block: int) -> Tensor:

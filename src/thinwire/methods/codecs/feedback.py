@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.registry import registered
 
 _RESIDUAL_NAME = re.compile(r"((?:.*/)?)(?:error|server_error/(\d+)-(\d+))")
+_SERVER_NAME = re.compile(r"((?:.*/)?server_[a-z]+)/(\d+)-(\d+)")
 
 
 @registered
@@ -182,15 +184,48 @@ def server_residual_of(state: State, x: Tensor, own: slice, offset: int, size: i
     return state[name]
 
 
+def server_piece_of(state: State, name: str, own: slice, initial: Callable[[], Tensor]) -> Tensor:
+    """Return a vector that only the server of a piece keeps, as `server_NAME/START-STOP`.
+
+    Args:
+        state: contains it; what a run with another number of workers has left there for a longer piece is cut.
+        name: its name, without "server_".
+        own: this rank's piece.
+        initial: makes its first values.
+    """
+    key = f"server_{name}/{own.start}-{own.stop}"
+    for other in [each for each in state if each.startswith(f"server_{name}/") and each != key]:
+        match, found = _SERVER_NAME.fullmatch(other), state.pop(other)
+        if match and int(match[2]) <= own.start and own.stop <= int(match[3]) and key not in state:
+            state[key] = found[own.start - int(match[2]) : own.stop - int(match[2])].clone()
+    if key not in state:
+        state[key] = initial()
+    return state[key]
+
+
+def join_server_pieces(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Join the vectors of `server_piece_of` over all ranks; those with gaps are dropped."""
+    pieces: dict[str, list[tuple[int, int, Tensor]]] = {}
+    for state in states:
+        for name, x in state.items():
+            if (match := _SERVER_NAME.fullmatch(name)) and not _RESIDUAL_NAME.fullmatch(name):
+                pieces.setdefault(match[1], []).append((int(match[2]), int(match[3]), x))
+    joined: dict[str, Tensor] = {}
+    for name, found in pieces.items():
+        found.sort(key=lambda piece: piece[:2])
+        if found[0][0] == 0 and all(a[1] == b[0] for a, b in pairwise(found)):
+            joined[f"{name}/0-{found[-1][1]}"] = torch.cat([x for _, _, x in found])
+    return joined
+
+
 def of_server(name: str) -> bool:
-    """Return True if the name belongs to a server's residual.
+    """Return True if the name belongs to a vector that only the server of a piece keeps, such as its residual.
 
     Example:
         >>> of_server("base/server_error/0-8"), of_server("error")
         (True, False)
     """
-    match = _RESIDUAL_NAME.fullmatch(name)
-    return match is not None and match[2] is not None
+    return _SERVER_NAME.fullmatch(name) is not None
 
 
 def of_worker(name: str) -> bool:
@@ -218,7 +253,7 @@ def merge_server_residuals(state: MutableMapping[str, Tensor], size: int) -> Non
 
 
 def residual_sizes(name: str, sizes: Sequence[int]) -> list[int] | None:
-    """Return the sizes that a named residual may have; None if the name is not a residual.
+    """Return the sizes that a named residual or a server's vector may have; None if the name is neither.
 
     Args:
         name: a name in a replica's state.
@@ -228,10 +263,9 @@ def residual_sizes(name: str, sizes: Sequence[int]) -> list[int] | None:
         >>> residual_sizes("base/error", [7]), residual_sizes("server_error/2-5", [7]), residual_sizes("anchor", [7])
         ([7], [3], None)
     """
-    match = _RESIDUAL_NAME.fullmatch(name)
-    if match is None:
-        return None
-    return list(sizes) if match[2] is None else [int(match[3]) - int(match[2])]
+    if server := _SERVER_NAME.fullmatch(name):
+        return [int(server[3]) - int(server[2])]
+    return list(sizes) if _RESIDUAL_NAME.fullmatch(name) else None
 
 
 def resize_errors(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict[str, Tensor]]:
@@ -307,6 +341,7 @@ def resize_alike(states: Sequence[Mapping[str, Tensor]], size: int) -> list[dict
             found[name] = first
         elif first.is_floating_point():
             found[name] = torch.stack([x.double() for x in xs]).mean(0).to(first.dtype)
+    found.update(join_server_pieces(states))
     # In the saved order, with copies for every rank, since each updates its own in place.
     names = [name for name in states[0] if name in found] + [name for name in found if name not in states[0]]
     return [{name: found[name].clone() for name in names} for _ in range(size)]

@@ -97,7 +97,9 @@ def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, 
         front = fronts[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
         fields, (checksum,) = front[: _FIELDS.size], _CHECK.unpack(front[_FIELDS.size :])
         magic, flags, codec, step, squared_norm = _FIELDS.unpack(fields)
-        payload = message[HEADER_BYTES:].clone()  # a copy, so that fp32 scales are aligned to four bytes
+        payload = message[HEADER_BYTES:]
+        if payload.storage_offset() % 4:
+            payload = payload.clone()  # so that fp32 scales are aligned to four bytes
         header = Header(
             codec, step, bool(flags & _SECOND_STAGE), bool(flags & _NON_FINITE), bool(flags & _REJECTED), squared_norm
         )

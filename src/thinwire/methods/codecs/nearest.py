@@ -10,7 +10,14 @@ from torch import Tensor
 
 from thinwire.core.kernels import decode_rounded_, encode_rounded_, quantized_nbytes
 from thinwire.core.validation import check_ranges
-from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8, join_planes, split_planes
+from thinwire.methods.codecs.base import (
+    Codec,
+    State,
+    check_multiple_of_8,
+    join_planes,
+    part_of_planes,
+    split_planes,
+)
 from thinwire.registry import registered
 
 
@@ -100,3 +107,16 @@ class Nearest(Codec):
         """Decode in one pass over all pieces."""
         payload = join_planes(payloads, cuts, bits=self.bits, block=self.block)
         decode_rounded_(payload, x, bits=self.bits, block=self.block)
+
+    @property
+    def separable(self) -> bool:
+        """True."""
+        return True
+
+    def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
+        """Return the scales and the bits of the part."""
+        return part_of_planes(payload, n, part, bits=self.bits, block=self.block)
+
+    def join_parts(self, payloads: Sequence[Tensor], cuts: Sequence[slice]) -> Tensor:
+        """Join the scales, and each plane."""
+        return join_planes(payloads, cuts, bits=self.bits, block=self.block)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import decode_signs_, encode_signs_, join, sign_nbytes, sum_signs_
-from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8, join_planes, split_planes
+from thinwire.methods.codecs.base import Codec, State, check_multiple_of_8, join_planes, part_of_planes, split_planes
 from thinwire.registry import registered
 
 
@@ -109,6 +109,19 @@ class OneBit(Codec):
         x = torch.empty_like(like, dtype=torch.float32)
         sum_signs_(join(payloads).view(len(payloads), -1), x, block=self._span(x.numel()))
         return x.to(like.dtype)
+
+    @property
+    def separable(self) -> bool:
+        """True, unless the vector has one scale."""
+        return not self.whole
+
+    def part_of(self, payload: Tensor, n: int, part: slice) -> Tensor:
+        """Return the scales and the bits of the part."""
+        return part_of_planes(payload, n, part, bits=1, block=self.block)
+
+    def join_parts(self, payloads: Sequence[Tensor], cuts: Sequence[slice]) -> Tensor:
+        """Join the scales, and each plane."""
+        return join_planes(payloads, cuts, bits=1, block=self.block)
 
     def _span(self, n: int) -> int:
         return max(n, 1) if self.whole else self.block

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means and exchanges over a comm: plain, compressed by a codec, or weighted by a topology."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from math import lcm
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +35,11 @@ from thinwire.methods.topology.base import Peers
 
 Observer = Callable[[Tensor, list[Tensor]], None]
 """Called with this rank's vector and the received ones."""
+Serve = Callable[[Tensor, slice], Tensor]
+"""Called by a server with a part of its mean and the part's position; returns the values to send in its place."""
+# Elements that `mean_from_residual` encodes or decodes at a time. On the CPU they stay in the cache; on a GPU each
+# kernel should be long.
+_PART, _PART_ON_GPU = 1 << 18, 1 << 24
 
 
 def mean_(comm: Comm, x: Tensor, *, count: int | None = None) -> Work[Tensor]:
@@ -95,9 +101,18 @@ def compressed_mean_(
 
 
 def mean_from_residual(
-    comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int = 0, count: int | None = None
+    comm: Comm,
+    x: Tensor,
+    codec: Codec,
+    state: State,
+    *,
+    key: int = 0,
+    count: int | None = None,
+    minus: Tensor | None = None,
+    into: Tensor | None = None,
+    serve: Serve | None = None,
 ) -> Work[Tensor]:
-    """Average like `compressed_mean_` with less memory: a new vector, and only payloads in flight.
+    """Average like `compressed_mean_` with less memory: only payloads are in flight, and temporaries are short.
 
     It requires `at_once(codec)`. The residual is updated at the launch, not at the wait. It cannot be restored if
     another rank's vector is not finite, so use this only for means after which such a run ends.
@@ -109,12 +124,37 @@ def mean_from_residual(
         state: the state of the codec, with its residual `error`.
         key: the key of the random draws, equal on all ranks.
         count: divide the sum by this instead of the number of ranks.
+        minus: a vector that is subtracted from `x`.
+        into: a vector to which the mean is added at the wait, and which is the result; by default a new vector.
+        serve: computes from the mean of a part of this rank's piece the values to send to all ranks in its place,
+            without a residual; it is called with that mean and the part's position, part by part in order.
     """
+    residual = residual_of(state, x)
     if comm.rank in comm.silent:
         # A rank that just joined contributes nothing: with its residual this is zero.
-        x = residual_of(state, x).neg()
-    count, where = count or comm.size - len(comm.silent), ResidualSlice(0, x.numel())
-    return PendingMeans().launch(_two_stages_of(comm, x, codec, state, where, codec, key=key, count=count, undo=False))
+        def source(part: slice) -> Tensor:
+            return residual[part].neg()
+    elif minus is None:
+
+        def source(part: slice) -> Tensor:
+            return as_fp32(x[part])
+    else:
+
+        def source(part: slice) -> Tensor:
+            return as_fp32(x[part].to(minus.dtype) - minus[part].to(x.device))
+
+    assert isinstance(codec, ErrorFeedback)
+    inner, count = codec.codec, count or comm.size - len(comm.silent)
+    cuts = server_pieces(comm, x, codec)
+    server_residual = None if serve else server_residual_of(state, x, cuts[comm.rank], 0, count)
+    keys = StageKeys.of(key, comm.rank, comm.size)
+    parts = _InParts(inner, source, residual, server_residual, serve, into, cuts, comm.rank, keys, count)
+    return PendingMeans().launch(_two_stage_mean(comm, x, parts, repr(inner)))
+
+
+def server_pieces(comm: Comm, x: Tensor, codec: Codec) -> list[slice]:
+    """Return the piece of which each rank is the server, in `mean_from_residual`."""
+    return pieces(x.numel(), comm.size, codec.alignment)
 
 
 def at_once(codec: Codec) -> bool:
@@ -235,7 +275,6 @@ def _two_stages_of(
     *,
     key: int,
     count: int,
-    undo: bool = True,
 ) -> Stages:
     """Run `two_stage_mean_` in stages."""
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
@@ -246,46 +285,70 @@ def _two_stages_of(
     if inner is not codec or codec.needs_feedback:
         residual = residual_of(state, x, where.offset, where.length)
         residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count)
-    return _two_stage_mean(comm, x, inner, answer, cuts, residuals, key=key, count=count, decay=decay, undo=undo)
+    keys = StageKeys.of(key, comm.rank, comm.size)
+    whole = _Whole(x, as_fp32(x), inner, answer, residuals, decay, cuts, comm.rank, keys, count)
+    return _two_stage_mean(comm, x, whole, repr(inner) if answer is inner else f"{inner!r} and {answer!r}")
 
 
-def _two_stage_mean(
-    comm: Comm,
-    x: Tensor,
-    codec: Codec,
-    server: Codec,
-    cuts: Sequence[slice],
-    residuals: tuple[Tensor, Tensor] | None,
-    *,
-    key: int,
-    count: int,
-    decay: float,
-    undo: bool,
-) -> Stages:
-    """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`.
+class _Ends(Protocol):
+    """The computations of a two-stage mean, between its messages.
 
-    Without `undo` the mean is a new vector, and residuals are written at once; see `mean_from_residual`.
+    Attributes:
+        codec: encodes the vectors.
+        server: encodes the means.
+        cuts: the pieces, one for each rank.
     """
-    lengths, own = [cut.stop - cut.start for cut in cuts], cuts[comm.rank]
-    recipe = repr(codec) if server is codec else f"{codec!r} and {server!r}"
+
+    @property
+    def codec(self) -> Codec: ...
+    @property
+    def server(self) -> Codec: ...
+    @property
+    def cuts(self) -> Sequence[slice]: ...
+
+    def norm(self) -> tuple[bool, float]:
+        """Return whether this rank's vector is finite, and the sum of its squares."""
+        ...
+
+    def encode(self) -> list[Tensor]:
+        """Return the payload of each piece."""
+        ...
+
+    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        """Return the payload of the mean of this rank's piece, and whether it is finite."""
+        ...
+
+    def keep(self) -> None:
+        """Update the residuals after all ranks have succeeded."""
+        ...
+
+    def decode(self, payloads: Sequence[Tensor] | None) -> Tensor:
+        """Return the mean from the payloads of all pieces; without payloads, NaN."""
+        ...
+
+
+def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
+    """Run all of `two_stage_mean_`; `PendingMeans` resumes it after each `yield`."""
+    codec, server = ends.codec, ends.server
+    device, lengths = x.device, [cut.stop - cut.start for cut in ends.cuts]
     # The step of the launch, since the waits may belong to a later step.
     header = Header(codec_number(recipe, x.numel()), comm.step)
-    keys, updated = StageKeys.of(key, comm.rank, comm.size), as_fp32(x)
+    del x
 
-    # Encode each piece, unless it is not finite; `updated` becomes the new residual.
-    finite, square = norm_if_finite(x)
+    # Encode each piece, unless it is not finite.
+    finite, square = ends.norm()
     if finite:
-        payloads = _encoded(codec, updated, residuals and residuals[0], cuts, keys.own, undo=undo)
+        payloads = ends.encode()
     else:
-        payloads = [x.new_zeros(codec.nbytes(length), dtype=torch.uint8) for length in lengths]
+        payloads = [torch.zeros(codec.nbytes(length), dtype=torch.uint8, device=device) for length in lengths]
     own_header = header._replace(non_finite=not finite, squared_norm=square)
-    messages = [seal(payload, own_header) for payload in payloads]
-    if not undo:
-        x = updated = torch.empty(0, dtype=torch.float32, device=x.device)  # drop the references
+    messages = list[Tensor]()
+    while payloads:
+        messages.append(seal(payloads.pop(0), own_header))
 
     # All-to-all: each piece to the rank that is its server.
     scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
-    del payloads, messages
+    del messages
     yield
 
     # Decode all ranks' payloads of this rank's piece, and encode their mean.
@@ -293,18 +356,20 @@ def _two_stage_mean(
     del scattered
     finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
     # An all-gather needs payloads of one size: that of the first piece, the longest one.
-    payload = x.new_zeros(server.nbytes(lengths[0]), dtype=torch.uint8)
-    mean = updated[own] if undo else torch.empty(lengths[comm.rank], dtype=torch.float32, device=x.device)
+    payload = torch.zeros(server.nbytes(lengths[0]), dtype=torch.uint8, device=device)
     if finite and not problem:
-        mean = codec.decode_sum(payloads, mean, keys.received).div_(count)
-        code, mean, finite = _encoded_mean(server, mean, residuals and residuals[1], keys.means[comm.rank], undo=undo)
+        code, finite = ends.answer(payloads)
         payload[: code.nbytes].copy_(code.view(torch.uint8))
+        del code
+    del payloads
 
     # All-gather the mean of this rank's piece, or a flag for an invalid payload, so that all ranks raise.
     header = header._replace(second_stage=True)
     flags = header._replace(non_finite=not finite, rejected=bool(problem), squared_norm=square)
-    gathered = comm.all_gather(seal(payload, flags))
-    del payloads, payload
+    message = seal(payload, flags)
+    del payload
+    gathered = comm.all_gather(message)
+    del message
     yield
 
     # All ranks check the same flags of all servers before any of them changes its residuals or its vector.
@@ -315,41 +380,165 @@ def _two_stage_mean(
         where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
         raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
     all_finite = yield not any(each.non_finite for each in headers)
-    if all_finite and residuals and undo:
-        keep_(residuals[0], updated, decay)
-        residuals[1].copy_(mean)
+    if all_finite:
+        ends.keep()
     yield
 
     # Decode the means of all pieces.
-    if not undo:
-        x = updated = torch.empty(sum(lengths), dtype=torch.float32, device=x.device)
-    if not all_finite:
-        return x.fill_(torch.nan)
-    server.decode_pieces_(payloads, updated, cuts, keys.means)
-    return x if updated.data_ptr() == x.data_ptr() else x.copy_(updated)
+    return ends.decode(payloads if all_finite else None)
 
 
-def _encoded(
-    codec: Codec, x: Tensor, residual: Tensor | None, cuts: Sequence[slice], keys: Sequence[int], *, undo: bool
-) -> list[Tensor]:
-    """Encode pieces of `x` plus the residual; `x`, or without `undo` the residual, becomes the error."""
-    if residual is None:
-        return [codec.encode(x[cut], {}, key) for cut, key in zip(cuts, keys, strict=True)]
-    # Only their sum is used; the first of the two becomes the error.
-    first, other = (x, residual) if undo else (residual, x)
-    return codec.encode_pieces_with_residual_(first, other, cuts, keys)
+@dataclass
+class _Whole:
+    """A mean that replaces its vector, and leaves it and the residuals unchanged until all ranks have succeeded."""
+
+    x: Tensor
+    updated: Tensor  # becomes the new residual; shares memory with `x` if that is in fp32
+    codec: Codec
+    server: Codec
+    residuals: tuple[Tensor, Tensor] | None
+    decay: float
+    cuts: Sequence[slice]
+    rank: int
+    keys: StageKeys
+    count: int
+    error: Tensor = field(init=False)  # of this server's answer
+
+    def norm(self) -> tuple[bool, float]:
+        return norm_if_finite(self.x)
+
+    def encode(self) -> list[Tensor]:
+        if self.residuals is None:
+            pieces = zip(self.cuts, self.keys.own, strict=True)
+            return [self.codec.encode(self.updated[cut], {}, key) for cut, key in pieces]
+        return self.codec.encode_pieces_with_residual_(self.updated, self.residuals[0], self.cuts, self.keys.own)
+
+    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        mean = self.codec.decode_sum(payloads, self.updated[self.cuts[self.rank]], self.keys.received).div_(self.count)
+        # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
+        finite, key = norm_if_finite(mean)[0], self.keys.means[self.rank]
+        if self.residuals is None:
+            return self.server.encode(mean, {}, key), finite
+        cuts = [slice(0, mean.numel())]
+        (code,) = self.server.encode_pieces_with_residual_(mean, self.residuals[1], cuts, [key])
+        self.error = mean
+        return code, finite and norm_if_finite(mean)[0]
+
+    def keep(self) -> None:
+        if self.residuals is not None:
+            keep_(self.residuals[0], self.updated, self.decay)
+            self.residuals[1].copy_(self.error)
+            del self.error
+
+    def decode(self, payloads: Sequence[Tensor] | None) -> Tensor:
+        if payloads is None:
+            return self.x.fill_(torch.nan)
+        self.server.decode_pieces_(payloads, self.updated, self.cuts, self.keys.means)
+        return self.x if self.updated.data_ptr() == self.x.data_ptr() else self.x.copy_(self.updated)
 
 
-def _encoded_mean(
-    server: Codec, mean: Tensor, residual: Tensor | None, key: int, *, undo: bool
-) -> tuple[Tensor, Tensor, bool]:
-    """Encode a piece's mean; return payload, error (the server's new residual) and whether it is finite."""
-    # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
-    finite = norm_if_finite(mean)[0]
-    cuts = [slice(0, mean.numel())]
-    (payload,) = _encoded(server, mean, residual, cuts, [key], undo=undo)
-    left = mean if undo or residual is None else residual
-    return payload, left, finite and norm_if_finite(left)[0]
+@dataclass
+class _InParts:
+    """A mean of `mean_from_residual`: encoded, added and decoded part by part, so that temporaries are short."""
+
+    codec: Codec
+    source: Callable[[slice], Tensor]
+    residual: Tensor
+    server_residual: Tensor | None
+    serve: Serve | None
+    into: Tensor | None
+    cuts: Sequence[slice]
+    rank: int
+    keys: StageKeys
+    count: int
+
+    @property
+    def server(self) -> Codec:
+        return self.codec
+
+    def _parts(self, cut: slice) -> list[slice]:
+        """Cut a piece into parts that the codec can encode one at a time."""
+        if not self.codec.separable or cut.start == cut.stop:
+            return [cut]
+        limit = _PART_ON_GPU if self.residual.is_cuda else _PART
+        if self.residual.is_meta:
+            limit = max(limit, self.residual.numel() // 64)  # a dry run of a large model has fewer parts
+        size = self.codec.alignment * max(1, limit // self.codec.alignment)
+        return [slice(start, min(start + size, cut.stop)) for start in range(cut.start, cut.stop, size)]
+
+    def _joined(self, codes: list[Tensor], parts: Sequence[slice]) -> Tensor:
+        return codes[0] if len(codes) == 1 else self.codec.join_parts(codes, parts)
+
+    def _parts_of(self, payload: Tensor, cut: slice) -> Iterator[tuple[Tensor, slice]]:
+        """Yield the payload of each part of a piece; bytes after the piece's own are ignored."""
+        n = cut.stop - cut.start
+        payload = payload[: self.codec.nbytes(n) // payload.element_size()]
+        for part in self._parts(cut):
+            own = slice(part.start - cut.start, part.stop - cut.start)
+            yield self.codec.part_of(payload, n, own) if self.codec.separable else payload, part
+
+    def norm(self) -> tuple[bool, float]:
+        if self.residual.is_meta:
+            return True, 0.0
+        parts = [part for cut in self.cuts for part in self._parts(cut)]
+        # One value is read at the end: on a GPU each read waits for the device.
+        norms = torch.stack([torch.linalg.vector_norm(self.source(part)) for part in parts])
+        square = float(norms.square().sum())
+        # Only squares that overflow are read again.
+        return square < float("inf") or all(all_finite(self.source(part)) for part in parts), square
+
+    def encode(self) -> list[Tensor]:
+        payloads = list[Tensor]()
+        for cut, key in zip(self.cuts, self.keys.own, strict=True):
+            parts, codes = self._parts(cut), list[Tensor]()
+            for part in parts:
+                # Only the sum is used; the first of the two, the residual, becomes the error.
+                codes += self.codec.encode_pieces_with_residual_(
+                    self.residual[part], self.source(part), [slice(0, part.stop - part.start)], [key]
+                )
+            payloads.append(self._joined(codes, parts))
+        del self.source  # it refers to the vector, of which nothing is needed any more
+        return payloads
+
+    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+        cut, key = self.cuts[self.rank], self.keys.means[self.rank]
+        parts, codes, finite = self._parts(cut), list[Tensor](), True
+        for row in zip(*(self._parts_of(payload, cut) for payload in payloads), strict=True):
+            part = row[0][1]
+            like = torch.empty(part.stop - part.start, dtype=torch.float32, device=self.residual.device)
+            mean = self.codec.decode_sum([code for code, _ in row], like, self.keys.received).div_(self.count)
+            del like
+            # The sum of finite decoded vectors may overflow.
+            finite = finite and all_finite(mean)
+            if self.serve is not None:
+                mean = self.serve(mean, part)
+                codes.append(self.codec.encode(mean, {}, key))
+            elif self.server_residual is not None:
+                residual = self.server_residual[part.start - cut.start : part.stop - cut.start]
+                # Only the sum is used; the first of the two, the residual, becomes the error.
+                codes += self.codec.encode_pieces_with_residual_(residual, mean, [slice(0, mean.numel())], [key])
+                mean = residual
+            finite = finite and all_finite(mean)
+        return self._joined(codes, parts), finite
+
+    def keep(self) -> None:
+        pass
+
+    def decode(self, payloads: Sequence[Tensor] | None) -> Tensor:
+        n, device = self.residual.numel(), self.residual.device
+        if self.into is None:
+            found = torch.empty(n, dtype=torch.float32, device=device)
+            if payloads is not None:
+                self.codec.decode_pieces_(payloads, found, self.cuts, self.keys.means)
+        elif payloads is not None:
+            for payload, cut, key in zip(payloads, self.cuts, self.keys.means, strict=True):
+                for code, part in self._parts_of(payload, cut):
+                    like = self.residual[part]
+                    self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
+            found = self.into
+        else:
+            found = self.into
+        return found if payloads is not None else found.fill_(torch.nan)
 
 
 def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Tensor, *, key: int, count: int) -> Stages:

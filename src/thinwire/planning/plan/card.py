@@ -18,8 +18,9 @@ from thinwire.methods.strategies.base import Strategy, check_workers, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.topology.base import check_size
 from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
+from thinwire.planning.plan.peak import PeakMemory
 from thinwire.planning.plan.ranks import Look, Looks, look_at_ranks
-from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, topologies
+from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, cycle, topologies
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 from thinwire.registry import canonical
 
@@ -28,6 +29,7 @@ _MOST_TENSORS = 512
 _MOST_PARAMETERS = 10**15
 _MOST_WORKERS = 10**12
 _BUCKET_BYTES = 8 << 20
+_MOST_PEAK_STEPS = 128
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Card:
         links: the part sent to named ranks.
         memory_bytes_per_parameter: memory that thinwire adds, by name, on the worker where it adds most; without the
             optimizer's state and activations.
+        peak_bytes: the most bytes that thinwire holds at a time, temporary vectors included, beyond the parameters,
+            their gradients and the optimizer's state; on the worker of the other figures.
         lr_factor: the effective learning rate in the long run, as a multiple of the optimizer's; None if not known.
         methods: the strategies of the recipe, outermost first.
         all_reduce_bytes_per_step: what AllReduce() would send.
@@ -115,6 +119,7 @@ class Card:
     collective_bytes_per_step: float
     links: tuple[Link, ...]
     memory_bytes_per_parameter: dict[str, float]
+    peak_bytes: float
     lr_factor: float | None
     methods: tuple[Method, ...]
     all_reduce_bytes_per_step: float
@@ -194,6 +199,7 @@ def explain(
         collective_bytes_per_step=_mean([sum(step.collectives) for step in steps]),
         links=_links(steps),
         memory_bytes_per_parameter=max((_memory(look.run, look.steps) for look in found.looks), key=_total),
+        peak_bytes=_peak_bytes(lambda: dry(strategy, rank, optimizer)),
         lr_factor=strategy.traits.lr_factor,
         methods=tuple(Method(canonical(m), m.paper, m.waits, m.limits) for m in nested(strategy)),
         all_reduce_bytes_per_step=dry(AllReduce(), 0).step().sent,
@@ -312,6 +318,21 @@ def _links(steps: Sequence[StepTraffic]) -> tuple[Link, ...]:
         for rank in exchange.dst:
             total[rank] = total.get(rank, 0.0) + exchange.nbytes
     return tuple(Link(rank, total[rank] / len(steps)) for rank in sorted(total))
+
+
+def _peak_bytes(dry: Callable[[], DryRun]) -> float:
+    """The most bytes of all tensors in the steps of a dry run, without those that training alone has."""
+    with PeakMemory() as memory:
+        run = dry()
+        steps = min(cycle(run.worker.strategy, run.comm.size), _MOST_PEAK_STEPS)
+        for _ in range(steps):
+            run.step()
+        memory.peak = memory.now()  # `attach` is over
+        for _ in range(2 * steps):
+            run.step()
+        state = [x for each in run.worker.optimizer.state.values() for x in each.values()]
+        alone = 2 * sum(r.x.nbytes for r in run.worker.replicas)
+        return memory.peak - alone - sum(x.nbytes for x in state if isinstance(x, Tensor) and x.is_meta)
 
 
 def _memory(run: DryRun, steps: Sequence[StepTraffic]) -> dict[str, float]:

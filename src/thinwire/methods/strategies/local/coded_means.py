@@ -113,12 +113,12 @@ def tracked_mean(r: Replica, x: Tensor, point: Tensor, codec: Codec | None) -> W
         sent.copy_(x)
     if at_once(codec):
         # The message cannot be undone, since `sent` has changed, so no vector is kept for that while it is in flight.
-        found = mean_from_residual(r.comm, delta, codec, r.state, key=draw_key(r.seed, r.step))
+        key = draw_key(r.seed, r.step)
+        found = mean_from_residual(r.comm, delta, codec, r.state, key=key, into=mean)
         if sent is None:
             r.state["error"].sub_(x)
-    else:
-        found = _coded_mean(r, delta, codec)
-    return found.then(mean.add_)
+        return found
+    return _coded_mean(r, delta, codec).then(mean.add_)
 
 
 def pull_mean_(r: Replica, codec: Codec | None, point: Tensor, weight: float) -> None:

@@ -13,7 +13,7 @@ from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_range, check_ranges
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key, sends_all
-from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, mean_
+from thinwire.methods.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
 from thinwire.methods.strategies.base import At, Strategy
 from thinwire.methods.strategies.local.means import weighted_mean_
 from thinwire.methods.strategies.traits import Rounds, Traits
@@ -38,18 +38,23 @@ def common_start(r: Replica) -> Tensor:
     return r.comm.broadcast_(r.x.to(exact, copy=True), 0).wait()
 
 
-def compressed_delta(r: Replica, anchor: Tensor, codec: Codec) -> Tensor:
+def compressed_delta(r: Replica, anchor: Tensor, codec: Codec, into: Tensor | None = None) -> Tensor:
     """Return the mean over workers of their compressed differences from `anchor`, equal on all ranks.
 
     Args:
         r: the replica.
         anchor: a vector that is equal on all ranks.
         codec: compresses the differences.
+        into: a vector like the anchor, or the anchor itself, to which the mean is added, and which is the result.
     """
+    if at_once(codec):
+        key = draw_key(r.seed, r.step)
+        return mean_from_residual(r.comm, r.x, codec, r.state, key=key, minus=anchor, into=into).wait()
     delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
     # A new key for each step, equal on all ranks, so that random codecs draw the same numbers.
     key = draw_key(r.seed, r.step)
-    return compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments).wait()
+    mean = compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments).wait()
+    return mean if into is None else into.add_(mean)
 
 
 @registered
@@ -217,7 +222,7 @@ class LocalSGD(Strategy):
             self._mean_(r, r.x)
         else:
             # The mean is added to the anchor, because parameters in half precision would lose small deltas.
-            r.x.copy_(r.state["anchor"].add_(compressed_delta(r, r.state["anchor"], self.codec)))
+            r.x.copy_(compressed_delta(r, r.state["anchor"], self.codec, into=r.state["anchor"]))
         if self.weights == "samples":
             r.state["samples"].zero_()
 

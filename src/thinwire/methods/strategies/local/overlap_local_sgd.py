@@ -7,11 +7,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.comm.work import completed
+from thinwire.core.comm.work import Work, completed
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
-from thinwire.methods.codecs.base import Codec
+from thinwire.methods.codecs.base import Codec, draw_key
+from thinwire.methods.codecs.cast import Fp32
+from thinwire.methods.codecs.feedback import of_server, server_piece_of
+from thinwire.methods.reduce.compressed_all_reduce import at_once, mean_from_residual, server_pieces
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.local.coded_means import (
     check_tracked,
@@ -46,13 +49,16 @@ class OverlapLocalSGD(Strategy):
     With an unbiased `codec` $C$ the mean is $\bar x = z + \tfrac1n \sum_j C(x_j - z)$. With `ErrorFeedback` workers
     send their changes since the last message, and with $x_j'$ the parameters at that time the mean is
     $\bar x \leftarrow \bar x + \tfrac1n \sum_j C(x_j - x_j')$. The residual makes the mean older, and `progress`
-    smaller.
+    smaller. If this mean takes two stages, each rank moves its piece of the anchor, $z$, and sends $C(z - z')$ in the
+    second stage; the workers add it to $z'$, to which they are pulled. So only servers need $\bar x$, $z$ and $v$.
 
     Traffic: $2\frac{n-1}{n}$ of the parameters, or of their payload, per worker and period, with at most one message in
     flight. If the codec's mean takes two stages, the second starts in the middle of the delay. State: `anchor` ($z$),
     `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each like the parameters. With
     a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also `mean`
-    ($\bar x$), like the anchor, and `sent` ($x_i'$) unless it is part of the residual `error`.
+    ($\bar x$), like the anchor, and `sent` ($x_i'$). With `ErrorFeedback` in two stages: `anchor` ($z'$), `error` (the
+    residual minus $x_i'$), and for this rank's $1/n$ of the parameters `server_mean`, `server_anchor` and
+    `server_velocity`, unless parameters are in fp64.
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
     ICASSP 2020, arXiv:2002.09539. Shorter delays, `lr` and `nesterov`: Douillard et al., Streaming DiLoCo, 2025,
@@ -135,13 +141,25 @@ class OverlapLocalSGD(Strategy):
 
     def start(self, r: Replica) -> None:
         """Allocate the anchor and its momentum; the initial parameters are also the first mean."""
-        # The first mean is also the first anchor, which must be equal on all workers.
-        r.state["anchor"] = common_point(r, self.codec)
-        r.state["velocity"] = torch.zeros_like(r.state["anchor"])
-        # The initial parameters count as a mean that has arrived, so the first round is like every other one.
-        r.launch("mean", completed([r.state["anchor"].clone()]))
+        if self._served(r):
+            r.state["anchor"] = common_point(r, Fp32())
+            r.state["error"] = r.x.to(torch.float32, copy=True).neg_()
+        else:
+            # The first mean is also the first anchor, which must be equal on all workers.
+            r.state["anchor"] = common_point(r, self.codec)
+            r.state["velocity"] = torch.zeros_like(r.state["anchor"])
+        self._launch_first(r)
         if self.compensate:
             r.state["start"] = r.x.clone()
+
+    def _launch_first(self, r: Replica) -> None:
+        # The initial parameters count as a mean that has arrived, so the first round is like every other one.
+        anchor = r.state["anchor"]
+        r.launch("mean", completed([anchor.new_zeros(()) if self._served(r) else anchor.clone()]))
+
+    def _served(self, r: Replica) -> bool:
+        """Return True if servers move the anchor; `error` has too few digits for parameters in fp64."""
+        return self.codec is not None and at_once(self.codec) and r.x.dtype != torch.float64
 
     def after_step(self, r: Replica) -> None:
         """Use the mean, if it was launched `delay` steps ago; at the end of a period, launch the next one."""
@@ -152,10 +170,31 @@ class OverlapLocalSGD(Strategy):
         elif left == self._delay // 2:
             r.advance("mean")
         if r.step % self.period == 0 and not r.postponed:
-            mean = tracked_mean(r, r.x, r.state["anchor"], self.codec)
-            r.launch("mean", mean.then(lambda mean: [mean]))
+            if self.codec is not None and self._served(r):
+                r.launch("mean", self._moved_anchor(r, self.codec))
+            else:
+                mean = tracked_mean(r, r.x, r.state["anchor"], self.codec)
+                r.launch("mean", mean.then(lambda mean: [mean]))
             if self.compensate:
                 r.state["start"].copy_(r.x)
+
+    def _moved_anchor(self, r: Replica, codec: Codec) -> Work[list[Tensor]]:
+        """Launch the message after which servers move their pieces of the anchor, and workers follow at the wait."""
+        z, state = r.state["anchor"], r.state
+        own = server_pieces(r.comm, r.x, codec)[r.comm.rank]
+
+        def serve(change: Tensor, part: slice) -> Tensor:
+            inside = slice(part.start - own.start, part.stop - own.start)
+            mean, anchor = (server_piece_of(state, name, own, z[own].clone)[inside] for name in ("mean", "anchor"))
+            velocity = server_piece_of(state, "velocity", own, lambda: torch.zeros_like(z[own]))[inside]
+            self._move_(anchor, velocity, mean.add_(change))
+            return anchor - z[part]
+
+        key = draw_key(r.seed, r.step)
+        moved = mean_from_residual(r.comm, r.x, codec, r.state, key=key, into=z, serve=serve)
+        state["error"].sub_(r.x)
+        # The anchor itself is in the state; what has arrived is not saved twice.
+        return moved.then(lambda anchor: [anchor.new_zeros(())])
 
     def _merge_(self, r: Replica) -> None:
         mean = r.collect("mean")
@@ -164,11 +203,11 @@ class OverlapLocalSGD(Strategy):
         if self.compensate:
             # Only the steps of the round are lengthened, so this comes before the pull.
             r.x.sub_(r.state["start"]).div_(self.progress).add_(r.state["start"])
-        self._move_anchor_(r, mean[0])
+        if not self._served(r):
+            self._move_(r.state["anchor"], r.state["velocity"], mean[0])
         r.x.lerp_(r.state["anchor"].to(r.x.dtype), self.pull)
 
-    def _move_anchor_(self, r: Replica, mean: Tensor) -> None:
-        anchor, velocity = r.state["anchor"], r.state["velocity"]
+    def _move_(self, anchor: Tensor, velocity: Tensor, mean: Tensor) -> None:
         gap = mean - anchor
         velocity.mul_(self.momentum).add_(gap)
         anchor.add_(gap.add_(velocity, alpha=self.momentum) if self.nesterov else velocity, alpha=self.lr)
@@ -180,6 +219,12 @@ class OverlapLocalSGD(Strategy):
         r.collect("mean")
         for name in ("anchor", "start") if self.compensate else ("anchor",):
             r.state[name].copy_(r.x)
-        r.state["velocity"].zero_()
-        restart_mean(r, self.codec)
-        r.launch("mean", completed([r.state["anchor"].clone()]))
+        if self._served(r):
+            # A server's pieces begin again at the anchor.
+            for name in [name for name in r.state if of_server(name)]:
+                del r.state[name]
+            r.state["error"].copy_(r.x).neg_()
+        else:
+            r.state["velocity"].zero_()
+            restart_mean(r, self.codec)
+        self._launch_first(r)
