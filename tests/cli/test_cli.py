@@ -239,7 +239,7 @@ def test_resume_keeps_what_decides_the_numbers(tmp_path, capsys):
     write_settings(tmp_path)
     error = refused(capsys, "train", "--resume", str(tmp_path), "--strategy", "AllReduce()")
     assert "LocalSGD(period=8)" in error and "cannot change" in error
-    assert "leave it out" in refused(capsys, "train", "--resume", str(tmp_path), "--out", "elsewhere")
+    assert "Leave it out" in refused(capsys, "train", "--resume", str(tmp_path), "--out", "elsewhere")
 
 
 def test_resume_of_no_run_is_one_message(tmp_path, capsys):
@@ -440,7 +440,7 @@ def test_a_run_of_a_class_that_workers_cannot_import_is_refused():
     with pytest.raises(ConfigError, match="Hidden is defined in the program itself or in a function"):
         modules_of(Hidden())
     settings = Settings(task="digits", model="mlp", strategy=repr(Hidden()), steps=2)
-    with pytest.raises(ConfigError, match="put it into a module"):
+    with pytest.raises(ConfigError, match="Put it into a module"):
         launch(settings, Path("unused"))
 
 

@@ -70,18 +70,18 @@ def test_help_is_shown_beside_a_mistake(call: str, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ("train --resume nope", "--resume nope: no such folder; give that of a run that was trained with --save-every"),
-        ("train --resume file", "--resume file: is a file, and no folder; give that of a run"),
-        ("train --resume .", "--resume .: holds no run, because it has no settings.json; give that of a run"),
-        ("export nope m.safetensors", "nope: no such folder; give that of a run that was trained with --save-every"),
-        ("sweep --resume nope", "--resume nope: no such folder; a sweep is resumed from the folder that it began in"),
+        ("train --resume nope", "--resume nope: no such folder. Give that of a run that was trained with --save-every"),
+        ("train --resume file", "--resume file: is a file, and no folder. Give that of a run"),
+        ("train --resume .", "--resume .: holds no run, because it has no settings.json. Give that of a run"),
+        ("export nope m.safetensors", "nope: no such folder. Give that of a run that was trained with --save-every"),
+        ("sweep --resume nope", "--resume nope: no such folder. A sweep is resumed from the folder that it began in"),
         ("plan --network nope.toml", "--network nope.toml: cannot be read (No such file or directory). Give a network"),
         ("simulate --strategy AllReduce() --network no", "--network no: cannot be read (No such file or directory). "),
         ("compare --simulate --network no", "--network no: cannot be read (No such file or directory). "),
         ("plan --doctor no", "--doctor no: cannot be read (No such file or directory). Write it with thinwire doctor"),
-        ("topology Ring --out file/x.png", "file/x.png: cannot be written (Not a directory); use a folder"),
-        ("doctor --out file/x.json", "--out file/x.json: cannot be written (Not a directory); name a file in a folder"),
-        ("doctor --workers 2 --out .", "--out .: cannot be written (Is a directory); name a file in a folder"),
+        ("topology Ring --out file/x.png", "file/x.png: cannot be written (Not a directory). Use a folder"),
+        ("doctor --out file/x.json", "--out file/x.json: cannot be written (Not a directory). Name a file in a folder"),
+        ("doctor --workers 2 --out .", "--out .: cannot be written (Is a directory). Name a file in a folder"),
     ],
 )
 def test_a_path_that_does_not_serve_is_refused_with_its_option_and_the_reason_once(
@@ -100,8 +100,8 @@ def test_a_path_that_does_not_serve_is_refused_with_its_option_and_the_reason_on
 @pytest.mark.parametrize(
     ("saved_every", "words"),
     [
-        (None, "run: this run was not saved; train with --save-every N"),
-        (50, "run: this run has saved nothing yet (--save-every 50); wait for it, or train again"),
+        (None, "run: this run was not saved. Train with --save-every N"),
+        (50, "run: this run has saved nothing yet (--save-every 50). Wait for it, or train again"),
     ],
 )
 def test_a_run_that_was_not_saved_is_told_how_to_save_it(
@@ -143,13 +143,13 @@ def test_explain_suggests_only_what_it_explains(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("AllReduce --batch-size 32", "--batch-size 32: is for --tensor-parallel; leave it out, or add that"),
+        ("AllReduce --batch-size 32", "--batch-size 32: is for --tensor-parallel. Leave it out, or add that"),
         ("--tensor-parallel 2 --batch-size 0", "--batch-size 0: must be at least 1"),
-        ("--tensor-parallel 2 --workers 8", "--workers 8 with --tensor-parallel: decides nothing there; leave it out"),
+        ("--tensor-parallel 2 --workers 8", "--workers 8 with --tensor-parallel: decides nothing there. Leave it out"),
         ("--tensor-parallel 2 --dtype bfloat16", "--dtype bfloat16 with --tensor-parallel: decides nothing there"),
         ("--tensor-parallel 2 --optimizer adamw", "--optimizer adamw with --tensor-parallel: decides nothing there"),
         ("AllReduce --optimizer adamw --momentum 0.9", "--momentum 0.9 with --optimizer adamw: is the momentum of sgd"),
-        ("AllReduce --parameters 9 --data here", "--data here with --parameters: no task is loaded; leave it out"),
+        ("AllReduce --parameters 9 --data here", "--data here with --parameters: no task is loaded. Leave it out"),
     ],
 )
 def test_explain_refuses_options_that_would_decide_nothing(

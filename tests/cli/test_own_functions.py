@@ -131,11 +131,11 @@ WRONG = {
     ("--model", "nowhere:model"): "--model nowhere:model: there is no module nowhere, neither installed nor in",
     ("--model", "examples/own_task.py:model"): "write it as one would import it: --model examples.own_task:model",
     ("--model", "examples.own_task:modle"): "examples.own_task has no 'modle'; did you mean model?",
-    ("--model", "examples.own_task:__name__"): "is a str; it must be a function model()",
-    ("--loss", "torch.nn:CrossEntropyLoss"): "is a class, and its instances would be the losses; name a function",
+    ("--model", "examples.own_task:__name__"): "is a str. It must be a function model()",
+    ("--loss", "torch.nn:CrossEntropyLoss"): "is a class, and its instances would be the losses. Name a function",
     ("--split", "label"): "--split label with --model examples.own_task:model: --data divides the data itself",
-    ("--batch-size", "4"): "--data makes the batches; leave it out",
-    ("--task", "digits"): "the model and its data are the task; leave it out",
+    ("--batch-size", "4"): "--data makes the batches. Leave it out",
+    ("--task", "digits"): "the model and its data are the task. Leave it out",
 }
 
 
@@ -151,7 +151,7 @@ def test_model_needs_data_and_loss_needs_model(capsys) -> None:
     assert "is --model-size 0.5m" in refused(capsys, "train", "--task", "text", "--model", "0.5m")
     assert "needs --data MODULE:FUNCTION too" in refused(capsys, "train", *OWN[:2])
     assert "belongs to a model of yours" in refused(capsys, "train", "--task", "digits", *LOSS)
-    assert "add --loss, such as --loss torch.nn.functional" in refused(capsys, "sweep", *OWN)
+    assert "Add --loss, such as --loss torch.nn.functional" in refused(capsys, "sweep", *OWN)
 
 
 # -- --config ------------------------------------------------------------------------------------------------------

@@ -323,8 +323,8 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--link", "100mbit", "--workers", "0"], "--workers 0: a plan is for 2 to 4096"),
         (["--link", "100mbit", "--model", "train:make", "--batch-size", "4"], "your function makes the batches"),
         (["--link", "100mbit", "--model", "train:make", "--data", "x"], "--data x with --model: your function reads"),
-        (["--doctor", "x.json", "--batch-size", "4"], "its step was timed already; give --task too"),
-        (["--doctor", "x.json", "--model-size", "6m"], "its step was timed already; give --task too"),
+        (["--doctor", "x.json", "--batch-size", "4"], "its step was timed already. Give --task too"),
+        (["--doctor", "x.json", "--model-size", "6m"], "its step was timed already. Give --task too"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_message(

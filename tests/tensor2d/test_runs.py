@@ -85,11 +85,11 @@ def test_split_copies_train_like_whole_ones_and_resume_where_they_were_saved(tmp
     ("more", "message"),
     [
         ({"tensor_parallel": "2x"}, "must be ROWSxCOLUMNS"),
-        ({"tensor_parallel": "2x3"}, r"4 workers % 6 must be 0, because a 2x3 mesh has 6 ranks; use 6 workers"),
+        ({"tensor_parallel": "2x3"}, r"4 workers % 6 must be 0, because a 2x3 mesh has 6 ranks. Use 6 workers"),
         ({"tensor_parallel": "2x2"}, r"blocks.0.attention with heads=3: 3 % 2 must be 0"),
-        ({"tensor_parallel": "4x1", "batch_size": 6}, "4 rows must share it evenly; use 8"),
+        ({"tensor_parallel": "4x1", "batch_size": 6}, "4 rows must share it evenly. Use 8"),
         ({"tensor_parallel": "4x1", "strategy": "ddp"}, "torch's own methods hold whole models"),
-        ({"tensor_parallel": "4x1", "optimizer": "onebit-lamb"}, "use onebit-adam or lamb"),
+        ({"tensor_parallel": "4x1", "optimizer": "onebit-lamb"}, "Use onebit-adam or lamb"),
         ({"tensor_parallel": "4x1", "task": "digits", "model": None}, "only language models are cut"),
     ],
 )
@@ -106,7 +106,7 @@ def test_the_model_is_of_the_first_size_that_the_mesh_divides() -> None:
 
 def test_a_size_that_does_not_fit_is_refused_with_those_that_do() -> None:
     with pytest.raises(
-        ConfigError, match=r"model='0.5m': blocks.0.attention with heads=3: .*; use --model-size 1m or 6m"
+        ConfigError, match=r"model='0.5m': blocks.0.attention with heads=3: .*. Use --model-size 1m or 6m"
     ):
         settings(4, tensor_parallel="2x2")
 

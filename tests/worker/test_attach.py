@@ -61,7 +61,7 @@ def test_arguments_of_a_wrong_type_are_refused_and_the_right_one_is_named() -> N
     optimizer = momentum(model)
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
     wrong: list[tuple[Any, Any, Any, str]] = [
-        (model, optimizer, SlowMo, r"strategy is the class SlowMo: .*; write SlowMo\(\)$"),
+        (model, optimizer, SlowMo, r"strategy is the class SlowMo: .*. Write SlowMo\(\)$"),
         (model, optimizer, thinwire.Ring(), "strategy is of type Ring: must be a strategy or its text"),
         (model, optimizer, None, "strategy is of type NoneType"),
         (model, optimizer, "PushSun()", "'PushSun' is unknown; did you mean PushSum, "),
@@ -70,7 +70,7 @@ def test_arguments_of_a_wrong_type_are_refused_and_the_right_one_is_named() -> N
             model,
             scheduler,
             SlowMo(),
-            r"optimizer is of type ConstantLR: must be a torch\.optim\.Optimizer; pass its \.opt",
+            r"optimizer is of type ConstantLR: must be a torch\.optim\.Optimizer. Pass its \.opt",
         ),
         (model, torch.optim.SGD, SlowMo(), "optimizer is the class SGD: .*such as torch.optim.SGD"),
         (optimizer, model, SlowMo(), "model is of type SGD: must be a torch.nn.Module"),

@@ -98,9 +98,9 @@ class BackupWorkers(Strategy):
             needs_equal_start=True,
             timing_dependent=True,
             inelastic=(
-                "it continues by itself without up to `backups` lost workers; leave elastic=True out"
+                "it continues by itself without up to `backups` lost workers. Leave elastic=True out"
                 if self.backups
-                else "backups=0 waits for all workers; use AllReduce()"
+                else "backups=0 waits for all workers. Use AllReduce()"
             ),
             equal_replicas=not self.backups,
             skips_steps=self.backups > 0,

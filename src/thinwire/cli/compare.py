@@ -126,10 +126,10 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         if not self.simulate:
             for name, value in (("--step-seconds", self.step_seconds), ("--network", self.network)):
                 if value is not None:
-                    raise ConfigError(f"{name} {value}: is about simulated runs; add --simulate, or leave it out")
+                    raise ConfigError(f"{name} {value}: is about simulated runs. Add --simulate, or leave it out")
         link = self.given()["link"]
         if self.network is not None and link is not None:
-            raise ConfigError(f"--network {self.network} and --link {link}: both say what the network is; give one")
+            raise ConfigError(f"--network {self.network} and --link {link}: both say what the network is. Give one")
         if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
 

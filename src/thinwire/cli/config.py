@@ -66,11 +66,11 @@ def read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--config {path}: cannot be read ({error.strerror}); a run saves its own as {NAME} in its folder"
+            f"--config {path}: cannot be read ({error.strerror}). A run saves its own as {NAME} in its folder"
         ) from None
     except ValueError as error:
         raise ConfigError(
-            f'--config {path}: is no TOML ({error}); write lines like lr = 0.1 or task = "text"'
+            f'--config {path}: is no TOML ({error}). Write lines like lr = 0.1 or task = "text"'
         ) from None
 
 
@@ -94,5 +94,5 @@ def _text(path: Path, key: str, value: object) -> str:
     if isinstance(value, list) and key == "strategies" and all(isinstance(each, str) for each in value):
         return "; ".join(value)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise ConfigError(f"{path}: {key} = {value!r}: must be text or a number; the file has no sections and no lists")
+        raise ConfigError(f"{path}: {key} = {value!r}: must be text or a number. The file has no sections and no lists")
     return value if isinstance(value, str) else repr(value)

@@ -86,7 +86,7 @@ class Doctor:
                 raise ConfigError("--workers starts ranks on this machine, but torchrun has started this one already")
             return self._emulated(self.workers)
         if self.link is not None:
-            raise ConfigError(f"--link {self.link}: emulates links of --workers; give that too")
+            raise ConfigError(f"--link {self.link}: emulates links of --workers. Give that too")
         return self._examine()
 
     def _examine(self) -> int:
@@ -172,7 +172,7 @@ def _or_refused(path: Path, write: Callable[[Path], None]) -> None:
         write(path)
     except OSError as error:
         raise ConfigError(
-            f"--out {path}: cannot be written ({error.strerror}); name a file in a folder you may write to"
+            f"--out {path}: cannot be written ({error.strerror}). Name a file in a folder you may write to"
         ) from None
 
 

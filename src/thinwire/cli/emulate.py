@@ -67,11 +67,11 @@ class Emulate:
         if self.workers < 1:
             raise ConfigError(f"--workers {self.workers}: must be at least 1")
         if not self.timeout > 0:
-            raise ConfigError(f"--timeout {self.timeout:g}: must be positive seconds; a day is 86400")
+            raise ConfigError(f"--timeout {self.timeout:g}: must be positive seconds. A day is 86400")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed}: must be a whole number from 0, as workers read it")
         if not self.command:
-            raise ConfigError("there is no command to run; write it after --, such as -- python train.py")
+            raise ConfigError("there is no command to run. Write it after --, such as -- python train.py")
         parse_stragglers(self.slow, self.stall, workers=self.workers, seed=self.seed)
         network: Network | None = Network(parse_links(self.link, self.workers))
         reason = None if any(str(link) != "none" for link in network.links) else available()

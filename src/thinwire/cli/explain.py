@@ -82,7 +82,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         from thinwire.planning.plan import explain, parse_store
 
         if self.recipe is None:
-            raise ConfigError('RECIPE is missing; name one, such as "LocalSGD(period=8)", or give --tensor-parallel 4')
+            raise ConfigError('RECIPE is missing. Name one, such as "LocalSGD(period=8)", or give --tensor-parallel 4')
         strategy = _strategy(self.recipe)
         bits_per_second = self._bits_per_second()
         name, model = self._model()
@@ -106,7 +106,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         """Refuse options that would decide nothing beside the others."""
         meshes, given = self.tensor_parallel is not None, self.given()
         if not meshes and self.batch_size != Explain.batch_size:
-            raise ConfigError(f"--batch-size {self.batch_size}: is for --tensor-parallel; leave it out, or add that")
+            raise ConfigError(f"--batch-size {self.batch_size}: is for --tensor-parallel. Leave it out, or add that")
         if self.batch_size < 1:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
         if self.bucket is None and (self.prices is not None or self.step_seconds != Explain.step_seconds):
@@ -119,21 +119,21 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         }
         for name, value in other.items() if meshes else ():
             if value != getattr(Explain, name):
-                raise ConfigError(f"--{name} {value} with --tensor-parallel: decides nothing there; leave it out")
+                raise ConfigError(f"--{name} {value} with --tensor-parallel: decides nothing there. Leave it out")
         if given["momentum"] is not None and given["optimizer"] not in (None, "sgd"):
             raise ConfigError(
-                f"--momentum {given['momentum']} with --optimizer {given['optimizer']}: is the momentum of sgd; leave "
+                f"--momentum {given['momentum']} with --optimizer {given['optimizer']}: is the momentum of sgd. Leave "
                 "out one of them"
             )
         if self.parameters is not None and given["data"] is not None:
-            raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded; leave it out")
+            raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded. Leave it out")
 
     def _explain_meshes(self, ranks: int) -> None:
         from thinwire.cli.meshes import explain_meshes
 
         if self.recipe is not None or self.parameters is not None:
             raise ConfigError(
-                "--tensor-parallel: shows meshes for a task's model; leave out the recipe and --parameters"
+                "--tensor-parallel: shows meshes for a task's model. Leave out the recipe and --parameters"
             )
         given = self.given()
         explain_meshes(
@@ -152,7 +152,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         if self.parameters is not None:
             if given["task"] is not None or given["model"] is not None:
                 raise ConfigError(
-                    f"--parameters {self.parameters:g}: instead of --task and --model-size; give one of them"
+                    f"--parameters {self.parameters:g}: instead of --task and --model-size. Give one of them"
                 )
             if self.parameters < 1 or self.parameters % 1:
                 raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 6.5e6")

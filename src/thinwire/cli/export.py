@@ -44,7 +44,7 @@ class Export:
             raise ConfigError(
                 f"{self.target}: must end in .safetensors, such as {self.target.with_suffix('.safetensors')}"
             )
-        check_folder(self.source, f"{self.source}", "give that of a run that was trained with --save-every")
+        check_folder(self.source, f"{self.source}", "Give that of a run that was trained with --save-every")
         check_saved(self.source, f"{self.source}")
         found = export_checkpoint(self.source, self.target)
         out.print(

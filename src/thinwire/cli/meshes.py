@@ -53,7 +53,7 @@ def explain_meshes(
     links = parse_links(link or _LINK, min(max(ranks, 1), _MOST_RANKS))
     rates = [each.bits_per_second for each in links if each.bits_per_second is not None]
     if not rates:
-        raise ConfigError(f"--link {link}: the best mesh depends on the rate; give one, such as {_LINK}")
+        raise ConfigError(f"--link {link}: the best mesh depends on the rate. Give one, such as {_LINK}")
     pace = Pace(max(each.delay_seconds for each in links), min(rates), measure_flops())
     advice = advise(described, ranks, pace)
     if json:

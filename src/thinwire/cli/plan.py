@@ -124,7 +124,7 @@ class Plan:
         if seen is not None and all(pair.problem for pair in seen.pairs):
             ranks = "one process alone" if seen.size == 1 else f"{seen.size} ranks, of which none reached another"
             raise ConfigError(
-                f"--doctor {self.doctor}: has no link, as it is of {ranks}; start the doctor on all machines or with "
+                f"--doctor {self.doctor}: has no link, as it is of {ranks}. Start the doctor on all machines or with "
                 "--workers, or give --link"
             )
         workers = self.workers if self.workers is not None else (seen.size if seen else 4)
@@ -218,25 +218,25 @@ class Plan:
         given = [name for name in ("link", "network", "doctor", "bucket") if getattr(self, name) is not None]
         if len(given) != 1:
             words = f"--{given[0]} and --{given[1]}: give one of them" if given else "no network: give --link 100mbit"
-            raise ConfigError(f"{words}; a network is --link, --network FILE, --doctor FILE or --bucket")
+            raise ConfigError(f"{words}. A network is --link, --network FILE, --doctor FILE or --bucket")
         if self.bucket is None and (self.prices is not None or self.within != Plan.within):
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
         if self.bucket is not None and self.plot is not None:
             raise ConfigError(f"--plot {self.plot} with --bucket: pictures are of links. Leave it out")
         if self.model is not None and (self.task is not None or self.model_size is not None):
-            raise ConfigError(f"--model {self.model}: instead of --task and --model-size; give one of them")
+            raise ConfigError(f"--model {self.model}: instead of --task and --model-size. Give one of them")
         if self.model is not None and self.batch_size is not None:
             raise ConfigError(f"--batch-size {self.batch_size} with --model: your function makes the batches")
         if self.doctor is not None and self.task is None and self.model is None:
             for name, value in (("model-size", self.model_size), ("batch-size", self.batch_size), ("data", self.data)):
                 if value is not None:
                     raise ConfigError(
-                        f"--{name} {value} with --doctor {self.doctor}: its step was timed already; give --task too, "
+                        f"--{name} {value} with --doctor {self.doctor}: its step was timed already. Give --task too, "
                         "and that task's model is timed here"
                     )
         if self.latency is not None and self.link is None:
             raise ConfigError(
-                f"--latency {self.latency}: goes with --link; a network file and the doctor have their own"
+                f"--latency {self.latency}: goes with --link. A network file and the doctor have their own"
             )
         if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
@@ -390,7 +390,7 @@ def _check_plot(path: Path) -> None:
         check_writable(path)
     except OSError as error:
         raise ConfigError(
-            f"--plot {path}: cannot be written ({error.strerror}); name a file in a folder you may write to"
+            f"--plot {path}: cannot be written ({error.strerror}). Name a file in a folder you may write to"
         ) from None
 
 

@@ -59,5 +59,5 @@ def checkout() -> Path:
             return folder
     raise ConfigError(
         f"thinwire reproduce: {here} is not in a checkout of the repository, and the reproductions are not part of the "
-        "installed package; clone the repository, `pip install -e '.[all]'` there, and run this in it"
+        "installed package. Clone the repository, `pip install -e '.[all]'` there, and run this in it"
     )

@@ -20,7 +20,7 @@ def check_folder(folder: Path, argument: str, fix: str) -> None:
         ConfigError: there is no such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{argument}: {'is a file, and no folder' if folder.exists() else 'no such folder'}; {fix}")
+        raise ConfigError(f"{argument}: {'is a file, and no folder' if folder.exists() else 'no such folder'}. {fix}")
 
 
 def check_saved(folder: Path, argument: str) -> None:
@@ -35,5 +35,5 @@ def check_saved(folder: Path, argument: str) -> None:
         return
     every = RunFolder(folder).settings().save_every
     if every is None:
-        raise ConfigError(f"{argument}: this run was not saved; train with --save-every N")
-    raise ConfigError(f"{argument}: this run has saved nothing yet (--save-every {every}); wait for it, or train again")
+        raise ConfigError(f"{argument}: this run was not saved. Train with --save-every N")
+    raise ConfigError(f"{argument}: this run has saved nothing yet (--save-every {every}). Wait for it, or train again")

@@ -87,7 +87,7 @@ class Select:
         classes = None if labels is None else torch.from_numpy(classes_of(labels, len(rows)))
         if self.per_class and labels is None:
             raise ConfigError(
-                f"--per-class: {self.data} gives no labels; name where they are, such as --labels FILE.npy"
+                f"--per-class: {self.data} gives no labels. Name where they are, such as --labels FILE.npy"
             )
         start = time.perf_counter()
         with _progress(f"select from {len(rows):,} points") as listener:
@@ -166,11 +166,11 @@ def _check_out(folder: Path) -> None:
         ConfigError: with the folder and the fix.
     """
     if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"--out {folder}: is a file, and no folder; use another --out")
+        raise ConfigError(f"--out {folder}: is a file, and no folder. Use another --out")
     found = next((name for name in _OF_OTHERS if (folder / name).exists()), None)
     if found is not None:
         raise ConfigError(
-            f"--out {folder}: holds other results ({found}), whose summary and report would be lost; use another --out"
+            f"--out {folder}: holds other results ({found}), whose summary and report would be lost. Use another --out"
         )
 
 
@@ -194,7 +194,7 @@ def _write(folder: Path, chosen: Coreset, summary: Fields) -> None:
         write_atomically(folder / "coreset.csv", ("\n".join(lines) + "\n").encode())
         write_atomically(folder / "summary.json", json_text.dumps(summary, indent=2).encode())
     except OSError as error:
-        raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
+        raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Use another --out") from None
 
 
 def _report(folder: Path, rows: Tensor, chosen: Coreset, summary: Fields) -> Path | None:

@@ -227,7 +227,7 @@ def _new_folder(path: Path) -> RunFolder:
     folder = RunFolder(path)
     # No settings tell of a simulated run, so its own files do.
     if any((path / name).exists() for name in ("config.json", "summary.json", "comparison.json")):
-        raise ConfigError(f"--out {path}: holds a run already; name another folder")
+        raise ConfigError(f"--out {path}: holds a run already. Name another folder")
     folder.create()
     return folder
 

@@ -61,7 +61,7 @@ class TimedModel:
 
         trained = [p for p in self.module.parameters() if p.requires_grad]
         if not trained:
-            raise ConfigError(f"{self.name}: the model has no parameters that are trained; set requires_grad")
+            raise ConfigError(f"{self.name}: the model has no parameters that are trained. Set requires_grad")
         dtype = str(trained[0].dtype).removeprefix("torch.")
         nbytes = sum(p.numel() * p.element_size() for p in trained)
         return StepTime(self.name, [list(p.shape) for p in trained], dtype, nbytes, 0.0, 0.0, 0.0, [])
@@ -193,7 +193,7 @@ def _check_alone(model: str | None, model_size: str | None, batch_size: int | No
     makes = {"batch-size": "makes the batches", "model-size": "makes the model", "data": "reads its own data"}
     for name, value in (("batch-size", batch_size), ("model-size", model_size), ("data", data)):
         if model is not None and value is not None:
-            raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}; leave it out")
+            raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}. Leave it out")
 
 
 def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer | None]:

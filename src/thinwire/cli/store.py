@@ -34,11 +34,14 @@ class Store:
         from thinwire.core.comm.rendezvous import host_store
 
         if not 0 <= self.port <= 65535:
-            raise ConfigError(f"--port {self.port}: must be 0 to 65535")
+            raise ConfigError(f"--port {self.port}: must be 0 to 65535. Use 0 for a free one")
         try:
             store = host_store(self.host, self.port)
         except OSError as error:
-            raise ConfigError(f"--host {self.host} --port {self.port}: cannot listen there ({error})") from None
+            raise ConfigError(
+                f"--host {self.host} --port {self.port}: cannot listen there ({error}). Use "
+                "an address of this machine and a free port"
+            ) from None
         out.print(f"THINWIRE_STORE={self.host}:{store.port}", markup=False, highlight=False)
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):

@@ -197,7 +197,7 @@ class Sweep:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
+            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Use another --out") from None
         journal = Journal(folder / _JOURNAL, self._settings(), resume=resume, overwrite=self.overwrite)
         save_config(folder, Sweep, "sweep", {field.name: getattr(self, field.name) for field in fields(self)})
         # A sampler that learns needs the outcomes of some trials before it proposes others.
@@ -228,11 +228,11 @@ class Sweep:
         from thinwire.arrays.sweep.journal import settings_in
         from thinwire.cli.saved import check_folder
 
-        check_folder(folder, f"--resume {folder}", "a sweep is resumed from the folder that it began in")
+        check_folder(folder, f"--resume {folder}", "A sweep is resumed from the folder that it began in")
         if self.out is not None:
-            raise ConfigError(f"--out {self.out}: a sweep is resumed in its own folder, {folder}; leave it out")
+            raise ConfigError(f"--out {self.out}: a sweep is resumed in its own folder, {folder}. Leave it out")
         if self.overwrite:
-            raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing; leave out one of them")
+            raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing. Leave out one of them")
         before, now, defaults = settings_in(folder / _JOURNAL), self._settings(), Sweep()._settings()
         self._check_named_again(folder, before)
         if before["own_model"] is not None:
@@ -243,7 +243,7 @@ class Sweep:
             if value not in (defaults[name], before[name]):
                 option = {"own_data": "data"}.get(name, option_name(name))
                 begun = "without it" if before[name] is None else f"with {before[name]}"
-                raise ConfigError(f"--{option} {value}: the sweep began {begun}; leave it out")
+                raise ConfigError(f"--{option} {value}: the sweep began {begun}. Leave it out")
         return replace(self, **{name: value for name, value in before.items() if name != "own_data"})
 
     def _check_named_again(self, folder: Path, before: Fields) -> None:
@@ -264,7 +264,7 @@ class Sweep:
 
         if not self.adapters:
             if self.targets is not None:
-                raise ConfigError(f"--targets {self.targets}: belongs to a sweep over adapters; add --adapters")
+                raise ConfigError(f"--targets {self.targets}: belongs to a sweep over adapters. Add --adapters")
             return None
         names = [] if self.targets is None else [name.strip() for name in self.targets.split(",")]
         return Adapting(tuple(filter(None, names)), folder / "adapters")
@@ -276,9 +276,9 @@ class Sweep:
         from thinwire.arrays.sweep.trials import Halving
 
         if self.threads is not None and not 1 <= self.threads <= 4096:
-            raise ConfigError(f"--threads {self.threads}: must lie in 1..4096; leave it out to use all cores")
+            raise ConfigError(f"--threads {self.threads}: must lie in 1..4096. Leave it out to use all cores")
         if self.halving is not None and self.halving >= self.steps:
-            raise ConfigError(f"--halving {self.halving}: no rung within {self.steps} steps; use a tenth of them")
+            raise ConfigError(f"--halving {self.halving}: no rung within {self.steps} steps. Use a tenth of them")
         if self.threads is not None:
             torch.set_num_threads(self.threads)
         return Plan(
@@ -308,11 +308,11 @@ class Sweep:
 
         if self.own_model is None:
             if self.own_loss is not None:
-                raise ConfigError(f"--loss {self.own_loss}: belongs to a model of yours; add --model MODULE:FUNCTION")
+                raise ConfigError(f"--loss {self.own_loss}: belongs to a model of yours. Add --model MODULE:FUNCTION")
             return load(self._name, data=self.data)
         if self.own_loss is None:
             raise ConfigError(
-                f"--model {self.own_model}: a sweep computes the loss of each model from its outputs; add --loss, "
+                f"--model {self.own_model}: a sweep computes the loss of each model from its outputs. Add --loss, "
                 "such as --loss torch.nn.functional:cross_entropy"
             )
         given = {"task": self.task, "batch_size": self.batch_size, "model": self.model_size, "seed": self.seed}
@@ -325,25 +325,25 @@ class Sweep:
 
         for name in ("share", "change") if self.population is None else ():
             if getattr(self, name) != getattr(Sweep, name):
-                raise ConfigError(f"--{name} {getattr(self, name)}: belongs to --population STEPS; add it")
+                raise ConfigError(f"--{name} {getattr(self, name)}: belongs to --population STEPS. Add it")
         if self.population is None:
             return None
         if self.sampler == "optuna":
             raise ConfigError(
                 "--sampler optuna with --population: a member ends with other hyperparameters than were proposed, so "
-                "Optuna cannot learn from it; use --sampler random"
+                "Optuna cannot learn from it. Use --sampler random"
             )
         if self.check:
             raise ConfigError(
-                "--check with --population: members copy each other, so none can be trained alone; leave out --check"
+                "--check with --population: members copy each other, so none can be trained alone. Leave out --check"
             )
         if 1 in (self.trials, self.together):
             raise ConfigError(
-                "--population with one trial in an array: there is no other member to copy; use at least 2"
+                "--population with one trial in an array: there is no other member to copy. Use at least 2"
             )
         if self.population >= self.steps:
             raise ConfigError(
-                f"--population {self.population}: no selection within {self.steps} steps; use a tenth of them"
+                f"--population {self.population}: no selection within {self.steps} steps. Use a tenth of them"
             )
         ranges = [name for name, domain in space.domains.items() if isinstance(domain, Range) and name in FUSIBLE]
         return Population(self.population, self.share, self.change, tuple(ranges) or ("lr",))
@@ -406,7 +406,7 @@ class Sweep:
             write_atomically(folder / "trials.json", json_text.dumps(trials_as_json(best), indent=2).encode())
             write_atomically(folder / "summary.json", json_text.dumps(summary, indent=2).encode())
         except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}); use another --out") from None
+            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Use another --out") from None
         try:
             from thinwire.lab.report.sweep import write_sweep
         except ModuleNotFoundError:

@@ -68,10 +68,10 @@ class Topology:
         if self.parameters is not None and (self.parameters < 1 or self.parameters % 1):
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 6.5e6")
         if self.link is not None and self.parameters is None:
-            raise ConfigError(f"--link {self.link}: seconds need bytes; say how many --parameters the model has")
+            raise ConfigError(f"--link {self.link}: seconds need bytes. Say how many --parameters the model has")
         self._bits_per_second()
         if self.out is not None and self.out.suffix.lower() != ".png":
-            raise ConfigError(f"--out {self.out}: is drawn as a PNG; give the file a name that ends in .png")
+            raise ConfigError(f"--out {self.out}: is drawn as a PNG. Give the file a name that ends in .png")
         if self.name is None:
             self._show_all()
         else:

@@ -92,11 +92,11 @@ class Train(settings_as_options(without=["timeline_steps"])):
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         given = self.given()
         if given["workers"] not in (None, size):
-            raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}; leave it out")
+            raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}. Leave it out")
         _refuse_emulation(given, "under torchrun")
         if given["elastic"]:
             raise ConfigError(
-                "--elastic under torchrun: its agent ends all workers with one; leave out torchrun, or call "
+                "--elastic under torchrun: its agent ends all workers with one. Leave out torchrun, or call "
                 "attach(elastic=True) in a program of yours (docs/how-to/elastic.md)"
             )
         settings, folder = self._prepare(size)
@@ -173,11 +173,11 @@ class Train(settings_as_options(without=["timeline_steps"])):
         from thinwire.lab.runs.switches import parse_switches
 
         if self.out is not None:
-            raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}; leave it out")
-        fix = "give that of a run that was trained with --save-every"
+            raise ConfigError(f"--out {self.out}: a resumed run keeps its own folder, {folder}. Leave it out")
+        fix = "Give that of a run that was trained with --save-every"
         check_folder(folder, f"--resume {folder}", fix)
         if not (folder / "settings.json").exists():
-            raise ConfigError(f"--resume {folder}: holds no run, because it has no settings.json; {fix}")
+            raise ConfigError(f"--resume {folder}: holds no run, because it has no settings.json. {fix}")
         before = RunFolder(folder).settings()
         if given["strategy"] is not None:
             parse_recipe(given["strategy"])
@@ -197,7 +197,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         for name in _FIXED:
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:
-                raise ConfigError(f"{name}={now!r}: the run to resume has {was!r}, which cannot change; leave it out")
+                raise ConfigError(f"{name}={now!r}: the run to resume has {was!r}, which cannot change. Leave it out")
         # An elastic run is refused with its own reason.
         if not settings.elastic:
             check_saved(folder, f"--resume {folder}")
@@ -228,6 +228,6 @@ class Train(settings_as_options(without=["timeline_steps"])):
 def _refuse_emulation(given: dict[str, Any], where: str) -> None:
     """Refuse options that only workers have which this command starts."""
     if given["link"] is not None:
-        raise ConfigError(f"--link {given['link']}: {where} the links are real; leave it out")
+        raise ConfigError(f"--link {given['link']}: {where} the links are real. Leave it out")
     if given["stop"] is not None:
-        raise ConfigError(f"--stop {given['stop']}: only workers that this command starts are suspended; leave it out")
+        raise ConfigError(f"--stop {given['stop']}: only workers that this command starts are suspended. Leave it out")

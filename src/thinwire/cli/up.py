@@ -81,7 +81,7 @@ class Up:
             return self._work()
         if started_by_torchrun():
             if self.processes is not None:
-                raise ConfigError(f"--processes {self.processes}: torchrun has started the workers; leave it out")
+                raise ConfigError(f"--processes {self.processes}: torchrun has started the workers. Leave it out")
             return self._work()
         if self.processes is None:
             raise ConfigError(

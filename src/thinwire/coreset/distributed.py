@@ -109,7 +109,7 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
     facts = gather_numbers(comm, [len(rows), rows.shape[1], int(problem is not None)], rows.device)
     bad = facts[:, 2].nonzero().flatten().tolist()
     if bad:
-        raise problem or ConfigError(f"features of rank {bad[0]} are invalid; see the error of that rank")
+        raise problem or ConfigError(f"features of rank {bad[0]} are invalid. See the error of that rank")
     widths = facts[:, 1].tolist()
     if len(set(widths)) > 1:
         raise ConfigError(f"features of {widths} columns, by rank: all ranks need the same")

@@ -142,7 +142,7 @@ def checked(features: Features) -> Tensor:
     matrix = matrix if matrix.is_floating_point() else matrix.to(torch.float64)
     # Rows rather than a yes or no: the error says which to look at.
     for bad, what in (
-        (~torch.isfinite(matrix).all(1), "NaN or infinity, the first is row {}; drop or fill them before selecting"),
+        (~torch.isfinite(matrix).all(1), "NaN or infinity, the first is row {}. Drop or fill them before selecting"),
         (
             (matrix.abs() > _LARGEST).any(1),
             "numbers above 1e37, the first is row {}; divide the features by a constant",

@@ -139,7 +139,7 @@ def receive(comm: Comm, src: int) -> Tensor:
         part.copy_(received[:-8])
         if _checksum(part) != int(received[-8:].clone().view(torch.int64)):
             raise CommError(
-                f"rank {comm.rank}: what rank {src} sent of its state was damaged on the way; start this worker again"
+                f"rank {comm.rank}: what rank {src} sent of its state was damaged on the way. Start this worker again"
             )
     return content
 

@@ -226,7 +226,7 @@ class LateRounds:
         """
         raise ConfigError(
             f"load() with elastic={self.options}: the other workers would not load the same state. Load the model's "
-            "parameters before attach on the first worker; the others copy them"
+            "parameters before attach on the first worker. The others copy them"
         )
 
     def crews(self) -> list[MembershipInterval]:

@@ -53,7 +53,7 @@ class _Loaded:
 def _check_saved(folder: str, place: str) -> None:
     if not Path(folder, place).is_dir():
         raise CheckpointError(
-            f"{folder}: has no subfolder {place!r} with the workers' own state, so it was saved without a worker; call "
+            f"{folder}: has no subfolder {place!r} with the workers' own state, so it was saved without a worker. Call "
             "load_state before attach"
         )
 

@@ -54,7 +54,7 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
     parts = {key: key.removeprefix(f"{name}.").partition("/")[0] for key in keys}
     if not parts:
         known = ", ".join(sorted({key.partition(".")[0] for key in metadata})[:8])
-        raise CheckpointError(f"{folder}: holds no worker with {own} under {name!r}, but {known}; pass name=")
+        raise CheckpointError(f"{folder}: holds no worker with {own} under {name!r}, but {known}. Pass name=")
     same_size = len(set(parts.values())) == worker.comm.size and own in parts.values()
     # Flat keys, which the planner need not take apart.
     state = {key: _empty_like(metadata[key]) for key in keys if parts[key] == own or not same_size}

@@ -143,7 +143,7 @@ class DdpHook:
             residual = state[_RESIDUAL + name]
             if name not in names or names[name].shape != residual.shape:
                 raise CheckpointError(
-                    f"{name}: a residual of shape {tuple(residual.shape)} does not fit the model; load the state of "
+                    f"{name}: a residual of shape {tuple(residual.shape)} does not fit the model. Load the state of "
                     "the same model"
                 )
             self._members[key := (id(names[name]),)] = [names[name]]

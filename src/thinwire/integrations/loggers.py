@@ -58,7 +58,7 @@ class WandB:
 
         self._run: Any = wandb.run if run is None else run
         if self._run is None:
-            raise ConfigError('WandB(): no run is open; call wandb.init(mode="online" or "offline") first')
+            raise ConfigError('WandB(): no run is open. Call wandb.init(mode="online" or "offline") first')
 
     def log(self, figures: Mapping[str, float], step: int) -> None:
         """Record figures, by name, with the step beside them, as the run has a count of its own."""

@@ -58,7 +58,7 @@ class Group:
             has = ", ".join(f"{n} {cluster.get(n, 0):g}" for n in ("CPU", "GPU", *self._resources.get("resources", {})))
             raise CommTimeoutError(
                 f"{len(late)} of {len(self.actors)} actors have not started within {seconds:g} s: each asks for "
-                f"{self._resources}, and the whole cluster has {has}; ask for less, or raise start_seconds"
+                f"{self._resources}, and the whole cluster has {has}. Ask for less, or raise start_seconds"
             )
 
     def close(self) -> None:

@@ -95,7 +95,7 @@ def run(
     finally:
         group.close()
     if not results:
-        raise PeerLostError(f"all {workers} actors were lost; give more restarts, or save and resume")
+        raise PeerLostError(f"all {workers} actors were lost. Give more restarts, or save and resume")
     return results
 
 

@@ -106,7 +106,7 @@ def report(worker: Worker, metrics: Mapping[str, Any], *, save: bool = True) -> 
     """
     session = _sessions.get(id(worker))
     if session is None:
-        raise ConfigError("report: the worker is not from ray_train.attach, or is detached; report before detach()")
+        raise ConfigError("report: the worker is not from ray_train.attach, or is detached. Report before detach()")
     figures = {**metrics, **session.figures(), "thinwire/step": worker.step}
     if not save:
         ray.train.report(figures)

@@ -42,7 +42,7 @@ def needs(package: str) -> Generator[None]:
         yield
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"this needs {error.name}, which is not installed; run: pip install '{package}'", name=error.name
+            f"this needs {error.name}, which is not installed. Run: pip install '{package}'", name=error.name
         ) from error
 
 
@@ -55,7 +55,7 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
     if isinstance(optimizer, list):
         if len(optimizer) != 1:
             raise ConfigError(
-                f"{len(optimizer)} optimizers: a thinwire strategy takes one here; give it all parameters as parameter "
+                f"{len(optimizer)} optimizers: a thinwire strategy takes one here. Give it all parameters as parameter "
                 "groups, or attach to each where your code makes them"
             )
         (optimizer,) = optimizer

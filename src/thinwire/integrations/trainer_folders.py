@@ -37,7 +37,7 @@ def check_search(args: Any, state: Any) -> None:
     if getattr(state, "is_hyper_param_search", False) and args.save_strategy != "no":
         raise ConfigError(
             f"hyperparameter_search with save_strategy={args.save_strategy!r}: each trial saves in a folder "
-            'that callbacks are not told, so that workers\' states would lie elsewhere; set save_strategy="no"'
+            'that callbacks are not told, so that workers\' states would lie elsewhere. Set save_strategy="no"'
         )
 
 
@@ -62,7 +62,7 @@ def loaded_from(args: Any, state: Any, resume_from: str | None) -> str:
     raise ConfigError(
         f"the Trainer resumes at step {step}, and "
         + (f"{' and '.join(fits.values())} both fit" if fits else f"{named[-1]} holds no state of the workers there")
-        + "; pass Callback(..., resume_from=folder), the folder that train(resume_from_checkpoint=...) was given"
+        + ". Pass Callback(..., resume_from=folder), the folder that train(resume_from_checkpoint=...) was given"
     )
 
 

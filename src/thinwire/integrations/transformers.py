@@ -111,6 +111,6 @@ class Callback(TrainerCallback):
         if self.session is not None and not self.session.holding:
             raise ConfigError(
                 f"a callback behind thinwire's asked for {what}, which got the parameters of one worker and not those "
-                "that all agree on; put thinwire's Callback last in the list of callbacks. A callback that called for "
+                "that all agree on. Put thinwire's Callback last in the list of callbacks. A callback that called for "
                 "it directly must set control.should_evaluate or control.should_save instead, in on_step_end"
             )

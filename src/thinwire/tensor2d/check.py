@@ -70,7 +70,7 @@ class Check:
             culprit = self._first_stage(stages)
             kind = f"{culprit} ({type(model.get_submodule(culprit)).__name__})" if culprit else type(model).__name__
             raise ConfigError(
-                f"check: {here}; the first module to differ is {kind}. If its forward combines features or samples, "
+                f"check: {here}. The first module to differ is {kind}. If its forward combines features or samples, "
                 "build it from layers that can be split. If it counts heads, add it to the plan with DividedCounts"
             )
         if here := self._on_any_rank(_in_words(lambda: self._wrong_gradients(model, outputs))):

@@ -159,7 +159,9 @@ def _classification(
         raise ConfigError(f"config.problem_type={config.problem_type!r} is unknown. {_INSTEAD}")
     labels = labels.reshape(len(pooled_logits), -1)
     if labels.shape[1] != count:
-        raise ConfigError(f"labels have {labels.shape[1]} values per sample: expected config.num_labels={count}")
+        raise ConfigError(
+            f"labels have {labels.shape[1]} values per sample: must be {count}, config.num_labels. Change one of them"
+        )
     # The logits of this column; the last columns may contain padding.
     width = pooled_logits.shape[1]
     own = labels[:, mesh.column * width : (mesh.column + 1) * width]

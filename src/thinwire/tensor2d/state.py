@@ -251,7 +251,7 @@ def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
     # Groups with only NCCL accept no CPU tensors.
     failed = torch.tensor([float(failure is not None)], dtype=torch.float32, device=mesh.whole.check_device)
     if mesh.whole.all_reduce_(failed).wait().item():
-        why = f" ({failure})" if failure else "; see its error"
+        why = f" ({failure})" if failure else ". See its error"
         raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it{why}") from failure
 
 
@@ -306,9 +306,12 @@ def read_blocks_(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> None:
 
 def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:
     if found is None:
-        raise CheckpointError(f"the checkpoint has no tensor {name}")
+        raise CheckpointError(f"the checkpoint has no tensor {name}. Load a checkpoint of the same model")
     if tuple(found) != wanted:
-        raise CheckpointError(f"{name} has shape {tuple(found)} in the checkpoint; expected {wanted}")
+        raise CheckpointError(
+            f"{name} has shape {tuple(found)} in the checkpoint: must be {wanted}. Make the model "
+            "with the sizes that were saved"
+        )
 
 
 def _dropout_counters(model: nn.Module) -> set[str]:

@@ -180,7 +180,7 @@ def attach(
         if automatic:
             raise ConfigError(
                 "strategy='auto' with elastic=True: a worker that joins later could not measure the links of the "
-                "others; name the strategy, such as the one that `thinwire plan` recommends"
+                "others. Name the strategy, such as the one that `thinwire plan` recommends"
             )
         check_new(named, optimizer)
         if not url:

@@ -843,7 +843,7 @@ class Backward:
             rank = next(rank for rank, state in failed.items() if state == _FAILED_AND_STEPPED)
             return ConfigError(
                 f"{self._here}: {self.comm.name(rank)} called optimizer.step() after a backward pass that an "
-                "exception had stopped, so that gradients were missing; leave out the step too, on all ranks"
+                "exception had stopped, so that gradients were missing. Leave out the step too, on all ranks"
             )
         if len(failed) < self.comm.size:
             return MismatchError(
@@ -852,7 +852,7 @@ class Backward:
             )
         return ConfigError(
             f"{self._here}: the backward pass of {ranks} was stopped by an exception, and gradients of the next one "
-            "were added to the same memory; call optimizer.zero_grad(set_to_none=True) after the exception"
+            "were added to the same memory. Call optimizer.zero_grad(set_to_none=True) after the exception"
         )
 
     @property

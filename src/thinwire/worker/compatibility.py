@@ -31,12 +31,12 @@ def check_arguments(model: object, optimizer: object, strategy: object) -> Strat
         raise ConfigError(f"model is {_described(model)}: must be a torch.nn.Module, such as torch.nn.Linear(4, 2)")
     if not isinstance(optimizer, Optimizer):
         own = isinstance(getattr(optimizer, "optimizer", None), Optimizer)
-        fix = "; pass its .optimizer" if own else ", such as torch.optim.SGD(model.parameters(), lr=0.1)"
+        fix = ". Pass its .optimizer" if own else ", such as torch.optim.SGD(model.parameters(), lr=0.1)"
         raise ConfigError(f"optimizer is {_described(optimizer)}: must be a torch.optim.Optimizer{fix}")
     found = parse(strategy) if isinstance(strategy, str) else strategy
     if not isinstance(found, Strategy):
         fix = f"{found.__name__}()" if isinstance(found, type) and issubclass(found, Strategy) else "SlowMo()"
-        raise ConfigError(f"strategy is {_described(found)}: must be a strategy or its text; write {fix}")
+        raise ConfigError(f"strategy is {_described(found)}: must be a strategy or its text. Write {fix}")
     return found
 
 
@@ -59,14 +59,14 @@ def check_compatible(strategy: Strategy, optimizer: Optimizer, size: int, parame
     sharded = any(is_sharded(p) for p in parameters)
     if strategy.traits.sends_gradients and sharded:
         raise ConfigError(
-            f"{strategy}: gradients of sharded parameters are the sharder's to average; give fully_shard a mesh of "
+            f"{strategy}: gradients of sharded parameters are the sharder's to average. Give fully_shard a mesh of "
             "('replicate', 'shard') for that, or use a strategy that averages parameters, such as SlowMo()"
         )
     for method in nested(strategy) if sharded else ():
         if method.traits.timing_dependent and not isinstance(method, Wrapper):
             raise ConfigError(
                 f"{type(method).__name__} for sharded parameters: its results depend on timing, so the shards and "
-                "copies of one model would belong to different steps; use PushSum() or SlowMo()"
+                "copies of one model would belong to different steps. Use PushSum() or SlowMo()"
             )
 
 
@@ -81,7 +81,7 @@ def check_parameter_moves(strategy: Strategy, optimizer: Optimizer) -> None:
     if hasattr(optimizer, "evaluating") and strategy.traits.moves_parameters:
         raise ConfigError(
             f"{type(optimizer).__name__} under {strategy}: the optimizer computes the parameters from its own state, "
-            "and would undo what the strategy does to them; use AllReduce(), and no_sync() in all but the last pass of "
+            "and would undo what the strategy does to them. Use AllReduce(), and no_sync() in all but the last pass of "
             "a round"
         )
 
@@ -95,8 +95,8 @@ def check_sparse(strategy: Strategy, optimizer: Optimizer) -> None:
     exchanged = strategy.traits.sends_gradients or strategy.traits.reads_gradient
     if exchanged and any(isinstance(each, SparseAdam) for each in parts_of(optimizer)):
         raise ConfigError(
-            f"SparseAdam under {strategy}: it takes sparse gradients only, and those that workers exchange are dense; "
-            "average parameters, as with LocalSGD(), or use Adam"
+            f"SparseAdam under {strategy}: it takes sparse gradients only, and those that workers exchange are dense. "
+            "Average parameters, as with LocalSGD(), or use Adam"
         )
 
 
@@ -119,7 +119,7 @@ def several_evaluations(strategy: Strategy, optimizer: Optimizer) -> ConfigError
     """The error of an optimizer that evaluates several gradients in a step."""
     return ConfigError(
         f"{type(optimizer).__name__} under {strategy}: the optimizer calls its closure several times in a step, but "
-        "the strategy replaces one gradient a step by one that all workers agree on; use AllReduce(), which averages "
+        "the strategy replaces one gradient a step by one that all workers agree on. Use AllReduce(), which averages "
         "every gradient, or LocalSGD(), which averages parameters"
     )
 
@@ -133,7 +133,7 @@ def check_start(strategy: Strategy, *, equal: bool) -> None:
     if strategy.traits.needs_equal_start and not equal:
         raise ConfigError(
             f'init="own" under {strategy}: workers start from different parameters, and would stay apart, because only '
-            'changes of the parameters are averaged; use init="broadcast", or load the same parameters on all ranks'
+            'changes of the parameters are averaged. Use init="broadcast", or load the same parameters on all ranks'
         )
 
 
@@ -147,7 +147,7 @@ def check_skipped_steps(strategy: Strategy, *, find_unused: bool, scaled: bool) 
     if strategy.traits.skips_steps and features:
         raise ConfigError(
             f"{strategy} with {' and '.join(features)}: a late worker leaves out steps, and these need every worker "
-            "at every step; let every parameter have a gradient, and train in bfloat16, which needs no scaler"
+            "at every step. Let every parameter have a gradient, and train in bfloat16, which needs no scaler"
         )
 
 
@@ -162,17 +162,17 @@ def check_mesh(strategy: Strategy, optimizer: Optimizer, mesh: Mesh2D, *, scaled
         return
     here = f"on {mesh.rows}x{mesh.columns} blocks"
     if scaled:
-        raise ConfigError(f"scaler {here}: ranks would skip different steps; train in bf16, which needs none")
+        raise ConfigError(f"scaler {here}: ranks would skip different steps. Train in bf16, which needs none")
     for method in nested(strategy):
         if method.traits.timing_dependent and not isinstance(method, Wrapper):
             raise ConfigError(
                 f"{type(method).__name__} {here}: its results depend on timing, so the blocks of one model would "
-                "belong to different steps; use PushSum() or SlowMo()"
+                "belong to different steps. Use PushSum() or SlowMo()"
             )
     check_blocks(strategy, here)
     if getattr(optimizer, "needs_whole_tensors", False):
         raise ConfigError(
-            f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors; use "
+            f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors. Use "
             "Lamb2D(params, model=model, mesh=mesh), or OneBitAdam"
         )
 
@@ -190,12 +190,12 @@ def check_policy(policy: Policy, parameters: Iterable[Tensor], blocks: int, opti
         parts = "sharded parameters" if sharded else f"a model in {blocks} blocks"
         raise ConfigError(
             f'nonfinite="skip" with {parts}: each rank sees its own part of a gradient, and parts of one model would '
-            'leave out different steps; use nonfinite="raise" and resume from a checkpoint'
+            'leave out different steps. Use nonfinite="raise" and resume from a checkpoint'
         )
     if policy == "skip" and evaluates_several_gradients(optimizer):
         raise ConfigError(
             f'nonfinite="skip" with {type(optimizer).__name__}: a step has several gradients, and would continue with '
-            'zeros in place of one; use nonfinite="raise"'
+            'zeros in place of one. Use nonfinite="raise"'
         )
 
 
@@ -307,7 +307,7 @@ def check_elastic(
     check_survives(strategy)
     if any(other is not None for other in others):
         raise ConfigError(
-            "elastic=True with a group, a comm or a mesh: these have fixed ranks; leave them out, or pass a Fleet"
+            "elastic=True with a group, a comm or a mesh: these have fixed ranks. Leave them out, or pass a Fleet"
         )
     if sharded := [name for name, p in parameters.items() if is_sharded(p)]:
         raise ConfigError(
@@ -317,7 +317,7 @@ def check_elastic(
     if evaluates_several_gradients(optimizer):
         raise ConfigError(
             f"elastic=True with {type(optimizer).__name__}: its step evaluates several gradients, and could not be "
-            "repeated as a whole; use an optimizer that takes one"
+            "repeated as a whole. Use an optimizer that takes one"
         )
     check_sparse(strategy, optimizer)  # also of one worker, which others may join
     if find_unused:

@@ -308,7 +308,7 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
             comm.raise_on_all(
                 MismatchError(
                     f"step {worker.step}: the parameters of {comm.names(odd)} differ from those of the "
-                    "others by more than rounding, and this strategy keeps them equal; give all ranks the same "
+                    "others by more than rounding, and this strategy keeps them equal. Give all ranks the same "
                     "weights, optimizer settings and learning rates"
                 )
             )

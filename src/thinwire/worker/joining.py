@@ -33,7 +33,7 @@ def join(
     if evaluates_several_gradients(worker.optimizer):
         raise ConfigError(
             f"join() with {type(worker.optimizer).__name__}: its step calls a closure, which a rank without a batch "
-            "does not have; give all ranks the same number of batches"
+            "does not have. Give all ranks the same number of batches"
         )
     if worker.strategy.traits.meets_every > 1:
         raise ConfigError(

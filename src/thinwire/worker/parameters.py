@@ -39,15 +39,15 @@ def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     named = {name: p for name, p in named_parameters(model).items() if id(p) in held and p.requires_grad and p.numel()}
     foreign = len(held - {id(p) for p in model.parameters()})
     if foreign:
-        raise ConfigError(f"the optimizer holds {foreign} parameters that are not the model's; attach their model")
+        raise ConfigError(f"the optimizer holds {foreign} parameters that are not the model's. Attach their model")
     if not named:
-        raise ConfigError("the optimizer holds no trainable parameter of this model; pass model.parameters() to it")
+        raise ConfigError("the optimizer holds no trainable parameter of this model. Pass model.parameters() to it")
     for name, parameter in named.items():
         if parameter.is_sparse or parameter.layout != torch.strided:
             raise ConfigError(f"{name} has layout {parameter.layout}: only dense parameters can be trained")
         if parameter.is_complex():
             raise ConfigError(
-                f"{name} is of {parameter.dtype}: only real parameters can be trained; let {name} be "
+                f"{name} is of {parameter.dtype}: only real parameters can be trained. Let {name} be "
                 "torch.view_as_real(...) of its values, and take torch.view_as_complex of it in forward()"
             )
     return named
@@ -145,11 +145,11 @@ def check_aliases(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
         buffer, parameter = (other, one) if other in buffers else (one, other)
         raise ConfigError(
             f"buffer {buffer} lies in the memory of parameter {parameter}, which attach moves to memory of its own: "
-            "the buffer would no longer follow it; take the view in forward(), or register a copy, made by .clone()"
+            "the buffer would no longer follow it. Take the view in forward(), or register a copy, made by .clone()"
         )
     raise ConfigError(
         f"parameters {one} and {other} are two objects in the same memory, and attach moves them to memory of its own, "
-        "where they would no longer be tied; share the Parameter object itself, as in decoder.weight = encoder.weight, "
+        "where they would no longer be tied. Share the Parameter object itself, as in decoder.weight = encoder.weight, "
         "and make the optimizer after it"
     )
 

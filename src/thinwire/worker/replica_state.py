@@ -48,6 +48,7 @@ STRATEGY, SIZE, RANK = "the strategy", "the number of workers", "the rank"
 PARTS = ("identity", "step", "parameters", "replicas", "others", "optimizer")
 _NUMBERS = frozenset(("step", "fingerprint"))
 _OWN = "thinwire."
+_ALIKE = "Load a checkpoint of the same model, optimizer and strategy"
 
 
 def new_replica(
@@ -366,7 +367,7 @@ def mapping_of(value: object, what: str) -> dict[str, Any]:
         CheckpointError: it is something else.
     """
     if not isinstance(value, dict) or not all(isinstance(name, str) for name in cast(dict[Any, Any], value)):
-        raise CheckpointError(f"{what} is a {type(value).__name__}; expected a dict whose keys are names")
+        raise CheckpointError(f"{what} is a {type(value).__name__}: must be a dict whose keys are names. {_ALIKE}")
     return cast(dict[str, Any], value)
 
 
@@ -388,17 +389,17 @@ def _check_tensors(what: str, found: object, wanted: Mapping[str, Tensor]) -> No
     for name, x in wanted.items():
         _check_like(f"{what}: {name}", tensors[name], x.dtype, [x.shape])
         if tensors[name].layout != x.layout:
-            raise CheckpointError(f"{what}: {name} has layout {tensors[name].layout}; expected {x.layout}")
+            raise CheckpointError(f"{what}: {name} has layout {tensors[name].layout}: must be {x.layout}. {_ALIKE}")
 
 
 def _check_like(what: str, found: object, dtype: torch.dtype | None, shapes: Iterable[Sequence[int]]) -> None:
     if not isinstance(found, Tensor):
-        raise CheckpointError(f"{what} is a {type(found).__name__}; expected a tensor")
+        raise CheckpointError(f"{what} is a {type(found).__name__}: must be a tensor. {_ALIKE}")
     if dtype is not None and found.dtype != dtype:
-        raise CheckpointError(f"{what} has dtype {found.dtype}; expected {dtype}")
+        raise CheckpointError(f"{what} has dtype {found.dtype}: must be {dtype}. {_ALIKE}")
     allowed = [tuple(shape) for shape in shapes]
     if allowed and tuple(found.shape) not in allowed:
-        raise CheckpointError(f"{what} has shape {tuple(found.shape)}; expected {allowed[0]}")
+        raise CheckpointError(f"{what} has shape {tuple(found.shape)}: must be {allowed[0]}. {_ALIKE}")
 
 
 def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, whole: bool) -> None:
@@ -412,7 +413,7 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
     inflight = mapping_of(saved["inflight"], "what is in flight")
     for name, xs in inflight.items():
         if not isinstance(xs, list):
-            raise CheckpointError(f"{name!r} in flight is a {type(xs).__name__}; expected a list of tensors")
+            raise CheckpointError(f"{name!r} in flight is a {type(xs).__name__}: must be a list of tensors. {_ALIKE}")
     received = [(f"{name!r} in flight", name, x) for name, xs in inflight.items() for x in cast(list[Any], xs)]
     for what, _, x in [*((f"state {name!r}", name, x) for name, x in state.items()), *received]:
         _check_like(what, x, None, ())

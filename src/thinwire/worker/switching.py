@@ -72,7 +72,7 @@ def switch(worker: WorkerState, strategy: Strategy | str) -> Switched:
     before = worker.strategy
     if worker.replicas[0].active < worker.comm.size:
         # All that are here know it; the others answer steps, and nothing else.
-        problem = "switch() within join(), when the data of some ranks have ended; call it before or after that loop"
+        problem = "switch() within join(), when the data of some ranks have ended. Call it before or after that loop"
         worker.comm.raise_on_all(ConfigError(f"{worker.comm.name(worker.comm.rank)}, step {worker.step}: {problem}"))
     new = _agreed(worker, strategy)
     points = [_point(worker, before, replica) for replica in worker.replicas]

@@ -150,7 +150,7 @@ def test_layers_that_differ_continue_from_disk_too(tmp_path: Path) -> None:
         train(each, mover, steps=range(3, 6))
     assert all(same(whole(array, optimizer, index), whole(other, theirs, index)) for index in range(3))
     optimizer.select(array.select([2, 0]))
-    with pytest.raises(CheckpointError, match="fuse the models that are left"):
+    with pytest.raises(CheckpointError, match="Fuse the models that are left"):
         checkpoints.load(tmp_path / "array", array, optimizer=optimizer)
 
 
@@ -248,7 +248,7 @@ def test_a_checkpoint_of_other_models_is_refused_by_name_and_nothing_is_changed(
     ):
         with pytest.raises(CheckpointError, match=words):
             checkpoints.load(tmp_path / "bare", fuse(make(factory, 4)))
-    with pytest.raises(CheckpointError, match="use load_member"):
+    with pytest.raises(CheckpointError, match="Use load_member"):
         checkpoints.load(tmp_path / "one", run.array)
     with pytest.raises(CheckpointError, match="use load"):
         members.load_member(tmp_path / "array")

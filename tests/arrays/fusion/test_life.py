@@ -508,7 +508,7 @@ def test_calls_that_cannot_be_are_refused_with_what_to_do() -> None:
         (lambda: array.insert(0, nn.Linear(6, 4)), "slot 0 cannot hold"),
         (lambda: array.set_dropout_rates("p", [0.1] * 3), "no dropout rate"),
         (lambda: array.load_state_dict({}), "not in both"),
-        (lambda: array.load_state_dict(fuse(models[:2]).state_dict()), "fuse as many models"),
+        (lambda: array.load_state_dict(fuse(models[:2]).state_dict()), "Fuse as many models"),
         (lambda: fusion.Adam([]), "without parameters"),
         (lambda: fusion.Adam(array.parameters(), betas=(0.9,)), "a pair"),  # type: ignore[arg-type]
         (lambda: fusion.Adam(array.parameters()).reset(0, size=1.0), "has lr, beta1"),

@@ -167,10 +167,10 @@ def test_a_setting_holds_only_what_can_be_trained() -> None:
         ("--eval-limit 0", "eval_limit=0: at least 1 held-out example"),
         ("--threads 0", "--threads 0: must lie in 1..4096"),
         ("--batch-size 8:64", "batch_size=linear:8:64: examples are whole"),
-        ("--beta1 0.5:0.9", "sgd has no such hyperparameter; leave it out, or use adam or adamw"),
+        ("--beta1 0.5:0.9", "sgd has no such hyperparameter. Leave it out, or use adam or adamw"),
         (
             "--optimizer adamw --momentum 0.9",
-            "momentum=0.9: adamw has no such hyperparameter; leave it out, or use sgd",
+            "momentum=0.9: adamw has no such hyperparameter. Leave it out, or use sgd",
         ),
         ("--task nothing", "nothing"),
     ],

@@ -309,7 +309,7 @@ def test_other_checkpoints_are_refused_by_name_on_all_ranks(tmp_path: Path) -> N
         run.parallel.worker.save(tmp_path / "plain")
         for words, other, parts in (
             (r"the strategy is AllReduce\(\) in the checkpoint and LocalSGD", Run(comm, LocalSGD(2)), None),
-            ("the strategy is .* make them equal", Run(comm, LocalSGD(2), FACTORIES[:2]), None),
+            ("the strategy is .* Make them equal", Run(comm, LocalSGD(2), FACTORIES[:2]), None),
             ("the seed is 0 in the checkpoint and 5 in this run", Run(comm, AllReduce(), seed=5), None),
             ("the schedules: one for each model in the checkpoint and none", run, {}),
             ("slot 1 has a MultiStepLR .* and a StepLR", Run(comm, AllReduce(), [FACTORIES[0]] * 3), None),
@@ -340,7 +340,7 @@ def test_layers_that_differ_between_models_resume_too_and_their_number_cannot_ch
         pairs = [[whole(each.array, each.optimizer, index) for index in range(3)] for each in (run, other)]
         assert all(same(ours, theirs) for ours, theirs in zip(*pairs, strict=True))
         run.select([2, 0])
-        with pytest.raises(CheckpointError, match="fuse the models that are left"):
+        with pytest.raises(CheckpointError, match="Fuse the models that are left"):
             run.load(tmp_path)
 
     thinwire.run_threads(2, work)

@@ -154,7 +154,7 @@ def test_an_unfinished_sweep_is_overwritten_only_on_request(plan: Plan, tmp_path
             plan, made("random"), 4, callback=interrupt_at(2), journal=Journal(tmp_path, {"seed": 1}, every_seconds=0)
         )
     with pytest.raises(
-        CheckpointError, match="holds an unfinished sweep; continue it by --resume, use another folder by --out"
+        CheckpointError, match=r"holds an unfinished sweep. Continue it by --resume, use another folder by --out"
     ):
         Journal(tmp_path, {"seed": 2})
     assert settings_in(tmp_path) == {"seed": 1}
@@ -195,7 +195,7 @@ def test_the_command_resumes_with_the_options_that_it_began_with(
                     main([*COMMAND.split(), "--out", str(folder)])
                 capsys.readouterr()
                 assert main([*COMMAND.split(), "--out", str(folder)]) == 1
-                assert "holds an unfinished sweep; continue it" in " ".join(capsys.readouterr().err.split())
+                assert "holds an unfinished sweep. Continue it" in " ".join(capsys.readouterr().err.split())
         arguments = [*COMMAND.split(), "--out", str(folder)] if name == "whole" else _resume(folder)
         assert main(arguments) == 0
         found[name] = json.loads(capsys.readouterr().out)

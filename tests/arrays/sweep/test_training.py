@@ -128,7 +128,7 @@ def test_hyperparameters_that_do_not_exist_are_refused_by_name(
 
 
 def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> None:
-    with pytest.raises(ConfigError, match="partition them"):
+    with pytest.raises(ConfigError, match="Partition them"):
         TrialArray(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])
 
 

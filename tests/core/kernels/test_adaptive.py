@@ -163,11 +163,11 @@ def test_the_dtype_that_new_tensors_have_makes_no_difference() -> None:
 
 def test_lists_that_do_not_fit_are_refused() -> None:
     x, y = torch.zeros(3), torch.zeros(4)
-    with pytest.raises(ConfigError, match="2 elements: expected 1"):
+    with pytest.raises(ConfigError, match="2 elements: must be 1"):
         adaptive.scaled_step_([x], [x, x], torch.ones(1), rate=1.0)
     with pytest.raises(ConfigError, match=r"shape \[4\] for a tensor of shape \[3\]"):
         adaptive.frozen_adam_step_([x], [x], [y], [x], eps=1e-6, decay=0.0, rate=1.0)
-    with pytest.raises(ConfigError, match="ratios has 2 elements: expected 1"):
+    with pytest.raises(ConfigError, match="ratios has 2 elements: must be 1"):
         adaptive.scaled_step_([x], [x], torch.ones(2), rate=1.0)
     with pytest.raises(ConfigError, match=r"shape \[4\] for a tensor of shape \[3\]"):
         adaptive.lamb_direction_([x], [x], [x], [x], [y], betas=(0.9, 0.99), eps=1e-6, decay=0.0)

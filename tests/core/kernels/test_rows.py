@@ -155,9 +155,9 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         ({"gradient": torch.zeros(2, 3).double()}, "float64"),
         ({"momentum": torch.zeros(3, 2).t()}, "not contiguous"),
         ({name: x.half() for name in ("x", "gradient", "momentum")}, "float16: rows must be fp32 or fp64"),
-        ({"numbers": numbers[:, :4]}, "numbers has 8 elements: expected 10"),
+        ({"numbers": numbers[:, :4]}, "numbers has 8 elements: must be 10"),
         ({"numbers": numbers.float()}, "must be contiguous and torch.float64"),
-        ({"active": everyone[:1]}, "active has 1 elements: expected 2"),
+        ({"active": everyone[:1]}, "active has 1 elements: must be 2"),
         ({"active": everyone.int()}, "must be contiguous and torch.bool"),
     ]
     for change, words in wrong:

@@ -297,12 +297,12 @@ def test_a_comparison_does_not_read_outside_its_folder(tmp_path):
 
 
 def test_a_missing_folder_is_named_with_the_fix(tmp_path):
-    with pytest.raises(ConfigError, match=r"nowhere: no such folder; give the folder that .*--out"):
+    with pytest.raises(ConfigError, match=r"nowhere: no such folder. Give the folder that .*--out"):
         write_report(tmp_path / "nowhere")
 
 
 def test_a_folder_without_a_run_is_named_with_the_fix(tmp_path):
-    with pytest.raises(ConfigError, match=r"holds no config.json, metrics.jsonl or summary.json; give"):
+    with pytest.raises(ConfigError, match=r"holds no config.json, metrics.jsonl or summary.json. Give"):
         write_report(tmp_path)
 
 
@@ -310,7 +310,7 @@ def test_a_folder_without_a_run_is_named_with_the_fix(tmp_path):
 @pytest.mark.parametrize("content", ['{"strategy": ', "3"])
 def test_a_broken_file_is_named_with_the_fix(run_folder, name, content):
     (run_folder / name).write_text(content)
-    with pytest.raises(ConfigError, match=rf"{name}: .*(write the run again)"):
+    with pytest.raises(ConfigError, match=rf"{name}: .*([Ww]rite the run again)"):
         write_report(run_folder)
 
 

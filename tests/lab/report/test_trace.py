@@ -54,7 +54,7 @@ def test_a_run_without_a_timeline_is_refused_with_the_fix(tmp_path):
     (folder / "timeline.jsonl").write_text("")
     with pytest.raises(
         ConfigError,
-        match=r"missing or empty here, as it is after a few steps; train longer, or give a run folder that has one",
+        match=r"missing or empty here, as it is after a few steps. Train longer, or give a run folder that has one",
     ):
         write_trace(folder)
     with pytest.raises(ConfigError, match=r"no such folder"):

@@ -137,7 +137,7 @@ def test_the_folder_may_come_from_the_environment(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"not gzip", "cannot be read .*it is damaged or not what its name says: copy it again"),
+        (b"not gzip", "cannot be read .*[Ii]t is damaged or not what its name says: copy it again"),
         (gzip.compress(struct.pack(">HBB2I", 0, 8, 2, 5, 5)), "cannot be read"),
         (
             gzip.compress(struct.pack(">HBBI", 0, 13, 1, 1) + b"1234"),
@@ -396,6 +396,6 @@ def test_a_failed_download_is_one_clear_error(online: None, monkeypatch: pytest.
 
     monkeypatch.setattr(datasets, "load_dataset", fail)
     with pytest.raises(
-        ConfigError, match=r"ylecun/mnist \(train\) cannot be downloaded \(no route to host\); go online"
+        ConfigError, match=r"ylecun/mnist \(train\) cannot be downloaded \(no route to host\). Go online"
     ):
         tasks.load("mnist")

@@ -142,7 +142,7 @@ def test_held_out_data_without_a_batch_are_refused(kind: str) -> None:
         short = DataLoader(TensorDataset(*rows()), batch_size=8, drop_last=True)
         return [rows()], {"a list": [], "a loader": short, "a generator": iter(())}[kind]
 
-    with pytest.raises(ConfigError, match="--data train:data: its held-out batches are empty; return at least one"):
+    with pytest.raises(ConfigError, match=r"--data train:data: its held-out batches are empty. Return at least one"):
         # Of a generator it is not known before the first evaluation.
         check_own(task_of(data=data), seed=0) if kind != "a generator" else task_of(data=data).evaluate(linear())
 
@@ -170,7 +170,7 @@ def test_a_model_may_return_its_loss_and_take_a_dict() -> None:
 
 
 WRONG = {
-    "no module": ({"model": lambda: 3}, "--model train:model: returned a int; it must return an nn.Module"),
+    "no module": ({"model": lambda: 3}, "--model train:model: returned a int. It must return an nn.Module"),
     "model raises": ({"model": lambda: linear(1)}, "--model train:model: calling it failed: TypeError"),
     "no parameters": ({"model": nn.ReLU}, "no parameter that requires a gradient"),
     "data raises": (
@@ -179,13 +179,13 @@ WRONG = {
     ),
     "no data": (
         {"data": lambda rank, size, seed: None},
-        "--data train:data: returned None; return the training batches",
+        "--data train:data: returned None. Return the training batches",
     ),
     "no batches": ({"data": lambda rank, size, seed: []}, "rank 0: --data train:data has no batch for this rank"),
     "one tensor": ({"data": lambda rank, size, seed: rows()[0]}, "its training batches are a float32 tensor [6, 4]"),
     "text batch": (
         {"data": lambda rank, size, seed: ["a"]},
-        "rank 0, step 0: --data train:data gave a str; a batch is",
+        "rank 0, step 0: --data train:data gave a str. A batch is",
     ),
     "no targets": ({"data": lambda rank, size, seed: [rows()[0]]}, "with --loss a batch is a tuple of the model's arg"),
     "wrong shape": (
@@ -199,7 +199,7 @@ WRONG = {
     ),
     "loss per example": (
         {"loss": lambda x, y: F.cross_entropy(x, y, reduction="none")},
-        "--loss train:loss: the loss of a batch is a float32 tensor [2]; it must be a scalar tensor",
+        "--loss train:loss: the loss of a batch is a float32 tensor [2]. It must be a scalar tensor",
     ),
     "model without loss": (
         {"loss": None, "data": lambda rank, size, seed: [torch.ones(2, 4)]},

@@ -47,7 +47,7 @@ def test_a_dirichlet_split_gives_every_example_to_exactly_one_worker(
 ) -> None:
     facts = examples(n, classes=classes, minimum=minimum)
     if n < workers * minimum:
-        with pytest.raises(ConfigError, match="use fewer workers"):
+        with pytest.raises(ConfigError, match="Use fewer workers"):
             split_shards(facts, workers, split=f"dirichlet({alpha})", seed=seed)
         return
     shards = split_shards(facts, workers, split=f"dirichlet({alpha})", seed=seed)
@@ -102,13 +102,13 @@ def test_a_small_alpha_makes_shards_differ_and_a_large_one_makes_them_alike() ->
 @pytest.mark.parametrize(
     ("split", "message"),
     [
-        ("even", r"split='even': unknown; use one of iid, dirichlet\(ALPHA\), label, group"),
+        ("even", r"split='even': unknown. Use one of iid, dirichlet\(ALPHA\), label, group"),
         ("dirichlet(0)", r"split='dirichlet\(0\)': alpha must be a positive number, as in dirichlet\(0.1\)"),
         ("dirichlet(inf)", "alpha must be a positive number"),
         ("dirichlet(x)", "alpha must be a positive number"),
-        ("label", "split='label': this data has no classes; use split='iid'"),
-        ("group", "split='group': this data has no groups; use split='iid'"),
-        ("dirichlet(1)", "this data has no classes or groups; use split='iid'"),
+        ("label", "split='label': this data has no classes. Use split='iid'"),
+        ("group", "split='group': this data has no groups. Use split='iid'"),
+        ("dirichlet(1)", "this data has no classes or groups. Use split='iid'"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(split: str, message: str) -> None:
@@ -121,7 +121,7 @@ def test_too_many_workers_are_refused() -> None:
         split_shards(examples(10), 0, split="iid", seed=0)
     with pytest.raises(ConfigError, match=r"workers=11, split='iid': worker 10 would hold 0 examples.* fewer workers"):
         split_shards(examples(10), 11, split="iid", seed=0)
-    with pytest.raises(ConfigError, match=r"split='group': 6 workers, but only 5 groups; use fewer workers"):
+    with pytest.raises(ConfigError, match=r"split='group': 6 workers, but only 5 groups. Use fewer workers"):
         split_shards(examples(100, groups=5), 6, split="group", seed=0)
 
 
@@ -215,7 +215,7 @@ def test_windows_can_begin_anywhere_in_a_shard() -> None:
 
 def test_a_shard_shorter_than_a_window_is_refused() -> None:
     data = prose(2, 10)
-    with pytest.raises(ConfigError, match=r"would hold \d+ bytes, and it needs at least 17; use fewer workers"):
+    with pytest.raises(ConfigError, match=r"would hold \d+ bytes, and it needs at least 17. Use fewer workers"):
         split_shards(data.metadata, 50, split="iid", seed=0)
 
 

@@ -45,7 +45,7 @@ def parameters(model: nn.Module) -> list[Tensor]:
 
 
 def test_an_unknown_task_is_refused_with_the_names_and_the_closest_one() -> None:
-    with pytest.raises(ConfigError, match=r"task='minst': unknown; the tasks are text, digits, .* mean 'mnist'\?"):
+    with pytest.raises(ConfigError, match=r"task='minst': unknown. The tasks are text, digits, .* mean 'mnist'\?"):
         tasks.load("minst")
 
 
@@ -57,7 +57,7 @@ def test_every_name_is_a_task() -> None:
 def test_without_a_folder_the_error_shows_how_to_name_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THINWIRE_DATA", raising=False)
     monkeypatch.setattr("thinwire.lab.tasks.data.hub.installed", lambda: False)
-    with pytest.raises(ConfigError, match=rf"THINWIRE_DATA is not set, and task '{name}' reads .*; set THINWIRE_DATA="):
+    with pytest.raises(ConfigError, match=rf"THINWIRE_DATA is not set, and task '{name}' reads .*. Set THINWIRE_DATA="):
         tasks.load(name)
 
 
@@ -68,14 +68,14 @@ def test_a_folder_that_is_not_there_is_named(
 ) -> None:
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "nowhere"))
     monkeypatch.setattr("thinwire.lab.tasks.data.hub.installed", lambda: hub)
-    with pytest.raises(ConfigError, match=rf"nowhere is not a folder, and task '{name}' reads .*; let THINWIRE_DATA"):
+    with pytest.raises(ConfigError, match=rf"nowhere is not a folder, and task '{name}' reads .*. Let THINWIRE_DATA"):
         tasks.load(name)
 
 
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("thinwire.lab.tasks.data.hub.installed", lambda: False)
-    with pytest.raises(ConfigError, match=rf"{tmp_path}/\S+ is missing, and task '{name}' needs it; put it there"):
+    with pytest.raises(ConfigError, match=rf"{tmp_path}/\S+ is missing, and task '{name}' needs it. Put it there"):
         tasks.load(name, data=tmp_path)
 
 
@@ -244,7 +244,7 @@ def test_settings_are_known_for_each_optimizer(task: Task) -> None:
     assert task.defaults_for("sgd").optimizer == "sgd"
     assert task.defaults_for("adamw").optimizer == "adamw"
     assert task.defaults in (task.defaults_for("sgd"), task.defaults_for("adamw"))
-    with pytest.raises(ConfigError, match=r"optimizer='lion': unknown; use one of sgd, adamw"):
+    with pytest.raises(ConfigError, match=r"optimizer='lion': unknown. Use one of sgd, adamw"):
         task.defaults_for("lion")
 
 

@@ -78,7 +78,7 @@ def test_the_library_accepts_exactly_the_sizes_that_the_definition_has(topology:
             topology.check(n)
         else:
             with pytest.raises(
-                ConfigError, match=f"{type(topology).__name__}.* with {n} workers: .*; use .*{n - 1}|or"
+                ConfigError, match=f"{type(topology).__name__}.* with {n} workers: .*. Use .*{n - 1}|or"
             ):
                 topology.check(n)
     for n in (1, 4, 12, 16, 128):

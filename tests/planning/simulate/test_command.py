@@ -125,7 +125,7 @@ def test_a_folder_holds_one_run(capsys: Capture, tmp_path: Path) -> None:
     printed(capsys, *arguments)
     before = (tmp_path / "run" / "timeline.jsonl").read_text()
     assert main(["simulate", *arguments]) == 2
-    assert "holds a run already; name another folder" in " ".join(capsys.readouterr().err.split())
+    assert "holds a run already. Name another folder" in " ".join(capsys.readouterr().err.split())
     assert (tmp_path / "run" / "timeline.jsonl").read_text() == before
     for option in ("--steps", "--workers", "--timeout"):
         assert main(["simulate", "--strategy", "AllReduce()", option, "0", "--out", str(tmp_path / "no")]) == 2

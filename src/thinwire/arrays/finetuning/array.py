@@ -248,7 +248,7 @@ class AdapterArray:
         """
         layer = self._layers.get(name.removesuffix(".lora_dropout.p"))
         if layer is None:
-            raise ConfigError(f"no dropout rate is named {name!r}; there are {sorted(self.dropout_rates())}")
+            raise ConfigError(f"no dropout rate is named {name!r}. There are {sorted(self.dropout_rates())}")
         if len(values) != self.size or not all(0 <= value <= 1 for value in values):
             raise ConfigError(f"{name}={list(values)}: one probability in [0, 1] for each of {self.size} members")
         layer.set_rates(values)
@@ -531,7 +531,7 @@ class AdapterArray:
             ConfigError: no index, or no such slot.
         """
         if not indices:
-            raise ConfigError("select([]): an array has at least one member; drop the array itself instead")
+            raise ConfigError("select([]): an array has at least one member. Drop the array itself instead")
         for index in indices:
             self._check_slot(index)
         return self._rebuild(list(indices), [])

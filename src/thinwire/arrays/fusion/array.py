@@ -75,11 +75,11 @@ def fuse(
     states: list[Tensor] | None = None
     if isinstance(models, Sequence):
         if hyperparameters is not None:
-            raise ConfigError("fuse(models, hyperparameters): the models are made already; pass a factory instead")
+            raise ConfigError("fuse(models, hyperparameters): the models are made already. Pass a factory instead")
         made = list(models)
     else:
         if hyperparameters is None:
-            raise ConfigError("fuse(factory): the number of models is missing; pass one mapping of arguments per model")
+            raise ConfigError("fuse(factory): the number of models is missing. Pass one mapping of arguments per model")
         _check_count("seeds", seeds, len(hyperparameters))
         made, states = build(models, hyperparameters, seeds)
     if not made:
@@ -91,7 +91,7 @@ def fuse(
             known = dict(model.named_modules())
             if path not in known:
                 raise ConfigError(
-                    f"loop={path!r}: model {index} has no such layer; it has {', '.join(filter(None, known))}"
+                    f"loop={path!r}: model {index} has no such layer. It has {', '.join(filter(None, known))}"
                 )
     _check_shared(made, share_trained=share_trained)
     return FusedArray(made, seeds=seeds, loop=paths, states=states, share_trained=share_trained)
@@ -124,7 +124,7 @@ def _check_shared(models: Sequence[nn.Module], *, share_trained: bool) -> None:
 
 def _check_count(what: str, values: Any, size: int) -> None:
     if values is not None and len(values) != size:
-        raise ConfigError(f"{what} of length {len(values)}: there are {size} models; pass one per model")
+        raise ConfigError(f"{what} of length {len(values)}: there are {size} models. Pass one per model")
 
 
 class FusedArray:
@@ -272,7 +272,7 @@ class FusedArray:
         """
         path, _, attribute = name.rpartition(".")
         if (path, attribute) not in self._store.rates:
-            raise ConfigError(f"no dropout rate is named {name!r}; there are {sorted(self.dropout_rates())}")
+            raise ConfigError(f"no dropout rate is named {name!r}. There are {sorted(self.dropout_rates())}")
         _check_count(name, values, self.size)
         if not all(0 <= value <= 1 for value in values):
             raise ConfigError(f"{name}={list(values)}: a probability is in [0, 1]")
@@ -358,7 +358,7 @@ class FusedArray:
         found = self.map(function, own, *targets)
         if not isinstance(found, Tensor) or found.shape != (self.size,):
             looks = list(found.shape[1:]) if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(f"each model's loss is {looks}: it must be a scalar; reduce it by its mean or its sum")
+            raise ConfigError(f"each model's loss is {looks}: it must be a scalar. Reduce it by its mean or its sum")
         return found
 
     def capture(self, step: Callable[..., Any], *inputs: Any) -> CapturedStep:

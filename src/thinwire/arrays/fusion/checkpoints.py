@@ -131,7 +131,7 @@ def load(
     """
     content = read(folder)
     if "array" not in content:
-        raise CheckpointError(f"{folder}: holds one model and no array; use load_member")
+        raise CheckpointError(f"{folder}: holds one model and no array. Use load_member")
     restore(content["array"], array, optimizer=optimizer, schedules=schedules, scaler=scaler)
     return content["extra"]
 
@@ -293,7 +293,7 @@ def check(
     models = outline["models"]
     if models != array.size and any(owner_of(p) is not None and not is_shared(p) for p in array.parameters()):
         raise CheckpointError(
-            f"{models} models in the checkpoint and {array.size} here, and their layers differ; fuse the models that "
+            f"{models} models in the checkpoint and {array.size} here, and their layers differ. Fuse the models that "
             "are left"
         )
     ours, theirs = _identity(array, optimizer, schedules, scaler), outline["identity"]
@@ -301,14 +301,14 @@ def check(
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
         if ours[name] != theirs[name]:
-            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here; make it alike")
+            raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here. Make it alike")
     kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
     for slot in range(models if schedules is not None else 0):
         # A checkpoint of more models than here continues with copies of the last one.
         saved, here = outline["schedules"][slot]["kind"], kinds[min(slot, array.size - 1)]
         if saved != here:
             raise CheckpointError(
-                f"slot {slot} has a {saved} in the checkpoint and a {here} here; make Schedules with a factory for "
+                f"slot {slot} has a {saved} in the checkpoint and a {here} here. Make Schedules with a factory for "
                 "each slot's model in the checkpoint"
             )
 
@@ -322,7 +322,7 @@ def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
     missing = [name for name in wanted if name not in found]
     if missing:
         raise CheckpointError(
-            f"the checkpoint has no {missing[0]!r}: another version of thinwire wrote it; continue with that version, "
+            f"the checkpoint has no {missing[0]!r}: another version of thinwire wrote it. Continue with that version, "
             "or start again"
         )
 

@@ -157,8 +157,8 @@ def embedding(
     """Look up rows in one table that holds the models' tables below each other; no padding row has a gradient."""
     if sparse or max_norm is not None:
         raise ConfigError(
-            f"Embedding(max_norm={max_norm}, sparse={sparse}): a fused table is dense, and lookups do not change it; "
-            "pass loop=[...] with the layer's name"
+            f"Embedding(max_norm={max_norm}, sparse={sparse}): a fused table is dense, and lookups do not change it. "
+            "Pass loop=[...] with the layer's name"
         )
     rest = (padding_idx, None, norm_type, scale_grad_by_freq)
     if not isinstance(weight, Batch):

@@ -66,7 +66,7 @@ class Member:
             before, now = theirs.get(name, "not there"), ours.get(name, "not there")
             if before != now:
                 raise CheckpointError(
-                    f"the checkpoint is of another model: {name} is {before} in it and {now} here; make it alike"
+                    f"the checkpoint is of another model: {name} is {before} in it and {now} here. Make it alike"
                 )
         if optimizer is not None:
             self._check_groups([len(group["params"]) for group in optimizer.param_groups])
@@ -138,19 +138,19 @@ class Member:
         if theirs != ours:
             raise CheckpointError(
                 f"the model's generator has a state of {theirs} bytes in the checkpoint and of {ours} here, on "
-                f"{array.generators[0].device.type}: it was saved on another type of device; move the array there"
+                f"{array.generators[0].device.type}: it was saved on another type of device. Move the array there"
             )
 
     def _check_saved(self, **given: object) -> None:
         for name, value in given.items():
             if value is not None and getattr(self, name) is None:
-                raise CheckpointError(f"no {name} was saved with this model; leave it out, or save it too")
+                raise CheckpointError(f"no {name} was saved with this model. Leave it out, or save it too")
 
     def _check_groups(self, ours: list[int]) -> None:
         theirs = [] if self.optimizer is None else [len(group["params"]) for group in self.optimizer["param_groups"]]
         if ours != theirs:
             raise CheckpointError(
-                f"the optimizer has groups of {theirs} parameters in the checkpoint and of {ours} here; make it alike"
+                f"the optimizer has groups of {theirs} parameters in the checkpoint and of {ours} here. Make it alike"
             )
 
 
@@ -229,7 +229,7 @@ def load_member(folder: str | Path) -> Member:
     """
     content = read(folder)
     if "member" not in content:
-        raise CheckpointError(f"{folder}: holds an array and no single model; use load")
+        raise CheckpointError(f"{folder}: holds an array and no single model. Use load")
     names = [field.name for field in fields(Member)]
     refuse_older(content["member"], names)
     return Member(**{name: content["member"][name] for name in names})

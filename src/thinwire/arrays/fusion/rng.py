@@ -45,7 +45,7 @@ class DropoutRates(float):
     def _refuse(self, *_: object) -> NoReturn:
         raise ConfigError(
             f"dropout rates {', '.join(map(str, self.values))}: the forward code computes with a rate that differs "
-            "between models; leave it to torch's dropout, make it equal, or run that layer in a loop: loop=[...]"
+            "between models. Leave it to torch's dropout, make it equal, or run that layer in a loop: loop=[...]"
         )
 
     __lt__ = __le__ = __gt__ = __ge__ = _refuse
@@ -287,7 +287,7 @@ def draw_in_place(context: Context, function: Any, input: Value, *args: Any, **k
     if not isinstance(input, Batch):
         # As torch.vmap says it, so that the error names the layer.
         raise RuntimeError(
-            f"vmap: in-place {function.__name__} of a tensor without models; use torch.randn, torch.rand"
+            f"vmap: in-place {function.__name__} of a tensor without models. Use torch.randn, torch.rand"
         )
     values = input.at(0)
     parts = [torch.empty_like(part) for part in values.detach()]

@@ -64,7 +64,7 @@ class MixingSimulation:
             raise ConfigError(f"order={order!r}: must be one of {', '.join(get_args(Order))}")
         for name, tensor in array.named_parameters():
             if owner_of(tensor) is not None and (tensor.requires_grad or not is_shared(tensor)):
-                raise ConfigError(f"{name}: only one worker has it, so it has no mean; fuse models of one structure")
+                raise ConfigError(f"{name}: only one worker has it, so it has no mean. Fuse models of one structure")
         self.array, self.optimizer, self.mixing, self.order = array, optimizer, mixing, order
         self.steps = 0
 
@@ -81,7 +81,7 @@ class MixingSimulation:
             if matrix.shape != (size, size):
                 raise ConfigError(f"mixing of shape {list(matrix.shape)}: {size} workers need [{size}, {size}]")
             if bool(((matrix.sum(1) - 1).abs() > _TOLERANCE).any()):
-                raise ConfigError("mixing: a row does not add up to 1; each row must be weights of a mean")
+                raise ConfigError("mixing: a row does not add up to 1. Each row must be weights of a mean")
         if matrix is not None and self.order == "inside":
             self._add_mixing_to_gradients(matrix)
         elif matrix is not None and self.order == "while" and self.steps:
@@ -95,7 +95,7 @@ class MixingSimulation:
     def _add_mixing_to_gradients(self, matrix: Tensor) -> None:
         for group in self.optimizer.param_groups:
             if bool((group["lr"] == 0).any()):
-                raise ConfigError("lr=0 with order='inside': it divides by lr; use a small one, not 0")
+                raise ConfigError("lr=0 with order='inside': it divides by lr. Use a small one, not 0")
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     rate = group["lr"].to(parameter).view(-1, *[1] * (parameter.dim() - 1))

@@ -212,7 +212,7 @@ class Store:
         wrong = difference(own, given)
         if wrong is not None:
             raise ConfigError(
-                f"slot {index} cannot hold this model: {wrong}; it must have the structure of the one before"
+                f"slot {index} cannot hold this model: {wrong}. It must have the structure of the one before"
             )
         given_tensors = tensors(model)
         for name, shared in self.shared.items():
@@ -234,7 +234,7 @@ class Store:
     def select(self, indices: Sequence[int]) -> Selection:
         """Keep some models, in this order, each as often as it is named."""
         if not indices:
-            raise ConfigError("select([]): an array has at least one model; drop the array itself instead")
+            raise ConfigError("select([]): an array has at least one model. Drop the array itself instead")
         for index in indices:
             self.check_index(index)
         moved: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
@@ -280,11 +280,11 @@ class Store:
         own = self.state()
         if own.keys() != state.keys():
             wrong = sorted(own.keys() ^ state.keys())
-            raise ConfigError(f"{wrong[0]!r} is in the array or in the state, and not in both; fuse the same models")
+            raise ConfigError(f"{wrong[0]!r} is in the array or in the state, and not in both. Fuse the same models")
         for name, tensor in own.items():
             if tensor.shape != state[name].shape:
                 raise ConfigError(
-                    f"{name} is {list(state[name].shape)} in the state, {list(tensor.shape)} here; fuse as many models"
+                    f"{name} is {list(state[name].shape)} in the state, {list(tensor.shape)} here. Fuse as many models"
                 )
         for name, tensor in self.named():
             overwrite_(tensor, state[name])

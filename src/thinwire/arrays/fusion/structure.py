@@ -231,7 +231,7 @@ def check_same_structure(models: Sequence[nn.Module], loop: Sequence[str]) -> No
         found = difference(models[0], model, loop)
         if found is not None:
             raise ConfigError(
-                f"models 0 and {index} differ in structure: {found}; only weights, buffers and dropout rates may. Fuse "
+                f"models 0 and {index} differ in structure: {found}. Only weights, buffers and dropout rates may. Fuse "
                 'models of one structure, or loop over the layers that differ: fuse(..., loop=["that.layer"])'
             )
 

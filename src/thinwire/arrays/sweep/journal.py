@@ -119,7 +119,7 @@ class Journal:
         if before != now:
             raise CheckpointError(
                 f"{self.folder}: array {self._arrays_asked} had trials with other hyperparameters than the sampler "
-                "proposes now; resume with the same seed, and the same version of its library"
+                "proposes now. Resume with the same seed, and the same version of its library"
             )
 
     def _save_if_due(self, proposed: Proposed, run: TrialArray, ended: Sequence[Outcome]) -> None:
@@ -147,20 +147,20 @@ class Journal:
             write(self.folder, content)
         except OSError as error:
             raise CheckpointError(
-                f"{self.folder}: cannot be written to ({error}); free some space, and resume"
+                f"{self.folder}: cannot be written to ({error}). Free some space, and resume"
             ) from error
         self._written = time.monotonic()
 
     def _read(self) -> None:
         if self.folder is None:
-            raise CheckpointError("resume=True without a folder: there is nothing to resume from; give the folder")
+            raise CheckpointError("resume=True without a folder: there is nothing to resume from. Give the folder")
         content = _content(self.folder)
         before, now = content["settings"], self.settings
         # What an older version did not write down cannot be compared.
         for name in before:
             if before[name] != now.get(name):
                 raise CheckpointError(
-                    f"{self.folder}: {name} was {before[name]} and is {now.get(name)} now; resume with the "
+                    f"{self.folder}: {name} was {before[name]} and is {now.get(name)} now. Resume with the "
                     "settings that the sweep began with"
                 )
         self._capacities, self._arrays = content["capacities"], content["arrays"]
@@ -185,11 +185,11 @@ def settings_in(folder: Path) -> Fields:
 
 def _content(folder: Path) -> Fields:
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: is not there; a sweep is resumed from the folder that it began in")
+        raise CheckpointError(f"{folder}: is not there. A sweep is resumed from the folder that it began in")
     content = read(folder)
     if content.get("format") != _FORMAT:
         raise CheckpointError(
-            f"{folder}: holds no journal of a sweep in this version's format; resume with the version of thinwire that "
+            f"{folder}: holds no journal of a sweep in this version's format. Resume with the version of thinwire that "
             "began it, or start a new sweep"
         )
     return content
@@ -203,7 +203,7 @@ def _refuse_to_lose(folder: Path) -> None:
     if before["complete"] or not (before["arrays"] or before["current"]):
         return
     raise CheckpointError(
-        f"{folder}: holds an unfinished sweep; continue it by --resume, use another folder by --out, or replace it by "
+        f"{folder}: holds an unfinished sweep. Continue it by --resume, use another folder by --out, or replace it by "
         "--overwrite"
     )
 

@@ -210,7 +210,7 @@ class ParallelArray:
 
         def checked() -> dict[str, Any]:
             if "array" not in first["extra"]:
-                raise CheckpointError(f"{home}: holds one model and no array; load it with worker.load")
+                raise CheckpointError(f"{home}: holds one model and no array. Load it with worker.load")
             identity = first["state"]["identity"]
             for name, value in (
                 ("the strategy", canonical(worker.strategy)),
@@ -218,7 +218,7 @@ class ParallelArray:
             ):
                 if identity[name] != value:
                     raise CheckpointError(
-                        f"{name} is {identity[name]} in the checkpoint and {value} in this run; make them equal"
+                        f"{name} is {identity[name]} in the checkpoint and {value} in this run. Make them equal"
                     )
             check(first["extra"]["array"], self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
             return first["state"] if same_size else _resized(contents, worker)
@@ -351,10 +351,10 @@ def _attach(
 def _refuse_mixing(strategy: Strategy) -> None:
     for codec in (codec for method in nested(strategy) for codec in codecs_of(method)):
         if not codec.elementwise:
-            raise ConfigError(f"codec={codec}: codes many elements together, which mixes models; use Bf16() or Fp16()")
+            raise ConfigError(f"codec={codec}: codes many elements together, which mixes models. Use Bf16() or Fp16()")
     if not strategy.traits.elementwise:
         raise ConfigError(
-            f"{strategy}: may mix the models of an array; use one that treats every element by itself, such as "
+            f"{strategy}: may mix the models of an array. Use one that treats every element by itself, such as "
             "AllReduce, LocalSGD, Gossip, PushSum, or SlowMo(base, period, momentum, lr) over one of them"
         )
 
@@ -444,7 +444,7 @@ def _resized(contents: Sequence[dict[str, Any]], worker: WorkerState) -> dict[st
             replica_state.same(each["extra"]["array"][name], contents[0]["extra"]["array"][name]) for each in contents
         ):
             raise CheckpointError(
-                f"the {name} differ between workers, so the number of workers cannot change; resume with "
+                f"the {name} differ between workers, so the number of workers cannot change. Resume with "
                 f"{len(contents)} workers"
             )
     return replica_state.merge([content["state"] for content in contents], worker)

@@ -54,7 +54,7 @@ class Plan:
             raise ConfigError(f"eval_limit={self.eval_limit}: at least 1 held-out example is needed; None takes all")
         if self.halving is not None and self.population is not None:
             raise ConfigError(
-                f"halving={self.halving} with a population: members are replaced, not stopped; use one of the two"
+                f"halving={self.halving} with a population: members are replaced, not stopped. Use one of the two"
             )
 
     def setting(self, hyperparameters: Hyperparameters) -> Setting:
@@ -112,11 +112,11 @@ class Plan:
         for hyperparameters in space.extremes():
             self.setting(hyperparameters)
         if self.task.divided and "batch_size" in space.domains:
-            raise ConfigError(f"batch_size={space.domains['batch_size']}: {self.task.title} has its own; leave it out")
+            raise ConfigError(f"batch_size={space.domains['batch_size']}: {self.task.title} has its own. Leave it out")
         sizes = space.domains.get("batch_size")
         if isinstance(sizes, Range) and sizes.scale != "whole":
             raise ConfigError(
-                f"batch_size={sizes}: examples are whole, and every size needs its own array; use a list such as "
+                f"batch_size={sizes}: examples are whole, and every size needs its own array. Use a list such as "
                 "16,32,64"
             )
         domain = space.domains.get("optimizer")
@@ -125,7 +125,7 @@ class Plan:
             owners = [each for each, kind in OPTIMIZERS.items() if name in kind.hyperparameters]
             if owners and not set(owners) & set(used):
                 raise ConfigError(
-                    f"{name}={space.domains[name]}: {' and '.join(used)} has no such hyperparameter; leave it out, or "
+                    f"{name}={space.domains[name]}: {' and '.join(used)} has no such hyperparameter. Leave it out, or "
                     f"use {' or '.join(owners)}"
                 )
 

@@ -35,7 +35,7 @@ class PackedSearcher(Searcher):
         # The members that have no result yet, by pack and by the name that the inner searcher knows them by.
         self.pending: dict[str, dict[str, Hyperparameters]] = {}
         if not searcher.set_search_properties(metric, mode, space):
-            raise ConfigError(f"{type(searcher).__name__} has a space of its own already; make it without one")
+            raise ConfigError(f"{type(searcher).__name__} has a space of its own already. Make it without one")
 
     def set_search_properties(self, metric: str | None, mode: str | None, config: Hyperparameters, **spec: Any) -> bool:
         """Accept the tuner's metric, by which Tune compares packs.
@@ -44,7 +44,7 @@ class PackedSearcher(Searcher):
             ConfigError: the tuner has a `param_space` too.
         """
         if config:
-            raise ConfigError(f"param_space={config} beside packed(): it has the space of members; leave one out")
+            raise ConfigError(f"param_space={config} beside packed(): it has the space of members. Leave one out")
         return True
 
     def suggest(self, trial_id: str) -> dict[str, list[Hyperparameters]] | None:

@@ -104,7 +104,7 @@ def members_of(config: Config) -> list[Trial]:
     members = config.get(MEMBERS)
     if not isinstance(members, list) or not members or not all(isinstance(each, Mapping) for each in members):
         raise ConfigError(
-            f"config={dict(config)}: a pack is {{'members': [hyperparameters, ...]}}; see packed() and pack_of()"
+            f"config={dict(config)}: a pack is {{'members': [hyperparameters, ...]}}. See packed() and pack_of()"
         )
     return [Trial(index, dict(hyperparameters)) for index, hyperparameters in enumerate(members)]
 

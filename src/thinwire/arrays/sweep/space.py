@@ -39,7 +39,7 @@ class Range:
         if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
             raise ConfigError(f"range {self}: its ends must be finite and rise; {_EXAMPLE}")
         if self.scale == "log" and self.low <= 0:
-            raise ConfigError(f"range {self}: a logarithmic range begins above 0; use 1e-6, or a linear one")
+            raise ConfigError(f"range {self}: a logarithmic range begins above 0. Use 1e-6, or a linear one")
         if self.scale == "whole" and (self.low != int(self.low) or self.high != int(self.high)):
             raise ConfigError(f"range {self}: whole numbers need whole ends, such as whole:8:64")
 
@@ -73,7 +73,7 @@ class Choices:
         if not self.values:
             raise ConfigError(f"no values to choose from; {_EXAMPLE}")
         if len(set(self.values)) < len(self.values):
-            raise ConfigError(f"values {self}: one is listed twice; leave it out")
+            raise ConfigError(f"values {self}: one is listed twice. Leave it out")
 
     def __str__(self) -> str:
         """The text that `parse_domain` reads."""

@@ -149,7 +149,7 @@ def capacity_for(plan: Plan, trials: Sequence[Trial]) -> int:
         return len(trials)
     found = largest_that_fits(fits, len(trials))
     if not found:
-        raise ConfigError("not one trial fits into memory; use a smaller model or batch")
+        raise ConfigError("not one trial fits into memory. Use a smaller model or batch")
     return found
 
 
@@ -209,7 +209,7 @@ def free_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if not _MEMINFO.exists():
-        raise ConfigError(f"{_MEMINFO} is not there, so free memory is not known; set the size of arrays by `together`")
+        raise ConfigError(f"{_MEMINFO} is not there, so free memory is not known. Set the size of arrays by `together`")
     lines = dict(line.split(":") for line in _MEMINFO.read_text(encoding="ascii").splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
 

@@ -44,7 +44,7 @@ class TrialArray:
         settings = [plan.setting(trial.hyperparameters) for trial in trials]
         fixed = {(each.optimizer, each.batch_size, each.model_size) for each in settings}
         if len(fixed) != 1:
-            raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model; partition them")
+            raise ConfigError(f"trials with {fixed}: an array has one optimizer, batch size and model. Partition them")
         ((_, self.batch_size, size),) = fixed
         (self._shard,) = plan.task.shards(1, seed=plan.seed)
         with torch.device("cpu"):  # where the batches are

@@ -254,7 +254,9 @@ def check_length(name: str, found: int, wanted: int) -> None:
         ConfigError: with both lengths.
     """
     if found != wanted:
-        raise ConfigError(f"{name} has {found} elements: expected {wanted}, as in the vector")
+        raise ConfigError(
+            f"{name} has {found} elements: must be {wanted}, as in the vector. Pass a tensor of that size"
+        )
 
 
 def check_same_device(x: Tensor, *others: Tensor | None) -> None:

@@ -110,7 +110,9 @@ def _check(tensors: list[Tensor], numbers: Tensor, columns: int, active: Tensor)
     check_length("numbers", numbers.numel(), shape[0] * columns)
     for name, tensor, wanted in (("numbers", numbers, torch.float64), ("active", active, torch.bool)):
         if tensor.dtype != wanted or not tensor.is_contiguous():
-            raise ConfigError(f"{name} of {tensor.dtype}: must be contiguous and {wanted}")
+            raise ConfigError(
+                f"{name} of {tensor.dtype}: must be contiguous and {wanted}. Pass a contiguous copy of that type"
+            )
 
 
 def _run(kernel: Callable[..., None], tensors: Sequence[Tensor | None], numbers: Tensor, active: Tensor) -> None:

@@ -219,7 +219,7 @@ class Workers:
         if self.timed_out:
             late = ", ".join(str(record.rank) for record in self.exits if record.stopped)
             raise CommTimeoutError(
-                f"timeout={self._timeout:g}: workers {late} had not ended by then and were stopped; allow more"
+                f"timeout={self._timeout:g}: workers {late} had not ended by then and were stopped. Allow more"
             )
         return self.exits
 
@@ -420,12 +420,12 @@ def _check(command: Sequence[str], workers: int, network: Network | None) -> Non
         raise ConfigError(f"workers={workers}: must be at least 1")
     if not hasattr(os, "wait4"):
         raise ConfigError(
-            f"workers={workers}: processes are started here on Linux and macOS, and this is {sys.platform}; start each "
+            f"workers={workers}: processes are started here on Linux and macOS, and this is {sys.platform}. Start each "
             "worker by torchrun"
         )
     if network is not None and network.workers != workers:
-        raise ConfigError(f"workers={workers}: the network has {network.workers} links; give one for each worker")
+        raise ConfigError(f"workers={workers}: the network has {network.workers} links. Give one for each worker")
     if not command:
-        raise ConfigError("there is no command to run; give one, such as python train.py")
+        raise ConfigError("there is no command to run. Give one, such as python train.py")
     if shutil.which(command[0]) is None:
-        raise ConfigError(f"command {command[0]!r}: there is no such program in PATH; check its name")
+        raise ConfigError(f"command {command[0]!r}: there is no such program in PATH. Check its name")

@@ -83,7 +83,7 @@ class Network:
 
     def __init__(self, links: Sequence[Link], *, user_namespace: bool = False) -> None:
         if not 1 <= len(links) <= MOST_WORKERS:
-            raise ConfigError(f"{len(links)} links: a network joins 1 to {MOST_WORKERS} workers; give one link each")
+            raise ConfigError(f"{len(links)} links: a network joins 1 to {MOST_WORKERS} workers. Give one link each")
         self.links = tuple(links)
         self._user_namespace = user_namespace
         self._files: dict[str, list[int]] = {}
@@ -152,7 +152,7 @@ class Network:
         ):
             raise ConfigError(
                 f"links {describe_links(tuple(links))!r} after {describe_links(self.links)!r}: only rates can change "
-                "while workers run; give every worker a rate from the start, and no delay"
+                "while workers run. Give every worker a rate from the start, and no delay"
             )
         user, *_ = self._files.get("user", [None])
         for rank, link in enumerate(links):

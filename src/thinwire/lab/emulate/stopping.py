@@ -47,7 +47,7 @@ def parse_stops(text: str | None, *, workers: int) -> tuple[Stop, ...]:
         parts = entry.strip().split(":")
         if len(parts) != 3:
             raise ConfigError(
-                f"{argument}: {entry.strip()!r} cannot be read; a stop is RANK:AFTER:DURATION, such as 2:3s:5s"
+                f"{argument}: {entry.strip()!r} cannot be read. A stop is RANK:AFTER:DURATION, such as 2:3s:5s"
             )
         rank = parse_rank(parts[0], workers, argument=argument)
         after, seconds = (parse_duration(part, argument=argument) for part in parts[1:])

@@ -47,7 +47,7 @@ class Straggler:
 
     def __post_init__(self) -> None:
         if not 1 <= self.factor <= 1000:
-            raise ConfigError(f"factor={self.factor}: must lie between 1 and 1000; a worker can only be made slower")
+            raise ConfigError(f"factor={self.factor}: must lie between 1 and 1000. A worker can only be made slower")
         if not 0 <= self.stall_probability <= 1:
             raise ConfigError(f"stall_probability={self.stall_probability}: must lie between 0 and 1")
         if not 0 <= self.stall_seconds <= 3600:
@@ -134,7 +134,7 @@ def _entries(text: str | None, parts: int, workers: int, *, argument: str) -> li
         rank, rest = (None, entry) if alone else split_rank(entry.strip(), workers, argument=argument)
         if rank in entries:
             whose = "all workers" if rank is None else f"worker {rank}"
-            raise ConfigError(f"{argument}: has {whose} twice; keep one of the entries")
+            raise ConfigError(f"{argument}: has {whose} twice. Keep one of the entries")
         entries[rank] = rest
     common = [(rank, entries[None]) for rank in range(workers)] if None in entries else []
     return common + [(rank, rest) for rank, rest in entries.items() if rank is not None]
@@ -144,7 +144,7 @@ def _parse_factor(text: str, *, argument: str) -> float:
     number = _number(text.strip().lower().removesuffix("x"))
     if number is None or not text.strip().lower().endswith("x") or not 1 <= number <= 1000:
         raise ConfigError(
-            f"{argument}: {text!r} cannot be read; a slow worker is RANK:FACTORx, such as 2:3x, FACTOR >= 1"
+            f"{argument}: {text!r} cannot be read. A slow worker is RANK:FACTORx, such as 2:3x, FACTOR >= 1"
         )
     return number
 
@@ -154,7 +154,7 @@ def _parse_stall(text: str, *, argument: str) -> tuple[float, float]:
     number = _number(probability)
     if number is None or not 0 <= number <= 1:
         raise ConfigError(
-            f"{argument}: {text!r} cannot be read; a stall is PROBABILITY:DURATION, such as 0.15:200ms, "
+            f"{argument}: {text!r} cannot be read. A stall is PROBABILITY:DURATION, such as 0.15:200ms, "
             "PROBABILITY 0 to 1"
         )
     return number, parse_duration(duration, argument=argument)

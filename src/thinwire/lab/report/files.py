@@ -49,7 +49,7 @@ def json_object(path: Path) -> Facts | None:
     if content is None:
         return None
     if not isinstance(content, dict):
-        raise ConfigError(f"{path}: must hold a JSON object; write the run again")
+        raise ConfigError(f"{path}: must hold a JSON object. Write the run again")
     return content
 
 
@@ -63,7 +63,7 @@ def json_list(path: Path) -> list[Facts] | None:
     if content is None:
         return None
     if not isinstance(content, list) or not all(isinstance(entry, dict) for entry in content):
-        raise ConfigError(f"{path}: must hold a JSON list of objects; write the run again")
+        raise ConfigError(f"{path}: must hold a JSON list of objects. Write the run again")
     return content
 
 
@@ -101,7 +101,7 @@ def write_bytes(path: Path, content: bytes) -> Path:
         make_folder_of(path)
         write_atomically(path, content)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error.strerror}); use a folder you may write to") from None
+        raise ConfigError(f"{path}: cannot be written ({error.strerror}). Use a folder you may write to") from None
     return path
 
 
@@ -121,7 +121,7 @@ def _parsed(path: Path) -> object:
         return json.loads(_text(path))
     except ValueError as error:
         raise ConfigError(
-            f"{path}: not valid JSON ({error}); it may have been cut short: write the run again, "
+            f"{path}: not valid JSON ({error}). It may have been cut short: write the run again, "
             "or remove the file to report without it"
         ) from None
 
@@ -130,4 +130,4 @@ def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}). Make it readable") from None

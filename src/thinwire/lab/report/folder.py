@@ -12,7 +12,7 @@ from thinwire.lab.report.labels import labels
 from thinwire.lab.report.rounds import of_same_seeds
 from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, Step
 
-_FIX = "give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
+_FIX = "Give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
 SCHEMA = 1
 """The version of the files in a run folder; `config.json` has it, and folders without one have version 1."""
 # Kinds of intervals as timeline.jsonl names them, and as they are shown.
@@ -26,7 +26,7 @@ def read(folder: Path) -> Collection:
         ConfigError: there is no such folder, it holds no run, or one of its JSON files is broken.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; {_FIX}")
+        raise ConfigError(f"{folder}: no such folder. {_FIX}")
     comparison = json_object(folder / "comparison.json")
     if comparison is None:
         run = read_run(folder)
@@ -43,7 +43,7 @@ def read_spans(folder: Path) -> tuple[Span, ...]:
         ConfigError: there is no such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; {_FIX}")
+        raise ConfigError(f"{folder}: no such folder. {_FIX}")
     return _spans(json_lines(folder / "timeline.jsonl")[0])
 
 
@@ -51,7 +51,7 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
     names = comparison.get("runs")
     if not isinstance(names, list) or not names:
         raise ConfigError(
-            f"{folder / 'comparison.json'}: `runs` must list at least one folder; run the comparison again"
+            f"{folder / 'comparison.json'}: `runs` must list at least one folder. Run the comparison again"
         )
     runs: list[Run] = []
     notes: list[str] = []
@@ -71,7 +71,7 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
         )
     if not runs:
         raise ConfigError(
-            f"{folder}: none of the runs in comparison.json is there ({', '.join(map(str, names))}); {_FIX}"
+            f"{folder}: none of the runs in comparison.json is there ({', '.join(map(str, names))}). {_FIX}"
         )
     return runs, notes
 
@@ -98,7 +98,7 @@ def read_run(folder: Path) -> Run:
         ConfigError: it holds no run, a newer thinwire has written it, or one of its JSON files is broken.
     """
     if not _is_run(folder):
-        raise ConfigError(f"{folder}: holds no config.json, metrics.jsonl or summary.json; {_FIX}")
+        raise ConfigError(f"{folder}: holds no config.json, metrics.jsonl or summary.json. {_FIX}")
     config = json_object(folder / "config.json")
     schema = number(config or {}, "schema")
     if schema is not None and schema > SCHEMA:
@@ -114,7 +114,7 @@ def read_run(folder: Path) -> Run:
     if config is None and metrics is None and not text(summary or {}, "strategy"):
         raise ConfigError(
             f"{folder}: its summary.json is that of no training run; `thinwire select` and `thinwire sweep` write a "
-            f"report.html of their own; {_FIX}"
+            f"report.html of their own. {_FIX}"
         )
     if config is None:
         notes.append("config.json is missing, so how the run was set up is not known.")

@@ -27,7 +27,7 @@ def write_trace(run_folder: Path) -> Path:
     if not spans:
         raise ConfigError(
             f"{run_folder}: a trace is made from timeline.jsonl, which is missing or empty here, as it "
-            "is after a few steps; train longer, or give a run folder that has one"
+            "is after a few steps. Train longer, or give a run folder that has one"
         )
     document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
     return write_text(run_folder / "trace.json", json.dumps(document, separators=(",", ":")))

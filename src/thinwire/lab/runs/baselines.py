@@ -134,7 +134,7 @@ class BaselineEngine:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("save_every: PyTorch's own methods are baselines and cannot be saved; use a recipe")
+        raise ConfigError("save_every: PyTorch's own methods are baselines and cannot be saved. Use a recipe")
 
     def load(self, folder: Path) -> NoReturn:
         """Refuse: baselines are not saved.
@@ -142,7 +142,7 @@ class BaselineEngine:
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("resume: PyTorch's own methods are baselines and cannot be saved; use a recipe")
+        raise ConfigError("resume: PyTorch's own methods are baselines and cannot be saved. Use a recipe")
 
     def raise_lost(self, what: str, error: RuntimeError) -> NoReturn:
         """Raise a PeerLostError for the error of a failed collective; raise any other error as it is."""
@@ -324,7 +324,7 @@ class PostLocalSGD(Baseline):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.period < 2:
-            raise ConfigError(f"period={self.period}: must be at least 2 steps; use ddp to average at every step")
+            raise ConfigError(f"period={self.period}: must be at least 2 steps. Use ddp to average at every step")
         if self.start < 0:
             raise ConfigError(f"start={self.start}: must be at least 0")
 

@@ -111,7 +111,7 @@ def compare(
     names = _folder_names(recipes)
     home = RunFolder(folder)
     if (folder / "comparison.json").exists():
-        raise ConfigError(f"{folder} holds a comparison already; name another folder with --out")
+        raise ConfigError(f"{folder} holds a comparison already. Name another folder with --out")
     home.create()
     summaries: list[list[Fields]] = [[] for _ in recipes]
     for number in range(rounds):

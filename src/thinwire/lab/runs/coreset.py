@@ -67,7 +67,7 @@ def check_policy(text: str, task: Task, optimizer: str) -> str:
     policy = parse_policy(text)
     examples_of(task)
     if isinstance(policy, Craig) and policy.preconditioned and optimizer != "adamw":
-        raise ConfigError(f"coreset {text!r} with optimizer={optimizer!r}: preconditioned=True is for adamw; use that")
+        raise ConfigError(f"coreset {text!r} with optimizer={optimizer!r}: preconditioned=True is for adamw. Use that")
     return repr(policy)
 
 
@@ -80,8 +80,8 @@ def examples_of(task: Task) -> ExampleSet:
     data = task.data
     if not isinstance(data, ExampleSet) or data.metadata.labels is None:
         raise ConfigError(
-            f"coreset with task {task.name!r}: it has no separate examples with a class each to choose among; "
-            "use digits, mnist, cifar10, agnews or a9a"
+            f"coreset with task {task.name!r}: it has no separate examples with a class each to choose among. "
+            "Use digits, mnist, cifar10, agnews or a9a"
         )
     return data
 

@@ -54,7 +54,7 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
     settings = Settings(**_filled(given, task))
     if "momentum" in given and settings.optimizer != "sgd":
         name = f"momentum={settings.momentum} with the optimizer {settings.optimizer}"
-        raise ConfigError(f"{name}: is the momentum of sgd; leave out one of them")
+        raise ConfigError(f"{name}: is the momentum of sgd. Leave out one of them")
     check_tensor_parallel(settings, task, parse_recipe(settings.strategy))
     if settings.elastic:
         check_recipe_survives(settings)
@@ -68,7 +68,7 @@ def _task(given: dict[str, Any]) -> Task:
     """The task; of a user's functions, what is given is checked and completed."""
     if "own_model" not in given:
         if "own_loss" in given:
-            raise ConfigError(f"--loss {given['own_loss']}: belongs to a model of yours; add --model MODULE:FUNCTION")
+            raise ConfigError(f"--loss {given['own_loss']}: belongs to a model of yours. Add --model MODULE:FUNCTION")
         if "data" in given:
             # Workers may start in another folder.
             given["data"] = str(Path(given["data"]).absolute())
@@ -84,7 +84,7 @@ def check_recipe_survives(settings: Settings) -> None:
     """
     recipe = parse_recipe(settings.strategy)
     if isinstance(recipe, Baseline):
-        raise ConfigError(f"{settings.strategy} with elastic: torch's own methods end with any worker; use AllReduce()")
+        raise ConfigError(f"{settings.strategy} with elastic: torch's own methods end with any worker. Use AllReduce()")
     check_survives(recipe)
 
 
@@ -96,13 +96,13 @@ def check_can_save(settings: Settings) -> None:
     """
     if isinstance(parse_recipe(settings.strategy), Baseline):
         raise ConfigError(
-            f"on_notice={settings.on_notice!r} with {settings.strategy}: torch's own methods cannot be saved; use "
+            f"on_notice={settings.on_notice!r} with {settings.strategy}: torch's own methods cannot be saved. Use "
             "AllReduce() instead of ddp"
         )
     if settings.tensor_parallel is not None:
         raise ConfigError(
             f"on_notice={settings.on_notice!r} with tensor_parallel={settings.tensor_parallel!r}: a signal is told to "
-            "ranks that hold the same part of the model only; use save_every"
+            "ranks that hold the same part of the model only. Use save_every"
         )
 
 
@@ -137,7 +137,7 @@ def check_nonfinite(strategy: str, policy: str) -> None:
     """
     if policy == "skip" and isinstance(parse_recipe(strategy), Baseline):
         raise ConfigError(
-            f"nonfinite='skip' with {strategy}: PyTorch's own methods cannot leave out a step on all ranks; use "
+            f"nonfinite='skip' with {strategy}: PyTorch's own methods cannot leave out a step on all ranks. Use "
             "'raise' or 'ignore', or AllReduce() instead of ddp"
         )
 
@@ -160,7 +160,7 @@ def _check_environment(given: Mapping[str, Any], *, emulated: bool) -> None:
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or given.get("workers") or 1)
         if torch.cuda.device_count() < local:
             raise ConfigError(
-                f"device='cuda' with {local} workers here: torch sees {torch.cuda.device_count()} GPUs; use fewer or "
+                f"device='cuda' with {local} workers here: torch sees {torch.cuda.device_count()} GPUs. Use fewer or "
                 "'cpu'"
             )
 

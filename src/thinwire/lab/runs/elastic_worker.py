@@ -115,7 +115,7 @@ class ElasticTraining:
         loss = self._task.loss(engine.network, batch)
         value = loss.item()
         if not math.isfinite(value) and settings.nonfinite == "raise":
-            raise NonFiniteError(f"worker {self._views.worker_id}, step {step}: the loss is {value}; use a lower --lr")
+            raise NonFiniteError(f"worker {self._views.worker_id}, step {step}: the loss is {value}. Use a lower --lr")
         self._straggler.pause(step, time.monotonic() - start)
         engine.backward(loss)
         worker.record_batch(loss=loss)

@@ -41,12 +41,12 @@ class RunFolder:
             ConfigError: it cannot be created, or it holds a run already.
         """
         if (self.path / "settings.json").exists():
-            raise ConfigError(f"{self.path} holds a run already; name another folder, or resume it with --resume")
+            raise ConfigError(f"{self.path} holds a run already. Name another folder, or resume it with --resume")
         try:
             self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{self.path} cannot be created ({error.strerror}); name a folder you may write to"
+                f"{self.path} cannot be created ({error.strerror}). Name a folder you may write to"
             ) from None
 
     def write_settings(self, settings: Settings) -> None:
@@ -74,7 +74,7 @@ class RunFolder:
         try:
             write_atomically(self.path / name, text.encode())
         except OSError as error:
-            raise ConfigError(f"{self.path / name} cannot be written ({error.strerror}); free some space") from None
+            raise ConfigError(f"{self.path / name} cannot be written ({error.strerror}). Free some space") from None
 
     def append(self, name: str, lines: Iterable[Fields]) -> None:
         """Add lines to a JSON-lines file and flush them."""

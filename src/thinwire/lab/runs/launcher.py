@@ -55,7 +55,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
             has not failed: its summary says `notice`.
     """
     if settings.elastic and resume:
-        raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints; start it again in another folder")
+        raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints. Start it again in another folder")
     home = RunFolder(folder)
     recipes = [parse_recipe(settings.strategy, imports=False), *parse_switches(settings.switch, imports=False).values()]
     modules = sorted({module for recipe in recipes for module in modules_of(recipe)}) + modules_of_functions(settings)

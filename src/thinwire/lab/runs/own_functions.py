@@ -79,13 +79,13 @@ def complete_own(given: dict[str, Any]) -> Task:
     name = given["own_model"]
     if ":" not in name and given.get("data") is None:
         raise ConfigError(
-            f"--model {name}: must be MODULE:FUNCTION, a function of yours, with --data; the size of a task's model "
+            f"--model {name}: must be MODULE:FUNCTION, a function of yours, with --data. The size of a task's model "
             f"is --model-size {name}"
         )
     for key, reason in _DECIDED.items():
         if given.get(key) is not None and (key, given[key]) != ("split", "iid"):
             option = {"model": "model-size"}.get(key, key.replace("_", "-"))
-            raise ConfigError(f"--{option} {given[key]} with --model {name}: {reason}; leave it out")
+            raise ConfigError(f"--{option} {given[key]} with --model {name}: {reason}. Leave it out")
     given["data"] = None if given.get("data") is None else str(given["data"])
     functions = own_functions(name, given["data"], given.get("own_loss"))
     task = own_task(functions, size=given.get("workers", 1), seed=given.get("seed", 0))
@@ -122,7 +122,7 @@ def find_function(option: str, name: str, *, imports: bool) -> Callable[..., Any
         raise ConfigError(f"{where}: name the module as one would import it: {option} {right}:{attribute}")
     if not imports and module_name not in sys.modules:
         raise ConfigError(
-            f"{where}: the name comes from a file, and files import nothing; give the options of this run again"
+            f"{where}: the name comes from a file, and files import nothing. Give the options of this run again"
         )
     found: Any = sys.modules.get(module_name) or _import(module_name, where, example)
     for part in attribute.split("."):
@@ -130,10 +130,10 @@ def find_function(option: str, name: str, *, imports: bool) -> Callable[..., Any
             raise ConfigError(f"{where}: {module_name} has no {part!r}{_nearest(part, found)}")
         found = getattr(found, part)
     if not callable(found):
-        raise ConfigError(f"{where}: is a {type(found).__name__}; it must be a function {_SIGNATURES[option]}")
+        raise ConfigError(f"{where}: is a {type(found).__name__}. It must be a function {_SIGNATURES[option]}")
     if option == "--loss" and isinstance(found, type):
         raise ConfigError(
-            f"{where}: is a class, and its instances would be the losses; name a function, such as "
+            f"{where}: is a class, and its instances would be the losses. Name a function, such as "
             "torch.nn.functional:cross_entropy, or an instance in a module of yours"
         )
     return found
@@ -150,7 +150,7 @@ def _import(name: str, where: str, example: str) -> Any:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise ConfigError(f"{where}: importing {name} failed: {error}") from error
         raise ConfigError(
-            f"{where}: there is no module {error.name}, neither installed nor in {folder}; write it like {example}"
+            f"{where}: there is no module {error.name}, neither installed nor in {folder}. Write it like {example}"
         ) from None
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{where}: importing {name} failed: {type(error).__name__}: {error}") from error

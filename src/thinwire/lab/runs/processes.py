@@ -81,7 +81,7 @@ def connected(settings: Settings) -> Generator[tuple[Comm, Comm]]:
     own = not dist.is_initialized()
     size = (int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1) if own else dist.get_world_size()
     if size != settings.workers:
-        raise ConfigError(f"workers={settings.workers}: {size} processes were started; start as many as workers")
+        raise ConfigError(f"workers={settings.workers}: {size} processes were started. Start as many as workers")
     if own:
         init_process_group(torch.device(settings.device), settings.timeout)
     try:

@@ -47,7 +47,7 @@ def split_recipes(text: str) -> list[str]:
         raise ConfigError(f"strategies {text!r}: name at least one, such as 'AllReduce(); LocalSGD(period=8); ddp'")
     twice = next((recipe for recipe in recipes if recipes.count(recipe) > 1), None)
     if twice:
-        raise ConfigError(f"strategies {text!r}: {twice} is there twice; use --rounds to run each several times")
+        raise ConfigError(f"strategies {text!r}: {twice} is there twice. Use --rounds to run each several times")
     return recipes
 
 
@@ -75,7 +75,7 @@ def modules_of(recipe: Recipe) -> list[str]:
         if getattr(sys.modules.get(kind.__module__), kind.__name__, None) is not kind or kind.__module__ == "__main__":
             raise ConfigError(
                 f"{recipe!s}: {kind.__name__} is defined in the program itself or in a function, and the "
-                "workers are other processes; put it into a module, which they can import"
+                "workers are other processes. Put it into a module, which they can import"
             )
     optimizers = {part.module for part in parts if isinstance(part, OuterOptimizer) and part.module}
     baselines = {kind.__module__ for kind in map(type, parts) if issubclass(kind, Baseline)} - {Baseline.__module__}

@@ -80,7 +80,7 @@ def run_folders(folder: Path) -> list[Path]:
         ConfigError: there is no such folder.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder; give the folder that thinwire train --out wrote")
+        raise ConfigError(f"{folder}: no such folder. Give the folder that thinwire train --out wrote")
     comparison: Mapping[str, Any] | None = json_object(folder / "comparison.json")
     if comparison is None:
         return [folder]

@@ -175,17 +175,17 @@ class Settings:
             if getattr(self, name) not in get_args(known):
                 raise ConfigError(f"{name}={getattr(self, name)!r}: must be one of {', '.join(get_args(known))}")
         if self.switch is not None and self.tensor_parallel is not None:
-            raise ConfigError(f"switch={self.switch!r} with tensor_parallel: only whole copies switch; leave out one")
+            raise ConfigError(f"switch={self.switch!r} with tensor_parallel: only whole copies switch. Leave out one")
         if self.steps is None and self.seconds is None and self.target_loss is None:
-            raise ConfigError("steps=None: nothing would end the run; give steps, seconds or target_loss")
+            raise ConfigError("steps=None: nothing would end the run. Give steps, seconds or target_loss")
         if self.elastic:
             _check_elastic(self)
         elif self.restarts is not None:
-            raise ConfigError(f"restarts={self.restarts}: only elastic runs take killed workers in again; add elastic")
+            raise ConfigError(f"restarts={self.restarts}: only elastic runs take killed workers in again. Add elastic")
         elif self.on_notice == "leave":
-            raise ConfigError("on_notice='leave': only elastic runs go on without a worker; add elastic, or use 'save'")
+            raise ConfigError("on_notice='leave': only elastic runs go on without a worker. Add elastic, or use 'save'")
         if self.schedule == "cosine" and self.steps is None:
-            raise ConfigError("schedule='cosine': needs steps, to know when it ends; give steps or use 'constant'")
+            raise ConfigError("schedule='cosine': needs steps, to know when it ends. Give steps or use 'constant'")
 
     @property
     def mesh_shape(self) -> tuple[int, int]:
@@ -242,7 +242,7 @@ def parse_mesh(text: str | None, workers: int) -> tuple[int, int]:
     if workers % (rows * columns):
         raise ConfigError(
             f"tensor_parallel={text!r}: {workers} workers % {rows * columns} must be 0, because a {rows}x{columns} "
-            f"mesh has {rows * columns} ranks; use {-(-workers // (rows * columns)) * rows * columns} workers"
+            f"mesh has {rows * columns} ranks. Use {-(-workers // (rows * columns)) * rows * columns} workers"
         )
     return rows, columns
 
@@ -256,7 +256,7 @@ def read_settings(path: Path) -> Settings:
     try:
         return Settings.from_json(json.loads(path.read_bytes()))
     except OSError:
-        raise CheckpointError(f"{path.parent} holds no run: {path.name} is missing; give a folder of `--out`") from None
+        raise CheckpointError(f"{path.parent} holds no run: {path.name} is missing. Give a folder of `--out`") from None
     except ValueError as error:
         raise CheckpointError(f"{path} cannot be read ({error})") from None
 
@@ -264,8 +264,8 @@ def read_settings(path: Path) -> Settings:
 _INELASTIC = {
     "switch": "a worker could be lost in the change",
     "tensor_parallel": "every worker must hold the whole model",
-    "seconds": "workers have clocks of their own; use steps",
-    "target_loss": "workers have clocks of their own; use steps",
+    "seconds": "workers have clocks of their own. Use steps",
+    "target_loss": "workers have clocks of their own. Use steps",
     "coreset": "it is chosen from a worker's own share of the data",
     "link": "the store of the workers lies outside the emulated network",
     "save_every": "checkpoints are of a fixed number of workers",
@@ -276,17 +276,17 @@ def _check_elastic(settings: Settings) -> None:
     """Refuse what an elastic run does not have."""
     for name, reason in _INELASTIC.items():
         if getattr(settings, name) is not None:
-            raise ConfigError(f"{name}={getattr(settings, name)!r} with elastic: {reason}; leave out one of them")
+            raise ConfigError(f"{name}={getattr(settings, name)!r} with elastic: {reason}. Leave out one of them")
     if settings.on_notice == "save":
         raise ConfigError(
-            "on_notice='save' with elastic: checkpoints are of a fixed number of workers; use 'leave', by which the "
+            "on_notice='save' with elastic: checkpoints are of a fixed number of workers. Use 'leave', by which the "
             "others go on"
         )
     if settings.device != "cpu" or settings.split != "iid":
         name = "split" if settings.device == "cpu" else "device"
         raise ConfigError(
             f"{name}={getattr(settings, name)!r} with elastic: batches of one data set are dealt to workers on the "
-            f"CPU; use {'iid' if name == 'split' else 'cpu'}"
+            f"CPU. Use {'iid' if name == 'split' else 'cpu'}"
         )
 
 

@@ -52,7 +52,7 @@ class SimulatedRuns:
         for failure in ended.failures.values():
             raise failure
         if ended.died or ended.results[0] is None:
-            raise ConfigError(f"{folder}: workers {sorted(ended.died)} have died; use thinwire simulate for faults")
+            raise ConfigError(f"{folder}: workers {sorted(ended.died)} have died. Use thinwire simulate for faults")
         return ended.results[0]
 
 
@@ -65,10 +65,10 @@ def check_simulated(settings: Settings, recipes: Sequence[str]) -> None:
     for recipe in recipes:
         if not isinstance(parse_recipe(recipe), Strategy):
             raise ConfigError(
-                f"{recipe} is torch's own method, whose code cannot be simulated; leave it out, or compare without "
+                f"{recipe} is torch's own method, whose code cannot be simulated. Leave it out, or compare without "
                 "--simulate. AllReduce() does what ddp does"
             )
     if settings.elastic:
-        raise ConfigError("elastic=True: simulated workers cannot be lost; leave it out, or compare without --simulate")
+        raise ConfigError("elastic=True: simulated workers cannot be lost. Leave it out, or compare without --simulate")
     if settings.stop is not None:
-        raise ConfigError(f"stop={settings.stop!r}: suspends processes; give pauses in a network file of --network")
+        raise ConfigError(f"stop={settings.stop!r}: suspends processes. Give pauses in a network file of --network")

@@ -81,7 +81,7 @@ class Training:
         if self.parameters < 1:
             raise ConfigError(f"parameters={self.parameters}: a model has at least 1")
         if self.task is not None and self.numbers == "meta":
-            raise ConfigError(f"task={self.task!r}: real gradients need numbers; leave out the task, or numbers='meta'")
+            raise ConfigError(f"task={self.task!r}: real gradients need numbers. Leave out the task, or numbers='meta'")
 
     def __call__(self, comm: SimulatedComm) -> Outcome:
         """Train on one worker."""

@@ -42,7 +42,7 @@ def _entries(text: str, *, imports: bool) -> Iterator[tuple[int, Strategy]]:
         if step <= last:
             raise ConfigError(f"switch {text!r}: steps must be at least 1 and rise; {step} comes after {last}")
         if not isinstance(recipe, Strategy):
-            raise ConfigError(f"switch {entry.strip()!r}: torch's own methods cannot take over; use AllReduce()")
+            raise ConfigError(f"switch {entry.strip()!r}: torch's own methods cannot take over. Use AllReduce()")
         last = step
         yield step, recipe
 
@@ -60,14 +60,14 @@ def check_switches(text: str, first: str, workers: int) -> str:
     """
     begins = parse_recipe(first)
     if not isinstance(begins, Strategy):
-        raise ConfigError(f"switch {text!r} with {first}: torch's own methods cannot be left; begin with AllReduce()")
+        raise ConfigError(f"switch {text!r} with {first}: torch's own methods cannot be left. Begin with AllReduce()")
     found = parse_switches(text)
     every = math.lcm(*(each.traits.meets_every for each in (begins, *found.values())))
     for step, strategy in found.items():
         check_workers(strategy, workers)
         if step % every:
             raise ConfigError(
-                f"switch {text!r}: workers are at the same step only after multiples of {every} steps; use "
+                f"switch {text!r}: workers are at the same step only after multiples of {every} steps. Use "
                 f"{-(-step // every) * every}, and not {step}"
             )
     return "; ".join(f"{step}: {describe(strategy)}" for step, strategy in found.items())

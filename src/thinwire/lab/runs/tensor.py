@@ -38,22 +38,22 @@ def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> Non
     rows, columns = settings.mesh_shape
     here = f"tensor_parallel={settings.tensor_parallel!r}"
     if not isinstance(recipe, Strategy):
-        raise ConfigError(f"{here} with {settings.strategy}: torch's own methods hold whole models; use AllReduce()")
+        raise ConfigError(f"{here} with {settings.strategy}: torch's own methods hold whole models. Use AllReduce()")
     if settings.coreset is not None:
         raise ConfigError(
-            f"{here} with coreset={settings.coreset!r}: choosing asks whole models; leave one of them out"
+            f"{here} with coreset={settings.coreset!r}: choosing asks whole models. Leave one of them out"
         )
     if settings.optimizer == "onebit-lamb":
-        raise ConfigError(f"{here} with optimizer='onebit-lamb': needs norms of whole tensors; use onebit-adam or lamb")
+        raise ConfigError(f"{here} with optimizer='onebit-lamb': needs norms of whole tensors. Use onebit-adam or lamb")
     if settings.batch_size % rows:
         raise ConfigError(
-            f"{here} with batch_size={settings.batch_size}: {rows} rows must share it evenly; "
-            f"use {-(-settings.batch_size // rows) * rows}"
+            f"{here} with batch_size={settings.batch_size}: {rows} rows must share it evenly. "
+            f"Use {-(-settings.batch_size // rows) * rows}"
         )
     problem = _why_not(task, settings.model, rows, columns)
     if problem is not None:
         fitting = [size for size in task.sizes if _why_not(task, size, rows, columns) is None]
-        fix = f"; use --model-size {' or '.join(fitting)}" if fitting else ""
+        fix = f". Use --model-size {' or '.join(fitting)}" if fitting else ""
         raise ConfigError(f"{here} with model={settings.model!r}: {problem}{fix}")
 
 
@@ -67,7 +67,7 @@ def _why_not(task: Task, size: str, rows: int, columns: int) -> str | None:
     with torch.device("meta"):
         model = task.model(size, seed=0)
     if not isinstance(model, GPT):
-        return f"only language models are cut, and task {task.name!r} has none; use text or shakespeare"
+        return f"only language models are cut, and task {task.name!r} has none. Use text or shakespeare"
     try:
         parallelize_2d(model, Mesh2D(CountingComm(0, columns), CountingComm(0, rows), CountingComm(0, rows * columns)))
     except ConfigError as error:

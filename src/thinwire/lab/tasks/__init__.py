@@ -78,5 +78,5 @@ def load(name: str, *, data: Path | None = None) -> Task:
     if name not in _TASKS:
         close = difflib.get_close_matches(name, _TASKS, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"task={name!r}: unknown; the tasks are {', '.join(_TASKS)}{hint}")
+        raise ConfigError(f"task={name!r}: unknown. The tasks are {', '.join(_TASKS)}{hint}")
     return _TASKS[name](Folder(name, None if data is None else Path(data)))

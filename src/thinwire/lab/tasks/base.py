@@ -53,15 +53,17 @@ class Defaults:
 
     def __post_init__(self) -> None:
         if self.optimizer not in _USUAL_RATES:
-            raise ConfigError(f"optimizer={self.optimizer!r}: unknown; use one of {', '.join(_USUAL_RATES)}")
+            raise ConfigError(f"optimizer={self.optimizer!r}: unknown. Use one of {', '.join(_USUAL_RATES)}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ConfigError(f"lr={self.lr}: must be a positive number, such as 0.1")
         if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: must be at least 1")
+            raise ConfigError(f"batch_size={self.batch_size}: must be at least 1. Use a value such as 32")
         if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must be in [0, 1), such as 0.9")
+            raise ConfigError(f"momentum={self.momentum}: must be in [0, 1). Use a value such as 0.9")
         if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(f"weight_decay={self.weight_decay}: must be 0 or a positive number")
+            raise ConfigError(
+                f"weight_decay={self.weight_decay}: must be 0 or a positive number. Use a value such as 0.01"
+            )
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def _decoded(joined: Pixels, offsets: Indices, title: str) -> Pixels:
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if shape != expected:
-        raise ConfigError(f"{name}: images of shape {shape}, and its labels need {expected}; copy them again")
+        raise ConfigError(f"{name}: images of shape {shape}, and its labels need {expected}. Copy them again")
 
 
 def _agnews_articles(folder: Folder) -> tuple[str, Articles, Articles]:
@@ -189,7 +189,7 @@ def _agnews_rows(path: Path) -> Articles:
     with path.open(encoding="utf-8", newline="") as file:
         rows = [(f"{title} {text}", int(section) - 1) for section, title, text in csv.reader(file)]
     if len(rows) < 5 or not {section for _, section in rows} <= {0, 1, 2, 3}:
-        raise ConfigError(f"{path}: expected rows of section (1 to 4), title and text; copy it again")
+        raise ConfigError(f"{path}: expected rows of section (1 to 4), title and text. Copy it again")
     return rows
 
 

@@ -48,8 +48,8 @@ def text(folder: Folder | None = None, *, context: int = 128, nbytes: int = 4_00
     documents = _library(root, nbytes)
     if sum(len(document.text) for document in documents) < 1_000_000:
         raise ConfigError(
-            f"{root} holds no library sources, and task 'text' learns from them; "
-            "use a Python that is not stripped, or task 'shakespeare'"
+            f"{root} holds no library sources, and task 'text' learns from them. "
+            "Use a Python that is not stripped, or task 'shakespeare'"
         )
     train = [document for document in documents if _hash(document.group) % 10]
     held = [document for document in documents if not _hash(document.group) % 10]
@@ -113,7 +113,7 @@ def _sections(whole: bytes, heading: re.Pattern[bytes], missing: str) -> list[Do
     """Cut before each heading; text before the first heading belongs to the first section."""
     found = list(heading.finditer(whole))
     if not found:
-        raise ConfigError(f"{missing}; copy it again")
+        raise ConfigError(f"{missing}. Copy it again")
     ends = [*(match.start() for match in found[1:]), len(whole)]
     return [
         Document(match[1].strip().decode("utf-8", "replace"), whole[begin:end])

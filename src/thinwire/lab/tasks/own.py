@@ -98,7 +98,7 @@ def check_own(task: Task, *, seed: int) -> int:
         loss = task.loss(model, batch)
     if not loss.requires_grad:
         raise ConfigError(
-            f"--model {task.name}: the loss of the first batch has no gradient; return it without detach() or item()"
+            f"--model {task.name}: the loss of the first batch has no gradient. Return it without detach() or item()"
         )
     return task.objective.count(batch)
 
@@ -112,7 +112,7 @@ def _build(network: Callable[[], Any], name: str, seed: int) -> nn.Module:
         except Exception as error:
             raise ConfigError(f"--model {name}: calling it failed: {_said(error)}") from error
     if not isinstance(made, nn.Module):
-        raise ConfigError(f"--model {name}: returned {_kind(made)}; it must return an nn.Module")
+        raise ConfigError(f"--model {name}: returned {_kind(made)}. It must return an nn.Module")
     return made
 
 
@@ -163,7 +163,7 @@ class OwnObjective:
                 ) from error
         if not isinstance(found, Tensor) or found.dim():
             hint = "; without --loss the model must return its loss" if function is None else ""
-            raise ConfigError(f"{name}: the loss of a batch is {_looks(found)}; it must be a scalar tensor{hint}")
+            raise ConfigError(f"{name}: the loss of a batch is {_looks(found)}. It must be a scalar tensor{hint}")
         return found
 
     def total(self, outputs: Any, targets: Any, count: int) -> Tensor:
@@ -297,11 +297,11 @@ class _Batches:
                 isinstance(batches, Tensor | Mapping | str) or not hasattr(batches, "__iter__")
             ):
                 raise ConfigError(
-                    f"{self._name}: its {what} batches are {_looks(batches)}; return a DataLoader, a list or a "
+                    f"{self._name}: its {what} batches are {_looks(batches)}. Return a DataLoader, a list or a "
                     "generator of batches, or a tuple (training batches, held-out batches)"
                 )
         if train is None:
-            raise ConfigError(f"{self._name}: returned None; return the training batches")
+            raise ConfigError(f"{self._name}: returned None. Return the training batches")
         if _length(held_out) == 0:
             raise ConfigError(_no_held_out(self._name))
         return train, held_out
@@ -321,7 +321,7 @@ class _Batches:
         found = next(self._iterator, _END)
         if found is _END:
             if self._fresh:
-                raise ConfigError(f"rank {self._rank}: {self._name} has no batch for this rank; use fewer workers")
+                raise ConfigError(f"rank {self._rank}: {self._name} has no batch for this rank. Use fewer workers")
             self._begin(self._pass + 1)
             return self._take()
         self._fresh = False
@@ -336,11 +336,11 @@ def _as_batch(found: Any, objective: OwnObjective) -> Batch:
         return cast(Any, dict(cast(Any, found)))
     batch = tuple(cast(Any, found)) if isinstance(found, tuple | list) else (found,)
     if not any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(batch)):
-        raise ConfigError(f"{where} gave {_looks(found)}; a batch is a tuple of tensors, such as (inputs, targets)")
+        raise ConfigError(f"{where} gave {_looks(found)}. A batch is a tuple of tensors, such as (inputs, targets)")
     if loss is not None and (len(batch) < 2 or isinstance(found, Mapping)):
         raise ConfigError(
             f"{where} gave {_looks(found)}; with --loss a batch is a tuple of the model's arguments and then the "
-            "targets; leave out --loss for a model that returns its loss"
+            "targets. Leave out --loss for a model that returns its loss"
         )
     return cast(Any, batch)
 
@@ -360,7 +360,7 @@ def _length(batches: Any) -> int | None:
 
 def _no_held_out(name: str) -> str:
     return (
-        f"{name}: its held-out batches are empty; return at least one (a DataLoader with drop_last drops a short one), "
+        f"{name}: its held-out batches are empty. Return at least one (a DataLoader with drop_last drops a short one), "
         "or the training batches alone"
     )
 

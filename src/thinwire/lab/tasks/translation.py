@@ -139,7 +139,7 @@ def _sentences(folder: Folder, part: str) -> list[tuple[list[str], list[str]]]:
     english, german = (read(folder.file(f"multi30k/{part}.{side}.gz"), lines) for side in ("en", "de"))
     if len(english) != len(german):
         raise ConfigError(
-            f"multi30k/{part}: {len(english)} English lines and {len(german)} German ones; copy them again"
+            f"multi30k/{part}: {len(english)} English lines and {len(german)} German ones. Copy them again"
         )
     return [(tokens(one), tokens(other)) for one, other in zip(english, german, strict=True)]
 

@@ -110,7 +110,10 @@ class CombinedOptimizer(Combined):
         """Load each optimizer's part of a result of `state_dict`."""
         groups, first = list(state_dict["param_groups"]), 0
         if len(groups) != len(self.param_groups):
-            raise ValueError(f"the state has {len(groups)} parameter groups: expected {len(self.param_groups)}")
+            raise ValueError(
+                f"the state has {len(groups)} parameter groups: must be {len(self.param_groups)}. Load "
+                "that of the same optimizers"
+            )
         for each in self.optimizers:
             own, groups = groups[: len(each.param_groups)], groups[len(each.param_groups) :]
             numbers = {number for group in own for number in group["params"]}

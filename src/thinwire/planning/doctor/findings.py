@@ -134,7 +134,7 @@ def _missing(seen: Examination) -> Iterator[Finding]:
             "error",
             absent,
             f"{in_words(absent)} of {seen.size} did not come to the rendezvous at {seen.rendezvous}",
-            "see whether the process was started and what it printed; check --nnodes and --node-rank, the address of "
+            "see whether the process was started and what it printed. Check --nnodes and --node-rank, the address of "
             "the rendezvous as that machine sees it, and its firewall",
         )
     for phase, ranks in seen.silent.items():

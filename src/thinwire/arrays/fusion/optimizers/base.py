@@ -326,8 +326,8 @@ class FusedOptimizer(Optimizer):
             for name in _SHARED:
                 if name in options and name in given and given[name] != options[name]:
                     raise ConfigError(
-                        f"{name}={given[name]} in the state and {options[name]} here, for all models of the array; "
-                        f"continue it by an optimizer with {name}={given[name]}, or train it with {options[name]}"
+                        f"{name}={given[name]} in the state and {options[name]} here, for all models of the array. "
+                        f"Continue it by an optimizer with {name}={given[name]}, or train it with {options[name]}"
                     )
 
     def _insert_state(self, parameter: nn.Parameter, index: int, given: dict[str, Any], group: Group) -> None:
@@ -414,7 +414,7 @@ class FusedOptimizer(Optimizer):
             raise ConfigError("the state is of one model's optimizer: load it into a slot by insert(slot, state)")
         if len(active) != self.models:
             raise ConfigError(
-                f"the state is of {len(active)} models, and there are {self.models}; fuse as many, or use "
+                f"the state is of {len(active)} models, and there are {self.models}. Fuse as many, or use "
                 "fusion.checkpoints, which resizes the array"
             )
         self.changes += 1

@@ -67,22 +67,22 @@ class Folder:
         root = self.root
         if root is None:
             raise ConfigError(
-                f"THINWIRE_DATA is not set, and task {self.task!r} reads {name} from the folder it names; "
-                f"set THINWIRE_DATA=FOLDER or pass data=FOLDER{otherwise}"
+                f"THINWIRE_DATA is not set, and task {self.task!r} reads {name} from the folder it names. "
+                f"Set THINWIRE_DATA=FOLDER or pass data=FOLDER{otherwise}"
             )
         if not root.is_dir():
             raise ConfigError(self._no_folder(name) + otherwise)
         if not (root / name).is_file():
             raise ConfigError(
-                f"{root / name} is missing, and task {self.task!r} needs it; "
-                f"put it there, or let THINWIRE_DATA (or data=) name another folder{otherwise}"
+                f"{root / name} is missing, and task {self.task!r} needs it. "
+                f"Put it there, or let THINWIRE_DATA (or data=) name another folder{otherwise}"
             )
         return root / name
 
     def _no_folder(self, name: str) -> str:
         return (
-            f"{self.root} is not a folder, and task {self.task!r} reads {name} from it; "
-            "let THINWIRE_DATA (or data=) name the folder that holds it"
+            f"{self.root} is not a folder, and task {self.task!r} reads {name} from it. "
+            "Let THINWIRE_DATA (or data=) name the folder that holds it"
         )
 
 
@@ -98,7 +98,7 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
         raise
     except _BROKEN as error:
         raise ConfigError(
-            f"{path} cannot be read ({error}); it is damaged or not what its name says: copy it again"
+            f"{path} cannot be read ({error}). It is damaged or not what its name says: copy it again"
         ) from error
 
 

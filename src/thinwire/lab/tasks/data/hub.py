@@ -48,7 +48,7 @@ def download(name: str, split: str) -> Rows:
     # Every exception, because the library raises those of whatever transport it uses.
     except Exception as error:
         raise ConfigError(
-            f"{name} ({split}) cannot be downloaded ({error}); go online, or let THINWIRE_DATA name a folder with it"
+            f"{name} ({split}) cannot be downloaded ({error}). Go online, or let THINWIRE_DATA name a folder with it"
         ) from error
 
 

@@ -54,7 +54,7 @@ class Passages:
         shortest = min(len(self.text), len(self.held))
         if shortest <= self.context:
             raise ConfigError(
-                f"context={self.context}: must be less than the {shortest} bytes of text there are; use a smaller one"
+                f"context={self.context}: must be less than the {shortest} bytes of text there are. Use a smaller one"
             )
         metadata = ExampleMetadata(np.diff(self.bounds), self.context + 1, "bytes", groups=self.groups)
         object.__setattr__(self, "metadata", metadata)

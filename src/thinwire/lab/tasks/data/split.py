@@ -44,7 +44,7 @@ def split_shards(metadata: ExampleMetadata, workers: int, *, split: str, seed: i
         if shard.units < metadata.minimum:
             raise ConfigError(
                 f"workers={len(shards)}, split={split!r}: worker {rank} would hold {shard.units} {metadata.unit}, "
-                f"and it needs at least {metadata.minimum}; use fewer workers"
+                f"and it needs at least {metadata.minimum}. Use fewer workers"
             )
     return shards
 
@@ -81,12 +81,12 @@ def _parts(metadata: ExampleMetadata, workers: int, split: str, stream: Stream) 
         return np.array_split(order[np.argsort(labels[order], kind="stable")], workers)
     if split == "group":
         return _by_group(_required(metadata.groups, split, "groups"), metadata.weights, order, workers)
-    raise ConfigError(f"split={split!r}: unknown; use one of {', '.join(SPLITS)}")
+    raise ConfigError(f"split={split!r}: unknown. Use one of {', '.join(SPLITS)}")
 
 
 def _required(categories: Indices | None, split: str, what: str) -> Indices:
     if categories is None:
-        raise ConfigError(f"split={split!r}: this data has no {what}; use split='iid'")
+        raise ConfigError(f"split={split!r}: this data has no {what}. Use split='iid'")
     return categories
 
 
@@ -107,7 +107,7 @@ def _by_group(groups: Indices, weights: Indices, order: Indices, workers: int) -
     """Greedy balancing: the largest group first, each to the worker with the least data; ties in random order."""
     names, first = np.unique(groups[order], return_index=True)
     if len(names) < workers:
-        raise ConfigError(f"split='group': {workers} workers, but only {len(names)} groups; use fewer workers")
+        raise ConfigError(f"split='group': {workers} workers, but only {len(names)} groups. Use fewer workers")
     sizes = np.bincount(groups, weights=weights)[names]
     owner = np.zeros(int(names.max()) + 1, np.int64)
     loads = np.zeros(workers)

@@ -28,7 +28,7 @@ class GPTSize:
 
     def __post_init__(self) -> None:
         if min(self.layers, self.width, self.heads) < 1 or self.width % self.heads:
-            raise ConfigError(f"{self}: all must be at least 1 and heads must divide width; change heads")
+            raise ConfigError(f"{self}: all must be at least 1 and heads must divide width. Change heads")
 
 
 GPT_SIZES = {

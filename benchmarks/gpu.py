@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Everything that needs a GPU, in at most eight minutes: the tests, and then every figure.
+
+python -m benchmarks.gpu [--out FOLDER] [--only NAME ...]
+
+Each part is a process with a time limit; what it prints goes to FOLDER/NAME.log as it comes. A part that fails or runs
+out of time does not stop the others. The last file, FOLDER/summary.json, has each part's exit code and seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from thinwire.core.storage.files import write_atomically
+from thinwire.lab import emulate
+
+HEADLINE = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
+# Its processes use the GPU only when all of these run; a step of 131,072 tokens takes some 0.4 s on an H100.
+_LINK = ["--bytes", "--device", "cuda", "--link", "100mbit", "--context", "1024", "--batch", "32", "--micro", "4"]
+PARTS: dict[str, tuple[list[str], int]] = {
+    "tests": (
+        ["-m", "pytest", "-m", "gpu", "-n", "8", "-rfEs", "--tb=short", "-p", "no:benchmark", "-p", "no:randomly"],
+        150,
+    ),
+    "pretended": (["-m", "pytest", "tests/battery/test_on_gpu.py", "-rfE", "--tb=short", "-p", "no:benchmark"], 40),
+    "codes": (["-m", "benchmarks.kernels", "--device", "cuda"], 60),
+    "link": (
+        ["-m", "benchmarks.gpt124m", *_LINK, "--steps", "24", "--strategy", "LocalSGD(period=1000)", HEADLINE],
+        75,
+    ),
+    "adapters": (["-m", "benchmarks.adapters", "gpu"], 50),
+    "arrays": (["-m", "reproductions.hfta.on_gpu"], 200),
+}
+
+
+def main() -> int:
+    """Run the parts; returns 0 if all succeeded."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--out", type=Path, default=Path("gpu-results"), help="folder for logs and summary.json")
+    parser.add_argument("--only", nargs="+", choices=sorted(PARTS), default=list(PARTS), help="parts to run")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print(f"torch {torch.__version__} sees no GPU: there is nothing to measure", file=sys.stderr)
+        return 2
+    options.out.mkdir(parents=True, exist_ok=True)
+    summary: dict[str, object] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}
+    failed = False
+    for name, (command, limit) in PARTS.items():
+        if name not in options.only:
+            continue
+        if name == "link" and (problem := emulate.available()) is not None:
+            summary[name] = {"skipped": problem}
+            continue
+        began = time.monotonic()
+        with (options.out / f"{name}.log").open("wb") as log:
+            try:
+                code = subprocess.run(
+                    [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, timeout=limit, check=False
+                ).returncode
+            except subprocess.TimeoutExpired:
+                code = None
+        summary[name] = {"exit code": code, "seconds": round(time.monotonic() - began, 1), "limit": limit}
+        failed = failed or code != 0
+        print(f"{name}: {summary[name]}", flush=True)
+        write_atomically(options.out / "summary.json", json.dumps(summary, indent=2).encode())
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
