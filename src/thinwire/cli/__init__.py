@@ -11,8 +11,6 @@ import sys
 from collections.abc import Sequence
 
 _NOBODY_READS = 141  # as of a program that SIGPIPE ends
-INTERRUPTED = "thinwire: interrupted"
-"""What is printed after Ctrl-C."""
 _PLAIN = str.maketrans({"µ": "u", "×": "x", "→": "->", "…": "...", "·": ".", "–": "-", "—": "-", "−": "-", "█": "#"})
 
 
@@ -28,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 sys.stdout.flush()
     except KeyboardInterrupt:
         # At any time, also while modules are imported.
-        sys.stderr.write(f"{INTERRUPTED}\n")
+        sys.stderr.write("thinwire: interrupted\n")
         return 130
     except BrokenPipeError:
         if not _nobody_reads():

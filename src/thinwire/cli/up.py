@@ -12,13 +12,15 @@ from typing import Annotated
 
 from tyro.conf import Positional, Suppress
 
-from thinwire.cli import INTERRUPTED
 from thinwire.cli.console import err, print_error
 from thinwire.core.units import nbytes, seconds
 from thinwire.errors import ConfigError
 
 _LAST_LINES = 20
 _RENDEZVOUS = "THINWIRE_RENDEZVOUS"
+
+# What each process prints after Ctrl-C.
+_INTERRUPTED = "thinwire: interrupted"
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class Up:
         last: dict[int, list[str]] = {}
 
         def show(rank: int, stream: Stream, line: str) -> None:
-            if line == INTERRUPTED:
+            if line == _INTERRUPTED:
                 return  # this process prints it too
             if rank == 0:
                 (sys.stdout if stream == "stdout" else sys.stderr).write(f"{line}\n")

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil, inf
 from typing import Any, cast
 
@@ -121,7 +121,11 @@ def _with_period(
     share, first = cost.exposed_seconds_per_step / step_seconds, strategy.traits.period
     if share <= within - 1:
         return strategy, cost
-    if first is not None and hasattr(strategy, "period") and first * share / (within - 1) <= _LONGEST_PERIOD:
+    if (
+        first is not None
+        and any(each.name == "period" for each in fields(cast(Any, strategy)))
+        and first * share / (within - 1) <= _LONGEST_PERIOD
+    ):
         # With a longer period a round has the same objects, and more steps.
         period = _rounded(ceil(first * share / (within - 1)), strategy.traits.rounds.fragments)
         changed: Any = replace(cast(Any, strategy), period=period)
