@@ -38,8 +38,8 @@ test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproducti
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests reproductions
 
-gpu: $(VENV)/ok  ## the tests of NCCL, CUDA streams and Triton; skipped, with the reason, where there is no GPU
-	$(BIN)/python -m pytest -m gpu -rs
+gpu: $(VENV)/ok  ## all that needs a GPU, in eight minutes: tests, then figures in gpu-results
+	$(BIN)/python -m benchmarks.gpu
 
 coverage: $(VENV)/ok  ## the tests, and which lines and branches they reach; takes longer
 	$(BIN)/python -m pytest --cov --cov-report=term

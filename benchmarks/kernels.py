@@ -2,6 +2,9 @@
 """What the kernels cost on one core, relative to copying the vector and to torch computing the same.
 
 python -m benchmarks.kernels [--quick] [--torch-rounds N] [--only RECIPE_CLASSES]
+python -m benchmarks.kernels --device cuda [--quick]
+
+On a GPU, whole codes are measured: the bytes that they must read and write, a second, as a share of a copy's.
 """
 
 from __future__ import annotations
@@ -11,11 +14,12 @@ import os
 import resource
 import statistics
 import sys
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -253,11 +257,22 @@ def rows(*, quick: bool, torch_rounds: int, only: str) -> Iterator[Row]:
         yield from (measured(case, x, torch_rounds) for case in make(x) if only in case.name)
 
 
+GPU_CODES = (
+    "ErrorFeedback(OneBit())",
+    "ErrorFeedback(Nearest(bits=4))",
+    "ErrorFeedback(ChunkedTopK())",
+    "Quantize(4)",
+    "Quantize(8)",
+    "Natural()",
+)
+
+
 def options(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a vector of 4 Mi entries instead of 32 Mi")
     parser.add_argument("--torch-rounds", type=int, default=1, help="how often torch is timed; 3 for a median")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: codes on a GPU")
     parser.add_argument("--only", default="", help="rows whose name has these words in it")
     asked = parser.parse_args(arguments)
     if asked.torch_rounds < 1:
@@ -265,9 +280,53 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     return asked
 
 
+def on_device(n: int, device: torch.device, seconds: float = 0.5) -> Iterator[tuple[str, ...]]:
+    """Yield a row per code: encoding with the residual, and decoding, relative to a copy of the vector.
+
+    Encoding must read the vector and write the payload, with error feedback also read and write the residual. Decoding
+    must read the payload and write the vector.
+    """
+    x, out = torch.randn(n, device=device), torch.empty(n, device=device)
+
+    def bytes_per_second(nbytes: int, work: Callable[[], object]) -> float:
+        wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+        taken: list[float] = []
+        work()
+        begun = time.perf_counter()
+        while time.perf_counter() < begun + seconds or len(taken) < 3:
+            wait()
+            start = time.perf_counter()
+            work()
+            wait()
+            taken.append(time.perf_counter() - start)
+        return nbytes / statistics.median(taken)
+
+    copy = bytes_per_second(8 * n, lambda: out.copy_(x))
+    for recipe in GPU_CODES:
+        codec: Any = cast(Any, thinwire.parse(f"AllReduce(codec={recipe})")).codec
+        state: dict[str, Tensor] = {}
+        try:
+            payload = codec.encode(x, state, 1)
+            sent = payload.nbytes
+            least = (12 if codec.keeps_residual else 4) * n + sent
+            encoding = bytes_per_second(least, lambda codec=codec, state=state: codec.encode(x, state, 1))
+            decoding = bytes_per_second(
+                4 * n + sent, lambda codec=codec, payload=payload: codec.decode(payload, out, 1)
+            )
+        except Exception as error:  # the other codes are measured
+            yield recipe, f"{type(error).__name__}: {error}", "", ""
+            continue
+        yield recipe, f"{8 * sent / n:.2f}", f"{encoding / copy:.2f}", f"{decoding / copy:.2f}"
+
+
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table, with ranges from minimum to maximum, and the peak memory."""
     asked = options(arguments)
+    if asked.device == "cuda":
+        head = ("code", "bits per element", "encode, share of a copy", "decode, share of a copy")
+        for row in chain((head, ("---",) * 4), on_device((4 if asked.quick else 64) * MILLION, torch.device("cuda"))):
+            print(f"| {' | '.join(row)} |", flush=True)
+        return
     start()
     if compiled(torch.empty(0)) is None:
         print("no compiled kernels: there is no C compiler, or THINWIRE_NATIVE=0")

@@ -177,7 +177,7 @@ def test_workers_that_keep_what_a_message_leaves_out_go_on_from_their_mean(strat
         state, x = worker.replicas[0].state, parameter.detach().clone()
         # Nothing is left to say: a message of the worker as it is would say nothing new.
         left = x - state["sent"] if "sent" in state else x
-        tracked = state["mean"] if "mean" in state else state["anchor"]  # servers begin again at the anchor
+        tracked = state["mean"] if "mean" in state else state["known_anchor"]  # servers begin again at the anchor
         return mean, x, tracked.clone(), left + state.get("error", torch.zeros(1))
 
     for stop in range(strategy.period - 1, 2 * strategy.period + 1):

@@ -56,8 +56,8 @@ class OverlapLocalSGD(Strategy):
     flight. If the codec's mean takes two stages, the second starts in the middle of the delay. State: `anchor` ($z$),
     `velocity` ($v$) and, with `compensate`, `start` (the parameters at the last launch), each like the parameters. With
     a codec anchor and velocity are in fp32, and the codec's state is added; with `ErrorFeedback` also `mean`
-    ($\bar x$), like the anchor, and `sent` ($x_i'$). With `ErrorFeedback` in two stages: `anchor` ($z'$), `error` (the
-    residual minus $x_i'$), and for this rank's $1/n$ of the parameters `server_mean`, `server_anchor` and
+    ($\bar x$), like the anchor, and `sent` ($x_i'$). With `ErrorFeedback` in two stages: `known_anchor` ($z'$), `error`
+    (the residual minus $x_i'$), and for this rank's $1/n$ of the parameters `server_mean`, `server_anchor` and
     `server_velocity`, unless parameters are in fp64.
 
     Wang, Liang and Joshi, Overlap Local-SGD: An Algorithmic Approach to Hide Communication Delays in Distributed SGD,
@@ -142,7 +142,7 @@ class OverlapLocalSGD(Strategy):
     def start(self, r: Replica) -> None:
         """Allocate the anchor and its momentum; the initial parameters are also the first mean."""
         if self._served(r):
-            r.state["anchor"] = common_point(r, Fp32())
+            r.state["known_anchor"] = common_point(r, Fp32())
             r.state["error"] = r.x.to(torch.float32, copy=True).neg_()
         else:
             # The first mean is also the first anchor, which must be equal on all workers.
@@ -154,12 +154,15 @@ class OverlapLocalSGD(Strategy):
 
     def _launch_first(self, r: Replica) -> None:
         # The initial parameters count as a mean that has arrived, so the first round is like every other one.
-        anchor = r.state["anchor"]
+        anchor = r.state[self._anchor(r)]
         r.launch("mean", completed([anchor.new_zeros(()) if self._served(r) else anchor.clone()]))
 
     def _served(self, r: Replica) -> bool:
         """Return True if servers move the anchor; `error` has too few digits for parameters in fp64."""
         return self.codec is not None and at_once(self.codec) and r.x.dtype != torch.float64
+
+    def _anchor(self, r: Replica) -> str:
+        return "known_anchor" if self._served(r) else "anchor"
 
     def after_step(self, r: Replica) -> None:
         """Use the mean, if it was launched `delay` steps ago; at the end of a period, launch the next one."""
@@ -180,7 +183,7 @@ class OverlapLocalSGD(Strategy):
 
     def _moved_anchor(self, r: Replica, codec: Codec) -> Work[list[Tensor]]:
         """Launch the message after which servers move their pieces of the anchor, and workers follow at the wait."""
-        z, state = r.state["anchor"], r.state
+        z, state = r.state["known_anchor"], r.state
         own = server_pieces(r.comm, r.x, codec)[r.comm.rank]
 
         def serve(change: Tensor, part: slice) -> Tensor:
@@ -205,7 +208,7 @@ class OverlapLocalSGD(Strategy):
             r.x.sub_(r.state["start"]).div_(self.progress).add_(r.state["start"])
         if not self._served(r):
             self._move_(r.state["anchor"], r.state["velocity"], mean[0])
-        r.x.lerp_(r.state["anchor"].to(r.x.dtype), self.pull)
+        r.x.lerp_(r.state[self._anchor(r)].to(r.x.dtype), self.pull)
 
     def _move_(self, anchor: Tensor, velocity: Tensor, mean: Tensor) -> None:
         gap = mean - anchor
@@ -217,7 +220,7 @@ class OverlapLocalSGD(Strategy):
         # The mean in flight would pull the workers back to their old parameters. The velocity is a sum of distances to
         # the old anchor, so it is dropped too.
         r.collect("mean")
-        for name in ("anchor", "start") if self.compensate else ("anchor",):
+        for name in (self._anchor(r), *(["start"] if self.compensate else [])):
             r.state[name].copy_(r.x)
         if self._served(r):
             # A server's pieces begin again at the anchor.
