@@ -260,7 +260,8 @@ def test_a_mean_that_tracks_all_workers_begins_anew_among_those_that_are_there(
         if number != size:
             continue  # of a view that did not come about
         assert torch.equal(other, x), "all begin at one point"
-        assert torch.equal(state["mean"], x)
+        # Where servers keep the mean, they begin again at the anchor.
+        assert torch.equal(state["mean" if "mean" in state else "known_anchor"], x)
         errors = {name: each for name, each in state.items() if name.partition("/")[0] in ("error", "server_error")}
         # What was sent is a vector of its own, or in the residual.
         sent = state["sent"] if "sent" in state else -errors.pop("error")

@@ -132,7 +132,7 @@ def test_the_check_compares_the_loss_and_the_logits_of_a_model_of_transformers(m
 
     for message in run(2, 2, work):
         assert "check: the output 'loss' is" in message
-        assert re.search(r"the first module to differ is \S+\.0\.mlp", message)
+        assert re.search(r"The first module to differ is \S+\.0\.mlp", message)
 
 
 @pytest.mark.parametrize("make", [gpt2, lambda: llama(2)], ids=["gpt2", "llama"])

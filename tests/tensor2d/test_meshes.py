@@ -25,7 +25,7 @@ def test_every_mesh_is_shown_and_the_best_is_marked(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["AllReduce()", "--tensor-parallel", "4"], "leave out the recipe"),
+        (["AllReduce()", "--tensor-parallel", "4"], "Leave out the recipe"),
         (["--tensor-parallel", "4", "--task", "digits"], "the advisor supports"),
         (["--tensor-parallel", "4", "--link", "none"], "depends on the rate"),
         ([], "RECIPE is missing"),

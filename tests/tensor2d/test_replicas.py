@@ -248,7 +248,7 @@ def test_a_run_resumes_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Pa
         (SlowMo(EagerPushSum(), period=4), sgd, "EagerPushSum on 2x2 blocks"),
         (CompressedMomentum(max_norm=1.0), one_bit_adam, "knows the norm of its own block only"),
         (CompressedMomentum(warmup_steps=None), one_bit_adam, "Set warmup_steps to a number"),
-        (AllReduce(), lambda model, _: Lamb(model.parameters()), "use Lamb2D"),
+        (AllReduce(), lambda model, _: Lamb(model.parameters()), "Use Lamb2D"),
     ],
 )
 def test_what_would_make_blocks_differ_is_refused(strategy: Strategy, make: Make, message: str) -> None:
@@ -265,7 +265,7 @@ def test_a_scaler_is_refused_on_blocks() -> None:
         model = parallelized(mesh.block)
         attach(model, sgd(model, None), AllReduce(), mesh=mesh, scaler=torch.amp.GradScaler("cpu"))
 
-    with pytest.raises(ConfigError, match="train in bf16"):
+    with pytest.raises(ConfigError, match="Train in bf16"):
         run_mesh_3d_threads(1, 1, 2, work, timeout=20)
 
 

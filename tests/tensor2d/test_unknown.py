@@ -236,7 +236,7 @@ def test_an_embedding_with_a_forward_of_its_own_is_refused_and_found() -> None:
 def test_the_check_names_the_first_module_that_differs() -> None:
     models = [network(lambda: nn.Sequential(nn.GELU(), SwiGLU(), Excited())) for _ in range(4)]
     for message in failures(models, {SwiGLU: Untouched(), Excited: Untouched()}, check=batch()[0]):
-        assert "the first module to differ is 1.1 (SwiGLU)" in message
+        assert "The first module to differ is 1.1 (SwiGLU)" in message
 
 
 def test_one_error_names_all_unknown_classes() -> None:

@@ -46,7 +46,7 @@ def test_two_parameters_in_the_same_memory_are_refused_on_all_ranks_before_anyth
     def work(comm: Comm) -> None:
         made = model()
         before = [(x.data_ptr(), x.clone()) for x in made.parameters()]
-        with pytest.raises(ConfigError, match=r"0\.weight and 2\.weight are two objects .* share the Parameter object"):
+        with pytest.raises(ConfigError, match=r"0\.weight and 2\.weight are two objects .* Share the Parameter object"):
             attach(comm, AllReduce(), model=made)
         for (place, x), after in zip(before, made.parameters(), strict=True):
             assert after.data_ptr() == place

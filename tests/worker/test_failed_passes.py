@@ -214,7 +214,7 @@ def test_gradients_that_were_not_freed_after_a_failed_pass_are_refused() -> None
 
     for text in errors(2, work):
         assert text.startswith("ConfigError: ")
-        assert "call optimizer.zero_grad(set_to_none=True)" in text
+        assert "Call optimizer.zero_grad(set_to_none=True)" in text
 
 
 def test_passes_that_fail_while_gradients_accumulate_locally_are_the_ranks_own_matter() -> None:

@@ -155,7 +155,7 @@ class Closer:
         waiting: the contributions that have arrived and belong to no round yet.
 
     Example:
-        >>> closer = Closer(CloseRule(quorum=0.5), "b", ["a", "b"], now=0.0)
+        >>> closer = Closer(CloseRule(quorum=0.5), "a", ["a", "b"], now=0.0)
         >>> closer.arrive(Contribution(0, "a", 4.0), seconds=1.0)
         >>> closing = closer.propose(now=1.0)
         >>> closing.contributions

@@ -85,14 +85,17 @@ class Elastic(Rounds, Protocol):
     """What a worker knows of the other workers of an elastic run: a `thinwire.elastic.rounds.Elastic`.
 
     Attributes:
-        view: the current view.
         costs: the costs of changes of view so far, by name, such as lost push-sum weight.
         on_view: functions that are called with each new view, on every worker in it.
     """
 
-    view: View
     costs: dict[str, float]
     on_view: list[Callable[[View], None]]
+
+    @property
+    def view(self) -> View:
+        """The current view."""
+        ...
 
     @property
     def comm(self) -> Comm:

@@ -423,7 +423,9 @@ def _check_replica(worker: WorkerState, i: int, saved: Mapping[str, Any], *, who
     started, replica = worker.started[i], worker.replicas[i]
     for name in started:
         if name not in state:
-            raise CheckpointError(f"state {name!r} is missing: {type(worker.strategy).__name__} starts with it. {_ALIKE}")
+            raise CheckpointError(
+                f"state {name!r} is missing: {type(worker.strategy).__name__} starts with it. {_ALIKE}"
+            )
     # The replica's vector, and those of its parts.
     sizes = list(dict.fromkeys(part.x.numel() for part in replica.tree()))
     like = [(), (1,), *((n,) for n in sizes), *(shape for _, shape in started.values())]

@@ -250,7 +250,7 @@ def test_a_checkpoint_of_other_models_is_refused_by_name_and_nothing_is_changed(
             checkpoints.load(tmp_path / "bare", fuse(make(factory, 4)))
     with pytest.raises(CheckpointError, match="Use load_member"):
         checkpoints.load(tmp_path / "one", run.array)
-    with pytest.raises(CheckpointError, match="use load"):
+    with pytest.raises(CheckpointError, match="Use load"):
         members.load_member(tmp_path / "array")
     with pytest.raises(ConfigError, match="slot 4"):
         members.save_member(tmp_path / "one", run.array, 4)

@@ -71,7 +71,7 @@ def test_a_command_has_a_deadline_unless_one_is_given():
         ({"timeout": 0.0}, "--timeout 0: must be positive"),
         ({"timeout": float("nan")}, "--timeout nan"),
         ({"seed": -1}, "--seed -1: must be a whole number from 0"),
-        ({"command": ()}, "write it after --"),
+        ({"command": ()}, "Write it after --"),
         ({"command": ("no-such-program",)}, "'no-such-program'"),
     ],
 )

@@ -45,7 +45,7 @@ def test_stops_are_read_by_rank() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("2:3s", "a stop is RANK:AFTER:DURATION, such as 2:3s:5s"),
+        ("2:3s", "A stop is RANK:AFTER:DURATION, such as 2:3s:5s"),
         ("4:3s:5s", "there is no worker '4'. With 4 they are 0 to 3"),
         ("1:3:5s", "a duration is a number and us, ms or s"),
     ],

@@ -156,10 +156,10 @@ def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
         (["BipartiteExponential", "--workers", "3"], "needs an even number"),
         (["FromGraph([(0, 1), (2, 3)])", "--workers", "4"], "no message travels from rank 0 to rank 2"),
         (["--workers", "0"], "--workers 0: must be at least 1"),
-        (["Ring", "--link", "100mbit"], "say how many --parameters"),
+        (["Ring", "--link", "100mbit"], "Say how many --parameters"),
         (["Ring", "--parameters", "1.5"], "must be a whole number"),
         (["Ring", "--link", "fast", "--parameters", "10"], "fast"),
-        (["Ring", "--out", "ring.jpg"], "give the file a name that ends in .png"),
+        (["Ring", "--out", "ring.jpg"], "Give the file a name that ends in .png"),
     ],
 )
 def test_what_cannot_be_shown_is_refused_with_the_fix(capsys: Capture, arguments: list[str], words: str) -> None:

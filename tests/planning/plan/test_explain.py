@@ -262,7 +262,7 @@ def test_many_links_are_counted_and_not_listed(capsys: pytest.CaptureFixture[str
         (["LocalSGD(0)", "--parameters", "10"], "period=0"),
         (["LocalSGD", "--parameters", "0.5"], "must be a whole number from 1"),
         (["LocalSGD", "--parameters", "nan"], "must be a whole number from 1"),
-        (["LocalSGD", "--parameters", "10", "--task", "text"], "give one of them"),
+        (["LocalSGD", "--parameters", "10", "--task", "text"], "Give one of them"),
         (["LocalSGD", "--task", "texd"], "did you mean 'text'"),
         (["LocalSGD", "--task", "digits", "--model-size", "huge"], "has the sizes"),
         (["LocalSGD", "--parameters", "10", "--link", "fast"], "100mbit"),

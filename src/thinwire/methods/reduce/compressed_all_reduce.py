@@ -137,11 +137,12 @@ def mean_from_residual(
     elif minus is None:
 
         def source(part: slice) -> Tensor:
-            return as_fp32(x[part])
+            return x[part] if x.dtype == torch.float32 else as_fp32(x[part])
     else:
 
         def source(part: slice) -> Tensor:
-            return as_fp32(x[part].to(minus.dtype) - minus[part].to(x.device))
+            difference = x[part].to(minus.dtype) - minus[part].to(x.device)
+            return difference if difference.dtype == torch.float32 else as_fp32(difference)
 
     assert isinstance(codec, ErrorFeedback)
     inner, count = codec.codec, count or comm.size - len(comm.silent)
@@ -458,9 +459,9 @@ class _InParts:
 
     def _parts(self, cut: slice) -> list[slice]:
         """Cut a piece into parts that the codec can encode one at a time."""
-        if not self.codec.separable or cut.start == cut.stop:
-            return [cut]
         limit = _PART_ON_GPU if self.residual.is_cuda else _PART
+        if cut.stop - cut.start <= limit or not self.codec.separable:
+            return [cut]
         if self.residual.is_meta:
             limit = max(limit, self.residual.numel() // 64)  # a dry run of a large model has fewer parts
         size = self.codec.alignment * max(1, limit // self.codec.alignment)
@@ -469,13 +470,16 @@ class _InParts:
     def _joined(self, codes: list[Tensor], parts: Sequence[slice]) -> Tensor:
         return codes[0] if len(codes) == 1 else self.codec.join_parts(codes, parts)
 
-    def _parts_of(self, payload: Tensor, cut: slice) -> Iterator[tuple[Tensor, slice]]:
+    def _parts_of(self, payload: Tensor, cut: slice, nbytes: int) -> Iterator[tuple[Tensor, slice]]:
         """Yield the payload of each part of a piece; bytes after the piece's own are ignored."""
         n = cut.stop - cut.start
-        payload = payload[: self.codec.nbytes(n) // payload.element_size()]
-        for part in self._parts(cut):
-            own = slice(part.start - cut.start, part.stop - cut.start)
-            yield self.codec.part_of(payload, n, own) if self.codec.separable else payload, part
+        payload = payload[: nbytes // payload.element_size()]
+        parts = self._parts(cut)
+        if len(parts) == 1:
+            yield payload, cut
+            return
+        for part in parts:
+            yield self.codec.part_of(payload, n, slice(part.start - cut.start, part.stop - cut.start)), part
 
     def norm(self) -> tuple[bool, float]:
         if self.residual.is_meta:
@@ -503,13 +507,12 @@ class _InParts:
     def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
         cut, key = self.cuts[self.rank], self.keys.means[self.rank]
         parts, codes, finite = self._parts(cut), list[Tensor](), True
-        for row in zip(*(self._parts_of(payload, cut) for payload in payloads), strict=True):
+        nbytes = self.codec.nbytes(cut.stop - cut.start)
+        for row in zip(*(self._parts_of(payload, cut, nbytes) for payload in payloads), strict=True):
             part = row[0][1]
             like = torch.empty(part.stop - part.start, dtype=torch.float32, device=self.residual.device)
             mean = self.codec.decode_sum([code for code, _ in row], like, self.keys.received).div_(self.count)
             del like
-            # The sum of finite decoded vectors may overflow.
-            finite = finite and all_finite(mean)
             if self.serve is not None:
                 mean = self.serve(mean, part)
                 codes.append(self.codec.encode(mean, {}, key))
@@ -518,6 +521,7 @@ class _InParts:
                 # Only the sum is used; the first of the two, the residual, becomes the error.
                 codes += self.codec.encode_pieces_with_residual_(residual, mean, [slice(0, mean.numel())], [key])
                 mean = residual
+            # The sum of finite decoded vectors may overflow. Then what is left here is not finite either.
             finite = finite and all_finite(mean)
         return self._joined(codes, parts), finite
 
@@ -532,7 +536,7 @@ class _InParts:
                 self.codec.decode_pieces_(payloads, found, self.cuts, self.keys.means)
         elif payloads is not None:
             for payload, cut, key in zip(payloads, self.cuts, self.keys.means, strict=True):
-                for code, part in self._parts_of(payload, cut):
+                for code, part in self._parts_of(payload, cut, self.codec.nbytes(cut.stop - cut.start)):
                     like = self.residual[part]
                     self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
             found = self.into
