@@ -489,7 +489,7 @@ def _check_setting(what: str, found: Any, wanted: Any) -> None:
     else:
         alike = wanted is None or found is None or isinstance(found, type(wanted))
     if not alike:
-        raise CheckpointError(f"{what} is {found!r} in the checkpoint and {wanted!r} in this run")
+        raise CheckpointError(f"{what} is {found!r} in the checkpoint and {wanted!r} in this run. Make them equal")
 
 
 def _check_memory(name: str, found: Mapping[str, Any], ours: Mapping[str, Any] | None, like: _Like | None) -> None:

@@ -205,7 +205,7 @@ def _check_blocks(x: Tensor, gain: Tensor, shift: Tensor, axis: int) -> None:
 
 def _check_filled(x: Tensor) -> None:
     if not x.numel():
-        raise ConfigError(f"an input of shape {list(x.shape)}: it has no numbers to normalize")
+        raise ConfigError(f"an input of shape {list(x.shape)}: it has no numbers to normalize. Leave empty batches out")
 
 
 def _check_gradient(gradient: Tensor, x: Tensor) -> None:
