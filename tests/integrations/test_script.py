@@ -225,6 +225,25 @@ def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path, body: str, words
         assert words in notes[-1] and printed == ""
 
 
+def test_optimizers_and_scalers_that_the_process_had_before_are_not_the_script_s(tmp_path: Path) -> None:
+    from thinwire.integrations.script import run_script
+
+    own = torch.nn.Linear(2, 1)
+    held = [torch.optim.SGD(own.parameters(), lr=0.1), *(torch.amp.GradScaler("cpu") for _ in range(2))]
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "for _ in range(3):\n"
+        "    optimizer.zero_grad()\n"
+        "    model(torch.randn(4, 2)).square().mean().backward()\n"
+        "    optimizer.step()\n"
+    )
+    assert run_script(script, strategy="LocalSGD(period=2)").stats.steps == 3
+    assert len(held) == 3
+
+
 def test_the_lines_that_the_refusal_names_give_each_rank_its_own_data(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     body = (

@@ -153,6 +153,7 @@ class _Run:
         self._saves_reported = False
         # Those of the process that runs the script are not the script's.
         self._earlier: WeakSet[Optimizer] = WeakSet(_alive(Optimizer))
+        self._earlier_scalers: WeakSet[torch.amp.GradScaler] = WeakSet(_alive(torch.amp.GradScaler))
 
     @contextmanager
     def installed(self, seed: int) -> Generator[None]:
@@ -230,7 +231,8 @@ class _Run:
             self._first_step.close()  # here, where torch does not iterate over the optimizer's own hooks
 
     def _attach(self, model: nn.Module, optimizer: Optimizer) -> None:
-        scalers = [each for each in _alive(torch.amp.GradScaler) if each.is_enabled()]
+        alive = (each for each in _alive(torch.amp.GradScaler) if each not in self._earlier_scalers)
+        scalers = [each for each in alive if each.is_enabled()]
         if len(scalers) > 1:
             raise ConfigError(f"the script has {len(scalers)} GradScalers: only one can be attached. {_BY_HAND}")
         self._parity = None if scalers else _Parity(optimizer, self._note)
