@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from thinwire.core.comm.threads import single_worker
 from thinwire.core.comm.work import Work
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.cast import Fp8
+from thinwire.methods.codecs.chunked_top_k import ChunkedTopK
 from thinwire.methods.codecs.feedback import ErrorFeedback
 from thinwire.methods.codecs.nearest import Nearest
 from thinwire.methods.codecs.one_bit import OneBit
@@ -105,3 +107,14 @@ def test_which_codecs_can() -> None:
     assert all(at_once(codec) for codec in CODECS)
     others: list[Codec] = [Nearest(4), PowerSGD(), ErrorFeedback(OneBit(), decay=0.9)]
     assert not any(at_once(codec) for codec in others)
+
+
+@pytest.mark.parametrize("mean_of", [mean_from_residual, compressed_mean_])
+@pytest.mark.parametrize("code", [Nearest(bits=4), ChunkedTopK()], ids=str)
+def test_a_sum_that_overflows_is_nan_on_all_ranks(code: Codec, mean_of: Callable[..., Work[Tensor]]) -> None:
+    def work(comm: Comm) -> Tensor:
+        x = torch.full((64,), 3e38)
+        x[1:] = 1.0
+        return mean_of(comm, x, ErrorFeedback(code), {}).wait()
+
+    assert all(bool(found.isnan().all()) for found in run_threads(3, work))

@@ -417,13 +417,16 @@ class _Whole:
     def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
         mean = self.codec.decode_sum(payloads, self.updated[self.cuts[self.rank]], self.keys.received).div_(self.count)
         # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
-        finite, key = norm_if_finite(mean)[0], self.keys.means[self.rank]
+        # Some codes cannot encode it, and must not raise on this rank alone.
+        key = self.keys.means[self.rank]
+        if not norm_if_finite(mean)[0]:
+            return torch.zeros(self.server.nbytes(mean.numel()), dtype=torch.uint8, device=mean.device), False
         if self.residuals is None:
-            return self.server.encode(mean, {}, key), finite
+            return self.server.encode(mean, {}, key), True
         cuts = [slice(0, mean.numel())]
         (code,) = self.server.encode_pieces_with_residual_(mean, self.residuals[1], cuts, [key])
         self.error = mean
-        return code, finite and norm_if_finite(mean)[0]
+        return code, norm_if_finite(mean)[0]
 
     def keep(self) -> None:
         if self.residuals is not None:
@@ -513,6 +516,9 @@ class _InParts:
             like = torch.empty(part.stop - part.start, dtype=torch.float32, device=self.residual.device)
             mean = self.codec.decode_sum([code for code, _ in row], like, self.keys.received).div_(self.count)
             del like
+            # The sum of finite decoded vectors may overflow, and a sparse code would leave no trace of it here.
+            if not all_finite(mean):
+                return torch.zeros(nbytes, dtype=torch.uint8, device=mean.device), False
             if self.serve is not None:
                 mean = self.serve(mean, part)
                 codes.append(self.codec.encode(mean, {}, key))
@@ -521,7 +527,6 @@ class _InParts:
                 # Only the sum is used; the first of the two, the residual, becomes the error.
                 codes += self.codec.encode_pieces_with_residual_(residual, mean, [slice(0, mean.numel())], [key])
                 mean = residual
-            # The sum of finite decoded vectors may overflow. Then what is left here is not finite either.
             finite = finite and all_finite(mean)
         return self._joined(codes, parts), finite
 

@@ -128,7 +128,7 @@ class RecordingComm(CountingComm):
         self._objects = Objects()
 
     def forget(self) -> None:
-        """Drop everything recorded so far, and begin to count anew."""
+        """Drop everything recorded so far."""
         self.meter = self._traffic = Traffic()
         self.exchanges.clear()
         self._surplus = 0
