@@ -13,6 +13,7 @@ the keys of state dicts, which are a file format.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -143,13 +144,7 @@ def wrap_unscale(scaler: torch.amp.GradScaler, wrap: Callable[[Callable[..., Any
     Returns:
         A function that puts the present function back.
     """
-    before = named(scaler, "_unscale_grads_", "a GradScaler whose ranks skip the same steps")
-    scaler._unscale_grads_ = wrap(before)  # pyright: ignore[reportPrivateUsage]
-
-    def restore() -> None:
-        scaler._unscale_grads_ = before  # pyright: ignore[reportPrivateUsage]
-
-    return restore
+    return _wrap(scaler, "_unscale_grads_", "a GradScaler whose ranks skip the same steps", wrap)
 
 
 def wrap_scaler_step(scaler: torch.amp.GradScaler, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
@@ -163,13 +158,13 @@ def wrap_scaler_step(scaler: torch.amp.GradScaler, wrap: Callable[[Callable[...,
     Returns:
         A function that puts the present function back.
     """
-    before = named(scaler, "_maybe_opt_step", "a GradScaler of an elastic worker that trains locally")
-    scaler._maybe_opt_step = wrap(before)  # pyright: ignore[reportPrivateUsage]
+    return _wrap(scaler, "_maybe_opt_step", "a GradScaler of an elastic worker that trains locally", wrap)
 
-    def restore() -> None:
-        scaler._maybe_opt_step = before  # pyright: ignore[reportPrivateUsage]
 
-    return restore
+def _wrap(scaler: torch.amp.GradScaler, name: str, use: str, wrap: Callable[[Callable[..., Any]], Any]) -> Any:
+    before = named(scaler, name, use)
+    setattr(scaler, name, wrap(before))
+    return partial(setattr, scaler, name, before)
 
 
 def unscales_itself(optimizer: Optimizer) -> bool:
