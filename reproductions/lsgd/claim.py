@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -188,16 +187,19 @@ def _raced(
         start=start,
     )
     rounds = dict(zip(scale.methods, curves_of(done), strict=True))
-    led = {name: _led(done.folder, place) for place, name in enumerate(scale.methods) if name.startswith(LEADER)}
+    led = {
+        name: _led(folders)
+        for name, folders in zip(scale.methods, done.folders, strict=True)
+        if name.startswith(LEADER)
+    }
     return Races(tried, rounds, led)
 
 
-def _led(home: Path, place: int) -> list[int]:
+def _led(folders: Sequence[Path]) -> list[int]:
     """How often each worker led all, in all rounds of one method."""
     counts = [0] * WORKERS
-    rounds: dict[str, list[str]] = json.loads((home / "comparison.json").read_bytes())["rounds"]
-    for name in list(rounds.values())[place]:
-        for row in load(home / name):
+    for folder in folders:
+        for row in load(folder):
             leader = row.metrics.get("leader")
             if leader is not None:
                 counts[round(leader)] += 1

@@ -148,14 +148,12 @@ def test_the_best_learning_rate_has_the_lowest_loss() -> None:
 
 
 def test_elections_are_counted_from_what_every_round_noticed(tmp_path: Path) -> None:
-    rounds = {"AllReduce": ["AllReduce"], "LSGD": ["LSGD", "LSGD.2"]}
-    (tmp_path / "comparison.json").write_text(json.dumps({"rounds": rounds}))
     for name, leaders in (("LSGD", [0, 2]), ("LSGD.2", [2, 3])):
         (tmp_path / name).mkdir()
         led = [{"leader": float(rank)} for rank in leaders]
         rows = [{"step": step, "loss": 1.0, "metrics": each} for step, each in enumerate(({}, *led), 1)]
         (tmp_path / name / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert _led(tmp_path, 1) == [1, 0, 2, 1]
+    assert _led([tmp_path / "LSGD", tmp_path / "LSGD.2"]) == [1, 0, 2, 1]
 
 
 def test_descents_end_where_theory_says() -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -48,12 +47,12 @@ def volume_by_formula(share: float, coded_volume: float) -> float:
 
 def stages_of(done: Comparison, place: int, warm_steps: int) -> list[Stages]:
     """The stages of every round of a comparison's strategy in that place."""
-    return [_stages(folder, warm_steps) for folder in _folders(done, place)]
+    return [_stages(folder, warm_steps) for folder in done.folders[place]]
 
 
 def step_seconds(done: Comparison, place: int, skipped_steps: int) -> list[float]:
     """The median time of a strategy's steps without the first ones, of every round."""
-    return [median(_column(folder, "step_seconds")[skipped_steps:]) for folder in _folders(done, place)]
+    return [median(_column(folder, "step_seconds")[skipped_steps:]) for folder in done.folders[place]]
 
 
 def _stages(folder: Path, warm_steps: int) -> Stages:
@@ -70,8 +69,3 @@ def _stages(folder: Path, warm_steps: int) -> Stages:
 
 def _column(folder: Path, name: str) -> list[float]:
     return [float(getattr(row, name)) for row in load(folder) if row.step]
-
-
-def _folders(done: Comparison, place: int) -> list[Path]:
-    rounds: dict[str, list[str]] = json.loads((done.folder / "comparison.json").read_bytes())["rounds"]
-    return [done.folder / name for name in list(rounds.values())[place]]

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -76,10 +75,9 @@ class Choice:
 
 def curves_of(done: Comparison) -> list[list[Curve]]:
     """For each strategy of a comparison, the curve of every round."""
-    names: dict[str, list[str]] = json.loads((done.folder / "comparison.json").read_bytes())["rounds"]
     return [
-        [_curve(done.folder / name, summary) for name, summary in zip(rounds, summaries, strict=True)]
-        for rounds, summaries in zip(names.values(), done.rounds, strict=True)
+        [_curve(folder, summary) for folder, summary in zip(folders, summaries, strict=True)]
+        for folders, summaries in zip(done.folders, done.rounds, strict=True)
     ]
 
 

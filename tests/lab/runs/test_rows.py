@@ -6,8 +6,9 @@ import math
 
 import pytest
 
-from tests.lab.report.samples import write_run
+from tests.lab.report.samples import SAMPLES, write_comparison
 from thinwire.errors import ConfigError
+from thinwire.lab.report import read
 from thinwire.lab.runs import RunFolder, compare, load, resolve, status, work
 
 ASKED = {"task": "digits", "strategy": "LocalSGD(period=2)", "workers": 1, "threads": 1, "eval_limit": 64}
@@ -42,13 +43,24 @@ def test_rows_of_a_comparison_are_of_all_seeds(tmp_path):
     assert len(rows) == 4 * 3  # the evaluation at the start, and two steps
 
 
-def test_a_newer_schema_is_refused(tmp_path):
-    folder = write_run(tmp_path / "run", steps=4)
-    config = json.loads((folder / "config.json").read_text())
-    assert load(folder)  # one without a schema is of the first
-    (folder / "config.json").write_text(json.dumps({**config, "schema": 2}))
-    with pytest.raises(ConfigError, match=r"has schema 2: this thinwire reads schemas up to 1\. Upgrade thinwire"):
-        load(folder)
+@pytest.mark.parametrize(
+    ("schema", "message"),
+    [
+        (2, r"has schema 2: this thinwire reads schemas up to 1\. Upgrade thinwire"),
+        ("two", r"has schema 'two': a schema is a whole number from 1 to 1\. Restore the file"),
+        (0, r"has schema 0: a schema is a whole number"),
+        (None, r"has schema None: a schema is a whole number"),
+    ],
+)
+@pytest.mark.parametrize("name", ["config.json", "comparison.json"])
+def test_an_unknown_schema_is_refused(tmp_path, name, schema, message):
+    folder = write_comparison(tmp_path, SAMPLES[:2], steps=4)
+    assert {row.strategy for row in load(folder)} == {sample.strategy for sample in SAMPLES[:2]}  # the first schema
+    path = tmp_path / SAMPLES[1].folder / name if name == "config.json" else tmp_path / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), "schema": schema}))
+    for reader in (load, read):
+        with pytest.raises(ConfigError, match=message):
+            reader(folder)
 
 
 def test_the_state_of_a_run_follows_it_to_its_end(tmp_path):

@@ -14,7 +14,7 @@ from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, St
 
 _FIX = "Give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
 SCHEMA = 1
-"""The version of the files in a run folder; `config.json` has it, and folders without one have version 1."""
+"""The version of the files; `config.json` and `comparison.json` have it, and folders without one have version 1."""
 # Kinds of intervals as timeline.jsonl names them, and as they are shown.
 _KINDS = ("compute", "communication", "wait")
 
@@ -27,13 +27,30 @@ def read(folder: Path) -> Collection:
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder. {_FIX}")
-    comparison = json_object(folder / "comparison.json")
+    comparison = _comparison(folder)
     if comparison is None:
         run = read_run(folder)
         return Collection(folder, _title([run]), (run,))
     runs, notes = _read_runs(folder, comparison)
     title = text(comparison, "title") or _title(runs)
     return Collection(folder, title, _labelled(runs), tuple(notes))
+
+
+def rounds_of(folder: Path) -> dict[str, list[Path]] | None:
+    """Return the run folders of each strategy of a comparison, in order; None if it is no comparison's folder.
+
+    Raises:
+        ConfigError: there is no such folder, it has an unknown schema, or its comparison.json is broken.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder. {_FIX}")
+    comparison = _comparison(folder)
+    if comparison is None:
+        return None
+    runs = comparison.get("runs")
+    # Earlier comparisons list their runs only.
+    listed = {str(name): [name] for name in runs} if isinstance(runs, list) else {}
+    return _inside(folder, comparison.get("rounds") or listed)
 
 
 def read_spans(folder: Path) -> tuple[Span, ...]:
@@ -53,6 +70,7 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
         raise ConfigError(
             f"{folder / 'comparison.json'}: `runs` must list at least one folder. Run the comparison again"
         )
+    every = _inside(folder, comparison.get("rounds")).values()
     runs: list[Run] = []
     notes: list[str] = []
     for subfolder in map(str, names):
@@ -60,8 +78,10 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
         if not _is_run(folder / subfolder) or Path(subfolder).name != subfolder:
             notes.append(f"{subfolder} is listed in comparison.json but holds no run, so it is left out.")
             continue
-        rounds = _rounds(folder, comparison, subfolder)
-        runs.append(dataclasses.replace(read_run(folder / subfolder), rounds=rounds))
+        rounds = next((each for each in every if folder / subfolder in each), [])
+        found = [json_object(each / "summary.json") for each in rounds]
+        summaries = tuple(facts for facts in found if facts is not None)
+        runs.append(dataclasses.replace(read_run(folder / subfolder), rounds=summaries))
     same = of_same_seeds([run.rounds for run in runs])
     runs = [dataclasses.replace(run, rounds=rounds) for run, rounds in zip(runs, same, strict=True)]
     seeds = [seed for run in runs if isinstance(seed := run.summary.get("seed"), int)]
@@ -76,15 +96,33 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
     return runs, notes
 
 
-def _rounds(folder: Path, comparison: Facts, chosen: str) -> tuple[Facts, ...]:
-    """The summaries of all rounds of the strategy that a folder is one of."""
-    every = comparison.get("rounds")
-    for names in every.values() if isinstance(every, dict) else ():
-        if isinstance(names, list) and chosen in names:
-            inside = [name for name in map(str, names) if Path(name).name == name]
-            found = [json_object(folder / name / "summary.json") for name in inside]
-            return tuple(facts for facts in found if facts is not None)
-    return ()
+def _comparison(folder: Path) -> Facts | None:
+    comparison = json_object(folder / "comparison.json")
+    if comparison is not None:
+        _check_schema(folder / "comparison.json", comparison)
+    return comparison
+
+
+def _inside(folder: Path, rounds: object) -> dict[str, list[Path]]:
+    """The run folders of each strategy; a comparison.json must not name folders outside its own."""
+    return {
+        str(strategy): [
+            folder / name for name in map(str, names) if Path(name).name == name and (folder / name).is_dir()
+        ]
+        for strategy, names in (rounds.items() if isinstance(rounds, dict) else ())
+        if isinstance(names, list)
+    }
+
+
+def _check_schema(where: Path, facts: Facts) -> None:
+    schema = facts.get("schema", SCHEMA)
+    if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
+        raise ConfigError(
+            f"{where} has schema {schema!r}: a schema is a whole number from 1 to {SCHEMA}. "
+            "Restore the file, or run the training again"
+        )
+    if schema > SCHEMA:
+        raise ConfigError(f"{where} has schema {schema}: this thinwire reads schemas up to {SCHEMA}. Upgrade thinwire")
 
 
 def _is_run(folder: Path) -> bool:
@@ -100,11 +138,7 @@ def read_run(folder: Path) -> Run:
     if not _is_run(folder):
         raise ConfigError(f"{folder}: holds no config.json, metrics.jsonl or summary.json. {_FIX}")
     config = json_object(folder / "config.json")
-    schema = number(config or {}, "schema")
-    if schema is not None and schema > SCHEMA:
-        raise ConfigError(
-            f"{folder} has schema {schema:g}: this thinwire reads schemas up to {SCHEMA}. Upgrade thinwire"
-        )
+    _check_schema(folder, config or {})
     summary = json_object(folder / "summary.json")
     metrics, metric_notes = json_lines(folder / "metrics.jsonl")
     timeline, timeline_notes = json_lines(folder / "timeline.jsonl")

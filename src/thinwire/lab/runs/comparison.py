@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from thinwire.errors import ConfigError, NonFiniteError
+from thinwire.lab.report.folder import SCHEMA, rounds_of
 from thinwire.lab.report.rounds import median_round, over_rounds
 from thinwire.lab.runs.defaults import check_nonfinite, check_recipe, check_recipe_survives
 from thinwire.lab.runs.folder import Fields, RunFolder
@@ -48,6 +49,11 @@ class Comparison:
         """For each strategy its figures over all rounds, which have the same seeds for all strategies."""
         shown = median_round(self.rounds)
         return [over_rounds(summaries, summaries[shown]) for summaries in self.rounds]
+
+    @property
+    def folders(self) -> list[list[Path]]:
+        """For each strategy, the run folders of its rounds."""
+        return list((rounds_of(self.folder) or {}).values())
 
     @property
     def diverged(self) -> list[tuple[str, int, str]]:
@@ -163,7 +169,7 @@ def _write_comparison(home: RunFolder, names: Sequence[str], summaries: Sequence
         name: [_round_name(name, number) for number in range(len(each))]
         for name, each in zip(names, summaries, strict=True)
     }
-    home.write("comparison.json", {"runs": chosen, "title": title, "rounds": rounds})
+    home.write("comparison.json", {"schema": SCHEMA, "runs": chosen, "title": title, "rounds": rounds})
 
 
 def _round_name(name: str, number: int) -> str:

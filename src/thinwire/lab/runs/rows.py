@@ -4,14 +4,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from thinwire.errors import ConfigError
-from thinwire.lab.report.files import json_object, number
-from thinwire.lab.report.folder import read_run
+from thinwire.lab.report.files import number
+from thinwire.lab.report.folder import read_run, rounds_of
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,8 @@ def load(folder: str | Path) -> list[Row]:
         folder: the folder that `thinwire train --out` or `thinwire compare --out` wrote.
 
     Raises:
-        ConfigError: there is no such folder, it holds no run, a newer thinwire has written it, or one of its JSON files
-            is broken.
+        ConfigError: there is no such folder, it holds no run, it has an unknown schema, or one of its JSON files is
+            broken.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -79,15 +76,8 @@ def run_folders(folder: Path) -> list[Path]:
     Raises:
         ConfigError: there is no such folder.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder. Give the folder that thinwire train --out wrote")
-    comparison: Mapping[str, Any] | None = json_object(folder / "comparison.json")
-    if comparison is None:
-        return [folder]
-    rounds = comparison.get("rounds") or {"": comparison.get("runs", [])}
-    names = [str(name) for each in rounds.values() for name in each]
-    # A comparison.json must not name folders outside its own.
-    return [folder / name for name in names if Path(name).name == name and (folder / name).is_dir()]
+    rounds = rounds_of(folder)
+    return [folder] if rounds is None else [each for every in rounds.values() for each in every]
 
 
 def _rows(folder: Path) -> list[Row]:
