@@ -338,3 +338,101 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
 
 def test_an_empty_file_is_the_usual_network() -> None:
     assert read_network({}) == Network()
+
+
+def test_each_collective_call_takes_its_cost_before_its_bytes() -> None:
+    free, dear = wires(4), wires(4, per_call=0.5)
+    first = dear.all_reduce([0.0] * 4, MEGABYTE)
+    assert first == pytest.approx([each + 0.5 for each in free.all_reduce([0.0] * 4, MEGABYTE)])
+    # Calls that are launched together pay one after the other.
+    second = max(dear.all_reduce([0.0] * 4, MEGABYTE)) - max(first)
+    assert second == pytest.approx(max(free.all_reduce([0.0] * 4, MEGABYTE)) - max(first) + 0.5 + 0.5)
+    assert dear.all_to_all([100.0] * 4, [[MEGABYTE] * 4] * 4)[0] == pytest.approx(
+        wires(4).all_to_all([100.5] * 4, [[MEGABYTE] * 4] * 4)[0]
+    )
+
+
+def test_gloos_ring_has_two_segments_in_flight() -> None:
+    segment = module.SEGMENT_BYTES * SECOND / MEGABYTE
+    for latency, pairs in ((20 * segment, 4), (20 * segment, 300)):
+        link = wires(2, latency=latency, all_reduce="gloo")
+        # 2 pairs of segments for each of two workers: two latencies and a transfer take a pair to the next.
+        phase = pairs * (2 * latency + segment) + segment
+        assert link.all_reduce([0.0] * 2, 4 * pairs * module.SEGMENT_BYTES) == pytest.approx([2 * phase] * 2)
+
+
+def test_gloos_ring_fills_a_link_without_delay() -> None:
+    parts = 4 * 6 * module.SEGMENT_BYTES
+    assert wires(4, latency=0.0, all_reduce="gloo").all_reduce([0.0] * 4, parts) == pytest.approx(
+        wires(4, latency=0.0).all_reduce([0.0] * 4, parts)
+    )
+    slow = wires(4, latency=0.0, all_reduce="gloo", per_segment=100.0).all_reduce([0.0] * 4, parts)
+    # 2 phases of 3 hops of 6 segments, two of them at a time.
+    assert slow[0] == pytest.approx(2 * 3 * 6 / 2 * (100.0 + module.SEGMENT_BYTES * SECOND / MEGABYTE), rel=0.05)
+
+
+def test_a_tree_sends_the_vector_twice_and_has_few_latencies() -> None:
+    done = wires(16, all_reduce="tree").all_reduce([0.0] * 16, MEGABYTE)
+    assert done == pytest.approx([2 * SECOND + 2 * 4 * LATENCY] * 16)
+
+
+def test_a_window_bounds_the_rate_by_the_round_trip() -> None:
+    link = wires(2, window=10_000.0)
+    assert link.rate(0, 1) == 10_000 / (2 * LATENCY)
+    assert link.send(0.0, 0, 1, MEGABYTE) == pytest.approx((50.0, 50.0 + LATENCY))
+    assert wires(2, window=1e9).send(0.0, 0, 1, MEGABYTE) == wires(2).send(0.0, 0, 1, MEGABYTE)
+
+
+def test_a_connection_that_was_idle_starts_slowly() -> None:
+    fast = {"bits_per_second": 1e9, "slow_start": True}
+    plain = wires(2, bits_per_second=1e9).send(0.0, 0, 1, MEGABYTE)[1]
+    link = wires(2, **fast)
+    first = link.send(0.0, 0, 1, MEGABYTE)[1]
+    # From 10 segments of 1448 bytes to a megabyte the window doubles 7 times, once per round trip.
+    assert 5 * 2 * LATENCY < first - plain < 7 * 2 * LATENCY
+    at_once = link.send(first, 0, 1, MEGABYTE)[1] - first
+    assert at_once == pytest.approx(first - 0.0)  # after more than 0.2 s
+    soon = link.send(first + at_once - LATENCY, 0, 1, MEGABYTE)[1]
+    assert soon - (first + at_once - LATENCY) == pytest.approx(plain)
+    ring = wires(2, **fast).all_reduce([0.0] * 2, 2 * MEGABYTE)
+    assert ring[0] > wires(2, bits_per_second=1e9).all_reduce([0.0] * 2, 2 * MEGABYTE)[0] + 5 * 2 * LATENCY
+
+
+def test_computing_times_vary_by_the_spread_and_all_wait_for_the_slowest() -> None:
+    def work(comm: SimulatedComm) -> tuple[float, float]:
+        own = 0.0
+        for _ in range(50):
+            start = comm.now
+            comm.compute(1.0)
+            own += comm.now - start
+            comm.all_reduce_(torch.ones(1)).wait()
+        return own / 50, comm.now / 50
+
+    network = Network(latency=0.0, bits_per_second=1e12, spread=0.1)
+    found = simulate.run(8, work, network=network)
+    assert all(own == pytest.approx(1.0, abs=0.06) for own, _ in found)
+    # The expected largest of 8 normal draws is 1.42 deviations above the mean.
+    assert found[0][1] == pytest.approx(1.142, abs=0.02)
+    assert found == simulate.run(8, work, network=network)
+    with pytest.raises(simulate.UnlikeError):
+        simulate.simulate(8, work, network=network, alike=True)
+
+
+def test_a_network_file_has_the_costs_of_calls_and_connections() -> None:
+    network = read_network(
+        {
+            "network": {
+                "per_call": "1ms",
+                "all_reduce": "gloo",
+                "per_segment": "2ms",
+                "window": 4194304,
+                "slow_start": True,
+            },
+            "compute": {"spread": 0.05},
+        }
+    )
+    assert (network.per_call, network.all_reduce, network.per_segment) == (0.001, "gloo", 0.002)
+    assert (network.window, network.slow_start, network.spread) == (4194304, True, 0.05)
+    for wrong in ({"all_reduce": "star"}, {"window": 0}, {"per_call": "-1ms"}):
+        with pytest.raises(ConfigError):
+            read_network({"network": wrong})

@@ -166,6 +166,10 @@ class Simulated:
             # A chain is passed back from its end: what is final last comes first.
             seconds = self.model_time.backward * speed
             links = [(parameters[place], share * seconds) for place, share in reversed(self.order)]
+
+            def backward_takes(pause: float) -> None:
+                comm.sleep(pause * comm.variation)
+
             # A worker that was late may continue at a later step.
             while worker.step < warm_up + counted:
                 step = worker.step
@@ -174,9 +178,9 @@ class Simulated:
                 comm.compute(self.model_time.forward)
                 chain = torch.zeros((), dtype=torch.float32, device="meta" if meta else "cpu", requires_grad=True)
                 for parameter, pause in links:
-                    chain = _Final.apply(chain, parameter, lambda pause=pause: comm.sleep(pause))  # pyright: ignore
+                    chain = _Final.apply(chain, parameter, lambda pause=pause: backward_takes(pause))  # pyright: ignore
                 chain.backward()
-                comm.sleep((self.own[step % len(self.own)] + self.model_time.update) * speed)
+                comm.sleep((self.own[step % len(self.own)] + self.model_time.update) * speed * comm.variation)
                 worker.record_batch(1, loss=0.0 if meta else draw.random())
                 worker.optimizer.step()
             sent[comm.rank] = comm.meter.payload_bytes - before

@@ -94,6 +94,7 @@ class SimulatedComm(Comm):
 
     Attributes:
         worker: its number among all workers, which is its rank unless the group has only some of them.
+        variation: a factor of what this worker computes in its present step, from the network's spread.
 
     Example:
         >>> import torch
@@ -113,6 +114,7 @@ class SimulatedComm(Comm):
         self.worker = group.members[rank]
         self.runtime = world.times.runtime(self.worker)
         self._world, self._group, self._wires = world, group, group.wires
+        self.variation = 1.0
         self._calls = 0
         self._groups: Counter[tuple[int, ...]] = Counter()
         self._sent: Counter[int] = Counter()
@@ -142,7 +144,9 @@ class SimulatedComm(Comm):
         self.end_step()
         start = self.now
         draws = self._world.draws
+        self.variation = draws.variation(self.worker)
         own = draws.compute_seconds(self.worker) if seconds is None else seconds * draws.slowdown(self.worker)
+        own *= self.variation
         self._world.compute(self.worker, self.step, own)
         self._step_began = self.step, start, self.now - start
 
@@ -268,7 +272,7 @@ class SimulatedComm(Comm):
                 continue
             launched = collective.launched[rank]
             if parent is None:
-                head = tail = launched
+                head = tail = launched + self._world.network.per_call
                 last = rank
             elif parent not in collective.solved:
                 continue

@@ -37,6 +37,11 @@ class Draws:
         """How many times as long a worker computes as others."""
         return self._slowdown[rank]
 
+    def variation(self, rank: int) -> float:
+        """A factor of mean 1 of what a worker computes in its next step."""
+        spread = self._network.spread
+        return self._for_compute[rank].lognormvariate(-spread * spread / 2, spread) if spread else 1.0
+
     def message_delay(self, src: int) -> float:
         """By how much a worker's next message to a single rank is delayed; most often zero."""
         if not self._network.delayed:

@@ -18,6 +18,8 @@ from thinwire.core.quantities import parse_rate
 from thinwire.errors import ConfigError
 from thinwire.planning.simulate.durations import Duration, parse_distribution, seconds
 
+ALGORITHMS = ("ring", "gloo", "tree")
+
 _LIMIT = 2**31
 _RANK_DIGITS = 6  # a longer range of ranks would fill the memory
 
@@ -121,6 +123,13 @@ class Network:
         contention: the share of its computation that a worker loses while its interface sends and receives, since
             messages need the processor too; half as much while it does one of them. 0, unless given, is for workers
             with a core or an accelerator to spare; `thinwire doctor` measures it.
+        per_call: seconds that each collective call takes before its first byte is sent.
+        all_reduce: the algorithm: "ring"; "gloo" for a ring that sends segments of at most 1 MiB, two at a time; "tree"
+            for NCCL's double binary tree.
+        per_segment: seconds that Gloo's ring needs for each segment besides its transfer.
+        window: bytes that a TCP connection has in flight at most; its rate is at most a window per round trip.
+        slow_start: whether a connection that was idle for 0.2 s starts again at ten TCP segments per round trip.
+        spread: deviation of the logarithm of a worker's computing time, drawn for each step.
 
     Raises:
         ConfigError: a number is out of its range.
@@ -144,8 +153,20 @@ class Network:
     deaths: tuple[Death, ...] = ()
     pauses: tuple[Pause, ...] = ()
     contention: float = 0.0
+    per_call: float = 0.0
+    all_reduce: str = "ring"
+    per_segment: float = 0.0
+    window: float = inf
+    slow_start: bool = False
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
+        if self.all_reduce not in ALGORITHMS:
+            raise ConfigError(f"all_reduce={self.all_reduce!r}: must be one of {', '.join(ALGORITHMS)}")
+        if not self.window > 0:
+            raise ConfigError(f"window={self.window}: must be a positive number of bytes, such as 4194304")
+        if not 0 <= self.spread < inf:
+            raise ConfigError(f"spread={self.spread}: must be finite and not negative, such as 0.05")
         rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
         rates += [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
         if self.racks is not None:
@@ -158,6 +179,7 @@ class Network:
         times = [self.latency, *(each.latency for each in self.specials), *(each.latency or 0.0 for each in self.pairs)]
         times += [each.seconds for each in self.pauses] + [each.at or 0.0 for each in [*self.pauses, *self.deaths]]
         times += [] if self.racks is None else [self.racks.latency]
+        times += [self.per_call, self.per_segment]
         for time in times:
             if not 0 <= time < inf:
                 raise ConfigError(f"seconds={time}: a time must be finite and not negative")
@@ -256,7 +278,16 @@ def read_network(table: Table, *, name: str = "network") -> Network:
     network = _read(
         top.get("network", {}),
         f"{name}: [network]",
-        {"bandwidth": _rate, "latency": _seconds, "contention": _number},
+        {
+            "bandwidth": _rate,
+            "latency": _seconds,
+            "contention": _number,
+            "per_call": _seconds,
+            "all_reduce": _algorithm,
+            "per_segment": _seconds,
+            "window": _number,
+            "slow_start": _flag,
+        },
     )
     messages = _read(
         top.get("messages", {}),
@@ -265,7 +296,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
     )
     if ("delay" in messages) != ("delayed" in messages):
         raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message. Give both")
-    compute = _read(top.get("compute", {}), f"{name}: [compute]", {"time": _duration})
+    compute = _read(top.get("compute", {}), f"{name}: [compute]", {"time": _duration, "spread": _number})
     racks = None
     if "racks" in top:
         found = _read(
@@ -276,6 +307,7 @@ def read_network(table: Table, *, name: str = "network") -> Network:
         return Network(
             **_renamed(network),
             compute=compute.get("time"),
+            spread=compute.get("spread", 0.0),
             racks=racks,
             specials=tuple(Special(**_renamed(each)) for each in _entries(top, name, "workers", _WORKER, ("ranks",))),
             pairs=tuple(Pair(**_renamed(each)) for each in _entries(top, name, "links", _LINK, ("between",))),
@@ -332,6 +364,12 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f'{where} = {value!r}: must be text with a unit, such as "100mbit" or "10ms"')
     return value
+
+
+def _algorithm(value: Any, where: str) -> str:
+    if value not in ALGORITHMS:
+        raise ConfigError(f"{where} = {value!r}: must be one of {', '.join(ALGORITHMS)}")
+    return str(value)
 
 
 def _rate(value: Any, where: str) -> float:

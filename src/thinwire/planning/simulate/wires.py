@@ -5,6 +5,9 @@ Each interface, in each direction, each rack's uplink and each link of a pair th
 other; a message goes through all of them at once, as fast as the slowest (cut-through). So a worker that sends to two
 others sends to each at half its rate, on average, and one that all send to is the bottleneck that it would be.
 Collectives take the time of Gloo's algorithms on the same interfaces.
+
+A network may also have the costs of connections and calls: a TCP window, which bounds a rate by the round trip, a slow
+start after a pause, and a time per collective call.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from copy import copy
-from math import inf
+from math import ceil, inf, log2
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +35,13 @@ header, and 32 the TCP header with timestamps. Acknowledgements and the payload'
 # As many ranks as a ring is followed hop by hop for, and pairs of an all-to-all one by one; more by a closed form.
 _MOST_RANKS_OF_A_RING = 512
 _MOST_RANKS_OF_ALL_TO_ALL = 64
+
+
+SEGMENT_BYTES = 1 << 20
+"""The longest segment of Gloo's ring, of which a rank has two in flight."""
+_ITERATIONS = 192  # of Gloo's ring are followed one by one; the rest continue at the same pace
+_IDLE_SECONDS = 0.2  # Linux's least retransmission timeout, after which a connection starts slowly again
+_FIRST_WINDOW = 10 * 1448
 
 
 class Lane:
@@ -121,6 +131,8 @@ class Wires:
         self._uplinks: defaultdict[tuple[str, int], Lane] = defaultdict(Lane)
         self._links: defaultdict[tuple[int, int], Lane] = defaultdict(Lane)
         self._rings: tuple[Times, Times] | None = None
+        self._network = network
+        self._used: dict[tuple[int, int], float] = {}  # until when a connection sent, where it starts slowly
 
     def among(self, ranks: Sequence[int]) -> Wires:
         """The same interfaces and racks as a group of some ranks sees them, with ranks numbered within the group."""
@@ -158,7 +170,22 @@ class Wires:
         if self._racks is not None and self._rack(src) != self._rack(dst):
             found = min(found, self._rack_rate)
         pair = self._pair(src, dst)
-        return found if pair is None else min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
+        if pair is not None:
+            found = min(found, pair.bits_per_second * PAYLOAD_SHARE / 8)
+        if self._network.window < inf and (round_trip := 2 * self.latency(src, dst)):
+            found = min(found, self._network.window / round_trip)
+        return found
+
+    def _start_up(self, now: float, src: int, dst: int, nbytes: float) -> float:
+        """Seconds that a connection loses, after a pause, until its window fills the link."""
+        if (
+            not self._network.slow_start
+            or now - self._used.get((self._ranks[src], self._ranks[dst]), -inf) < _IDLE_SECONDS
+        ):
+            return 0.0
+        rate, round_trip = self.rate(src, dst), 2 * self.latency(src, dst)
+        rounds = ceil(log2(max(1.0, min(rate * round_trip, nbytes) / _FIRST_WINDOW)))
+        return max(0.0, rounds * round_trip - (2**rounds - 1) * _FIRST_WINDOW / rate)
 
     def _between(self, src: int, dst: int) -> Iterator[tuple[Lane, float]]:
         """What a message goes through between two interfaces: each with its rate, in bytes of payload in a second."""
@@ -176,18 +203,29 @@ class Wires:
             When it has left its sender, and when it has arrived.
         """
         seconds = nbytes / self._rates[src]
-        begin, left = self._out[src].book(now, now, seconds)
         latency = self.latency(src, dst)
+        if self._network.slow_start and latency:
+            lost = self._start_up(now, src, dst, nbytes)
+            now += lost
+            self._used[self._ranks[src], self._ranks[dst]] = now + seconds
+        begin, left = self._out[src].book(now, now, seconds)
         head, tail = begin + latency, left + latency
         for lane, rate in self._between(src, dst):
             head, end = lane.book(now, head, nbytes / rate)
             tail = max(tail, end)
+        if self._network.window < inf:
+            left = max(left, begin + nbytes / self.rate(src, dst))
+            tail = max(tail, left + latency)
         return left, max(tail, self._in[dst].book(now, head, nbytes / self._rates[dst])[1])
 
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def all_reduce(self, launched: Sequence[float], nbytes: float) -> list[float]:
-        """When each rank has the result of a ring all-reduce: 2 (n-1) hops of an n-th of the vector."""
+        """When each rank has the result of an all-reduce: of a ring, 2 (n-1) hops of an n-th of the vector."""
+        if self._network.all_reduce == "gloo" and self._workers > 1:
+            return self._segmented(launched, nbytes)
+        if self._network.all_reduce == "tree" and self._workers > 1:
+            return self._tree(launched, nbytes)
         return self._ring(launched, 2 * (self._workers - 1), nbytes / self._workers)
 
     def all_gather(self, launched: Sequence[float], nbytes: float) -> list[float]:
@@ -208,6 +246,7 @@ class Wires:
         """
         ranks = range(self._workers)
         if self._workers <= _MOST_RANKS_OF_ALL_TO_ALL:
+            launched = [time + self._network.per_call for time in launched]
             done = list(launched)
             for offset in range(1, self._workers):
                 for src in ranks:
@@ -258,6 +297,7 @@ class Wires:
         for lane, rank in uplinks:
             # Rings of other groups may go through the same uplink.
             ready[rank] = max(ready[rank], lane.free_from)
+        ready = self._start_of_ring(ready, nbytes)
         if self._workers <= _MOST_RANKS_OF_A_RING:
             done, free = ready, ready
             for _ in range(hops):
@@ -269,12 +309,55 @@ class Wires:
             # The last to launch, then the slower of the way around the ring and of the slowest link's own hops.
             laps = hops / self._workers * float((occupied + latencies).sum())
             done = np.full(self._workers, ready.max() + max(laps, hops * float(occupied.max())))
-        busy = hops * occupied
-        begin = float(ready.max())
-        self._occupy(busy, np.roll(busy, 1), begin)
-        for lane, _ in uplinks:
-            lane.book(begin, begin, hops * nbytes / self._rack_rate)
+        self._book_ring(float(ready.max()), hops * nbytes)
         return done.tolist()
+
+    def _book_ring(self, begin: float, nbytes: float) -> None:
+        """Keep interfaces and uplinks busy with what each rank of a ring sends to the next."""
+        busy = nbytes / self._ring_links()[0]
+        self._occupy(busy, np.roll(busy, 1), begin)
+        for lane, _ in self._ring_uplinks():
+            lane.book(begin, begin, nbytes / self._rack_rate)
+
+    def _segmented(self, launched: Sequence[float], nbytes: float) -> list[float]:
+        """Gloo's ring: each part in segments, of which the third is posted when the first has been received.
+
+        A segment is sent when the next rank has told that it expects it. So two segments take at least two latencies
+        and a transfer, and a ring over a slow link with a delay does not fill it.
+        """
+        rates, latencies = self._ring_links()
+        parts = max(2, ceil(nbytes / self._workers / SEGMENT_BYTES))
+        occupied = nbytes / self._workers / parts / rates
+        ready = self._ready(launched)
+        done = self._start_of_ring(ready, nbytes / self._workers)
+        for _ in ("reduce-scatter", "all-gather"):
+            count = (self._workers - 1) * parts
+            posted, free, paces = (done, done), done, list[Times]()
+            for _ in range(min(count, _ITERATIONS)):
+                free = np.maximum(np.maximum(posted[0], np.roll(posted[0], -1) + latencies), free) + occupied
+                received = np.roll(free + latencies, 1)
+                posted = posted[1], np.maximum(received + self._network.per_segment, free)
+                paces.append(posted[1])
+            rest = max(0, count - _ITERATIONS)
+            pace = (paces[-1] - paces[_ITERATIONS // 2 - 1]) / (_ITERATIONS - _ITERATIONS // 2) if rest else 0.0
+            done = np.maximum(*posted) + rest * pace
+        self._book_ring(float(ready.max()), 2 * (self._workers - 1) * nbytes / self._workers)
+        return done.tolist()
+
+    def _start_of_ring(self, ready: Times, nbytes: float) -> Times:
+        """When each rank's connection to the next fills the link."""
+        if not self._network.slow_start:
+            return ready
+        following = [(rank, (rank + 1) % self._workers) for rank in range(self._workers)]
+        return ready + [self._start_up(float(ready[src]), src, dst, nbytes) for src, dst in following]
+
+    def _tree(self, launched: Sequence[float], nbytes: float) -> list[float]:
+        """NCCL's double binary tree: a rank sends and receives the vector twice, and its depth adds latencies."""
+        ready, rates = self._ready(launched), self._ring_links()[0]
+        begin, seconds = float(ready.max()), 2 * nbytes / rates
+        depth = 2 * ceil(log2(self._workers)) * float(self._latencies().max())
+        self._book_ring(begin, 2 * nbytes)
+        return [begin + float(seconds.max()) + depth] * self._workers
 
     def _ring_links(self) -> tuple[Times, Times]:
         if self._rings is None:
@@ -305,4 +388,4 @@ class Wires:
     def _ready(self, launched: Sequence[float]) -> Times:
         """When each rank has launched a collective, and its interface has nothing else to do."""
         free = [max(out.free_from, into.free_from) for out, into in zip(self._out, self._in, strict=True)]
-        return np.maximum(np.array(launched), np.array(free))
+        return np.maximum(np.array(launched), np.array(free)) + self._network.per_call
