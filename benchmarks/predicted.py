@@ -5,7 +5,7 @@
     python -m benchmarks.predicted --group N [--cell M]     measure what is missing of a group
     python -m benchmarks.predicted --report [--plot FILE]   all cells, and whether the rule holds
     python -m benchmarks.predicted --quick [--plot FILE]    one small group as a trial, which counts for nothing
-    python -m benchmarks.predicted --plot FILE              draw the second edition
+    python -m benchmarks.predicted --plot FILE              draw them
 
 The rule, which was written before any of the groups was run, and is not changed:
 
@@ -22,7 +22,7 @@ their medians), what the strategy computes itself (the same), and all-reduces of
 rate and latency as `thinwire doctor` does. Nothing of the recipe's own communication is measured beforehand.
 
 The first edition, by this rule: 50 of 64 cells within 15 %, which is 78 %: not met; the recipe within 6 % of the best
-in all eight groups. Its cells are in benchmarks/results/predicted, and `--report` begins with them.
+in all eight groups.
 
 The second edition, whose rule was written after the first was run and before any of its own: the same, but for the
 model's step, which is the median over ranks of their means. With eight workers on two cores the medians left out the
@@ -30,9 +30,9 @@ pauses in which others had the core, and said 4 ms for a step of 21 ms.
 
 By it: 51 of 64 cells, 79.7 %: not met, by one cell; the recipe that was chosen was the fastest in all eight groups.
 
-Each cell of it is written to benchmarks/results/predicted-2/GROUP-CELL.json as soon as it is done, and is not repeated:
-an interrupted run is continued by the same command. Nothing else may run on the machine meanwhile. How long a group
-took is printed, and each cell holds its own `wall_seconds`.
+Each cell of it is a line of benchmarks/results/predicted, written as soon as it is done, and is not repeated: an
+interrupted run is continued by the same command. Nothing else may run on the machine meanwhile. How long a group took
+is printed, and each cell holds its own `wall_seconds`.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -53,9 +54,9 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
+from reproductions.shared.committed import Records
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.group import GroupComm
-from thinwire.core.storage.files import write_atomically
 from thinwire.lab.emulate import Network as Emulated
 from thinwire.lab.emulate import parse_links, run_workers
 from thinwire.methods.strategies.recipe import parse
@@ -64,9 +65,7 @@ from thinwire.planning.plan.networks import fitted, network_of_links
 from thinwire.planning.plan.predict import ModelTime, own_work, predict
 from thinwire.planning.plan.traffic import cycle
 
-FIRST = Path(__file__).parent / "results" / "predicted"
-RESULTS = FIRST.with_name("predicted-2")
-TRIAL = FIRST.with_name("predicted-trial")
+RESULTS = Records(Path(__file__).parent / "results" / "predicted")
 RECIPES = (
     "AllReduce()",
     "AllReduce(codec=Quantize(8))",
@@ -123,13 +122,11 @@ def main() -> None:
     if asked.work:
         work(json.loads(asked.work))
     elif asked.report:
-        report(cells(FIRST), None)
         report(cells(RESULTS), asked.plot)
     elif asked.quick:
-        for path in TRIAL.glob("*.json"):
-            path.unlink()
-        run("quick", QUICK, range(len(RECIPES)), TRIAL, seconds=3.0)
-        report(cells(TRIAL), asked.plot)
+        with TemporaryDirectory() as folder:
+            run("quick", QUICK, range(len(RECIPES)), trial := Records(Path(folder)), seconds=3.0)
+            report(cells(trial), asked.plot)
     elif asked.group or asked.all:
         places = range(len(RECIPES)) if asked.cell is None else [asked.cell]
         for number in [asked.group] if asked.group else GROUPS:
@@ -144,17 +141,16 @@ def main() -> None:
 # -- measuring ---------------------------------------------------------------------------------------------------------
 
 
-def run(name: str, group: Group, places: Sequence[int], folder: Path, *, seconds: float) -> None:
-    """Measure and predict the cells of a group that have no file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    missing = [place for place in places if not (folder / f"{name}-{place}.json").exists()]
+def run(name: str, group: Group, places: Sequence[int], results: Records, *, seconds: float) -> None:
+    """Measure and predict the cells of a group that are missing."""
+    missing = [place for place in places if results.get(f"{name}-{place}") is None]
     start = time.perf_counter()
     for place in missing:
-        path, begin = folder / f"{name}-{place}.json", time.perf_counter()
+        begin = time.perf_counter()
         cell = measured(group, RECIPES[place], seconds) | {"group": name, "cell": place}
         cell["predicted_seconds"] = predicted(group, cell)
         cell["wall_seconds"] = round(time.perf_counter() - begin, 1)
-        write_atomically(path, (json.dumps(cell, indent=1) + "\n").encode())
+        results.put(f"{name}-{place}", cell, file="cells")
         sys.stdout.write(_line(cell) + "\n")
         sys.stdout.flush()
     if missing:
@@ -280,10 +276,9 @@ def train(comm: Comm, group: Group, recipe: str, seconds: float) -> list[float]:
 # -- the report --------------------------------------------------------------------------------------------------------
 
 
-def cells(folder: Path) -> list[dict[str, Any]]:
+def cells(results: Records) -> list[dict[str, Any]]:
     """All cells that were measured, by group."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*-*.json"))]
-    return sorted(found, key=lambda cell: (cell["group"], cell["cell"]))
+    return sorted(results.all().values(), key=lambda cell: (cell["group"], cell["cell"]))
 
 
 def report(found: Sequence[dict[str, Any]], plot: Path | None) -> None:

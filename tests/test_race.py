@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,21 +18,21 @@ from benchmarks.race.racers import LINKS, LOCALS, RACERS, WORKS, named
 from benchmarks.race.results import curve_of, final, steps_to
 from benchmarks.race.runs import settings_of, steps_timed
 from benchmarks.race.table import rows, table
+from reproductions.shared.committed import Records
 
 MADE = {"when": "2026-11-23 05:00", "torch": "2.13.0", "python": "3.11.7", "cores": 2}
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    for module in (results, jobs, page):
-        monkeypatch.setattr(module, "RESULTS", tmp_path)
+    kept = Records(tmp_path)
+    for module in (results, jobs, page, planner):
+        monkeypatch.setattr(module, "RESULTS", kept)
     return tmp_path
 
 
 def write(place: Path, name: str, content: dict[str, object]) -> None:
-    path = place / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"made": MADE, **content}))
+    Records(place).put(name, {"made": MADE, **content}, file="text")
 
 
 def write_curve(place: Path, name: str, *, falls: float, payload: float, steps: int = 240) -> None:
@@ -113,7 +114,10 @@ def test_first_steps_that_send_everything_are_in_the_product(raced: Path) -> Non
     # Ten steps as long as DDP's, and 230 of its own.
     assert row.start == pytest.approx(10 * (4.0 - 0.7))
     assert row.to_target == pytest.approx(10 * 4.0 + 230 * 0.7)
-    (raced / "times" / "100mbit-4-ddp.json").unlink()
+    kept = raced / "text.jsonl"
+    kept.write_text(
+        "".join(line for line in kept.read_text().splitlines(keepends=True) if '"times/100mbit-4-ddp"' not in line)
+    )
     row = next(row for row in rows("100mbit", 4) if row.racer.name == "powersgd-4")
     assert row.seconds == 0.7 and row.to_target == float("inf")
 
@@ -190,7 +194,6 @@ def test_what_is_asked_of_the_planner_is_the_race_s_work(raced: Path, monkeypatc
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(said).encode())
 
     monkeypatch.setattr(planner.subprocess, "run", run)
-    monkeypatch.setattr(planner, "RESULTS", raced)
     planner.ask(["100mbit"])
     doctor, plan = ([word for word in command if not word.startswith("-")] for command in asked)
     assert doctor[:-1] == ["doctor", "text", "6m", "2", "4", "100mbit"] and plan == ["plan", doctor[-1], "adamw"]
@@ -265,6 +268,20 @@ def test_the_readme_has_the_fastest_on_each_link_that_was_raced(raced: Path) -> 
     assert "| 20 Mbit |" not in text and "Times are one seed:" in text
     before, _, rest = page.README.read_text(encoding="utf-8").partition("<!-- race -->")
     assert text.startswith(before) and text.endswith(rest.partition("<!-- /race -->")[2])
+
+
+def test_results_are_lines_of_one_file_for_each_work(place: Path) -> None:
+    for racer, task in (("Local", "text"), ("resnet-Local", "cifar10")):
+        (job,) = (job for job in jobs.jobs() if job.name == f"times/100mbit-4-{racer}")
+        replace(job, make=lambda racer=racer: {"block_seconds": [1.0], "racer": racer}).run()
+        assert json.loads((place / f"{task}.jsonl").read_text()) == {
+            "name": job.name,
+            "block_seconds": [1.0],
+            "racer": racer,
+        }
+        assert job.done
+    committed = Path(results.__file__).parents[1] / "results"
+    assert not list(committed.rglob("*.json"))
 
 
 def test_equal_curves_are_run_once(raced: Path) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The race: recipes, PyTorch's own methods and other libraries on the same work over the same thin links.
 
-    python -m benchmarks.race next              the next run that is missing, one file; --part, --only
+    python -m benchmarks.race next              the next run that is missing; --part, --only
     python -m benchmarks.race all               everything that is missing, in this order; hours
     python -m benchmarks.race left              what is missing, and how long it takes
     python -m benchmarks.race peers             make the environments of the other libraries, in the cache folder
@@ -25,7 +25,7 @@ The rule, which was written before any run, and is not changed:
   these products are checked by whole runs, which are told beside them.
 - The wall is the step of `Local()` on the same link, in the same hour.
 
-Each result is a file of benchmarks/results/race, written as soon as it is there, and is not repeated.
+Each result is a line of benchmarks/results/race, written as soon as it is there, and is not repeated.
 
 Added before any run, where the rule was silent:
 

@@ -14,7 +14,7 @@ from benchmarks.race.jobs import PARTS, jobs, missing, run_next
 from benchmarks.race.page import PAGE, README, TABLES, page, readme, tables
 from benchmarks.race.racers import LINKS, PLACES
 from benchmarks.race.table import table
-from thinwire.core.storage.files import write_atomically
+from reproductions.shared.committed import write_pages
 
 
 def main() -> int:
@@ -74,7 +74,6 @@ def run_all(parts: Sequence[str], only: Sequence[str]) -> int:
 
 def show(what: str, *, check: bool = False) -> int:
     """Print the tables, draw the pictures, or write the pages."""
-    written = {PAGE: page, TABLES: tables, README: readme}
     if what == "table":
         for task, link, workers in PLACES:
             sys.stdout.write(f"### {task}, {link}, {workers} workers\n\n{table(link, workers, task=task)}\n")
@@ -84,11 +83,8 @@ def show(what: str, *, check: bool = False) -> int:
 
         for path in draw_all():
             sys.stdout.write(f"{path}\n")
-    elif check:
-        return int(any(path.read_text(encoding="utf-8") != made() for path, made in written.items()))
     else:
-        for path, made in written.items():
-            write_atomically(path, made().encode())
+        return write_pages({PAGE: page, TABLES: tables, README: readme}, check=check)
     return 0
 
 

@@ -24,7 +24,7 @@ def first_of(link: str, own: bool) -> Racer | None:
 
 
 def check_name(link: str, own: bool) -> str:
-    """The file of a check."""
+    """The name of a check."""
     return f"checks/{link}-{'own' if own else 'peer'}"
 
 

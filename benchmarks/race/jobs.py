@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runs of the race: one job makes one result file; what is missing, in which order, and how long it takes."""
+"""The runs of the race: one job makes one result; what is missing, in which order, and how long it takes."""
 
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import subprocess
 import sys
@@ -39,7 +38,6 @@ from benchmarks.race.racers import (
 )
 from benchmarks.race.results import PAIRED, RESULTS, Fields, best_try, is_enough, result, tune_names
 from benchmarks.race.runs import curve, made, settings_of, step_times, steps_timed
-from thinwire.core.storage.files import write_atomically
 
 PARTS = ("tune", "losses", "times", "checks")
 # Of a machine with two cores, to tell how long is left.
@@ -57,6 +55,7 @@ class Job:
         make: runs it.
         needs: what must be there first.
         library: in whose environment it runs.
+        task: that it trains on.
     """
 
     name: str
@@ -65,6 +64,7 @@ class Job:
     make: Callable[[], Fields]
     needs: tuple[Job, ...] = ()
     library: str | None = None
+    task: str = "text"
 
     @property
     def part(self) -> str:
@@ -78,7 +78,7 @@ class Job:
 
     @property
     def _failure(self) -> Path:
-        return RESULTS / "failed" / f"{self.name.replace('/', '-')}.txt"
+        return RESULTS.folder / "failed" / f"{self.name.replace('/', '-')}.txt"
 
     @property
     def failed(self) -> bool:
@@ -86,7 +86,7 @@ class Job:
         return self._failure.exists()
 
     def run(self) -> None:
-        """Make the result file, in the library's environment."""
+        """Make the result, in the library's environment."""
         try:
             if self.library is None or sys.prefix == str(python_of(self.library).parents[1]):
                 self._run_here()
@@ -111,9 +111,7 @@ class Job:
         if self.library is not None:
             importlib.import_module(f"benchmarks.peers.{self.library}")
         found = self.make()
-        path = RESULTS / f"{self.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, (json.dumps(found) + "\n").encode())
+        RESULTS.put(self.name, found, file=self.task)
 
 
 # -- the jobs ----------------------------------------------------------------------------------------------------------
@@ -141,7 +139,7 @@ def tune_jobs(racer: Racer) -> tuple[Job, ...]:
     seconds = training_seconds(TUNING_STEPS, TUNING_STEPS // TUNING_EVALUATED_EVERY + 1)
     needs = () if inner is None else tune_jobs(inner)
     return tuple(
-        Job(name, f"-/4/{own.name}", seconds, lambda place=place: attempt(place), needs, own.library)
+        Job(name, f"-/4/{own.name}", seconds, lambda place=place: attempt(place), needs, own.library, own.task)
         for place, name in enumerate(tune_names(own))
     )
 
@@ -161,7 +159,7 @@ def curve_job(racer: Racer, seed: int) -> Job:
     needs = tune_jobs(own) + (() if own is first else (curve_job(first, seed),))
     steps = BUDGET if own is first else 1.3 * BUDGET
     seconds = training_seconds(round(steps), round(steps / EVALUATED_EVERY) + 1)
-    return Job(f"losses/{own.name}-{seed}", f"-/4/{own.name}", seconds, make, needs, own.library)
+    return Job(f"losses/{own.name}-{seed}", f"-/4/{own.name}", seconds, make, needs, own.library, own.task)
 
 
 def time_job(racer: Racer, link: str, workers: int) -> Job:
@@ -178,6 +176,7 @@ def time_job(racer: Racer, link: str, workers: int) -> Job:
         seconds,
         lambda: step_times(racer, link, workers),
         library=racer.library,
+        task=racer.task,
     )
 
 

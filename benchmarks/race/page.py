@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/race.md` and `benchmarks/race/results.md`, from the rule and the result files."""
+"""`docs/race.md` and `benchmarks/race/results.md`, from the rule and the results."""
 
 from __future__ import annotations
 
@@ -318,8 +318,7 @@ def _rule() -> str:
 
 
 def _commands() -> str:
-    found = [result(_name(path)) for path in sorted(RESULTS.rglob("*.json"))]
-    made = [each["made"] for each in found if each and "made" in each]  # the planner's answers are no runs
+    made = [each["made"] for each in RESULTS.all().values() if "made" in each]  # the planner's answers are no runs
     machines = sorted({f"{each['cores']} cores, torch {each['torch']}, Python {each['python']}" for each in made})
     days = sorted(each["when"] for each in made)
     when = f"Results of {days[0][:10]} to {days[-1][:10]}: {'; '.join(machines)}." if made else "No results yet."
@@ -333,7 +332,3 @@ one result, `python -m benchmarks.race left` says how long is left, `python -m b
 columns, `python -m benchmarks.race planner` asks `thinwire plan`, and `python -m benchmarks.race page` writes this
 page. `--only '100mbit/4/ddp*'` keeps to some links, numbers of workers and methods.
 """
-
-
-def _name(path: Path) -> str:
-    return str(path.relative_to(RESULTS).with_suffix(""))

@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.race.racers import LINKS, SIZES, WORKS
 from benchmarks.race.results import RESULTS, Fields, best_try, result
 from benchmarks.race.table import NOT_RUN, Row, rows
-from thinwire.core.storage.files import write_atomically
 from thinwire.methods.strategies.recipe import parse
 
 NAME = "planner"
@@ -35,8 +34,7 @@ def ask(links: Sequence[str] = tuple(LINKS)) -> None:
                 "when": time.strftime("%Y-%m-%d", time.gmtime()),
                 **_answer(link, Path(folder, "doctor.json")),
             }
-        content = {"links": {each: found[each] for each in LINKS if each in found}}
-        write_atomically(RESULTS / f"{NAME}.json", (json.dumps(content, indent=1) + "\n").encode())
+        RESULTS.put(NAME, {"links": {each: found[each] for each in LINKS if each in found}}, file=_TASK)
 
 
 def _answer(link: str, file: Path) -> Fields:

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The result files, and what follows from them by the rule."""
+"""The results, and what follows from them by the rule."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from benchmarks.race.racers import AVERAGED, BUDGET, OUTER_RATES, Racer, ddp_of
+from reproductions.shared.committed import Fields, Records
 
-RESULTS = Path(__file__).parents[1] / "results" / "race"
-Fields = dict[str, Any]
+RESULTS = Records(Path(__file__).parents[1] / "results" / "race")
+"""A file for each work."""
 
 
 PAIRED = "times/none-4-paired"
@@ -21,21 +19,15 @@ PAIRED = "times/none-4-paired"
 
 
 def result(name: str) -> Fields | None:
-    """What a file holds, such as "losses/ddp-0"; None where it has not been run."""
-    path = RESULTS / f"{name}.json"
-    return _read(path, path.stat().st_mtime_ns) if path.exists() else None
-
-
-@cache
-def _read(path: Path, _: int) -> Fields:
-    return json.loads(path.read_bytes())
+    """A result, such as that of "losses/ddp-0"; None where it has not been run."""
+    return RESULTS.get(name)
 
 
 # -- rates -------------------------------------------------------------------------------------------------------------
 
 
 def tune_names(racer: Racer) -> list[str]:
-    """The files of a racer's tries."""
+    """The names of a racer's tries."""
     own = racer.tuned_as
     if own.inner is None:
         return [f"tune/{own.name}-{rate:g}" for rate in own.work.rates]

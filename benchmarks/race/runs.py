@@ -25,13 +25,13 @@ from benchmarks.race.racers import (
     WARM_STEPS,
     Racer,
 )
+from reproductions.shared.committed import Fields
 from thinwire.errors import ThinwireError
 from thinwire.lab.runs import Settings, launch
 from thinwire.lab.runs import load as load_rows
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.tasks import load
 
-Fields = dict[str, Any]
 Enough = Callable[[Fields], bool]
 
 

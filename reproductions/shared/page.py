@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from reproductions.shared.claims import MODULES, Claim, claim, is_present, last_result, last_verdict
+from reproductions.shared.committed import write_pages
 from reproductions.shared.quick import told
-from thinwire.core.storage.files import write_atomically
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 RULES = Path(__file__).parents[1] / "claims.md"
@@ -83,8 +83,4 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
 
 
 if __name__ == "__main__":
-    written = {PAGE: page(), RULES: rules()}
-    if "--check" in sys.argv[1:]:
-        sys.exit(any(path.read_text(encoding="utf-8") != text for path, text in written.items()))
-    for path, text in written.items():
-        write_atomically(path, text.encode())
+    sys.exit(write_pages({PAGE: page, RULES: rules}, check="--check" in sys.argv[1:]))
