@@ -11,7 +11,7 @@ CODE := src tests benchmarks examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
-.PHONY: demo test core test-all gpu coverage check lint types layout format bench race reproduce docs dist clean help
+.PHONY: demo test core test-all matrix gpu coverage check lint types layout format bench race reproduce docs dist clean help
 help:            ## list the commands
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*##/\t/'
 
@@ -37,6 +37,9 @@ core: $(VENV)/ok
 test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too
 	$(BIN)/python -m pip install --quiet --group docs
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal tests reproductions
+
+matrix: $(VENV)/ok  ## the core tests on each Python that is installed, with the oldest, pinned and newest torch. ONLY='3.13'
+	$(BIN)/python tools/matrix.py $(if $(ONLY),--only '$(ONLY)')
 
 gpu: $(VENV)/ok  ## all that needs a GPU, in eight minutes: tests, then figures in gpu-results
 	$(BIN)/python -m benchmarks.gpu
@@ -84,4 +87,4 @@ dist: $(VENV)/ok  ## wheel and source distribution, in dist; each is installed i
 	$(BIN)/python tools/smoke.py dist
 
 clean:           ## remove what the commands made
-	rm -rf $(VENV) docs/_build dist .pytest_cache .ruff_cache .coverage runs
+	rm -rf $(VENV) .matrix docs/_build dist .pytest_cache .ruff_cache .coverage runs
