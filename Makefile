@@ -25,13 +25,14 @@ $(VENV)/ok: pyproject.toml constraints.txt
 demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several strategies side by side
 	$(BIN)/thinwire demo
 
-# Types are checked on the core that the tests leave idle.
-test: $(VENV)/ok lint  ## set-up, checks and the core tests; about ten minutes on two cores
-	@$(MAKE) --no-print-directory -j 2 types core
+# A sample of the tests: none that is slow, and CASES cases of each grid. `make test-all` runs all of them.
+CASES  ?= 3
+
+test: $(VENV)/ok lint core  ## set-up, format, lint and a sample of the tests
 
 # Many tests start processes that share two cores. What has failed is run once more, alone, and must pass then.
 core: $(VENV)/ok
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --durations=10 || \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow" --cases $(CASES) --durations=10 || \
 	$(BIN)/python -m pytest --last-failed --last-failed-no-failures none -m "not slow" -v
 
 test-all: $(VENV)/ok check  ## set-up, checks and all tests, those of reproductions and of the site too

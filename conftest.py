@@ -8,6 +8,7 @@ import logging
 import os
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,29 @@ hypothesis.settings.load_profile("thinwire")
 for name in list(logging.root.manager.loggerDict):
     if name.partition(".")[0] == "torch":
         logging.getLogger(name).propagate = True
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--cases N` runs N cases of each grid."""
+    parser.addoption("--cases", type=int, metavar="N", help="run N cases of each parametrized test, spread over all")
+
+
+@pytest.hookimpl(trylast=True)  # what other options leave out is no case
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Choose the cases of `--cases`: the same in each run, and at other places of the grid in each test."""
+    most = config.getoption("cases")
+    if most is None:
+        return
+    grids: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set[pytest.Item]()
+    for name, cases in grids.items():
+        cases.sort(key=lambda item: item.nodeid)
+        first, count = zlib.crc32(name.encode()) % len(cases), min(most, len(cases))
+        chosen.update(cases[(first + k * len(cases) // count) % len(cases)] for k in range(count))
+    config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
+    items[:] = [item for item in items if item in chosen]
 
 
 @pytest.hookimpl(wrapper=True)

@@ -333,6 +333,7 @@ def lived(name: str, rows: bool, folder: Path, inside: Inside) -> tuple[list[Any
     # Each optimizer in one of the two ways, in turn.
     fast_where(lambda each: list(OPTIMIZERS).index(each[0]) % 2 == each[1], product(OPTIMIZERS, (True, False))),
 )
+@pytest.mark.slow
 def test_an_array_lives_alike_with_every_optimizer(name: str, rows: bool, tmp_path: Path) -> None:
     (expected, rest), (found, other) = both(
         lambda inside: lived(name, rows, tmp_path / str(inside is elsewhere), inside)
@@ -367,6 +368,7 @@ def chosen(method: Any, folder: Path, inside: Inside) -> list[Any]:
 
 
 @pytest.mark.parametrize("method", ["lazy", "stochastic", "sparse", "streaming", "greedi"])
+@pytest.mark.slow
 def test_points_are_chosen_alike(method: str, tmp_path: Path) -> None:
     (expected, *rest), (found, *other) = both(partial(chosen, method, tmp_path))
     assert leaves_alike(expected, found) and leaves_alike(rest, other)
@@ -444,6 +446,7 @@ def test_a_sweep_goes_on_alike(tmp_path: Path) -> None:
     assert leaves_alike(*both(work))
 
 
+@pytest.mark.slow
 def test_a_model_on_a_mesh_trains_alike(tmp_path: Path) -> None:
     made = [[Encoder(dropout=0.2).double() for _ in range(3)] for _ in range(8)]
     for models in made:

@@ -256,6 +256,7 @@ def test_every_class_that_recipes_name_is_in_the_reference(name: str) -> None:
     assert listed.count(name) == 1, f"docs/reference: give {name} one autoclass"
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_without_jupyter(monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("agg")

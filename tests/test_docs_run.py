@@ -191,6 +191,7 @@ def single() -> Iterator[object]:
 
 
 @pytest.mark.parametrize(("page", "lines"), list(single()))
+@pytest.mark.slow
 def test_the_commands_of_a_page_run_one_after_another(page: str, lines: list[str], shell: Shell) -> None:
     for line in [*BEFORE.get(page, ()), *lines]:
         shell(line)

@@ -56,7 +56,17 @@ def installed(folder: Path) -> str:
 
 def test(folder: Path, more: list[str]) -> tuple[bool, str]:
     """Run the core tests, those that failed once more and alone; returns whether all passed, and pytest's last line."""
-    pytest = [folder / "bin" / "python", "-m", "pytest", "-m", "not slow", "-o", f"cache_dir={folder / 'cache'}"]
+    pytest = [
+        folder / "bin" / "python",
+        "-m",
+        "pytest",
+        "-m",
+        "not slow",
+        "--cases",
+        "3",
+        "-o",
+        f"cache_dir={folder / 'cache'}",
+    ]
     with (folder / "tests.log").open("w") as log:
         done = subprocess.run([*pytest, "-n", "2", "--dist", "worksteal", *more], cwd=ROOT, stdout=log, check=False)
         if done.returncode == 1:

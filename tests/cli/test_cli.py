@@ -58,6 +58,7 @@ def test_a_store_s_port_is_one(capsys):
     assert "--port 70000: must be 0 to 65535" in refused(capsys, "store", "--port", "70000")
 
 
+@pytest.mark.slow
 def test_a_run_without_a_timeline_has_ended_well(capsys, tmp_path):
     pytest.importorskip("sklearn")
     short = ["--task", "digits", "--workers", "1", "--steps", "3", "--eval-limit", "64"]

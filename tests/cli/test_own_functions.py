@@ -73,6 +73,7 @@ def test_own_functions_are_compared() -> None:
     assert saved["strategies"] == "ddp; LocalSGD(period=4)" and saved["model"] == "examples.own_task:model"
 
 
+@pytest.mark.slow
 def test_own_functions_are_swept_with_every_optimizer() -> None:
     names = "sgd,adam,adamw,lamb,adagrad,rmsprop,adadelta"
     arguments = ["--optimizer", names, "--lr", "0.01", "--trials", "7", "--steps", "5", "--check", "--out", "sweep"]
@@ -97,6 +98,7 @@ def test_a_sweep_of_own_functions_is_resumed_only_where_they_are_named_again(cap
     assert main(["sweep", "--resume", "sweep", *OWN, *LOSS]) == 0
 
 
+@pytest.mark.slow
 def test_a_sweep_whose_journal_does_not_say_which_data_it_had_is_resumed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,6 +51,7 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, obje
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.slow
 def test_workers_of_unequal_speeds_get_a_quorum_and_a_grace_window(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--task", "digits", "--strategies", "AllReduce()", "--workers", "4", "--link", "100mbit"]
     assert main(["plan", *options, "--step-seconds", "0.005", "--slow", "3:5x"]) == 0
@@ -66,6 +67,7 @@ def test_late_work_is_recommended_for_unequal_speeds_only() -> None:
 
 
 @pytest.mark.parametrize(("load", "told"), [pytest.param(1.9, False, marks=pytest.mark.slow), (2.1, True)])
+@pytest.mark.slow
 def test_a_fast_link_gets_all_reduce_and_a_busy_machine_is_told(
     load: float, told: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +82,7 @@ def test_a_fast_link_gets_all_reduce_and_a_busy_machine_is_told(
     assert ("a load of 2.1 on 4 cores" in " ".join(printed.err.split())) is told
 
 
+@pytest.mark.slow
 def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason_and_one_line_says_that_it_is_planning(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -93,6 +96,7 @@ def test_a_slow_link_gets_a_recipe_that_sends_less_with_its_reason_and_one_line_
 ONE_SLOW = [*QUICK, "--link", "100mbit,3:30kbit", "--step-seconds", "0.5"]
 
 
+@pytest.mark.slow
 def test_a_link_that_differs_is_printed_and_what_would_change_the_choice_is_told_of_all_links(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -126,6 +130,7 @@ def test_many_links_that_differ_are_counted() -> None:
     assert differences(network).endswith("rank 7: 8 Mbit/s; and 4 more")
 
 
+@pytest.mark.slow
 def test_the_links_and_the_step_that_the_doctor_measured_are_taken(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -145,6 +150,7 @@ def test_the_links_and_the_step_that_the_doctor_measured_are_taken(
     assert "--workers 4: the doctor examined 3, of which rank 2: 1" in words and "are taken to be alike" in words
 
 
+@pytest.mark.slow
 def test_the_same_plan_gives_the_same_answer_and_says_where_its_timings_come_from(
     capsys: pytest.CaptureFixture[str], own_timings: Path
 ) -> None:
@@ -245,6 +251,7 @@ def with_another():
 """
 
 
+@pytest.mark.slow
 def test_the_step_is_timed_with_the_optimizer_of_the_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_greedy_keeps_its_guarantee_against_all_subsets(seed: int) -> None:
     assert top - found.cost >= (1 - 1 / np.e) * (top - best_cost(distances, 3))
 
 
+@pytest.mark.slow
 def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit(backend: str) -> None:
     x = points(240, d=7)
     baseline = select(x, budget=48, method="naive")

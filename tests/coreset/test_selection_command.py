@@ -422,6 +422,7 @@ def test_results_of_something_else_are_not_replaced(
     assert "--out x.npy: is a file" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_of_a_coreset_is_not_replaced_by_that_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -465,6 +466,7 @@ def test_a_coreset_is_frozen() -> None:
         found.cost = 0.0  # type: ignore[misc]
 
 
+@pytest.mark.slow
 def test_the_summary_says_where_training_on_the_coreset_ends_and_whether_random_points_are_as_good(tmp_path, capsys):
     draw = torch.Generator().manual_seed(0)
     centres = 6 * torch.randn(12, 4, generator=draw)

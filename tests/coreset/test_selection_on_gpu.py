@@ -19,6 +19,7 @@ LABELS = [torch.arange(24) % 2, torch.arange(24) % 3 % 2]
 
 @pytest.mark.parametrize("method", ["lazy", "greedi"])
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+@pytest.mark.slow
 def test_points_of_several_ranks_are_selected_as_over_gloo(method: Any, device: str) -> None:
     def work(comm: Comm) -> list[int]:
         x, labels = POINTS[comm.rank].to(device), LABELS[comm.rank]
@@ -33,6 +34,7 @@ def test_points_of_several_ranks_are_selected_as_over_gloo(method: Any, device: 
     assert found == run_threads(2, over_gloo, timeout=20)
 
 
+@pytest.mark.slow
 def test_a_selection_on_a_gpu_is_judged_as_on_the_cpu() -> None:
     def judged(device: str) -> list[Any]:
         x, labels = POINTS[0].to(device), LABELS[0].to(device)

@@ -255,6 +255,7 @@ def blobs() -> tuple[Tensor, Tensor]:
     return 20 * torch.eye(3)[members] + spread[:, None] * torch.randn(N, 3, generator=draw), members
 
 
+@pytest.mark.slow
 def test_draws_from_strata_are_right_on_average() -> None:
     points, members = blobs()
     strata = Strata(members, torch.tensor([1, 4, 3]))

@@ -87,6 +87,7 @@ def train(
 
 
 @pytest.mark.parametrize("proxy", ["features", "logits", "last_layer"])
+@pytest.mark.slow
 def test_training_on_all_points_as_a_coreset_is_training_on_all_points(proxy: Any) -> None:
     whole = train(Subset.whole(N))
     assert torch.equal(train(Craig(fraction=1.0, proxy=proxy, every=2)), whole)
@@ -436,6 +437,7 @@ def kept(state: dict[str, Any]) -> dict[str, Any]:
     return unpack(tree, {name: x.clone() for name, x in tensors.items()})
 
 
+@pytest.mark.slow
 def test_weights_that_nobody_reads_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.tensor([3.0, 1.0], dtype=torch.float64)
     sampler = CraigSampler(Subset(torch.tensor([1, 2]), weights, 4))

@@ -27,6 +27,7 @@ STORE = Store(0.04, 20e6, 50e6, put_price=5.0, get_price=0.4, out_price=0.1)
     ],
 )
 @pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.slow
 def test_predicted_objects_are_those_of_a_run(recipe, parameters, workers):
     pytest.importorskip("obstore")
     url = f"memory://{recipe}-{parameters}-{workers}".replace("(", "-").replace(")", "").replace(" ", "")
@@ -106,6 +107,7 @@ def test_options_without_a_bucket_are_refused(capsys):
     assert "are for --bucket" in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.slow
 def test_a_plan_gives_each_recipe_the_shortest_period_that_keeps_to_the_limit():
     given = {"parameters": 400_000, "workers": 3}
     recipes = [

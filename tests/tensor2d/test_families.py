@@ -73,6 +73,7 @@ def batch() -> tuple[Tensor, Tensor, Tensor]:
     ],
     ids=["gpt2", "llama", "llama with shared heads and a tied head", "llama with one key head", "mistral", "qwen2"],
 )
+@pytest.mark.slow
 def test_a_model_of_transformers_is_laid_out(
     make: Callable[[], Any], meshes: list[tuple[int, int]], tolerance: float
 ) -> None:
@@ -214,6 +215,7 @@ LOSSES: dict[str, tuple[Callable[[], Any], Callable[[], Tensor]]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.slow
 def test_heads_of_other_tasks_have_the_serial_loss_and_gradients(name: str) -> None:
     make, labels = LOSSES[name]
     ids, serial = batch()[0].clamp(4), make()

@@ -67,6 +67,7 @@ def train(model: nn.Module, loss: Any, clip: Any) -> list[Tensor]:
     ),
     ids=repr,
 )
+@pytest.mark.slow
 def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, columns: int, panels: Panels) -> None:
     serial = gpt()
     loss = serial_loss(serial)
@@ -93,6 +94,7 @@ def test_the_loss_and_every_gradient_are_those_of_the_serial_model(rows: int, co
         [(*mesh, clip) for mesh, clip in product(MESHES, ("thinwire's", "torch's"))],
     ),
 )
+@pytest.mark.slow
 def test_training_with_clipping_ends_at_the_serial_parameters(rows: int, columns: int, clip: str) -> None:
     serial = gpt()
     expected = train(serial, serial_loss, lambda model: clip_grad_norm_(model.parameters(), 0.5))
@@ -256,6 +258,7 @@ def test_training_with_dropout_is_the_same_on_every_mesh(rows: int, columns: int
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), *fast_where(lambda _: False, [(1, 1), (2, 3)])])
+@pytest.mark.slow
 def test_checkpointed_blocks_give_the_same_bits_and_send_nothing_twice(rows: int, columns: int) -> None:
     def work(mesh: Mesh2D, checkpointed: bool) -> tuple[list[Tensor], dict[str, Tensor], float, int]:
         model = parallelized(mesh, Encoder(dropout=0.2).double())

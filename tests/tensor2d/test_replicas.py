@@ -172,6 +172,7 @@ def test_copies_on_meshes_of_processes_train_like_whole_ones(rows: int, columns:
         assert_equal([_as_tensors(each[k]) for each in found], expected, 2)
 
 
+@pytest.mark.slow
 def test_replicated_parameters_keep_the_same_bits_under_a_codec_with_scales() -> None:
     def work(mesh: Mesh3D) -> tuple[dict[str, Tensor], Tensor]:
         model = parallelized(mesh.block)
@@ -208,6 +209,7 @@ def test_a_block_sends_other_copies_its_share_of_the_model() -> None:
     assert (BATCH, VOCABULARY) == (12, 36)
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_each_block_s_own_checkpoint_bit_for_bit(tmp_path: Path) -> None:
     def work(mesh: Mesh3D) -> tuple[dict[str, Tensor], dict[str, Tensor], list[str]]:
         def fresh() -> tuple[nn.Module, Optimizer, Any]:

@@ -63,6 +63,7 @@ def trained(mesh: Mesh2D, model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [gpt, lambda: Encoder(vocabulary=37).double()], ids=["gpt", "padded and tied"])
+@pytest.mark.slow
 def test_a_model_trained_on_one_mesh_continues_on_any_other(make: type[nn.Module], tmp_path: Path) -> None:
     ids, _ = tokens()
     path = tmp_path / "whole.safetensors"

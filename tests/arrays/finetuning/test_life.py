@@ -64,6 +64,7 @@ def advance(array: Any, optimizer: Any, ids: Tensor) -> Tensor:
         for fast in (kind == quick,)
     ],
 )
+@pytest.mark.slow
 def test_a_saved_member_is_loaded_by_peft(tmp_path: Path, family: str, kind: str) -> None:
     base, targets = model_of(family, torch.float32), targets_of(family)
     if kind == "ia3":
@@ -274,6 +275,7 @@ def test_held_out_losses_and_generated_tokens_are_the_member_s() -> None:
         array.evaluate(lambda batch: array(**batch).loss, [])
 
 
+@pytest.mark.slow
 def test_the_measured_capacity_is_the_largest_that_fits() -> None:
     base, ids = model_of("llama", torch.float32), tokens(0, 1, 16)
 

@@ -147,6 +147,7 @@ def quantized(base: nn.Module, bits: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.slow
 def test_a_base_in_four_bits_equals_separate_runs(dora: bool, tmp_path: Path) -> None:
     base = quantized(model_of("llama", torch.float32, hidden_size=64, intermediate_size=128), 4)
     array, losses, tensors = compare(base, ranks("llama", 3, use_dora=dora), steps=3)
@@ -175,6 +176,7 @@ def test_dropout_of_the_base_is_each_member_s_own(attention: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.slow
 def test_dora_equals_separate_runs(family: str) -> None:
     configs = ranks(family, 3, use_dora=True)
     _, losses, tensors = compare(model_of(family), [*configs, ranks(family)[3]], steps=3)
@@ -204,6 +206,7 @@ def test_embeddings_and_biases_of_adapters_equal_separate_runs() -> None:
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "bert"])
+@pytest.mark.slow
 def test_the_model_s_own_loss_is_one_per_member(family: str) -> None:
     _, losses, tensors = compare(model_of(family, torch.float32), ranks(family), labels=True)
     assert losses < 2e-5 and tensors < 2e-4

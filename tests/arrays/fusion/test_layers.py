@@ -308,6 +308,7 @@ CANDIDATES = [
 
 @pytest.mark.parametrize("candidate", CANDIDATES)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "each"])
+@pytest.mark.slow
 def test_every_implementation_computes_the_same(candidate: str, shared: bool, forced: Any) -> None:
     forced(candidate)
     # Kernels are of single precision.

@@ -75,6 +75,7 @@ def as_rows(mixing: Mixing, order: Order) -> tuple[MixingSimulation, Tensor]:
     ],
     ids=["while", "after", "directed", "local", "inside"],
 )
+@pytest.mark.slow
 def test_rows_of_an_array_end_where_threads_do(strategy: Strategy, mixing: Mixing, order: Order) -> None:
     _, rows = as_rows(mixing, order)
     torch.testing.assert_close(rows, as_threads(strategy), rtol=1e-6, atol=1e-6)

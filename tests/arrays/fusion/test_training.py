@@ -116,6 +116,7 @@ def close(ours: Any, theirs: Any, tolerance: float = 1e-10) -> bool:
     ("name", "rows"),
     fast_where(lambda each: each in (("SGD", True), ("AdamW", False)), product(CASES, (True, False))),
 )
+@pytest.mark.slow
 def test_fifty_steps_equal_separate_training_with_mixed_hyperparameters_and_schedules(name: str, rows: bool) -> None:
     models, most = make(Net), [0.5, 1.0, 2.0]
     array = fuse(models, seeds=range(3))

@@ -60,6 +60,7 @@ def sampler(**domains: str) -> RandomSampler:
     return RandomSampler(Space({name: parse_domain(text) for name, text in given.items()}), seed=0)
 
 
+@pytest.mark.slow
 def test_trials_of_an_array_equal_trials_alone_and_are_saved(tmp_path: Path) -> None:
     plan = plan_of(tmp_path)
     found = sweep(plan, sampler(rank="2,4,8", lora_alpha="4:16", adapter_seed="whole:0:5"), 5, together=3)

@@ -106,6 +106,7 @@ def clean(found: dict[str, Any]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("strategy", one_of_each(STRATEGIES), ids=repr)
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.slow
 def test_training_resumes_bit_for_bit_from_the_middle_of_a_period(
     strategy: Strategy, size: int, tmp_path: Path
 ) -> None:
@@ -126,6 +127,7 @@ def test_training_resumes_bit_for_bit_from_the_middle_of_a_period(
 
 
 @pytest.mark.parametrize("strategy", [AllReduce(), SlowMo(period=3, momentum=0.6), PushSum()], ids=repr)
+@pytest.mark.slow
 def test_an_array_of_another_size_is_resized_to_the_saved_one(strategy: Strategy, tmp_path: Path) -> None:
     now = [FACTORIES[2], FACTORIES[0]]
 

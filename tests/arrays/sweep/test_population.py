@@ -212,6 +212,7 @@ def run_sweep(
 
 
 @pytest.mark.parametrize("steps", fast_where(lambda steps: steps in (4, 13), [1, 3, 4, 10, 13, 18]))
+@pytest.mark.slow
 def test_a_population_that_was_interrupted_has_the_same_trials_losses_and_lineage(
     steps: int, plan: Plan, tmp_path: Path
 ) -> None:
@@ -286,6 +287,7 @@ def test_a_population_that_is_killed_again_and_again_ends_as_one_that_ran_throug
 COMMAND = "sweep --task digits --trials 5 --steps 8 --momentum 0:0.9 --eval-limit 64 --together 5 --population 3 --json"
 
 
+@pytest.mark.slow
 def test_the_command_resumes_a_population(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -69,6 +69,7 @@ def made(name: str) -> Sampler:
 
 @pytest.mark.parametrize("sampler", ["random", "optuna"])
 @pytest.mark.parametrize("steps", fast_where(lambda steps: steps in (4, 13), [1, 4, 9, 13, 20]))
+@pytest.mark.slow
 def test_a_sweep_that_was_interrupted_ends_as_one_that_was_not(
     sampler: str, steps: int, plan: Plan, tmp_path: Path
 ) -> None:

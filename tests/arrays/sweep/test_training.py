@@ -132,6 +132,7 @@ def test_trials_that_cannot_be_fused_are_refused_as_one_array(plan: Plan) -> Non
         TrialArray(plan, [Trial(0, {"batch_size": 8}), Trial(1, {"batch_size": 16})])
 
 
+@pytest.mark.slow
 def test_the_command_sweeps_and_writes_its_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "sweep"
     command = "sweep --task digits --trials 4 --steps 8 --lr log:1e-3:1e-1 --momentum 0:0.9 --eval-limit 64 --threads 1"

@@ -165,6 +165,7 @@ def test_a_table_as_long_as_the_vector_loses_nothing() -> None:
         assert heavy(table_of(x, 3, columns), 1000, 20, key=0).tolist() == by_sorting(x, 20)
 
 
+@pytest.mark.slow
 def test_elements_collide_as_rarely_as_random_ones() -> None:
     columns, keys = 50, 4000
     for i, j in ((0, 1), (0, 50), (3, 77), (10, 1234)):

@@ -84,6 +84,7 @@ class Workers:
 
 @settings(max_examples=150, deadline=None)
 @given(size=some.integers(2, 5), budget=some.integers(1, 9), choices=some.lists(some.integers(0, 10**6), max_size=150))
+@pytest.mark.slow
 def test_a_round_has_its_budget_and_ranks_at_the_barrier_go_on_once(size: int, budget: int, choices: list[int]) -> None:
     workers = Workers(size, budget)
     for choice in choices:

@@ -36,6 +36,7 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
                 yield f"s3://bucket/{request.param}"
 
 
+@pytest.mark.slow
 def test_objects_come_back_and_are_listed_and_deleted(url: str) -> None:
     bucket = Bucket.open(f"{url}/objects")
     content = random.Random(0).randbytes(300_000)
@@ -132,6 +133,7 @@ def _damage(folder: Path, flips: int, forgeries: int) -> None:
     assert all(bucket.wait(bucket.get(name, 200)) == content for name, content in contents.items())
 
 
+@pytest.mark.slow
 def test_damaged_moved_and_forged_objects_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KEY, new_key())
     _damage(tmp_path, 300, 100)
@@ -239,5 +241,6 @@ def test_a_write_whose_answer_was_lost_counts_as_written(monkeypatch: pytest.Mon
     assert not bucket.wait(bucket.create("a", b"mine", seconds=5))
 
 
+@pytest.mark.slow
 def test_the_loop_of_requests_is_one_thread() -> None:
     assert module.loop() is module.loop()

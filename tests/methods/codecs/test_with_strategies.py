@@ -84,6 +84,7 @@ def signs(parts: list[int]) -> oracles.TwoStages:
 
 
 @pytest.mark.parametrize("n", [2, 3, 4])
+@pytest.mark.slow
 def test_gradients_in_one_bit_equal_their_oracle_bucket_by_bucket(n: int) -> None:
     problem = Regression(n, len(RATES), torch.float32)
     found = together(n, AllReduce(SMALL), problem, RATES)
@@ -171,6 +172,7 @@ def test_choco_with_an_exact_codec_and_step_size_one_is_gossip() -> None:
     assert distance(exact, together(4, Gossip(order="after"), problem, RATES)) < 1e-5
 
 
+@pytest.mark.slow
 def test_choco_converges_to_the_mean_and_keeps_it() -> None:
     starts = torch.randn(4, 64, generator=torch.Generator().manual_seed(3))
     problem = quadratic(4, torch.float32, width=64)
@@ -308,6 +310,7 @@ def test_an_average_of_coded_cocod_lacks_what_the_residuals_hold_and_nothing_els
     assert torch.allclose(x[0] + held.mean(0), total.mean(0), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_majority_votes_and_ternary_gradients_reduce_the_loss() -> None:
     problem = quadratic(3, torch.float32, width=24)
     best = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()

@@ -229,6 +229,7 @@ def test_the_warm_up_ends_by_itself_when_the_variance_has_settled() -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
+@pytest.mark.slow
 def test_all_workers_hold_the_same_bits_after_every_step(kind: Kind, overlap: bool) -> None:
     problem = Regression(4, 25, torch.float32)
     found = path(4, CompressedMomentum(OneBit(block=8), warmup_steps=5, overlap=overlap), problem, 25, kind, lr=0.03)

@@ -133,6 +133,7 @@ def test_with_a_warm_up_and_no_local_step_it_is_one_bit_adam() -> None:
 
 
 @pytest.mark.parametrize("middle", [5, 21])
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(middle: int) -> None:
     problem = Regression(2, STEPS, torch.float32)
 

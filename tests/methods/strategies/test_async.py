@@ -83,6 +83,7 @@ def test_ad_psgd_equals_its_oracle_in_any_order_of_steps(n: int, seed: int) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
+@pytest.mark.slow
 def test_the_sum_of_parameters_is_conserved_in_any_order_of_steps(dtype: torch.dtype) -> None:
     x, strategy = scattered(6, 50, dtype), ADPSGD(CompleteBipartite())
     workers = replicas(strategy, x)
@@ -435,6 +436,7 @@ def test_a_worker_waits_if_and_only_if_a_message_is_later_than_the_staleness(sta
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(DOUBLE, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_mass_is_conserved_for_thousands_of_steps_of_random_delays(dtype: torch.dtype) -> None:
     n, count = 3, 10_000 if dtype is DOUBLE else 1_000
     strategy, x = EagerPushSum(staleness=3), scattered(n, 4, dtype)

@@ -64,6 +64,7 @@ PAUSES = [(1, stalls), (2, stalls), (3, stalls), (1, slow_last)]
         [(make, *pause) for make in (momentum, adam) for pause in PAUSES],
     ),
 )
+@pytest.mark.slow
 def test_all_ranks_hold_what_one_process_computes_from_the_log(
     make_optimizer: MakeOptimizer, backups: int, pause: Callable[[int, int], float]
 ) -> None:
@@ -90,6 +91,7 @@ def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(stra
     check_runs(run_processes(4, stalled, strategy), strategy, adam)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_always_late_takes_few_steps_and_ends_with_the_others() -> None:
     runs = run_threads(4, lambda comm: train(attach(comm, BackupWorkers()), 60, slow_last), timeout=20)
     assert len(runs[3].digests) < 60
@@ -105,6 +107,7 @@ def test_a_late_coordinator_still_coordinates() -> None:
     assert sum(3 in members for members in runs[0].log) < 30
 
 
+@pytest.mark.slow
 def test_a_number_of_members_chosen_from_times_is_the_divisor() -> None:
     strategy = BackupWorkers(2, "deadline")
 
@@ -209,6 +212,7 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reductio
 # -- saving ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: Path) -> None:
     def body(comm: Comm) -> tuple[Run, Run]:
         worker = attach(comm, BackupWorkers(), optimizer=adam)

@@ -144,6 +144,7 @@ def test_without_one_worker_no_all_reduce_is_left_and_the_others_go_on_by_messag
 
 
 @pytest.mark.parametrize(("size", "backups", "victims"), [(4, 1, {1: 5}), (5, 2, {1: 5, 2: 9}), (3, 1, {2: 4})])
+@pytest.mark.slow
 def test_threads_go_on_without_one_that_leaves(
     size: int, backups: int, victims: dict[int, int], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -171,6 +171,7 @@ def test_the_error_of_a_run_stays_within_its_bound(rates: list[float], convexity
 
 
 @pytest.mark.parametrize("convexity", [0.0, 0.05])
+@pytest.mark.slow
 def test_bits_chosen_step_by_step_are_near_the_fewest_of_hindsight(convexity: float) -> None:
     steps, rates = 400, [0.4] * 400
     squares = [10.0 * 0.995**t for t in range(steps)]

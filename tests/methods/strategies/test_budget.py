@@ -108,6 +108,7 @@ BASES_OF_BUDGETS = [
 
 
 @pytest.mark.parametrize(("base", "rate"), BASES_OF_BUDGETS, ids=str)
+@pytest.mark.slow
 def test_of_every_hundred_steps_the_budget_is_used_and_not_exceeded_while_the_link_changes(
     base: Strategy, rate: int
 ) -> None:
@@ -129,6 +130,7 @@ def test_workers_whose_clocks_differ_decide_alike() -> None:
     assert len(set(first[1:])) <= 3
 
 
+@pytest.mark.slow
 def test_a_budget_per_step_reads_no_clock_and_adds_no_message() -> None:
     def body(comm: Comm) -> tuple[list[float], float]:
         sent, _, bits = run(comm, Budget(LocalSGD(4, codec=CODEC), "1kB/step"), 400, lambda *_: 0.0)
@@ -167,6 +169,7 @@ def test_eight_bits_train_as_the_base_in_eight_bits(base: Any) -> None:
     assert torch.equal(found, together(2, wide, problem, [0.1] * 8))
 
 
+@pytest.mark.slow
 def test_rounds_that_cannot_be_paid_for_go_on_and_training_converges() -> None:
     problem = quadratic(3, torch.float32, width=2000)
     rates = [0.3 * 0.95**k for k in range(80)]

@@ -77,6 +77,7 @@ def expected(problem: Problem, oracle: Oracle, n: int, rates: list[Any], **setti
 
 
 @pytest.mark.parametrize("n", fast_where(lambda n: n == 3, [1, 2, 3, 4, 5, 8]))
+@pytest.mark.slow
 def test_every_method_equals_its_oracle_in_double_precision(n: int) -> None:
     rates = WARMING if n == 4 else WARMING[:12]
     problem = Regression(n, len(rates), DOUBLE)
@@ -231,6 +232,7 @@ def test_momentum_on_gradients_multiplies_the_bias_and_decentlam_does_not() -> N
 
 
 @pytest.mark.parametrize("graph", [Ring(), OnePeerExponential(), Breathing()])
+@pytest.mark.slow
 def test_without_momentum_they_are_gossip_bit_for_bit(graph: Any) -> None:
     problem = Regression(5, 12, torch.float32)
     gossip = together(5, Gossip(graph, "after"), problem, WARMING[:12])
@@ -240,6 +242,7 @@ def test_without_momentum_they_are_gossip_bit_for_bit(graph: Any) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0.5, 0.9])
+@pytest.mark.slow
 def test_on_the_complete_graph_they_are_all_reduce_with_momentum(momentum: float) -> None:
     problem, rates = Regression(3, 20, DOUBLE), WARMING[:20]
     parallel = watched(3, AllReduce(), problem, rates, momentum=momentum)
@@ -261,6 +264,7 @@ def test_decentlam_is_heavy_ball_on_the_displacement_of_gossip() -> None:
 
 
 @pytest.mark.parametrize("graph", [Ring(), Breathing()])
+@pytest.mark.slow
 def test_the_mean_of_all_workers_follows_heavy_ball_on_the_mean_of_their_gradients(graph: Any) -> None:
     problem, rates = quadratic(4, DOUBLE), WARMING
     methods: list[tuple[Strategy, float, float]] = [
@@ -346,6 +350,7 @@ def test_parameters_that_never_have_a_learning_rate_stay_where_they_are(strategy
     assert distance(real[:, :1], torch.ones(3, 1, dtype=DOUBLE)) > 1e-2
 
 
+@pytest.mark.slow
 def test_a_hundred_and_twenty_eight_workers_agree_with_the_oracle() -> None:
     problem = quadratic(128, DOUBLE)
     mixings: list[tuple[Strategy, Oracle, Mixing]] = [

@@ -90,6 +90,7 @@ def test_a_second_momentum_is_refused(strategy: Strategy) -> None:
         thinwire.run_threads(2, lambda c: attach(c, strategy))
 
 
+@pytest.mark.slow
 def test_an_adaptive_optimizer_without_momentum_of_its_own_trains() -> None:
     def adaptive(model: torch.nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=0.003, betas=(0.0, 0.99), weight_decay=0.1)

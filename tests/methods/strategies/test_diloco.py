@@ -161,6 +161,7 @@ def test_every_coded_combination_equals_the_oracle(n: int, strategies: list[DiLo
 
 @pytest.mark.parametrize("carry", ["full", "adaptive"])
 @pytest.mark.parametrize("codec", [None, SIGNS, LEVELS], ids=str)
+@pytest.mark.slow
 def test_carried_steps_of_the_delay_equal_the_oracle(carry: Any, codec: Codec | None) -> None:
     dtype = torch.float32 if codec else DOUBLE
     problem = Regression(3, STEPS, dtype)
@@ -226,6 +227,7 @@ def test_processes_do_bit_for_bit_what_threads_do() -> None:
     [("evenly", PowerSGD(5, min_ratio=0)), ("layers", PowerSGD(5, min_ratio=0)), ("layers", None)],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_rank_that_is_full_changes_nothing_and_layers_are_fragments_of_their_own(
     cut: Literal["evenly", "layers"], codec: Codec | None
 ) -> None:
@@ -290,6 +292,7 @@ def test_plain_outer_descent_with_weights_is_weighted_local_sgd() -> None:
 
 
 @pytest.mark.parametrize(("delay", "mixing"), [(0, 0.5), (2, 0.0), (2, 0.5)])
+@pytest.mark.slow
 def test_sharded_and_offloaded_rounds_are_the_same(delay: int, mixing: float) -> None:
     problem = Regression(3, STEPS, DOUBLE)
     strategy = DiLoCo(period=5, outer=NESTEROV, fragments=2, delay=delay, mixing=mixing)
@@ -474,6 +477,7 @@ def test_a_run_that_is_saved_in_mid_flight_goes_on_as_if_it_had_not_been(codec: 
         assert torch.equal(whole, again)
 
 
+@pytest.mark.slow
 def test_where_workers_come_together_in_part_what_was_forgotten_leaves_them_too() -> None:
     """An element that is never sent is away from the anchor by the mixed steps alone, however long training goes on."""
     codec = ErrorFeedback(TopK(0.1), decay=0.5)

@@ -188,6 +188,7 @@ def test_draws_of_workers_are_independent_so_that_their_errors_average_out() -> 
 
 
 @pytest.mark.parametrize("convexity", [0.0, 0.2])
+@pytest.mark.slow
 def test_a_bound_on_the_error_is_kept_and_so_is_the_loss(convexity: float) -> None:
     size, steps, rate = 3, 40, 0.5
     same = quadratic(size, torch.float32, width=64)
@@ -311,6 +312,7 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_ski
 
 
 @pytest.mark.parametrize("strategy", [*(DQSGD(rule, block=8) for rule in RULES), DQSGD(SIX[1], answer=2)], ids=str)
+@pytest.mark.slow
 def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: DQSGD) -> None:
 
     def body(comm: Comm) -> tuple[Tensor, Tensor]:

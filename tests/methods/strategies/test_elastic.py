@@ -118,6 +118,7 @@ def test_workers_in_two_wells_keep_their_centre_on_the_hill_up_to_two_thirds(ela
         assert torch.allclose(x, torch.ones_like(x), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_gradients_cancel_at_rest_but_no_worker_s_own_is_zero() -> None:
     curvature = torch.tensor([0.5, 1.0, 1.5], dtype=DOUBLE)
     problem = Quadratic(curvature, torch.tensor([[0.0, 1.0], [2.0, -1.0], [-3.0, 2.0]], dtype=DOUBLE))

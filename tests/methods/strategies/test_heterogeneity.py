@@ -127,6 +127,7 @@ def test_a_measurement_is_as_it_is_defined(n: int) -> None:
             assert figures(seen[step]) == pytest.approx(direct(*problem.slopes[[step, step - 1]]), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_the_error_of_an_unbiased_codec_counts_as_noise_and_not_as_dissimilarity() -> None:
     problem, codec = Slopes(3, 300, noise=0.0), Natural()
     truth = torch.tensor(problem.truth)
@@ -175,6 +176,7 @@ def test_measurements_on_processes_are_as_they_are_defined() -> None:
         assert averages == pytest.approx(direct(rounds[3], rounds[2], 2), rel=1e-9)
 
 
+@pytest.mark.slow
 def test_figures_are_unbiased() -> None:
     problem, count = Slopes(4, 300, apart=0.4), 150
     strategy = Probe(AllReduce(), every=2, keep=0.0)

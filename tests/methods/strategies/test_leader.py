@@ -189,6 +189,7 @@ def test_two_level_broadcasts_equal_one_broadcast(n: int) -> None:
 
 
 @pytest.mark.parametrize(("pull", "crosses"), [(0.24, False), (0.26, True)])
+@pytest.mark.slow
 def test_a_follower_leaves_its_well_from_a_quarter_on(pull: float, crosses: bool) -> None:
     starts = torch.tensor([[1.0], [-1.0]], dtype=DOUBLE)
     # The wells are equally deep, so that rank 0 leads for ever.
@@ -206,6 +207,7 @@ def test_common_stationary_points_are_left_alone() -> None:
         assert torch.equal(together(3, strategy, DoubleWell(), [0.1] * 5, starts=starts), starts)
 
 
+@pytest.mark.slow
 def test_wherever_all_come_to_rest_the_leader_s_gradient_is_zero() -> None:
     well, starts = DoubleWell(0.05, 4), starts_of(4, 4, seed=3) * 3
     found = together(4, LeaderGradientDescent(pull=0.1), well, [0.25] * 400, starts=starts)

@@ -84,6 +84,7 @@ def test_with_whole_inner_steps_it_is_local_sgd() -> None:
 
 
 @pytest.mark.parametrize("inner", [0.0, 0.4, 1.0])
+@pytest.mark.slow
 def test_rounds_of_one_step_are_all_reduce_and_local_sgd(inner: float) -> None:
     problem = Regression(3, STEPS, DOUBLE)
     for other in (AllReduce(), LocalSGD(1)):

@@ -45,6 +45,7 @@ def trained(strategy: Strategy, size: int = 3) -> tuple[Tensor, list[float]]:
     ],
     ids=["LocalSGD", "DiLoCo"],
 )
+@pytest.mark.slow
 def test_moments_at_their_own_periods_equal_the_oracle(periods: tuple[int, ...], make: object) -> None:
     problem = Regression(3, STEPS, torch.float64)
     real, sent = trained(make(periods))  # type: ignore[operator]

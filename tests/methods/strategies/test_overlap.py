@@ -76,6 +76,7 @@ def expected(problem: Any, oracle: Oracle, n: int, settings: dict[str, Any]) -> 
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_the_first_round_counts_as_much_as_any_other(strategy: Strategy) -> None:
     def moved(comm: Comm, first: int) -> float:
         model = torch.nn.Linear(1, 1, bias=False).double()
@@ -124,6 +125,7 @@ def test_on_processes_they_end_where_threads_do_and_where_their_oracles_do() -> 
 
 
 @pytest.mark.parametrize("slow_rank", [0, 2])
+@pytest.mark.slow
 def test_a_slow_wire_gives_the_same_bits(slow_rank: int) -> None:
     """Slow messages change nothing: a mean is used at its step, never as soon as it has arrived."""
 
@@ -182,6 +184,7 @@ def test_without_gradients_the_common_model_is_conserved(strategy: OverlapLocalS
 
 
 @pytest.mark.parametrize("strategy", VARIANTS, ids=str)
+@pytest.mark.slow
 def test_workers_agree_at_last_when_nothing_is_learned(strategy: OverlapLocalSGD) -> None:
     starts = torch.randn(4, 3, dtype=DOUBLE, generator=torch.Generator().manual_seed(6))
     starts = starts[:3]
@@ -265,6 +268,7 @@ def test_elastic_averaging_conserves_the_sum_of_workers_and_centre() -> None:
     assert (ended - ended.mean(0)).abs().max() < 0.5 * (x - x.mean(0)).abs().max()
 
 
+@pytest.mark.slow
 def test_on_unlike_quadratics_the_gradients_cancel_where_training_ends() -> None:
     n = 4
     problem = quadratic(n, DOUBLE)

@@ -183,6 +183,7 @@ def test_overlap_under_slow_momentum_averages_messages_in_flight_too() -> None:
 @pytest.mark.parametrize(
     ("n", "staleness", "steps"), [pytest.param(3, 2, 10_000, marks=pytest.mark.slow), (5, 1, 400), (4, 7, 400)]
 )
+@pytest.mark.slow
 def test_weights_add_up_for_thousands_of_steps_of_random_delays(n: int, staleness: int, steps: int) -> None:
     strategy = PushSum(CachedIrregular(), staleness)
     run = StepByStep(strategy, torch.ones(n, 2, dtype=SINGLE))
@@ -252,6 +253,7 @@ def test_on_a_regular_graph_a_stale_weight_is_one_minus_the_weight_in_flight() -
 
 @pytest.mark.parametrize("staleness", [1, 3])
 @pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_workers_that_do_not_learn_agree_on_the_mean_at_any_staleness(staleness: int, n: int) -> None:
     starts = scattered(n)
     for topology in (OnePeerExponential(), CachedIrregular()):
@@ -296,6 +298,7 @@ def test_half_precision_is_mixed_in_single() -> None:
 
 
 @pytest.mark.parametrize("staleness", [1, 2, 4])
+@pytest.mark.slow
 def test_results_do_not_depend_on_the_order_of_arrival(staleness: int) -> None:
     def end(seed: int) -> Tensor:
         run = StepByStep(PushSum(Irregular(), staleness), scattered(5, dtype=SINGLE))
@@ -406,6 +409,7 @@ def test_the_ablation_s_consensus_is_the_mean_of_what_workers_train_at() -> None
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: PushSum | SlowMo) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, int]:
         whole = steps(attach(comm, strategy), batches(comm.rank, 6))
@@ -492,6 +496,7 @@ def settled(strategy: PushSum, rate: float) -> Tensor:
 
 
 @pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
 def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
     slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.2, 0.04))
     for z in (slow, slower):
@@ -503,6 +508,7 @@ def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_the
 
 
 @pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 def test_the_fixed_point_does_not_depend_on_staleness(staleness: int) -> None:
     waiting = together(4, PushSum(Ring()), Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4)), [0.1] * 250)
     assert torch.allclose(settled(PushSum(Ring(), staleness), 0.1).mean(0), waiting.mean(0), rtol=0, atol=1e-8)

@@ -63,6 +63,7 @@ def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> No
 
 
 @pytest.mark.parametrize("strategy", fast_where(lambda each: each in STRATEGIES[2:5], STRATEGIES[:5]), ids=str)
+@pytest.mark.slow
 def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(strategy: Strategy) -> None:
     problem = Regression(3, STEPS, torch.float32)
     whole = ended(3, strategy, problem, STEPS, sgd())
@@ -155,6 +156,7 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:2] + STRATEGIES[-1:], ids=str)
+@pytest.mark.slow
 def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(strategy: Strategy) -> None:
     whole, shared = (explain(each, parameters=1200, workers=4) for each in (strategy, Sharded(strategy)))
     assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4

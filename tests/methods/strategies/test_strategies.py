@@ -101,6 +101,7 @@ def test_every_strategy_equals_its_oracle_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("n", [3])
+@pytest.mark.slow
 def test_every_strategy_equals_its_oracle_where_workers_disagree_most(n: int) -> None:
     problem = quadratic(n, torch.float64)
     for strategy, oracle, settings in cases(n, torch.float64):

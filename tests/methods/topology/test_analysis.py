@@ -183,6 +183,7 @@ def test_messages_are_counted_per_worker_and_step() -> None:
     assert traffic(LOPSIDED, 3).peak == 2
 
 
+@pytest.mark.slow
 def test_all_facts_of_every_graph_are_there_for_128_workers() -> None:
     for graph in GRAPHS:
         n = 128 if exists(graph, 128) else 126

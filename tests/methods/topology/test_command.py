@@ -118,6 +118,7 @@ DRAWN = ("Ring", "OnePeerExponential", "RandomMatching", "Complete", "Star('push
         product(DRAWN, (1, 11, 40)),
     ),
 )
+@pytest.mark.slow
 def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: str, workers: int) -> None:
     path = tmp_path / "new" / "graph.png"
     out = printed(capsys, name, "--workers", str(workers), "--out", str(path))
@@ -126,12 +127,14 @@ def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: st
     assert picture.shape[0] > 300 and picture.shape[1] > 300 and np.ptp(picture) > 0.5
 
 
+@pytest.mark.slow
 def test_agreement_of_all_graphs_is_drawn_in_one_picture(capsys: Capture, tmp_path: Path) -> None:
     printed(capsys, "--workers", "8", "--out", str(tmp_path / "all.png"), "--json")
     assert [path.name for path in tmp_path.iterdir()] == ["all.png"]
     assert imread(tmp_path / "all.png").shape[1] > 600
 
 
+@pytest.mark.slow
 def test_pictures_show_each_step_once_and_name_what_they_leave_out() -> None:
     from thinwire.lab.report.graph import graph_picture
 

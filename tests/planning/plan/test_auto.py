@@ -122,6 +122,7 @@ def test_what_the_doctor_found_of_processors_counts(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.8, True), (1.0, False)])
+@pytest.mark.slow
 def test_what_is_slower_than_all_reduce_gives_way_on_all_ranks(
     slow_link: None, seconds: float, kept: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -195,6 +196,7 @@ def test_the_network_is_of_the_two_sizes() -> None:
     assert isinstance(found, Network) and found.latency == pytest.approx(0.01, rel=0.05)
 
 
+@pytest.mark.slow
 def test_a_run_that_chooses_anew_goes_on_with_the_strategy_of_the_checkpoint(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_a_card_has_the_bytes_that_a_real_run_of_the_same_model_sends(strategy: 
         assert card.messages_per_step == (long[1] - short[1]) / 8
 
 
+@pytest.mark.slow
 def test_memory_counts_what_a_real_replica_keeps() -> None:
     for strategy in (SlowMo(PushSum(Irregular())), PushSum(), SlowMo(), Local()):
         (worker, *_) = thinwire.run_threads(
@@ -294,6 +295,7 @@ def test_small_tensors_that_travel_dense_are_counted() -> None:
     assert card.sent_bytes_per_step == 3 * (8 * k + header) + 2 * 3 / 4 * 4 * 2000
 
 
+@pytest.mark.slow
 def test_moments_that_are_averaged_are_counted_by_the_optimizer() -> None:
     def sent(optimizer: MakeOptimizer | None) -> float:
         strategy = SlowMo(period=4, buffers="average")
@@ -325,6 +327,7 @@ def test_a_period_that_no_field_tells_is_found() -> None:
     assert explain(Probe(AllReduce(), every=30), parameters=10, workers=2).period == 30
 
 
+@pytest.mark.slow
 def test_bytes_that_depend_on_data_are_shown_from_the_least_to_the_most(capsys: pytest.CaptureFixture[str]) -> None:
     recipe = "MultiLeaderSGD(period=2, node_size=2, global_period=2)"
     card = explain(thinwire.parse(recipe), parameters=1000, workers=2)
@@ -335,6 +338,7 @@ def test_bytes_that_depend_on_data_are_shown_from_the_least_to_the_most(capsys: 
     assert "4 B to 4.00 kB, by the data, a step" in out
 
 
+@pytest.mark.slow
 def test_the_command_takes_the_tasks_optimizer_or_the_one_that_is_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
     def optimizer(*arguments: str) -> str:
         code, out, err = run_explain(capsys, *arguments, "--json")
@@ -388,6 +392,7 @@ KINDS = [kind for kind in KINDS if kind not in (torch.optim.SparseAdam, torch.op
     fast_where(lambda kind: kind in (torch.optim.AdamW, torch.optim.Adafactor), KINDS),
     ids=lambda kind: kind.__name__,
 )
+@pytest.mark.slow
 def test_every_optimizer_of_torch_with_groups_sends_what_one_group_sends(kind: type[torch.optim.Optimizer]) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
 
@@ -416,6 +421,7 @@ def test_every_optimizer_of_torch_with_groups_sends_what_one_group_sends(kind: t
         ],
     ),
 )
+@pytest.mark.slow
 def test_groups_of_different_learning_rates_are_explained(recipe: str) -> None:
     def grouped(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
         return torch.optim.SGD([{"params": parameters[:1], "lr": 0.1}, {"params": parameters[1:], "lr": 0.2}])
@@ -440,6 +446,7 @@ class Growing(Strategy):
         r.comm.all_reduce_(r.x.new_empty(r.step)).wait()
 
 
+@pytest.mark.slow
 def test_traffic_that_never_repeats_is_said_not_to() -> None:
     card = explain(Growing(), parameters=10, workers=2)
     assert not card.repeats

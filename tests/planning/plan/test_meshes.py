@@ -73,6 +73,7 @@ def sent(shape: MeshShape) -> float:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: f"{shape.copies}x{shape}")
+@pytest.mark.slow
 def test_predicted_bytes_are_those_of_a_real_step(shape: MeshShape) -> None:
     assert on_a_fast_link(shape).payload_bytes == sent(shape)
 
@@ -85,17 +86,20 @@ def test_on_a_link_without_limits_all_workers_share_the_products_evenly(shape: M
     assert found.seconds == pytest.approx(wanted, rel=0.01)
 
 
+@pytest.mark.slow
 def test_a_slow_link_takes_at_least_as_long_as_its_bytes() -> None:
     slow = predict_mesh(MODEL, MeshShape(1, 1, 2), network=Network(bits_per_second=1e6, latency=0.0), model_time=TIME)
     assert slow.seconds >= TIME.forward + 8 * slow.busiest_bytes / (1e6 * PAYLOAD_SHARE)
 
 
+@pytest.mark.slow
 def test_a_slow_worker_slows_its_mesh() -> None:
     slow = Network(bits_per_second=1e15, latency=0.0, specials=(Special(ranks=(1,), slowdown=3.0),))
     found = predict_mesh(MODEL, MeshShape(1, 1, 2), network=slow, model_time=TIME)
     assert found.seconds == pytest.approx(3 * (TIME.forward + TIME.backward + TIME.update / 2), rel=0.05)
 
 
+@pytest.mark.slow
 def test_blocks_take_a_part_of_the_memory() -> None:
     half, quarter = (on_a_fast_link(shape).memory_bytes for shape in (MeshShape(1, 1, 2), MeshShape(1, 2, 2)))
     elements = sum(parameter.numel() for parameter in on_meta().parameters())
@@ -124,6 +128,7 @@ def equals() -> tuple[Option, ...]:
     return tuple(planner(FAST, MODEL, ModelTime(0.02, 0.04)).options())
 
 
+@pytest.mark.slow
 def test_a_plan_ranks_meshes_with_the_recipes() -> None:
     options = planner(Network(bits_per_second=1e6), MODEL).options()
     assert {each.name for each in options} == {"AllReduce()", "mesh 1x2", "mesh 2x1"}
@@ -132,6 +137,7 @@ def test_a_plan_ranks_meshes_with_the_recipes() -> None:
     assert {each.name for each in planner(FAST, None).options()} == {"AllReduce()"}
 
 
+@pytest.mark.slow
 def test_of_equals_the_one_without_a_mesh_is_chosen() -> None:
     assert choose(equals()).mesh is None
 

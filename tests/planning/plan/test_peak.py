@@ -81,6 +81,7 @@ def test_the_peak_is_that_of_real_processes_within_a_quarter_of_a_copy(tmp_path:
 
 
 @pytest.mark.parametrize(("recipe", "most"), [(HEADLINE, 3.3), (LOCAL, 2.8)])
+@pytest.mark.slow
 def test_four_workers_need_few_copies(recipe: str, most: float) -> None:
     """DDP's buckets are one copy, so these are 2.3 and 1.8 more than DDP needs."""
     strategy = parse(recipe)

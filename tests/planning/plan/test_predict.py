@@ -181,6 +181,7 @@ def test_memory_is_that_of_the_vectors_that_a_worker_keeps() -> None:
         CANDIDATES,
     ),
 )
+@pytest.mark.slow
 def test_predicted_bytes_are_those_of_explain_which_are_those_of_real_runs(recipe: str) -> None:
     # Pieces of a mean are whole blocks of a codec, and here as many on every worker.
     model = torch.nn.Sequential(torch.nn.Linear(64, 128, bias=False), torch.nn.Linear(128, 64, bias=False))

@@ -68,6 +68,7 @@ def bytes_of_ranks(strategy: Strategy, workers: int, period: int) -> list[float]
     # Of each kind of traffic one recipe, with one of the numbers of workers in turn.
     fast_where(lambda each: each[0] in KINDS and KINDS.index(each[0]) % 2 == each[1] - 2, product(RECIPES, (2, 3))),
 )
+@pytest.mark.slow
 def test_explain_and_the_planner_give_the_bytes_of_every_rank_of_a_run(recipe: str, workers: int) -> None:
     strategy = parse(recipe)
     assert isinstance(strategy, Strategy)
@@ -126,6 +127,7 @@ def every_rank(strategy: Strategy, sizes: list[int], workers: int) -> tuple[Look
         ("SlowMo(PushSum, period=2)", 3),
     ],
 )
+@pytest.mark.slow
 def test_the_ranks_that_are_looked_at_stand_for_all(recipe: str, workers: int) -> None:
     strategy = parse(recipe)
     assert isinstance(strategy, Strategy)
@@ -165,6 +167,7 @@ class Stairs(Topology):
         return Peers(others, others, 1 - len(others) / size, (1 / size,) * len(others))
 
 
+@pytest.mark.slow
 def test_in_a_graph_of_too_many_kinds_of_ranks_the_busiest_alone_is_run() -> None:
     found, sent, ran = every_rank(Gossip(Stairs()), [10], 40)
     assert (found.busiest.rank, found.busiest.sent, found.mean_sent, ran) == (0, max(sent), None, [0])

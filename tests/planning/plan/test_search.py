@@ -46,6 +46,7 @@ def table(**factors: float) -> AccuracyTable:
     return AccuracyTable("invented", "none", rows)
 
 
+@pytest.mark.slow
 def test_all_reduce_is_recommended_where_the_link_is_fast() -> None:
     assert choose(options_at(1e11)).recipe == DENSE
 
@@ -64,6 +65,7 @@ def test_what_is_recommended_is_never_slower_than_all_reduce(bits_per_second: fl
     assert choose(options).to_loss <= dense.to_loss * (1 + 1e-9) or choose(options) is dense
 
 
+@pytest.mark.slow
 def test_where_the_choice_changes_another_recipe_is_chosen_beyond_and_the_same_before() -> None:
     found = planner(1e10)
     assert found.choice_at(found.job.network).recipe == DENSE

@@ -39,6 +39,7 @@ def predicted(recipe: str, workers: int, *, most_workers: int, network: Network 
 
 
 @pytest.mark.parametrize("recipe", one_of_each(ALIKE, lambda each: each.partition("(")[0]))
+@pytest.mark.slow
 def test_one_for_all_takes_the_time_that_all_take_and_sends_their_bytes(recipe: str) -> None:
     one, each = predicted(recipe, 4, most_workers=1), predicted(recipe, 4, most_workers=4)
     assert one.seconds == pytest.approx(each.seconds, rel=1e-3)

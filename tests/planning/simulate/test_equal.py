@@ -87,6 +87,7 @@ def test_four_simulated_workers_do_bit_for_bit_what_threads_and_processes_do_whe
 
 
 @pytest.mark.parametrize("each", fast_where(lambda each: each in DETERMINISTIC[::15], DETERMINISTIC[::5]), ids=str)
+@pytest.mark.slow
 def test_more_workers_do_bit_for_bit_what_threads_do(each: Case) -> None:
     setting = setting_of(each, 5)
     if 5 in each.refuses:
@@ -104,6 +105,7 @@ TIMED = (
 
 
 @pytest.mark.parametrize("strategy", TIMED, ids=str)
+@pytest.mark.slow
 def test_methods_that_depend_on_timing_depend_on_the_seed_alone(strategy: Strategy) -> None:
     each = next(each for each in STRATEGIES if type(each.strategy) is type(strategy))
     setting = setting_of(replace(each, strategy=strategy, lockstep=False), 4)
