@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapters of one base as one array against separate runs with PEFT, one after another: time of a step, and memory.
 
-python -m benchmarks.adapters [speed] [memory] [gpu]
+python -m benchmarks.adapters [speed] [memory] [ranks] [gpu]
 
 All models are random and of the structure of Llama. Times are CPU seconds, and on a GPU seconds until it is idle; the
 contenders take turns, and a figure is the median of ratios within rounds, with the quartiles. Memory is the peak of
@@ -99,6 +99,34 @@ def speed(rounds: int = 7) -> None:
             )
 
 
+def ranks(rounds: int = 5) -> None:
+    """Print what padding of 8 members of ranks 2 to 64 costs, a row per base.
+
+    "padded" is the array as it is, padded to rank 64. "two arrays" groups ranks up to 8 and ranks above. "rank 2" has
+    all members at rank 2, which is less work than any grouping within a layer can reach.
+    """
+    each = [2, 2, 4, 8, 16, 32, 64, 64]
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    print("base    padded ms  two arrays / padded  rank 2 / padded (quartiles)", flush=True)
+    for name, sizes in BASES.items():
+        base, ids = base_of(*sizes), torch.randint(1000, (len(each), 1, 64))
+
+        def step_of(own: list[int], ids: Tensor, base: Any = base) -> Callable[[], object]:
+            return as_array(base, len(own), ids, [peft.LoraConfig(r=rank, target_modules=targets) for rank in own])
+
+        halves = step_of(each[:4], ids[:4]), step_of(each[4:], ids[4:])
+
+        def two(halves: Any = halves) -> None:
+            for half in halves:
+                half()
+
+        steps = {"padded": step_of(each, ids), "two": two, "rank 2": step_of([2] * 8, ids)}
+        found = seconds(steps, rounds)
+        rows = (ratios(found[kind], found["padded"]) for kind in ("two", "rank 2"))
+        text = "  ".join(f"{middle:.2f} ({low:.2f} to {high:.2f})" for low, middle, high in rows)
+        print(f"{name:6} {1e3 * statistics.median(found['padded']):10.1f}  {text}", flush=True)
+
+
 def gpu(rounds: int = 5) -> None:
     """Print a row per shape of batch: 16 adapters of a base of 125 million parameters in bf16, on a GPU."""
     torch.manual_seed(0)
@@ -160,4 +188,4 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore", FutureWarning)
     keep_memory()
     for name in sys.argv[1:] or ("speed", "memory"):
-        {"speed": speed, "memory": memory, "gpu": gpu}[name]()
+        {"speed": speed, "memory": memory, "ranks": ranks, "gpu": gpu}[name]()

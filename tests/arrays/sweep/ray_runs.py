@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs under Ray, and a guard that ends all their processes: when they end, when the test ends, or after a timeout.
 
-`python -m tests.arrays.sweep.ray_runs` prints the results of Ray's runs as JSON; with `COMMAND ...` it guards another
+`python -m tests.arrays.sweep.ray_runs` prints the results of Ray's runs as JSON, of adapters with
+THINWIRE_RAY_KIND=adapters and of models without; with `COMMAND ...` it guards another
 command. Ray's servers and workers have sessions of their own and outlive a killed process, so the
 guard adopts orphans, kills all its descendants by process id, and removes the folder it made.
 """
@@ -22,9 +23,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-TIMEOUT_SECONDS = 140.0
+TIMEOUT_SECONDS = 280.0
 _ADOPT, _DIE_WITH_PARENT = 36, 1
-HOME = "THINWIRE_RAY_HOME"
+HOME, KIND = "THINWIRE_RAY_HOME", "THINWIRE_RAY_KIND"
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -143,10 +144,10 @@ def work(folder: Path) -> Any:
     from ray.tune import CheckpointConfig, FailureConfig, RunConfig
     from ray.tune.search.optuna import OptunaSearch
 
-    from tests.arrays.sweep.test_ray import PLAN, SPACE, fails_once
+    from tests.arrays.sweep.test_ray import ADAPTERS, ADAPTING, PLAN, SPACE, fails_once
     from thinwire.arrays.sweep.ray_tune import pack_of, packed, trainable
 
-    def fit(**settings: Any) -> list[Any]:
+    def fit(**settings: Any) -> Any:
         config = RunConfig(
             storage_path=str(folder),
             verbose=0,
@@ -154,15 +155,39 @@ def work(folder: Path) -> Any:
             checkpoint_config=CheckpointConfig(num_to_keep=1),
         )
         tune_config = tune.TuneConfig(metric="loss", mode="min", max_concurrent_trials=1, **settings.pop("search"))
-        found = tune.Tuner(run_config=config, tune_config=tune_config, **settings).fit()
+        return tune.Tuner(run_config=config, tune_config=tune_config, **settings).fit()
+
+    def rows_of(found: Any) -> list[Any]:
         return [(each.config, each.metrics, str(each.error)) for each in found]
 
-    search = packed(OptunaSearch(seed=0), SPACE, 3)
-    drawn = fit(trainable=trainable(PLAN(), every=2), param_space=pack_of(SPACE, 3), search={})
-    spoiled = fails_once(trainable(PLAN(), every=2), folder)
-    searched = fit(trainable=spoiled, search={"num_samples": 2, "search_alg": search})
+    over_adapters = os.environ.get(KIND) == "adapters"
+    plan, space = (ADAPTING(), ADAPTERS) if over_adapters else (PLAN(), SPACE)
+    # Every process takes seconds to start, those with adapters the longest: they import transformers.
+    packs, members = (1, 6) if over_adapters else (2, 3)
+    search = packed(OptunaSearch(seed=0), space, members)
+    spoiled = fails_once(trainable(plan, every=2), folder)
+    searched = fit(trainable=spoiled, search={"num_samples": packs, "search_alg": search})
     trials = [(each.state.name, each.value) for each in search.searcher._ot_study.trials]
-    return {"drawn": drawn, "searched": searched, "study": trials, "process": os.getpid()}
+    found = {"searched": rows_of(searched), "study": trials, "process": os.getpid()}
+    if over_adapters:
+        best = searched.get_best_result()
+        adapter = Path(best.checkpoint.to_directory(), "adapters", f"trial-{best.metrics['best']}")
+        return {**found, "best": [best.metrics["loss"], loss_of(adapter)]}
+    drawn = fit(trainable=trainable(plan, every=2), param_space=pack_of(space, 3), search={})
+    return {**found, "drawn": rows_of(drawn)}
+
+
+def loss_of(adapter: Path) -> float:
+    """The held-out loss of an exported adapter, as PEFT loads it."""
+    import peft
+    import torch
+
+    from tests.arrays.sweep.test_adapters import data, loss, model
+
+    loaded: Any = peft.PeftModel.from_pretrained(model(), adapter).eval()
+    with torch.no_grad():
+        losses = [float(loss(loaded(ids), ids)) for ids, _ in data(0, 1, 0)[1]]
+    return sum(losses) / len(losses)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.arrays.sweep.ray_runs import TIMEOUT_SECONDS
+from tests.arrays.sweep.ray_runs import KIND, TIMEOUT_SECONDS
 from thinwire.arrays.fusion import autotune
 from thinwire.arrays.sweep import ray_tune
 from thinwire.arrays.sweep.plan import Plan
@@ -37,6 +38,26 @@ def PLAN() -> Plan:
     from thinwire.lab.tasks import load
 
     return Plan(load("digits"), steps=6, eval_limit=64, halving=Halving(first=3, keep=3))
+
+
+# Adapters with dropout: a pack resumes bit for bit only with the state of every member's generator.
+ADAPTERS = Space(
+    {
+        "lr": Range(1e-3, 1e-2, "log"),
+        "rank": parse_domain("2,4,8"),
+        "lora_alpha": Range(4, 16),
+        "lora_dropout": parse_domain("0.1"),
+        "adapter_seed": parse_domain("whole:0:5"),
+        "optimizer": parse_domain("adamw,sgd"),
+    }
+)
+
+
+@cache
+def ADAPTING() -> Plan:
+    from tests.arrays.sweep.test_adapters import plan_of
+
+    return plan_of(steps=6)
 
 
 def fails_once(train: Callable[[Any], None], folder: Path) -> Callable[[Any], None]:
@@ -64,36 +85,66 @@ def fails_once(train: Callable[[Any], None], folder: Path) -> Callable[[Any], No
     return run
 
 
+def runs_of(kind: str) -> Any:
+    """The results of Ray's runs of "models" or "adapters"."""
+    pytest.importorskip("optuna")
+    before = set(Path("/tmp").glob("ray*"))
+    found = guarded([], kind=kind)
+    assert found.returncode == 0, found.stderr[-3000:]
+    assert set(Path("/tmp").glob("ray*")) <= before
+    return json.loads(found.stdout.splitlines()[-1])
+
+
 @needs_ray
 @pytest.mark.slow
-@pytest.mark.timeout(170)
+@pytest.mark.timeout(310)
 def test_packs_train_under_tune_as_their_members_do_alone_and_resume_after_a_failure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("optuna")
-    before = set(Path("/tmp").glob("ray*"))
-    found = guarded([])
-    assert found.returncode == 0, found.stderr[-3000:]
-    runs = json.loads(found.stdout.splitlines()[-1])
+    runs = runs_of("models")
     monkeypatch.setenv(autotune.DETERMINISTIC, "1")
     for kind in ("drawn", "searched"):
         assert len(runs[kind]) == 1 + (kind == "searched")
         for config, metrics, error in runs[kind]:
             assert error == "None"
-            _compare(config, metrics)
+            _compare(config, metrics, PLAN(), "batch_size")
+            trial = members_of(config)[metrics["best"]]
+            assert metrics["loss"] == pytest.approx(train_alone(PLAN(), trial).loss, abs=1e-5)
+    _compare_study(runs)
+
+
+@needs_ray
+@pytest.mark.slow
+@pytest.mark.timeout(310)
+def test_adapters_train_in_packs_under_tune_and_the_best_is_in_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    runs = runs_of("adapters")
+    monkeypatch.setenv(autotune.DETERMINISTIC, "1")
+    for config, metrics, error in runs["searched"]:
+        assert error == "None"
+        _compare(config, metrics, ADAPTING(), "optimizer")
+    _compare_study(runs)
+    reported, loaded = runs["best"]
+    assert loaded == pytest.approx(reported, abs=1e-6)
+    assert reported == min(metrics["loss"] for _, metrics, _ in runs["searched"])
+
+
+def _compare_study(runs: Any) -> None:
+    """A pack was trained again after a failure, and the searcher learned every member's loss."""
     assert sum(metrics["training_iteration"] for _, metrics, _ in runs["searched"]) > 2
-    judged = [row["loss"] for config, metrics, _ in runs["searched"] for row in metrics["members"]]
+    judged = [row["loss"] for _, metrics, _ in runs["searched"] for row in metrics["members"]]
     assert runs["study"] == [["COMPLETE", loss] for loss in judged] and len(judged) == 6
-    assert set(Path("/tmp").glob("ray*")) <= before
 
 
-def guarded(command: list[str], then: Callable[[subprocess.Popen[str]], None] = lambda guard: None) -> Any:
+def guarded(
+    command: list[str], then: Callable[[subprocess.Popen[str]], None] = lambda guard: None, kind: str = "models"
+) -> Any:
     """Run a command under guard; whatever ends this leaves the guard the time to end all that was started."""
     root = Path(__file__).parents[3]
     with subprocess.Popen(
         [sys.executable, "-m", "tests.arrays.sweep.ray_runs", *command],
         cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", KIND: kind},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -175,18 +226,17 @@ def test_what_a_killed_guard_has_left_is_ended_by_the_next_one() -> None:
     assert gone(process, home)
 
 
-def _compare(config: Any, metrics: Any) -> None:
-    """The report of a pack to Tune has the outcomes that its members have here."""
+def _compare(config: Any, metrics: Any, plan: Plan, by: str) -> None:
+    """The report of a pack to Tune has the outcomes that its members have here, in arrays of one value of `by`."""
     trials = members_of(config)
     groups: dict[Any, list[Trial]] = {}
     for trial in trials:
-        groups.setdefault(trial.hyperparameters["batch_size"], []).append(trial)
-    expected = [outcome for group in groups.values() for outcome in train_together(PLAN(), group)]
+        groups.setdefault(trial.hyperparameters[by], []).append(trial)
+    expected = [outcome for group in groups.values() for outcome in train_together(plan, group)]
     assert metrics["members"] == summary(expected, 0)["members"]
-    assert metrics["steps"] == len(groups) * PLAN().steps
+    assert metrics["steps"] == len(groups) * plan.steps
     best = metrics["members"][metrics["best"]]
     assert best["loss"] == metrics["loss"] and not best["stopped"]
-    assert best["loss"] == pytest.approx(train_alone(PLAN(), trials[metrics["best"]]).loss, abs=1e-5)
 
 
 @needs_ray
@@ -242,7 +292,7 @@ def test_a_packed_searcher_proposes_and_reports_every_member() -> None:
     inner.proposals = [{"lr": 5}]
     assert search.suggest("d") == {"members": [{"lr": 5}]}
     assert search.set_search_properties("loss", "min", {})
-    with pytest.raises(ConfigError, match="leave one out"):
+    with pytest.raises(ConfigError, match="Leave one out"):
         search.set_search_properties("loss", "min", {"lr": 1})
     again = ray_tune.packed(inner, SPACE, 2)
     again.set_state(search.get_state())
@@ -272,6 +322,15 @@ def test_a_pack_reports_its_best_member() -> None:
 def test_a_configuration_that_is_not_a_pack_is_refused(config: Any) -> None:
     with pytest.raises(ConfigError, match="a pack is"):
         members_of(config)
+
+
+@needs_ray
+def test_adapters_under_ray_are_saved_in_checkpoints_only() -> None:
+    pytest.importorskip("peft", reason="needs peft")
+    from thinwire.arrays.sweep.adapting import Adapting
+
+    with pytest.raises(ConfigError, match=r"folder='out'.*in the checkpoints.*Leave folder out"):
+        ray_tune.trainable(replace(PLAN(), adapting=Adapting(folder=Path("out"))))
 
 
 def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

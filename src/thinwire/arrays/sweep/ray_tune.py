@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -44,14 +45,22 @@ def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
     report has a checkpoint, from which a pack that failed or was paused resumes bit for bit. Members that differ in
     what cannot be fused are trained in several arrays, one after another.
 
+    With `plan.adapting`, members are adapters of the task's model. The checkpoint of a pack's last report has the
+    adapter of member N as the PEFT folder `adapters/trial-N`; members that were stopped early have none.
+
     Args:
         plan: what all members have in common.
         every: steps between reports.
 
     Raises:
-        ConfigError: Ray Tune is not installed.
+        ConfigError: Ray Tune is not installed, or the plan names a folder for adapters.
     """
     _tune()  # a missing installation is an error here, and not in every worker process
+    if plan.adapting is not None and plan.adapting.folder is not None:
+        raise ConfigError(
+            f"Adapting(folder={str(plan.adapting.folder)!r}) under Ray Tune: packs may train on other machines, so "
+            "their adapters are in the checkpoints of their reports. Leave folder out"
+        )
     return partial(_train_pack, plan, every)
 
 
@@ -64,6 +73,8 @@ class _Pack:
     """Members that share a process, with their reports to Tune."""
 
     def __init__(self, plan: Plan, trials: Sequence[Trial], folder: Path, every: int) -> None:
+        if plan.adapting is not None:
+            plan = replace(plan, adapting=replace(plan.adapting, folder=folder / "adapters"))
         self.plan, self.trials, self.folder, self.tune = plan, trials, folder, _tune()
         self.finished, self.arrays = list[Outcome](), 0
         # Tune restarts a failed or paused pack from its last checkpoint, perhaps on another machine.
