@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.lab.report.samples import write_run
-from thinwire import attach
+from thinwire import LateMerging, attach
 from thinwire.cli import main
 from thinwire.core.storage.bucket import new_key
 from thinwire.lab.runs import launch, resolve
@@ -116,6 +116,52 @@ def test_a_run_over_a_bucket_shows_its_workers_and_who_is_late(capsys):
         each.join(60)
     assert main(["watch", url]) == 0
     assert capsys.readouterr().out.startswith("ended, step 6")
+
+
+def test_rounds_that_close_without_late_workers_are_shown_with_the_workers_that_join(capsys):
+    pytest.importorskip("obstore")
+    url, goes, finished = "memory://watched-late", [threading.Event() for _ in range(3)], threading.Event()
+
+    def work():
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        late = LateMerging(quorum=1.0)
+        worker = attach(model, optimizer, "LocalSGD(period=2)", rendezvous=url, workers=2, elastic=late)
+        name = worker.elastic.view.members.index(worker.elastic.worker_id)
+        while not finished.is_set():
+            assert goes[name].wait(60)
+            time.sleep(0.01)
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().mean().backward()
+            optimizer.step()
+        worker.detach()
+
+    def until(holds):
+        while True:
+            assert main(["watch", url, "--once", "--json"]) == 0
+            found = json.loads(capsys.readouterr().out)["workers"]
+            if holds(found):
+                return found
+            time.sleep(0.1)
+
+    goes[0].set()
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(2)]
+    for each in threads:
+        each.start()
+    while main(["watch", url, "--once", "--json"]) == 2:  # no run exists yet
+        time.sleep(0.1)
+    capsys.readouterr()
+    until(lambda found: sorted(each["late"] for each in found) == ["", "awaited"])
+    threads.append(threading.Thread(target=work, daemon=True))
+    threads[-1].start()
+    goes[1].set()
+    goes[2].set()
+    found = until(lambda found: len(found) == 3 and all(each["rounds"] > 2 and not each["late"] for each in found))
+    assert all(each["bytes_up"] > 0 and each["bytes_down"] > 0 for each in found)
+    finished.set()
+    for each in threads:
+        each.join(60)
+    assert not any(each.is_alive() for each in threads)
 
 
 def test_a_bucket_without_a_run_is_refused_and_stays_empty(tmp_path, capsys, monkeypatch):

@@ -35,6 +35,7 @@ from thinwire import (
     MismatchError,
     Nearest,
     OneBit,
+    OverlapLocalSGD,
     Paced,
     PowerSGD,
     SlowMo,
@@ -240,6 +241,28 @@ def test_a_slow_worker_counts_late_and_the_log_replays_bitwise(carrier: Any, car
         assert torch.equal(x, next(each for each, closings in found if len(closings) == 8))
 
 
+def test_a_slow_worker_is_named_while_the_others_wait_for_it(caplog: pytest.LogCaptureFixture) -> None:
+    options = LateMerging(quorum=1.0)
+    fleet = in_store(options)
+
+    def work(rank: int) -> tuple[int, Any]:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        with attach(model, optimizer, DiLoCo(period=PERIOD), timeout=30, **fleet(rank)) as worker:
+            while worker.step < 6 * PERIOD:
+                model.x.grad = gradient(rank, worker.step, model.x.detach())
+                time.sleep(0.05 if rank == 1 else 0.0)
+                optimizer.step()
+            return int(name_of(worker)), worker.stats()
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        found = list(pool.map(work, range(SIZE)))
+    for _, stats in found:
+        assert stats.averages == 6 and len(stats.workers) == SIZE
+        assert (stats.slow_worker.rank, stats.slow_worker.cause) == (1, "compute")
+    assert sum("rank 1 costs the other workers" in record.message for record in caplog.records) == 1
+
+
 def test_a_log_survives_json() -> None:
     log = random_log(3, 5, 0, "off")
     text = json.dumps([each.content() for each in log])
@@ -390,6 +413,7 @@ def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:
         (DiLoCo(period=4, weights="samples"), {}, "weights work by tokens"),
         (DiLoCo(period=4, outliers="clip"), {}, "outliers"),
         (LocalSGD(period=4, warmup_steps=2), {}, "one plain mean"),
+        (OverlapLocalSGD(period=4), {}, "one plain mean"),
         (Paced(LocalSGD(period=4), steps=(4,)), {}, "one plain mean"),
         (DiLoCo(period=4), {"delay": 4}, "delay=4 with period=4: must be less"),
     ],
@@ -399,6 +423,25 @@ def test_strategies_that_cannot_be_late_are_refused(strategy: Strategy, options:
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     with pytest.raises(ConfigError, match=words):
         attach(model, optimizer, strategy, rendezvous="memory://refused", elastic=LateMerging(**options))
+
+
+@pytest.mark.parametrize("strategy", [DiLoCo(period=4, fragments=2), OverlapLocalSGD(period=4)])
+def test_every_worker_is_refused_and_keeps_its_model(strategy: Strategy) -> None:
+    fleet = in_store(LateMerging())
+
+    def work(rank: int) -> str:
+        model = Model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+        with pytest.raises(ConfigError, match="one plain mean of the parameters") as refused:
+            attach(model, optimizer, strategy, timeout=30, **fleet(rank))
+        model.x.grad = torch.ones_like(START)
+        optimizer.step()  # without hooks
+        assert torch.equal(model.x.detach(), START - RATE)
+        return str(refused.value)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        found = list(pool.map(work, range(SIZE)))
+    assert len(set(found)) == 1 and "Use DiLoCo(period=100), SlowMo or LocalSGD without codec" in found[0]
 
 
 @pytest.mark.parametrize(

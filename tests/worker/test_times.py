@@ -134,6 +134,20 @@ def test_every_set_of_reports_has_a_finding_in_bounds(reports: list[Report]) -> 
     found = find_slow_worker(reports)
     assert found is None or (0.1 < found.cost <= 1 and 0 <= found.rank < len(reports))
     assert all(each.waiting_seconds >= 0 for each in split(reports))
+    late = find_slow_worker(reports, may_be_late=True)
+    assert late is None or (0.1 < late.cost <= 1 and 0 <= late.rank < len(reports))
+
+
+def test_a_late_worker_costs_the_others_at_most_their_waits() -> None:
+    slow = Report(0.1, 5.0, 0.0)
+    assert find_slow_worker([Report(0.1, 1.0, 0.01), slow, Report(0.1, 1.0, 0.02)], may_be_late=True) is None
+    found = find_slow_worker([Report(0.1, 1.0, 1.1), slow, Report(0.1, 1.0, 1.0)], may_be_late=True)
+    assert found is not None and (found.rank, found.cause) == (1, "compute")
+    assert found.cost == pytest.approx(1.0 / 2.1, rel=1e-2)
+    # A slow upload blocks its own worker too.
+    link = [Report(0.1, 1.0, 1.1, 0.1), Report(0.1, 1.0, 1.1, 1.0), Report(0.1, 1.0, 1.1, 0.1)]
+    found = find_slow_worker(link, may_be_late=True)
+    assert found is not None and (found.rank, found.cause) == (1, "link")
 
 
 def ring(slow: int, size: int, *, out: float, into: float) -> list[Report]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.core.comm.base import Comm
+from thinwire.core.comm.bucket import AWAITED_SECONDS
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.kernels import all_finite
 from thinwire.core.replica.replica import Replica
@@ -40,6 +41,7 @@ from thinwire.methods.codecs.feedback import residual_sizes
 from thinwire.worker.handshake import Facts, first_difference
 from thinwire.worker.replica_state import PARTS, check, pack, unpack
 from thinwire.worker.state import WorkerState
+from thinwire.worker.times import Report
 
 T = TypeVar("T")
 _HEADER_BYTES = 1 << 16
@@ -69,6 +71,7 @@ class _Other:
         read: the number of its contributions that this worker has read.
         taken: the number of its contributions in closings.
         round: the newest round that it is known to have reached.
+        times: the report of its times in its last contribution, as `Report.pack` returns it.
     """
 
     id: str
@@ -76,6 +79,7 @@ class _Other:
     read: int = 0
     taken: int = 0
     round: int = 0
+    times: tuple[int, int] | None = None
 
 
 class LateRounds:
@@ -109,7 +113,7 @@ class LateRounds:
         assert first is not None, "enter() comes first"
         self.options = options
         self.comm: Comm = single_worker()
-        self.comm.timeout = timeout
+        self.comm.timeout, self.comm.traffic = timeout, objects.traffic
         self.closings: list[Closing] = []
         self.costs: dict[str, float] = {}
         self.on_view: list[Callable[[View], None]] = []
@@ -134,6 +138,8 @@ class LateRounds:
         self._codec_states: list[dict[str, Tensor]] = []
         self._step = 0
         self._known: tuple[str, ...] = first.members
+        self._awaited: list[int] = []
+        self._upload_seconds = 0.0
         self._worker: WorkerState | None = None
 
     # -- set-up --------------------------------------------------------------------------------------------------------
@@ -184,6 +190,7 @@ class LateRounds:
         worker.undo.callback(self.close)
         self.options.check(worker.strategy, worker.optimizer, init="broadcast", global_batch=None)
         worker.common = lambda: self._points
+        worker.awaited = lambda: self._awaited
         self._codec_states = [{} for _ in worker.replicas]
         if not self.joins:
             self._write_state(["state/first"])
@@ -282,6 +289,8 @@ class LateRounds:
             key = self._key(self._name, self._started, number)
             payloads.append(delta if codec is None else codec.encode(delta, self._codec_states[number], key))
         own, now = self._others[self._name], time.monotonic()
+        # The link of a worker is as slow as its last upload.
+        own.times = replace(Report.unpack(worker.account.times.row()), sending=self._upload_seconds).pack()
         contribution = Contribution(self._started, self._name, self._tokens)
         header = {
             "started": self._started,
@@ -290,9 +299,13 @@ class LateRounds:
             "round": self._closer.round,
             "lr": float(rate),
             "leaves": leaves,
+            "times": list(own.times),
         }
         content = to_bytes({"header": header, "payloads": payloads}).numpy().tobytes()
         self._objects.put(f"late/{self._name}/{own.read}", content)
+        end = time.monotonic()
+        self._upload_seconds = end - now
+        self.comm.meter.waited("contribution", now, now, end, worker.step)
         self.comm.meter.sent("contribution", float(sum(x.nbytes for x in payloads)))
         self._sent[own.read] = self._started, None
         own.read += 1
@@ -355,6 +368,8 @@ class LateRounds:
             contribution = Contribution(int(header["started"]), name, float(header["tokens"]))
             seconds, lr, leaves = float(header["seconds"]), float(header["lr"]), bool(header["leaves"])
             other.round = max(other.round, int(header["round"]))
+            data, addresses = map(int, header["times"])
+            other.times = data, addresses
             codec = self.options.codec
             sizes = [(_exact_bytes(r.x) if codec is None else codec.nbytes(r.x.numel())) for r in template]
             if [x.nbytes for x in payloads] != sizes:
@@ -391,6 +406,16 @@ class LateRounds:
             r.x.copy_(late.add_(_exact(point)))
         self._begin_round()
         self._points = after
+        self.worker.account.exchanged = True
+        self._compare_times()
+
+    def _compare_times(self) -> None:
+        """Find a slow worker from the last contributions of the present workers."""
+        names = sorted(self._closer.workers | {self._name}, key=int)
+        times = [self._others[name].times for name in names]
+        rows = [each for each in times if each is not None]
+        if len(rows) == len(names):  # every worker has contributed
+            self.worker.account.times.take(rows, late_rank=names.index(self._name))
 
     def _advance(self) -> None:
         """Apply the closings up to the newest one, and at least that of the own round."""
@@ -403,6 +428,7 @@ class LateRounds:
                 self._apply(record)
                 continue
             if closer.round == until or (until is None and closer.round > self._started):
+                self._awaited = []
                 return
             if self._look():
                 news = time.monotonic()
@@ -412,8 +438,10 @@ class LateRounds:
                     f"closing/{closing.round}", {"by": self._name, "taken": closing.content()}
                 )
                 continue
+            missing = sorted(closer.workers - {name for name, _ in closer.waiting}, key=int)
+            if now - begin >= AWAITED_SECONDS:
+                self._awaited = [int(name) for name in missing]
             if now - news > self.comm.timeout:
-                missing = sorted(closer.workers - {name for name, _ in closer.waiting}, key=int)
                 raise CommTimeoutError(
                     f"worker {self.worker_id}, step {self.worker.step}: round {closer.round} was not closed within "
                     f"{self.comm.timeout:g} s; worker {', '.join(missing) or 'none'} has not contributed. Use a longer "

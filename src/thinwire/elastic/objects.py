@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
-from thinwire.core.storage.bucket import Bucket
+from thinwire.core.storage.bucket import Bucket, Traffic
 from thinwire.elastic.records import Records, ViewStore
 from thinwire.errors import CommError, CommTimeoutError
 
@@ -18,7 +18,13 @@ _CHUNK_BYTES = 3 << 20  # a value of a TCPStore may have 8 MiB, and base64 adds 
 
 
 class Objects(Protocol):
-    """Named byte strings, each written once by one worker."""
+    """Named byte strings, each written once by one worker.
+
+    Attributes:
+        traffic: the requests so far; None if they are not counted.
+    """
+
+    traffic: Traffic | None
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object."""
@@ -44,6 +50,7 @@ class BucketObjects:
 
     def __init__(self, bucket: Bucket, place: str, *, timeout: float) -> None:
         self._bucket, self._place, self._timeout = bucket, place, timeout
+        self.traffic: Traffic | None = bucket.traffic
 
     def put(self, name: str, content: bytes) -> None:
         """Write an object."""
@@ -87,6 +94,7 @@ class StoreObjects:
 
     def __init__(self, store: ViewStore, token: bytes) -> None:
         self._store, self._records = store, Records(store, token)
+        self.traffic: Traffic | None = None
 
     def put(self, name: str, content: bytes) -> None:
         """Write the chunks first, so that a reader of the record finds them."""

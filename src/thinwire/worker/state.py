@@ -109,6 +109,7 @@ class WorkerState:
         self.global_batch: GlobalBatch | None = None
         self.members: Callable[[], tuple[Sequence[object], object]] = lambda: (range(comm.size), comm.rank)
         self.common: Callable[[], Sequence[Tensor]] | None = None
+        self.awaited: Callable[[], list[int]] | None = None
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property
@@ -136,7 +137,7 @@ class WorkerState:
             "wait_seconds": stats.wait_seconds,
             "bytes_up": 0 if traffic is None else traffic.bytes_up,
             "bytes_down": 0 if traffic is None else traffic.bytes_down,
-            "awaited": self.comm.awaited(),
+            "awaited": (self.awaited or self.comm.awaited)(),
         }
         return json.dumps(found)
 

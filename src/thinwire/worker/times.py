@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -133,18 +133,28 @@ def split(reports: Sequence[Report]) -> tuple[WorkerTimes, ...]:
     return tuple(WorkerTimes(each.data, each.compute, transfer, each.blocked - transfer) for each in reports)
 
 
-def find_slow_worker(reports: Sequence[Report]) -> SlowWorker | None:
+def find_slow_worker(reports: Sequence[Report], *, may_be_late: bool = False) -> SlowWorker | None:
     """Return the worker that costs the others most; None if no worker costs them more than 10 % of their time.
+
+    Args:
+        reports: of all workers, by rank.
+        may_be_late: reports are of rounds that close without late workers, so they cover different times, and a slow
+            worker costs the others at most the time in which they were blocked.
 
     Example:
         >>> usual, slow = Report(data=0.1, compute=1.0, blocked=2.0), Report(data=2.1, compute=1.0, blocked=0.0)
         >>> print(find_slow_worker([usual, slow, usual]))
         rank 1 costs the other workers 65 % of their time: loading its data takes longer
     """
-    wall = max(each.data + each.compute + each.blocked for each in reports)
+    totals = [each.data + each.compute + each.blocked for each in reports]
+    wall = (min if may_be_late else max)(totals, default=0.0)
     if len(reports) < 2 or wall <= 0:
         return None
-    found = max((_by_own_work(reports, wall), _by_link(reports, wall)), key=lambda each: each.cost)
+    own_work = _by_own_work(reports, wall)
+    if may_be_late:
+        blocked = min(each.blocked for rank, each in enumerate(reports) if rank != own_work.rank)
+        own_work = replace(own_work, cost=min(own_work.cost, blocked / wall))
+    found = max((own_work, _by_link(reports, wall)), key=lambda each: each.cost)
     return found if found.cost > REPORTED_COST else None
 
 
@@ -270,13 +280,20 @@ class TimeSplit:
         self._sent = now
         return Report(data, compute, max(0.0, waited), *self._comm.slowest_send()).pack()
 
-    def take(self, rows: Sequence[Sequence[int]]) -> None:
-        """Use the reports of all workers."""
+    def take(self, rows: Sequence[Sequence[int]], *, late_rank: int | None = None) -> None:
+        """Use the reports of all workers.
+
+        Args:
+            rows: by rank.
+            late_rank: of rounds that close without late workers, the rank of this one; None for other rounds.
+        """
         if self._paused:
             return
+        rank = self._comm.rank if late_rank is None else late_rank
         reports = [Report.unpack(row) for row in rows]
         self.workers = split(reports)
-        before, self.slow_worker = self.slow_worker, find_slow_worker(reports)
+        found = find_slow_worker(reports, may_be_late=late_rank is not None)
+        before, self.slow_worker = self.slow_worker, found
         slow = self.slow_worker
         if slow is None:
             self._found = 0, 0.0
@@ -286,7 +303,7 @@ class TimeSplit:
         rounds, seconds = self._found if same else (0, 0.0)
         self._found = rounds, seconds = rounds + 1, seconds + max(each.data + each.compute for each in reports)
         lasting = rounds >= _LOGGED_ROUNDS and seconds >= _LOGGED_SECONDS
-        if lasting and self._comm.rank == 0 and self._logged != (slow.rank, slow.cause):
+        if lasting and rank == 0 and self._logged != (slow.rank, slow.cause):
             self._logged = slow.rank, slow.cause
             _LOGGER.warning("step %d: %s", self._comm.step, slow)
 

@@ -52,7 +52,7 @@ _MOST_CALL, _USUAL_CALL = 200, 50  # bytes of the description of a call
 _MOST_ERROR = 20_000
 _POLL_SECONDS, _LONGEST_POLL, _POLL_SHARE = 0.02, 2.0, 0.1  # a share of the time waited so far
 _LOOK_SECONDS, _LONGEST_LOOK = 0.5, 5.0  # between looks for lost ranks and reported errors
-_AWAITED_SECONDS = 1.0  # of a wait, after which `awaited` names the missing ranks
+AWAITED_SECONDS = 1.0  # of a wait, after which `awaited` names the missing ranks
 _DAMAGED = 3  # reads of a damaged object before it is refused
 
 
@@ -344,7 +344,7 @@ class BucketComm(Comm):
     def awaited(self) -> list[int]:
         """Return the ranks whose messages this rank has awaited for a second or more."""
         call, begin = self._blocked or (None, 0.0)
-        waits = call is not None and time.monotonic() - begin >= _AWAITED_SECONDS
+        waits = call is not None and time.monotonic() - begin >= AWAITED_SECONDS
         return sorted(call.missing.copy()) if call is not None and waits else []
 
     def _wait(self, call: _Call, step: int) -> Any:

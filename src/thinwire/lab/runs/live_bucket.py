@@ -7,11 +7,11 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from thinwire.core.storage.bucket import Bucket, BucketStore
-from thinwire.core.view import View
 from thinwire.elastic.fleet import BEAT_SECONDS
 from thinwire.elastic.membership import Membership
 from thinwire.errors import CommError
@@ -91,12 +91,19 @@ class _Reader:
         if view is None:
             return _status(self._bucket.url, "waiting", [], {}, 0.0)
         reports, members, silences = dict[str, Mapping[str, Any]](), list[Member](), list[float]()
+        ids, rows = dict(enumerate(view.members)), dict(view.rows)
+        # Runs whose rounds close without late workers have the first view only, and number those that join after it.
+        for request in range(view.requests + 1, membership.requests(now=True) + 1):
+            asks = membership.requested(request)
+            if asks is not None and _parse(membership.heartbeat(asks[0])[1]).get("steps_taken"):
+                ids[view.size + request - 1], rows[asks[0]] = asks
+        view = replace(view, members=tuple(dict.fromkeys(ids.values())), rows=rows)
         gone = {each: membership.is_gone(each, view) for each in view.members}
         for each in view.members:
             silence, report = membership.heartbeat(each)
             silences.append(silence)
             reports[each] = _parse(report)
-        awaited = _awaited(view, {each: report for each, report in reports.items() if not gone[each]})
+        awaited = _awaited(ids, {each: report for each, report in reports.items() if not gone[each]})
         for each, silence in zip(view.members, silences, strict=True):
             late = "silent" if silence > _SILENT_SECONDS else "awaited" if each in awaited else ""
             members.append(_member(each, reports[each], "gone" if gone[each] else late))
@@ -104,10 +111,10 @@ class _Reader:
         return _status(self._bucket.url, state, members, reports, min(silences))
 
 
-def _awaited(view: View, reports: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _awaited(ids: Mapping[int, str], reports: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """The members for which others are blocked."""
     ranks = {rank for report in reports.values() for rank in report.get("awaited", ()) if isinstance(rank, int)}
-    return {each for rank, each in enumerate(view.members) if rank in ranks}
+    return {each for rank, each in ids.items() if rank in ranks}
 
 
 def _parse(report: str) -> Mapping[str, Any]:
