@@ -175,7 +175,6 @@ LOADERS = {
     "lab.runs.worker": "modules of a user's classes, from the launcher's command line",
     "lab.emulate.fork_server": "modules that the launcher names; this package knows none of them",
     "cli.commands": "the chosen command's module; the table of commands imports none of them",
-    "cli.completion": "the module of each command in that table",
     "cli.step_time": "a user's model, as module:function",
 }
 
@@ -571,7 +570,7 @@ OPTIONAL = """
 before = set(sys.modules)
 import thinwire
 thinwire.attach, thinwire.parse
-optional = "matplotlib rich tyro sklearn safetensors PIL datasets tensorboard zmq pyarrow".split()
+optional = "matplotlib rich cyclopts sklearn safetensors PIL datasets tensorboard zmq pyarrow".split()
 print([name for name in optional if name in sys.modules and name not in before])
 """
 IN_FORKS = """

@@ -64,7 +64,7 @@ def test_values_of_a_command_that_is_run_are_its_own(capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("call", ["train --lr None --workers abc --help", "topology --workers=abc -h"])
 def test_help_is_shown_beside_a_mistake(call: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(call.split()) == 0
-    assert "usage: thinwire" in capsys.readouterr().out
+    assert "Usage: thinwire" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

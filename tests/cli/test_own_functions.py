@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.cli import main
-from thinwire.cli.config import with_config
+from thinwire.cli.commands import parse
 from thinwire.cli.sweep import Sweep
 from thinwire.lab.runs.folder import RunFolder
 
@@ -177,17 +177,16 @@ def test_a_run_is_repeated_from_its_configuration() -> None:
 
 def test_a_flag_of_the_configuration_is_left_out() -> None:
     Path("run.toml").write_text("tensorboard = true\nlr = 0.2\n")
-    options = ["lr", "tensorboard", "elastic"], ["tensorboard", "elastic"]
-    path = ["--config", "run.toml"]
-    assert with_config("train", path, *options) == ["--tensorboard", "--lr=0.2"]
-    assert with_config("train", [*path, "--no-tensorboard", "--no-elastic"], *options) == ["--lr=0.2"]
-    assert with_config("train", ["--no-tensorboard"], *options) == ["--no-tensorboard"]
+    path = ["train", "--config", "run.toml"]
+    assert (parse(path).tensorboard, parse(path).lr) == (True, 0.2)
+    parsed = parse([*path, "--no-tensorboard", "--no-elastic", "--lr", "0.1"])
+    assert (parsed.tensorboard, parsed.elastic, parsed.lr) == (False, False, 0.1)
 
 
 REFUSED = {
     "lr_rate = 1": "run.toml: 'lr_rate' is no option of thinwire train; did you mean lr?",
     "banana = 1": "run.toml: 'banana' is no option of thinwire train; thinwire train --help lists the options",
-    "[train]\nlr = 1": "'train' is no option",
+    "[plan]\nlr = 1": "'plan' is no option",
     "lr = [1, 2]": "run.toml: lr = [1, 2]: must be text or a number",
     "lr = ": "--config run.toml: is no TOML",
     "tensorboard = 1": "tensorboard = 1: must be true or false",
@@ -201,6 +200,24 @@ def test_a_mistake_in_a_configuration_is_named(capsys, text: str) -> None:
     assert REFUSED[text] in refused(capsys, "train", "--config", "run.toml")
 
 
+def test_options_come_from_a_file_in_the_current_folder_unless_it_names_code(capsys) -> None:
+    Path("thinwire.toml").write_text('[train]\nlr = 0.2\nlink = "100mbit,0:10mbit"\n[sweep]\ntrials = 7\n')
+    assert (parse(["train"]).lr, parse(["sweep"]).trials, parse(["train", "--lr", "3"]).lr) == (0.2, 7, 3.0)
+    assert "options of thinwire.toml: lr, link" in capsys.readouterr().err
+    assert parse(["train", "--config", "thinwire.toml"]).lr == 0.2
+    for line in ('model = "train:model"', 'strategy = "SlowMo(base=mine:Quiet())"'):
+        Path("thinwire.toml").write_text(f"[train]\n{line}\n")
+        assert "names code to import" in refused(capsys, "train")
+    Path("thinwire.toml").write_text("[train]\nlearning = 1\n")
+    assert "thinwire.toml: 'learning' is no option of thinwire train" in refused(capsys, "train")
+
+
+def test_every_command_with_many_options_takes_a_configuration() -> None:
+    Path("run.toml").write_text('workers = 5\nlink = "10mbit"\n')
+    for name in ("plan", "explain", "compare"):
+        assert (parse([name, "--config", "run.toml"]).workers, parse([name, "--workers", "6"]).workers) == (5, 6)
+
+
 def test_a_missing_configuration_is_named(capsys) -> None:
     assert "--config nothing.toml: cannot be read" in refused(capsys, "train", "--config", "nothing.toml")
-    assert "--config: needs one file" in refused(capsys, "train", "--config")
+    assert "--config: needs a value" in refused(capsys, "train", "--config")

@@ -63,17 +63,21 @@ def _nobody_reads() -> bool:
 def _run(arguments: Sequence[str]) -> int:
     from thinwire.errors import ConfigError, ThinwireError
 
+    command = None
     try:
         from thinwire.cli.commands import parse
 
-        return parse(arguments)()
+        command = parse(arguments)
+        return command()
     except ModuleNotFoundError as missing:
-        if missing.name not in ("tyro", "rich"):
+        if missing.name not in ("cyclopts", "rich"):
             raise
         sys.stderr.write(f"thinwire's command line needs {missing.name}: pip install 'thinwire[cli]'\n")
         return 2
     except ThinwireError as error:
-        _print_error(error)
+        from thinwire.cli.parsing import in_options
+
+        _print_error(in_options(str(error), command))
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
         # Of a file that the call names: one that is too long a name, in a folder that may not be read, on a full disk.

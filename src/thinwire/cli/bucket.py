@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
-
-from tyro.conf import Positional
 
 from thinwire.cli.console import err, out
 from thinwire.errors import ConfigError
@@ -25,8 +23,9 @@ class Bucket:
         quiet: seconds for which no worker may write before clean deletes anything.
     """
 
-    action: Positional[Literal["key", "clean"]]
-    url: Positional[str | None] = None
+    action: Literal["key", "clean"]
+    url: str | None = None
+    _: KW_ONLY
     quiet: float = 12.0
 
     def __call__(self) -> int:

@@ -5,15 +5,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
 
 
@@ -54,7 +51,9 @@ COMMANDS = {
     "store": Command("thinwire.cli.store", "Store", "host the store in which elastic workers agree on who they are"),
     "doctor": Command("thinwire.cli.doctor", "Doctor", "examine machines and links: what is wrong, and what it costs"),
     "tools": Command("thinwire.cli.tools", "Tools", "list what runs natively on this machine, and what is missing"),
-    "completion": Command("thinwire.cli.completion", "Completion", "print a script that completes options in a shell"),
+    "completion": Command(
+        "thinwire.cli.completion", "Completion", "print or install a script that completes commands in a shell"
+    ),
     "reproduce": Command("thinwire.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
 }
 
@@ -71,7 +70,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     """Turn the arguments into a callable that does the work and returns the exit code.
 
     Raises:
-        ConfigError: there is no such command, or an option's value cannot be read.
+        ConfigError: the command or an option is unknown, or an option's value cannot be read.
     """
     if len(arguments) == 2 and arguments[0] == "help":
         arguments = [arguments[1], "--help"]
@@ -80,11 +79,20 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
     if arguments[0] in ("-V", "--version"):
         return _version
     name, *rest = arguments
+    if name == "--install-completion":
+        name = "completion"
+        rest.append("--install")
+    if name == "__complete":  # what a shell's script asks for the values that it does not list itself
+        from thinwire.cli.completion import program
+
+        return lambda: program()(list(arguments)) or 0
     if name not in installed():
         close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{name}: no such command{hint} (commands: {', '.join(installed())})")
-    return _build(name, rest)
+    from thinwire.cli.parsing import parse_command
+
+    return parse_command(name, kind_of(name), rest)
 
 
 def installed() -> list[str]:
@@ -92,55 +100,9 @@ def installed() -> list[str]:
     return [name for name, command in COMMANDS.items() if find_spec(command.module) is not None]
 
 
-def _build(name: str, arguments: Sequence[str]) -> Callable[[], int]:
-    """The command, filled in by tyro; or the exit code alone, after help or a usage error, which tyro prints."""
-    import tyro
-
-    from thinwire.cli.plain_help import WithoutEmptyRows, with_plain_help
-    from thinwire.cli.values import check_values
-
-    command = COMMANDS[name]
-    original = getattr(import_module(command.module), command.kind)
-    arguments, of_script = _split(original, arguments)
-    kind = with_plain_help(original)
-    _check_first(name, original, next(iter(arguments), ""))
-    if "config" in original.__dataclass_fields__:
-        from thinwire.cli.config import with_config
-        from thinwire.cli.options import option_names
-
-        names, flags = option_names(original)
-        arguments = with_config(name, arguments, names, flags)
-    check_values(original, arguments)
-    shown = WithoutEmptyRows()
-    try:
-        with redirect_stdout(shown):
-            config = (tyro.conf.FlagCreatePairsOff,)
-            found = tyro.cli(kind, prog=f"thinwire {name}", args=list(arguments), config=config)
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else 2
-        return lambda: code
-    finally:
-        shown.flush()
-    # A shell leaves `~` in `--out=~/runs` to the program.
-    paths = {field.name: getattr(found, field.name) for field in fields(found)}
-    local = {option: local_path(path) for option, path in paths.items() if isinstance(path, Path)}
-    return replace(found, **local, **of_script)
-
-
-def _split(kind: type[Any], arguments: Sequence[str]) -> tuple[Sequence[str], dict[str, tuple[str, ...]]]:
-    """The arguments of a command and, where it runs a script, the script's own behind `--`."""
-    if "arguments" not in kind.__dataclass_fields__ or "--" not in arguments:
-        return arguments, {}
-    place = arguments.index("--")
-    return arguments[:place], {"arguments": tuple(arguments[place + 1 :])}
-
-
-def _check_first(name: str, kind: type, first: str) -> None:
-    """Refuse a recipe that stands where only options may stand, and say which option it belongs to."""
-    for field in ("strategy", "strategies"):
-        # Most of those that have no such option take their recipe without one.
-        if field in kind.__dataclass_fields__ and first.endswith(")") and not first.startswith("-"):  # pyright: ignore
-            raise ConfigError(f"{first}: recipes are given with an option: thinwire {name} --{field} '{first}'")
+def kind_of(name: str) -> type[Any]:
+    """Return the dataclass of a command, whose module is imported now."""
+    return getattr(import_module(COMMANDS[name].module), COMMANDS[name].kind)
 
 
 def _help() -> int:
@@ -148,7 +110,8 @@ def _help() -> int:
     rows += [f"  {name:<11}{COMMANDS[name].summary}" for name in installed()]
     rows += ["", "Recipes to begin with; thinwire explain RECIPE says what each sends, and its limits:", ""]
     rows += [f"  {recipe:<40}{use}" for recipe, use in RECIPES.items()]
-    rows += ["", "thinwire help COMMAND shows a command's options; thinwire --version, the version."]
+    rows += ["", "thinwire help COMMAND shows a command's options, thinwire --version the version;"]
+    rows += ["thinwire --install-completion lets your shell complete commands, options and files."]
     # Without rich, whose import takes longer than everything else here.
     sys.stdout.write("\n".join(rows) + "\n")
     return 0

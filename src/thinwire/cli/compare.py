@@ -44,7 +44,7 @@ _NOT_COMPARED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     """Run several strategies one after another, from the same parameters and on the same data in the same order.
 
@@ -56,8 +56,6 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     With --model and --data, functions of your own take the place of the task: see docs/how-to/own-task.md.
 
     Args:
-        config: a file of options, such as run.toml in the folder of an earlier comparison, or that folder; options
-            given here override it, and --no-FLAG a flag of it.
         strategies: recipes separated by semicolons; torch's own methods are ddp, ddp+bf16, ddp+powersgd and
             post-local-sgd.
         simulate: run the strategies' own code on simulated workers, with real gradients, in virtual time instead of on
@@ -72,7 +70,6 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         json: print the summaries as JSON.
     """
 
-    config: Path | None = None
     strategies: str = (
         "ddp; LocalSGD(period=8); LocalSGD(period=8, codec=Quantize(4)); OverlapLocalSGD(period=8); PushSum()"
     )

@@ -16,7 +16,7 @@ STRATEGIES = ("ddp", "AllReduce()", "LocalSGD(period=8)", "SlowMo(period=8, mome
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Demo:
     """Train a small language model on Python's own sources, with four workers over slow links, with five strategies.
 

@@ -29,7 +29,7 @@ _LONGEST = 240
 _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Doctor:
     """Examine the machines and links of a job: what is wrong, how fast they are, what a training step costs on them.
 
@@ -45,7 +45,7 @@ class Doctor:
     Args:
         task: whose model's training step is timed.
         model_size: a named size of the task's model.
-        model: instead of a task, module:function of yours; it returns a model and a function without arguments that
+        own_model: instead of a task, module:function of yours; it returns a model and a function without arguments that
             computes the loss of a batch.
         batch_size: examples per step of the task's model; the task's own unless given.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
@@ -58,7 +58,7 @@ class Doctor:
 
     task: str = "text"
     model_size: str | None = None
-    model: str | None = None
+    own_model: str | None = None
     batch_size: int | None = None
     data: Path | None = None
     workers: int | None = None
@@ -99,7 +99,7 @@ class Doctor:
         time_step = step_of(
             task=self.task,
             model_size=self.model_size,
-            model=self.model,
+            model=self.own_model,
             batch_size=self.batch_size,
             data=self.data,
         )
@@ -140,7 +140,7 @@ class Doctor:
             "--timeout",
             f"{self.timeout:g}",
         ]
-        for name, value in (("model-size", self.model_size), ("model", self.model), ("data", self.data)):
+        for name, value in (("model-size", self.model_size), ("model", self.own_model), ("data", self.data)):
             command += [] if value is None else [f"--{name}", str(value)]
         command += [] if self.batch_size is None else ["--batch-size", str(self.batch_size)]
         command += ["--json"] if self.json else []

@@ -4,11 +4,10 @@
 import json as json_text
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 from rich.table import Table
 from rich.text import Text
-from tyro.conf import Positional
 
 from thinwire.cli.console import err, out, print_error
 from thinwire.errors import ConfigError
@@ -49,11 +48,12 @@ class Emulate:
         stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, separated by commas; with 0.15:200ms
             every worker pauses for 200 ms in 15 % of its steps. Works where --slow does.
         seed: random seed that decides which steps stall.
-        timeout: stop all workers after so many seconds; a day unless given.
+        timeout: stop all workers after so many seconds.
         json: print the table as JSON, and the workers' lines to the standard error.
     """
 
-    command: Positional[tuple[str, ...]]
+    command: tuple[str, ...] = ()
+    _: KW_ONLY
     workers: int = 4
     link: str = "none"
     slow: str | None = None

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import TYPE_CHECKING, Literal
-
-from tyro.conf import Positional
 
 from thinwire.cli.console import out
 from thinwire.cli.options import as_typed, settings_as_options, slowest_rate
@@ -55,7 +53,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         json: print everything as JSON.
     """
 
-    recipe: Positional[str | None] = None
+    recipe: str | None = None
+    _: KW_ONLY
     tensor_parallel: int | None = None
     batch_size: int = 16
     parameters: float | None = None

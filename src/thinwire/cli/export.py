@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from tyro.conf import Positional
-
 from thinwire.cli.console import out
 from thinwire.core.units import workers
 from thinwire.errors import ConfigError
@@ -28,8 +26,8 @@ class Export:
         target: the file; one that is there is replaced.
     """
 
-    source: Positional[Path]
-    target: Positional[Path]
+    source: Path
+    target: Path
 
     def __call__(self) -> int:
         """Export; returns 0.

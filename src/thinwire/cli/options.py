@@ -10,11 +10,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, make_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Any, get_type_hints
 
-from tyro.conf import arg
-
-from thinwire.lab.runs.configuration import OPTION_NAMES, option_name
+from thinwire.cli.parsing import OF_A_CALL
+from thinwire.lab.runs.configuration import option_name
 from thinwire.lab.runs.settings import Settings
 
 
@@ -32,8 +31,8 @@ class Options:
 def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | None = None) -> type[Options]:
     """Make a dataclass with an option for each field of `Settings`, to be the base of a command.
 
-    An option has the name (or that in `OPTION_NAMES`), the type and the help text of its field. Its default is None,
-    which leaves the choice to `resolve`; a flag is off unless given.
+    An option has the type and the help text of its field. Its default is None, which leaves the choice to `resolve`; a
+    flag is off unless given.
 
     Args:
         without: fields that the command has no options for; it never has one for `command`.
@@ -45,24 +44,12 @@ def settings_as_options(*, without: Sequence[str] = (), only: Sequence[str] | No
             continue
         if kind is bool:
             options.append((name, bool, False))
-        elif name in OPTION_NAMES:
-            options.append((name, Annotated[kind | None, arg(name=OPTION_NAMES[name])], None))
         else:
             # Settings hold text, for JSON; as an option it is a path.
             options.append((name, (Path if name == "data" else kind) | None, None))
-    return make_dataclass("Options", options, bases=(Options,), namespace={"__doc__": Settings.__doc__}, frozen=True)
-
-
-# Options that are about one call, and not about what it computes.
-_OF_A_CALL = ("out", "resume", "json", "markdown", "trace", "config", "check", "overwrite")
-
-
-def option_names(command: type[Any]) -> tuple[list[str], list[str]]:
-    """The names of a command's options that a configuration may hold, and which of them are flags."""
-    named = {field.name: option_name(field.name) for field in fields(command)}
-    kept = {name: option for name, option in named.items() if name not in _OF_A_CALL}
-    kinds = get_type_hints(command)
-    return list(kept.values()), [option for name, option in kept.items() if kinds[name] is bool]
+    return make_dataclass(
+        "Options", options, bases=(Options,), namespace={"__doc__": Settings.__doc__}, frozen=True, kw_only=True
+    )
 
 
 def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str, Any]) -> None:
@@ -77,7 +64,7 @@ def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str
     from thinwire.core.storage.files import write_atomically
     from thinwire.lab.runs.configuration import NAME, as_toml
 
-    known, _ = option_names(command)
+    known = [option_name(field.name) for field in fields(command) if field.name not in OF_A_CALL]
     chosen = {option_name(key): value for key, value in values.items() if option_name(key) in known}
     text = as_toml(chosen, head=f"thinwire {name} --config {NAME} repeats this run")
     write_atomically(folder / NAME, text.encode())

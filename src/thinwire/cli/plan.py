@@ -42,7 +42,7 @@ _NOT_PLANNED = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """Say which strategy suits your model, network and number of workers, why, and what would change that.
 
@@ -56,7 +56,7 @@ class Plan:
     Args:
         task: whose model is planned for.
         model_size: a named size of the task's model.
-        model: instead of a task, module:function of yours; it returns a model, a function without arguments that
+        own_model: instead of a task, module:function of yours; it returns a model, a function without arguments that
             computes the loss of a batch, and, if you like, your optimizer.
         batch_size: examples per worker and step of the task's model; the task's own unless given.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
@@ -86,7 +86,7 @@ class Plan:
 
     task: str | None = None
     model_size: str | None = None
-    model: str | None = None
+    own_model: str | None = None
     batch_size: int | None = None
     data: Path | None = None
     link: str | None = None
@@ -136,11 +136,11 @@ class Plan:
         load, cores = load_average(), usable_cores()
         busy = load > _BUSY * cores
         timings = Timings(timings_path(), again=self.measure_again, busy=busy)
-        examined = seen is not None and bool(seen.steps) and self.task is None and self.model is None
+        examined = seen is not None and bool(seen.steps) and self.task is None and self.own_model is None
         made = self._made(meta=examined or self.step_seconds is not None)
         with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
             step = self._step(made, seen if examined else None, timings, tell)
-            model = None if self.strategies is not None or self.model is not None else self._language_model(seen)
+            model = None if self.strategies is not None or self.own_model is not None else self._language_model(seen)
             job = _job(step, workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
             planner = Planner(job, recipes, tell=tell, model=model, timings=timings)
             tell.expect(len(recipes) + len(planner.meshes()))
@@ -223,11 +223,11 @@ class Plan:
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
         if self.bucket is not None and self.plot is not None:
             raise ConfigError(f"--plot {self.plot} with --bucket: pictures are of links. Leave it out")
-        if self.model is not None and (self.task is not None or self.model_size is not None):
-            raise ConfigError(f"--model {self.model}: instead of --task and --model-size. Give one of them")
-        if self.model is not None and self.batch_size is not None:
+        if self.own_model is not None and (self.task is not None or self.model_size is not None):
+            raise ConfigError(f"--model {self.own_model}: instead of --task and --model-size. Give one of them")
+        if self.own_model is not None and self.batch_size is not None:
             raise ConfigError(f"--batch-size {self.batch_size} with --model: your function makes the batches")
-        if self.doctor is not None and self.task is None and self.model is None:
+        if self.doctor is not None and self.task is None and self.own_model is None:
             for name, value in (("model-size", self.model_size), ("batch-size", self.batch_size), ("data", self.data)):
                 if value is not None:
                     raise ConfigError(
@@ -310,7 +310,7 @@ class Plan:
         return model_of(
             task=self.task or "text",
             model_size=self.model_size,
-            model=self.model,
+            model=self.own_model,
             batch_size=self.batch_size,
             data=self.data,
             optimizer=self.optimizer,
@@ -338,7 +338,7 @@ class Plan:
         from thinwire.planning.doctor.speeds import StepTime
         from thinwire.planning.plan.timings import digest
 
-        if self.model is not None:
+        if self.own_model is not None:
             return model.timed(_STEP_BUDGET)
         shapes, data = model.shapes().shapes, self.data and self.data.absolute()
         name = f"a step of {model.name} {digest(shapes, self.optimizer, data)}"

@@ -3,11 +3,8 @@
 
 import json as json_text
 import webbrowser
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Literal
-
-from tyro.conf import Positional
 
 from thinwire.cli.console import out
 from thinwire.lab.report import read, write_report, write_trace
@@ -26,10 +23,11 @@ class Report:
         open: show the page in the browser.
     """
 
-    folder: Positional[Path]
+    folder: Path
+    _: KW_ONLY
     trace: bool = False
     json: bool = False
-    open: Literal["yes", "no"] = "no"
+    open: bool = False
 
     def __call__(self) -> int:
         """Write the files and print their paths; returns 0."""
@@ -41,7 +39,7 @@ class Report:
         else:
             for path in (written.report, *traces):
                 out.print(str(path), markup=False)
-        if self.open == "yes":
+        if self.open:
             webbrowser.open(written.report.resolve().as_uri())
         return 0
 

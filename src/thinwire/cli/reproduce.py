@@ -5,12 +5,10 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
-
-from tyro.conf import Positional
 
 from thinwire.errors import ConfigError
 
@@ -31,7 +29,8 @@ class Reproduce:
         json: print the result, or the list, as JSON.
     """
 
-    name: Positional[str | None] = None
+    name: str | None = None
+    _: KW_ONLY
     quick: bool = False
     out: Path | None = None
     json: bool = False

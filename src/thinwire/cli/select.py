@@ -29,7 +29,7 @@ _OF_OTHERS = ("settings.json", "config.json", "comparison.json", "trials.json")
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Select:
     """Choose a coreset: a small weighted subset of the rows of a feature matrix that represents all of them.
 

@@ -26,7 +26,7 @@ _MOST_TRACED_RANKS = 32
 _MOST_FAILURES = 8
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Simulate:
     """Run a strategy's own code on many simulated workers, and tell how long its steps take and who waits for whom.
 

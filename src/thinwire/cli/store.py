@@ -11,7 +11,7 @@ from thinwire.cli.console import out
 from thinwire.errors import ConfigError
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Store:
     """Host the store of elastic workers in a process of its own, until it is interrupted.
 

@@ -13,9 +13,7 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
-
-from tyro.conf import arg
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from thinwire.cli.console import err, out
 from thinwire.cli.options import command_line, default_folder, save_config
@@ -57,12 +55,12 @@ _HYPERPARAMETERS = (
     "model_size",
 )
 # Options that do not decide the results, and so may change when a sweep is resumed.
-_MAY_CHANGE = ("config", "data", "out", "resume", "overwrite", "json", "check", "threads")
+_MAY_CHANGE = ("data", "out", "resume", "overwrite", "json", "check", "threads")
 _JOURNAL = "journal"
 Fields = dict[str, Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Sweep:
     """Search the hyperparameters of a task, with many trials trained as one array.
 
@@ -74,13 +72,11 @@ class Sweep:
     picture of every hyperparameter.
 
     Args:
-        config: a file of options, such as run.toml in the folder of an earlier sweep, or that folder; options given
-            here override it, and --no-FLAG a flag of it.
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; digits unless given.
         own_model: instead of a task, MODULE:FUNCTION of yours that returns the model. Needs --data and --loss.
         own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss.
         adapters: train adapters of LoRA around the model, which stays frozen; saves each as a folder of PEFT.
-        targets: with --adapters, names of the adapted layers, such as q_proj,v_proj; default PEFT's for the model.
+        targets: with --adapters, names of the adapted layers, such as q_proj,v_proj; PEFT's for the model unless given.
         trials: number of trials.
         steps: optimizer steps of a trial that is not stopped early.
         lr: learning rates.
@@ -106,24 +102,23 @@ class Sweep:
         population: steps between selections, at which the worst members of an array become copies of the best.
         share: with a population, fraction of its members that is replaced.
         change: with a population, relative change of a copy's searched hyperparameters.
-        together: most trials in one array, and most that are proposed at a time; default as many as fit.
+        together: most trials in one array, and most that are proposed at a time; as many as fit unless given.
         check: train the trials one after another too, and compare losses and time.
         seed: seed of the draws, the initial parameters and the order of data.
-        eval_limit: number of held-out examples; default all.
-        threads: threads of computation; default all cores.
+        eval_limit: number of held-out examples; all unless given.
+        threads: threads of computation; all cores unless given.
         data: folder of data files; default THINWIRE_DATA. With --model, MODULE:FUNCTION from (rank, size, seed) to
             batches, or to batches and held-out batches.
-        out: output folder; default runs/TASK-sweep-TIME.
+        out: output folder; runs/TASK-sweep-TIME unless given.
         resume: folder of an interrupted sweep to resume, with the options that it began with; functions of yours are
             named again.
         overwrite: replace an unfinished sweep in the output folder.
         json: print everything as JSON.
     """
 
-    config: Path | None = None
     task: str | None = None
-    own_model: Annotated[str | None, arg(name="model")] = None
-    own_loss: Annotated[str | None, arg(name="loss")] = None
+    own_model: str | None = None
+    own_loss: str | None = None
     adapters: bool = False
     targets: str | None = None
     trials: int = 16

@@ -15,7 +15,7 @@ from rich.table import Table
 from thinwire.cli.console import out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Tools:
     """List which implementation each part uses on this machine, and why it is not the fast one.
 

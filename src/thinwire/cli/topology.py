@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json as json_text
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tyro.conf import Positional
 
 from thinwire.cli.console import Output, out
 from thinwire.cli.options import slowest_rate
@@ -50,7 +48,8 @@ class Topology:
         json: print everything as JSON.
     """
 
-    name: Positional[str | None] = None
+    name: str | None = None
+    _: KW_ONLY
     workers: int = 8
     parameters: float | None = None
     link: str | None = None

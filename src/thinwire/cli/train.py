@@ -39,7 +39,7 @@ _FIXED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Train(settings_as_options(without=["timeline_steps"])):
     """Train a task with one strategy, on several workers of this machine, and write the run's record to a folder.
 
@@ -53,8 +53,6 @@ class Train(settings_as_options(without=["timeline_steps"])):
     With --model and --data, functions of your own take the place of the task: see docs/how-to/own-task.md.
 
     Args:
-        config: a file of options, such as run.toml in the folder of an earlier run, or that folder; options given here
-            override it, and --no-FLAG a flag of it.
         out: the run's folder; runs/TASK-STRATEGY-TIME unless given.
         resume: the folder of a saved run, to continue from its newest checkpoint.
         rendezvous: the URL of an object store or a shared folder over which the workers train, such as s3://bucket/run;
@@ -64,7 +62,6 @@ class Train(settings_as_options(without=["timeline_steps"])):
         json: print the summary as JSON.
     """
 
-    config: Path | None = None
     out: Path | None = None
     resume: Path | None = None
     rendezvous: str | None = None

@@ -6,11 +6,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import Annotated
-
-from tyro.conf import Positional, Suppress
 
 from thinwire.cli.console import err, print_error
 from thinwire.core.units import nbytes, seconds
@@ -48,9 +45,11 @@ class Up:
         export: write the model that all workers agree on to this safetensors file at the end. What the script itself
             saves is rank 0's own replica.
         timeout: how long one wait may last, in seconds.
+        arguments: the script's own, after `--`.
     """
 
-    script: Positional[Path]
+    script: Path
+    _: KW_ONLY
     strategy: str = "AllReduce()"
     processes: int | None = None
     rendezvous: str | None = None
@@ -58,7 +57,7 @@ class Up:
     seed: int = 0
     export: Path | None = None
     timeout: float = 60.0
-    arguments: Annotated[tuple[str, ...], Suppress] = ()
+    arguments: tuple[str, ...] = ()
 
     def __call__(self) -> int:
         """Run the script; returns 0, or 1 where a worker failed."""

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import json as json_text
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-from tyro.conf import Positional
 
 from thinwire.cli.console import out
 from thinwire.core.units import nbytes, score, seconds, share, times, workers
@@ -48,7 +46,8 @@ class Watch:
         json: print one line of JSON for each change.
     """
 
-    run: Positional[str]
+    run: str
+    _: KW_ONLY
     every: float = 2.0
     once: bool = False
     json: bool = False

@@ -8,16 +8,16 @@ import pytest
 import thinwire.cli.emulate as command_module
 from tests.lab.emulate.samples import BARE_PYTHON, SLEEP
 from thinwire.cli.emulate import Emulate
+from thinwire.cli.parsing import parse_command
 from thinwire.errors import CommTimeoutError, ConfigError
 from thinwire.lab.emulate import available
 
-tyro = pytest.importorskip("tyro")
 HELLO = (*BARE_PYTHON, "import os, sys; print('hello', os.environ.get('THINWIRE_SLOW')); print('oh', file=sys.stderr)")
 
 
 def test_everything_after_the_dashes_is_the_command():
     arguments = ["--workers", "2", "--link", "0:10mbit", "--", "python", "train.py", "--json", "--", "-x"]
-    command = tyro.cli(Emulate, args=arguments)
+    command = parse_command("emulate", Emulate, arguments)
     assert command == Emulate(("python", "train.py", "--json", "--", "-x"), workers=2, link="0:10mbit")
 
 

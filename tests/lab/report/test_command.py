@@ -3,9 +3,9 @@ import json
 from pathlib import Path
 
 import pytest
-import tyro
 
 from tests.lab.report.samples import SAMPLES, write_comparison, write_run
+from thinwire.cli.parsing import parse_command
 from thinwire.cli.report import Report
 from thinwire.errors import ConfigError
 from thinwire.lab.report.page import Written
@@ -49,11 +49,11 @@ def test_the_page_is_shown_only_when_asked(run_folder, monkeypatch, unwritten):
     monkeypatch.setattr("webbrowser.open", shown.append)
     Report(run_folder)()
     assert shown == []
-    Report(run_folder, open="yes")()
+    Report(run_folder, open=True)()
     assert shown == [(run_folder / "report.html").resolve().as_uri()]
 
 
 def test_the_flags_are_the_fields(tmp_path):
-    command = tyro.cli(Report, args=[str(tmp_path), "--trace", "--open", "yes"])
-    assert command == Report(tmp_path, trace=True, open="yes")
-    assert tyro.cli(Report, args=[str(tmp_path), "--json"]) == Report(tmp_path, json=True)
+    command = parse_command("report", Report, [str(tmp_path), "--trace", "--open"])
+    assert command == Report(tmp_path, trace=True, open=True)
+    assert parse_command("report", Report, [str(tmp_path), "--json"]) == Report(tmp_path, json=True)
