@@ -75,7 +75,7 @@ race: $(VENV)/ok  ## the race, whole; hours, and goes on where it was stopped. O
 	$(BIN)/python -m benchmarks.race all $(if $(ONLY),--only '$(ONLY)')
 
 reproduce: $(VENV)/ok  ## the papers' claims at the scale of one machine
-	$(BIN)/thinwire reproduce
+	$(BIN)/python -m reproductions
 
 docs: $(VENV)/ok  ## the site, in docs/_build/html
 	$(BIN)/python -m pip install --quiet --group docs

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The measurement behind `thinwire reproduce craig`: its optimum, its clock and its verdict."""
+"""The measurement behind `python -m reproductions craig`: its optimum, its clock and its verdict."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `thinwire reproduce` does: check a claim and show the result, or list the claims."""
+"""`python -m reproductions`: check a claim and show the result, or list the claims."""
 
 from __future__ import annotations
 

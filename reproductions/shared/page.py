@@ -24,7 +24,7 @@ Each method of thinwire comes from a paper that claims something. A protocol say
 claim holds. It is committed before its runs. ✓ holds; ✗ does not hold; ~ is within noise: some rounds or seeds meet the
 rule, others do not; ? cannot be decided on this machine.
 
-`thinwire reproduce NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
+`python -m reproductions NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
 `reproductions/claims.md` has the protocols, the rule of each part, and earlier rules with their verdicts.
 `python -m reproductions.shared.page` writes both pages from the claims and their committed results.
 """
@@ -76,8 +76,8 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
         f"\n## {which.name}\n\n{which.paper}. Published: {which.published}.\n\n"
         f"Verdict: {last_verdict(which, result)}.\n\n"
         f"Protocol: {which.protocol}.\n\n| Part | Holds when | Outcome |\n| --- | --- | --- |\n{parts}\n"
-        f"`thinwire reproduce {which.name}` takes about {full:g} minutes, with `--quick` {quick:g}. Committed result: "
-        f"{made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n\n"
+        f"`python -m reproductions {which.name}` takes about {full:g} minutes, with `--quick` {quick:g}. Committed "
+        f"result: {made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n\n"
         f"{words[0].upper()}{words[1:]}.\n" + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
     )
 

@@ -72,7 +72,7 @@ def run_again(which: Claim) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder) / "run"
-        command = [sys.executable, "-m", "thinwire.cli", "reproduce", which.name, "--quick", "--out", str(home)]
+        command = [sys.executable, "-m", "reproductions", which.name, "--quick", "--out", str(home)]
         start = time.monotonic()
         done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
         seconds = time.monotonic() - start

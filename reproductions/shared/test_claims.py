@@ -121,7 +121,7 @@ def test_runs_of_a_quick_form_are_kept_and_told(tmp_path: Path, monkeypatch: pyt
     outcomes = iter(["holds", "holds", "within noise", "does not hold"])
 
     def reproduce(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
-        assert command[3:6] == ["reproduce", which.name, "--quick"]
+        assert command[2:5] == ["reproductions", which.name, "--quick"]
         home = Path(command[-1])
         if (wire := next(outcomes, None)) is not None:
             home.mkdir()

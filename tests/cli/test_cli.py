@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from reproductions.__main__ import main as reproduce
 from reproductions.shared import claims, command
 from reproductions.shared.claims import MODULES, Result, claim, judged, last_result, write_result
 from tests.grids import fast_where
@@ -29,9 +30,9 @@ from thinwire.lab.runs.folder import RunFolder
 from thinwire.methods.strategies.recipe import parse
 
 
-def refused(capsys, *arguments):
+def refused(capsys, *arguments, run=main):
     """The error for arguments that cannot work: one message, no traceback, exit code 2."""
-    assert main(list(arguments)) == 2
+    assert run(list(arguments)) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
     assert printed.err.count("thinwire:") == 1 and "Traceback" not in printed.err
@@ -264,26 +265,20 @@ def test_under_torchrun_workers_are_as_slow_as_they_were_asked_to_be(monkeypatch
 
 
 def test_reproductions_are_listed_with_their_last_result(capsys):
-    assert main(["reproduce"]) == 0
+    assert reproduce([]) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in MODULES)
-    assert main(["reproduce", "--json"]) == 0
+    assert reproduce(["--json"]) == 0
     assert [row["name"] for row in json.loads(capsys.readouterr().out)] == list(MODULES)
 
 
 def test_an_unknown_reproduction_is_refused_with_the_nearest(capsys):
-    assert "did you mean local-sgd-bytes?" in refused(capsys, "reproduce", "local-sgd")
+    assert "did you mean local-sgd-bytes?" in refused(capsys, "local-sgd", run=reproduce)
 
 
 def result(holds=True):
     parts = dict.fromkeys(claim("local-sgd-bytes").parts, judged(holds))
     return Result(parts, "8 times less", 8.0, 7.9, 8.1, {"link": None})
-
-
-def test_outside_a_checkout_reproduce_says_so(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("thinwire.cli.reproduce.__file__", str(tmp_path / "thinwire" / "cli" / "reproduce.py"))
-    assert "not in a checkout of the repository" in refused(capsys, "reproduce", "slowmo")
 
 
 def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
@@ -299,7 +294,7 @@ def test_a_result_is_kept_for_the_list(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
 def test_a_claim_that_does_not_hold_is_exit_code_1(tmp_path, monkeypatch, capsys, holds, code):
     monkeypatch.setattr(command, "_measure", lambda *_, **__: (tmp_path / "out").mkdir() or result(holds))
-    assert main(["reproduce", "local-sgd-bytes", "--out", str(tmp_path / "out")]) == code
+    assert reproduce(["local-sgd-bytes", "--out", str(tmp_path / "out")]) == code
     out = capsys.readouterr().out
     assert "8 times less" in out and ("does not hold" in out) is not holds
 

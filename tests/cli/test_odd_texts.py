@@ -122,7 +122,7 @@ SWEPT = [
 ]
 SELECTED = ["fraction", "budget", "cover", "labels", "method", "neighbours", "parts", "seed"]
 CALLS: list[list[str]] = [
-    *([], ["report"], ["tools"], ["reproduce"], ["train", "--resume"], ["sweep", "--resume"], ["select", "--data"]),
+    *([], ["report"], ["tools"], ["train", "--resume"], ["sweep", "--resume"], ["select", "--data"]),
     *(["train", "--task", "digits", f"--{name}"] for name in SETTINGS),
     *(["compare", "--task", "digits", f"--{name}"] for name in ("strategies", "rounds", "workers")),
     *(["sweep", "--task", "digits", "--steps", "50", "--out", "sweep", "--overwrite", f"--{name}"] for name in SWEPT),

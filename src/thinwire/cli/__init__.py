@@ -8,18 +8,29 @@ and returns the exit code: 0 done, 1 failed, 2 a mistake in the call, 130 interr
 import codecs
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 _NOBODY_READS = 141  # as of a program that SIGPIPE ends
 _PLAIN = str.maketrans({"µ": "u", "×": "x", "→": "->", "…": "...", "·": ".", "–": "-", "—": "-", "−": "-", "█": "#"})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; an expected error is printed as one message, without a traceback."""
+    """Run one command and return its exit code."""
+
+    def parse() -> Callable[[], int]:
+        from thinwire.cli.commands import parse
+
+        return parse(sys.argv[1:] if arguments is None else arguments)
+
+    return run(parse)
+
+
+def run(parse: Callable[[], Callable[[], int]]) -> int:
+    """Run what `parse` returns and return its exit code; an expected error is one message, without a traceback."""
     _write_plainly()
     try:
         try:
-            return _run(sys.argv[1:] if arguments is None else arguments)
+            return _run(parse)
         finally:
             # Here, where it can be told that nobody reads, and not when Python ends.
             if sys.stdout is not None:  # pyright: ignore[reportUnnecessaryComparison]  # a closed one is None
@@ -60,14 +71,12 @@ def _nobody_reads() -> bool:
     return False
 
 
-def _run(arguments: Sequence[str]) -> int:
+def _run(parse: Callable[[], Callable[[], int]]) -> int:
     from thinwire.errors import ConfigError, ThinwireError
 
     command = None
     try:
-        from thinwire.cli.commands import parse
-
-        command = parse(arguments)
+        command = parse()
         return command()
     except ModuleNotFoundError as missing:
         if missing.name not in ("cyclopts", "rich"):
@@ -75,9 +84,12 @@ def _run(arguments: Sequence[str]) -> int:
         sys.stderr.write(f"thinwire's command line needs {missing.name}: pip install 'thinwire[cli]'\n")
         return 2
     except ThinwireError as error:
-        from thinwire.cli.parsing import in_options
+        problem = str(error)
+        if command is not None:
+            from thinwire.cli.parsing import in_options
 
-        _print_error(in_options(str(error), command))
+            problem = in_options(problem, command)
+        _print_error(problem)
         return 2 if isinstance(error, ConfigError) else 1
     except OSError as error:
         # Of a file that the call names: one that is too long a name, in a folder that may not be read, on a full disk.

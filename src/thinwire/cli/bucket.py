@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.errors import ConfigError
 
 
@@ -21,12 +21,14 @@ class Bucket:
             of the run at URL. It needs the key of the run, and refuses a run to which a worker still writes.
         url: of the run, such as s3://bucket/run.
         quiet: seconds for which no worker may write before clean deletes anything.
+        json: print the key, or the number of deleted objects, as JSON.
     """
 
     action: Literal["key", "clean"]
     url: str | None = None
     _: KW_ONLY
     quiet: float = 12.0
+    json: bool = False
 
     def __call__(self) -> int:
         """Print the key, or delete the objects; returns 0."""
@@ -35,7 +37,8 @@ class Bucket:
         if self.action == "key":
             if self.url is not None:
                 raise ConfigError(f"{self.url}: a key belongs to no URL yet. Leave it out")
-            out.print(bucket.new_key(), markup=False)
+            key = bucket.new_key()
+            print_json({"key": key}) if self.json else out.print(key, markup=False)
             return 0
         if self.url is None:
             raise ConfigError("URL is missing: it names the run to delete. Give it, as in s3://bucket/run")
@@ -43,5 +46,9 @@ class Bucket:
             raise ConfigError(f"--quiet {self.quiet:g}: must be at least 0 seconds")
         run = bucket.Bucket.open(self.url)
         err.print(f"looking for workers for {self.quiet:g} s", markup=False)
-        out.print(f"deleted {run.clean(self.quiet)} objects of {self.url}", markup=False)
+        deleted = run.clean(self.quiet)
+        if self.json:
+            print_json({"url": self.url, "deleted": deleted})
+        else:
+            out.print(f"deleted {deleted} objects of {self.url}", markup=False)
         return 0

@@ -9,9 +9,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cyclopts import App
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,6 @@ COMMANDS = {
     "completion": Command(
         "thinwire.cli.completion", "Completion", "print or install a script that completes commands in a shell"
     ),
-    "reproduce": Command("thinwire.cli.reproduce", "Reproduce", "check a paper's claim at the scale of one machine"),
 }
 
 
@@ -83,8 +85,6 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
         name = "completion"
         rest.append("--install")
     if name == "__complete":  # what a shell's script asks for the values that it does not list itself
-        from thinwire.cli.completion import program
-
         return lambda: program()(list(arguments)) or 0
     if name not in installed():
         close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
@@ -92,7 +92,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
         raise ConfigError(f"{name}: no such command{hint} (commands: {', '.join(installed())})")
     from thinwire.cli.parsing import parse_command
 
-    return parse_command(name, kind_of(name), rest)
+    return parse_command(f"thinwire {name}", kind_of(name), rest)
 
 
 def installed() -> list[str]:
@@ -103,6 +103,20 @@ def installed() -> list[str]:
 def kind_of(name: str) -> type[Any]:
     """Return the dataclass of a command, whose module is imported now."""
     return getattr(import_module(COMMANDS[name].module), COMMANDS[name].kind)
+
+
+def program() -> App:
+    """Make the program with all commands, for which every command's module is imported."""
+    from cyclopts import App
+
+    from thinwire.cli.parsing import make_app
+
+    app = App(name="thinwire", help_format="plaintext")
+    for name in installed():
+        made = make_app(f"thinwire {name}", kind_of(name))
+        made.help = COMMANDS[name].summary
+        app.command(made, name=name)
+    return app
 
 
 def _help() -> int:

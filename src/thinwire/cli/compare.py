@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -11,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import default_folder, save_config, settings_as_options
 from thinwire.cli.progress import Watch, show_summaries
 from thinwire.core.units import workers
@@ -110,7 +109,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
         )
         page = report(folder)
         if self.json:
-            out.print(json_text.dumps(done.summaries), markup=False)
+            print_json(done.summaries)
             return int(bool(done.diverged))
         show(done, markdown=self.markdown)
         if self.simulate:

@@ -5,13 +5,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import KW_ONLY, dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from thinwire.cli.console import err
 from thinwire.errors import ConfigError
-
-if TYPE_CHECKING:
-    from cyclopts import App
 
 
 @dataclass(frozen=True)
@@ -35,6 +32,8 @@ class Completion:
         """Print or install the script; returns 0."""
         from cyclopts.completion.detect import ShellDetectionError
 
+        from thinwire.cli.commands import program
+
         try:
             if self.install:
                 path = program().install_completion(shell=self.shell)
@@ -44,18 +43,3 @@ class Completion:
         except ShellDetectionError:
             raise ConfigError("SHELL: is missing, and this process does not say. Name bash, zsh or fish") from None
         return 0
-
-
-def program() -> App:
-    """Make the program with all commands, for which every command's module is imported."""
-    from cyclopts import App
-
-    from thinwire.cli.commands import COMMANDS, installed, kind_of
-    from thinwire.cli.parsing import make_app
-
-    app = App(name="thinwire", help_format="plaintext")
-    for name in installed():
-        made = make_app(name, kind_of(name))
-        made.help = COMMANDS[name].summary
-        app.command(made, name=name)
-    return app

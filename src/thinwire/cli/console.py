@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where commands write: results to the standard output, everything else to the standard error."""
 
-from typing import NoReturn
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 from rich.console import Console
 
@@ -23,3 +28,21 @@ def print_error(problem: object) -> None:
     """Print one message about what went wrong to the standard error."""
     err.print("[bold red]thinwire:[/] ", end="")
     err.print(str(problem), markup=False)
+
+
+def print_json(value: object) -> None:
+    """Print a result as one line of JSON: what `--json` does."""
+    out.print(json.dumps(as_json(value)), markup=False)
+
+
+def as_json(value: Any) -> Any:
+    """Return a value as JSON can have it: dataclasses as objects, paths as text, and null for NaN and infinity."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return as_json(asdict(value))
+    if isinstance(value, Mapping):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return str(value) if isinstance(value, Path) else value

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.cli.compare import report, run, show, title
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import command_line, default_folder
 
 STRATEGIES = ("ddp", "AllReduce()", "LocalSGD(period=8)", "SlowMo(period=8, momentum=0.5)", "PushSum()")
@@ -30,11 +30,13 @@ class Demo:
         seconds: training time for each strategy, in seconds.
         link: the emulated link of each worker, RATE[+DELAY], such as 100mbit or 100mbit+5ms.
         out: the comparison's folder; runs/text-demo-TIME unless given.
+        json: print the summaries as JSON.
     """
 
     seconds: float = 16.0
     link: str = "100mbit"
     out: Path | None = None
+    json: bool = False
 
     def __call__(self) -> int:
         """Run the five strategies, print the table, and explain it; returns 0, or 1 where a run diverged."""
@@ -64,6 +66,9 @@ class Demo:
         folder = self.out or default_folder(settings.task, "demo")
         done = run(settings, STRATEGIES, folder, rounds=1, title=title(settings, len(STRATEGIES)))
         page = report(folder)
+        if self.json:
+            print_json(done.summaries)
+            return int(bool(done.diverged))
         show(done)
         # Without the losses of all, there is nothing to conclude.
         if not done.diverged:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.cli.step_time import step_of
 from thinwire.core.storage.files import check_writable, write_atomically
 from thinwire.errors import ConfigError
@@ -118,7 +118,7 @@ class Doctor:
         tell("strategies, in a simulation")
         costs = list(costs_of(seen))
         if self.json:
-            out.print_json(json_text.dumps(_as_json(seen, findings, costs)))
+            print_json(_as_json(seen, findings, costs))
         else:
             _print(seen, findings, costs)
         # Last: what was measured is seen, whatever becomes of the disk.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`thinwire emulate`: any command, once per worker, over emulated links."""
 
-import json as json_text
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
@@ -9,7 +8,7 @@ from dataclasses import KW_ONLY, dataclass
 from rich.table import Table
 from rich.text import Text
 
-from thinwire.cli.console import err, out, print_error
+from thinwire.cli.console import err, out, print_error, print_json
 from thinwire.errors import ConfigError
 from thinwire.lab.emulate import (
     Network,
@@ -97,7 +96,7 @@ class Emulate:
             traffic = network.traffic() if network else (None,) * self.workers
         rows = [_row(record, carried) for record, carried in zip(exits, traffic, strict=True)]
         if self.json:
-            out.print_json(json_text.dumps({"link": self.link, "workers": rows}))
+            print_json({"link": self.link, "workers": rows})
         else:
             out.print(_table(rows))
         if workers.failure is not None:

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Iterator
-from dataclasses import KW_ONLY, asdict, dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Literal
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 from thinwire.cli.options import as_typed, settings_as_options, slowest_rate
 from thinwire.core.units import count, nbytes, rate, seconds, times, workers
 from thinwire.errors import ConfigError
@@ -96,7 +95,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             step_seconds=self.step_seconds,
         )
         if self.json:
-            out.print(json_text.dumps(asdict(card)), markup=False)
+            print_json(card)
         else:
             _print_card(card, name, as_typed(self.recipe))
         return 0

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 from thinwire.core.units import workers
 from thinwire.errors import ConfigError
 
@@ -24,10 +24,13 @@ class Export:
     Args:
         source: the folder of a run that was saved, of checkpoints, or one checkpoint.
         target: the file; one that is there is replaced.
+        json: print what was exported as JSON.
     """
 
     source: Path
     target: Path
+    _: KW_ONLY
+    json: bool = False
 
     def __call__(self) -> int:
         """Export; returns 0.
@@ -45,6 +48,9 @@ class Export:
         check_folder(self.source, f"{self.source}", "Give that of a run that was trained with --save-every")
         check_saved(self.source, f"{self.source}")
         found = export_checkpoint(self.source, self.target)
+        if self.json:
+            print_json(found)
+            return 0
         out.print(
             f"{found.path}: step {found.step} of {workers(found.workers)} under {found.strategy}, "
             f"{found.elements:,} numbers in {found.tensors} tensors",

@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import json as json_text
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 from thinwire.core.units import nbytes, rate, seconds
 from thinwire.errors import ConfigError
 
@@ -57,7 +55,7 @@ def explain_meshes(
     pace = Pace(max(each.delay_seconds for each in links), min(rates), measure_flops())
     advice = advise(described, ranks, pace)
     if json:
-        out.print(json_text.dumps(asdict(advice)), markup=False)
+        print_json(advice)
         return
     out.print(f"{found.name} ({size or found.default_size}), {batch_size} samples of {length} tokens", markup=False)
     _show(advice)

@@ -58,7 +58,7 @@ _GROUP_OF = {
     for option in options.split()
 }
 _ARGUMENTS, _OTHERS = Group("Arguments", sort_key=0), Group("Options", sort_key=len(_GROUPS) + 1)
-_MOST_UNGROUPED = 8
+_MOST_UNGROUPED = 10
 _EXAMPLES = {"parameters": "6.5e6", "seconds": "60", "target-loss": "2.5"}
 _MOST_SHOWN = 200
 # The end of an option's text that says what happens without the option.
@@ -68,29 +68,29 @@ _SETTING = re.compile(r"^(?P<name>[a-z_]+)=(?P<value>'[^']*'|[^\s:]+)")
 _NAMES_CODE = re.compile(r"\b[A-Za-z_][\w.]*:[A-Za-z_]")
 
 
-def parse_command(name: str, kind: type[Any], words: Sequence[str]) -> Callable[[], int]:
+def parse_command(program: str, kind: type[Any], words: Sequence[str]) -> Callable[[], int]:
     """Return the command filled in with its options, or a function that has printed its help.
 
     Raises:
         ConfigError: an option is unknown, or its value cannot be read.
     """
-    app = make_app(name, kind)
+    app = make_app(program, kind)
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
         app.help_print([], console=Output(highlight=False, emoji=False))
         return lambda: 0
     for option in ("strategy", "strategies"):
         # Most recipes that were given without an option stand in the first place.
         if option in kind.__dataclass_fields__ and words and words[0].endswith(")") and not words[0].startswith("-"):
-            raise ConfigError(f"{words[0]}: recipes are given with an option: thinwire {name} --{option} '{words[0]}'")
+            raise ConfigError(f"{words[0]}: recipes are given with an option: {program} --{option} '{words[0]}'")
     try:
         _, bound, _ = app.parse_args(list(words))
     except CycloptsError as error:
-        raise ConfigError(_explain(error, name)) from None
+        raise ConfigError(_explain(error, program)) from None
     bound.arguments.pop("config", None)
     return kind(**bound.arguments)
 
 
-def make_app(name: str, kind: type[Any]) -> App:
+def make_app(program: str, kind: type[Any]) -> App:
     """Make the program that reads a command's options: keyword-only fields are options, others positional."""
     hints, texts = get_type_hints(kind), _texts(kind)
     parameters = [
@@ -113,7 +113,7 @@ def make_app(name: str, kind: type[Any]) -> App:
         sorted(parameters, key=lambda each: (each.kind, each.default is not each.empty))
     )
     return App(
-        name=f"thinwire {name}",
+        name=program,
         help=_description(kind),
         help_format="plaintext",
         help_formatter=_Formatter(),
@@ -122,7 +122,7 @@ def make_app(name: str, kind: type[Any]) -> App:
         default_command=command,
         group_arguments=_ARGUMENTS,
         group_parameters=_OTHERS,
-        config=(lambda _, __, arguments: _use_file(name, arguments),) if configured else (),
+        config=(lambda _, __, arguments: _use_file(program, arguments),) if configured else (),
         exit_on_error=False,
         print_error=False,
     )
@@ -191,11 +191,11 @@ def _uncapitalized(text: str) -> str:
 
 
 def _complete_recipe(_: object) -> list[str]:
-    """Return every strategy with its default arguments, without importing any."""
-    from thinwire import _HOME  # pyright: ignore[reportPrivateUsage]
-
-    home = "thinwire.methods.strategies."
-    return [f"{name}()" for name, module in _HOME.items() if module.startswith(home) and name[0].isupper()]
+    """Return every strategy with its default arguments; the stub names them, so that none is imported."""
+    stub = (Path(__file__).parents[1] / "__init__.pyi").read_text(encoding="utf-8")
+    return [
+        f"{name}()" for name in re.findall(r"^from thinwire\.methods\.strategies\.\S+ import ([A-Z]\w+)", stub, re.M)
+    ]
 
 
 def _in_group(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -207,12 +207,16 @@ def _in_group(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def _converter(option: str, hint: Any) -> Callable[[Any, Sequence[Token]], Any] | None:
     """Return the function that reads a value of this type; None for flags and text."""
-    kind = next((x for x in get_args(hint) if x is not NoneType), hint) if NoneType in get_args(hint) else hint
+    kind = _without_none(hint)
 
     def convert(_: Any, tokens: Sequence[Token]) -> Any:
         return _read(option, kind, tokens[0].value)
 
     return None if kind in (bool, str) else convert
+
+
+def _without_none(hint: Any) -> Any:
+    return next(x for x in get_args(hint) if x is not NoneType) if NoneType in get_args(hint) else hint
 
 
 def _read(option: str, kind: Any, value: str) -> Any:
@@ -237,22 +241,22 @@ def _example(option: str, kind: Any) -> str:
 # -- configuration files -----------------------------------------------------------------------------------------------
 
 
-def _use_file(command: str, arguments: ArgumentCollection) -> None:
+def _use_file(program: str, arguments: ArgumentCollection) -> None:
     """Give each option that the command line does not have the value that a file has for it."""
     options = {x.name.removeprefix("--"): x for x in arguments if x.name.startswith("--")}
     given = options["config"].tokens
     path = Path(given[0].value) if given else Path(DEFAULT_FILE)
     if not given and not path.is_file():
         return
-    values = read_file(path)
-    values = values.get(command, {}) if not given or isinstance(values.get(command), dict) else values
+    values, table = read_file(path), program.split()[-1]
+    values = values.get(table, {}) if not given or isinstance(values.get(table), dict) else values
     for key, value in values.items():
         option = options.get(name := key.replace("_", "-"))
         if option is None or name in OF_A_CALL:
             known = [each for each in options if each not in OF_A_CALL]
             close = [x for x in known if f"{name}-".startswith(f"{x}-")] + get_close_matches(name, known, 1, 0.5)
-            hint = f"; did you mean {close[0]}?" if close else f"; thinwire {command} --help lists the options"
-            raise ConfigError(f"{path}: {key!r} is no option of thinwire {command}{hint}")
+            hint = f"; did you mean {close[0]}?" if close else f"; {program} --help lists the options"
+            raise ConfigError(f"{path}: {key!r} is no option of {program}{hint}")
         token = _token(path, key, value, option)
         if not given and _NAMES_CODE.search(token.value):
             raise ConfigError(
@@ -307,7 +311,7 @@ def in_options(problem: str, command: object) -> str:
     return f"--{option_name(found['name'])} {found['value'].strip(chr(39))}{problem[found.end() :]}"
 
 
-def _explain(error: CycloptsError, name: str) -> str:
+def _explain(error: CycloptsError, program: str) -> str:
     """Put a mistake in a call into the words of all other errors."""
     option = "" if error.argument is None else error.argument.name
     match error:
@@ -320,24 +324,23 @@ def _explain(error: CycloptsError, name: str) -> str:
             return f"{option}: needs a value{_such_as(error.argument)}"
         case MissingArgumentError():
             shown = option if option.startswith("--") else option.upper()
-            return f"{shown}: is missing. thinwire {name} --help shows an example"
+            return f"{shown}: is missing. {program} --help shows an example"
         case RepeatArgumentError():
             return f"{option}: is given twice. Give it once"
         case UnknownOptionError(token=token):
             word = (token.keyword or token.value)[:_MOST_SHOWN]
             known = [x for each in error.argument_collection for x in each.names if x.startswith("--")]
             close = get_close_matches(word, known, 1, 0.5)
-            hint = f"did you mean {close[0]}?" if close else f"thinwire {name} --help lists the options"
-            return f"{word}: is no option of thinwire {name}; {hint}"
+            hint = f"did you mean {close[0]}?" if close else f"{program} --help lists the options"
+            return f"{word}: is no option of {program}; {hint}"
         case UnusedCliTokensError(unused_tokens=[first, *_]):
-            return f"{first[:_MOST_SHOWN]}: is not expected here. thinwire {name} --help lists the options"
+            return f"{first[:_MOST_SHOWN]}: is not expected here. {program} --help lists the options"
         case _:
             return str(error)
 
 
 def _such_as(argument: Argument) -> str:
-    hint = argument.hint
-    kind = next((x for x in get_args(hint) if x is not NoneType), hint) if NoneType in get_args(hint) else hint
+    kind = _without_none(argument.hint)
     if get_origin(kind) is Literal:
         return f", such as {get_args(kind)[0]}"
     return f", such as {_example(argument.name.removeprefix('--'), kind)}" if kind in (int, float) else ""

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json as json_text
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from math import inf, isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.cli.network_words import differences, rates_differ
 from thinwire.cli.progress import Parts
 from thinwire.core.storage.files import check_writable
@@ -160,9 +159,7 @@ class Plan:
             )
         late = _late(network, workers)
         if self.json:
-            out.print(
-                json_text.dumps({**as_json(planner, step, options, chosen, crossings), "late": late}), markup=False
-            )
+            print_json({**as_json(planner, step, options, chosen, crossings), "late": late})
             return 0
         _print(planner, step, options, chosen, crossings, counted=self.link is None)
         if late is not None:
@@ -204,7 +201,7 @@ class Plan:
         if self.json:
             found = {"workers": workers, "store": asdict(store), "step_seconds": step.seconds, "within": self.within}
             found |= {"recommended": options[0].recipe, "options": [_bucket_fields(each) for each in options]}
-            out.print(json_text.dumps(found), markup=False)
+            print_json(found)
         else:
             _print_over_bucket(step, workers, options, self.within)
         return 0

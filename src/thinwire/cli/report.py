@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`thinwire report`: a run folder or a comparison folder as one HTML page."""
 
-import json as json_text
 import webbrowser
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 from thinwire.lab.report import read, write_report, write_trace
 
 
@@ -34,8 +33,7 @@ class Report:
         written = write_report(self.folder)
         traces = _write_traces(self.folder) if self.trace else []
         if self.json:
-            paths = {"report": written.report, "plots": written.plots, "traces": traces}
-            out.print(json_text.dumps(paths, default=str), markup=False)
+            print_json({"report": written.report, "plots": written.plots, "traces": traces})
         else:
             for path in (written.report, *traces):
                 out.print(str(path), markup=False)

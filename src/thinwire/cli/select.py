@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.core import units
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
@@ -109,7 +109,7 @@ class Select:
         _write(folder, chosen, summary)
         report = _report(folder, rows, chosen, summary)
         if self.json:
-            out.print(json_text.dumps(summary | {"folder": str(folder)}), markup=False)
+            print_json(summary | {"folder": folder})
         else:
             _show(summary, report)
         return 0

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.core.units import nbytes, seconds, share
 from thinwire.errors import ConfigError
 
@@ -107,7 +106,7 @@ class Simulate:
         if folder is not None:
             _write(folder, strategy, self, ended, summary)
         if self.json:
-            out.print(json_text.dumps(asdict(summary)), markup=False)
+            print_json(summary)
         else:
             _print(summary, strategy)
         return 1 if summary.failures else 0

@@ -7,7 +7,7 @@ import signal
 import threading
 from dataclasses import dataclass
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 from thinwire.errors import ConfigError
 
 
@@ -24,10 +24,12 @@ class Store:
     Args:
         host: the address to listen on, by which the workers reach it.
         port: 0 takes any free one.
+        json: print the address as JSON.
     """
 
     host: str = "127.0.0.1"
     port: int = 29400
+    json: bool = False
 
     def __call__(self) -> int:
         """Serve; returns 0 after an interrupt."""
@@ -42,7 +44,10 @@ class Store:
                 f"--host {self.host} --port {self.port}: cannot listen there ({error}). Use "
                 "an address of this machine and a free port"
             ) from None
-        out.print(f"THINWIRE_STORE={self.host}:{store.port}", markup=False, highlight=False)
+        if self.json:
+            print_json({"host": self.host, "port": store.port})
+        else:
+            out.print(f"THINWIRE_STORE={self.host}:{store.port}", markup=False, highlight=False)
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())

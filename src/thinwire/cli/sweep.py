@@ -15,7 +15,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import command_line, default_folder, save_config
 from thinwire.cli.trials import (
     finite_or_none,
@@ -205,7 +205,7 @@ class Sweep:
         summary = self._summary(best, seconds) | (self._checked(plan, outcomes, seconds) if self.check else {})
         report = self._write(folder, space, best, summary)
         if self.json:
-            out.print(json_text.dumps(summary | {"trials": trials_as_json(best), "folder": str(folder)}), markup=False)
+            print_json(summary | {"trials": trials_as_json(best), "folder": folder})
             return 0
         show(self._title(), headings_of(space), rows_of(space, best[:10]))
         out.print(summary_text(summary), markup=False)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json as json_text
 import os
 import warnings
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from importlib.util import find_spec
 from rich.markup import escape
 from rich.table import Table
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +30,7 @@ class Tools:
         """Print the list; returns 0 also where something is missing, since all of it is optional."""
         rows = [_codes(), _coresets(), _on_gpus(), _messages(), _links()]
         if self.json:
-            out.print_json(json_text.dumps(rows))
+            print_json(rows)
             return 0
         table = Table("what for", "what runs")
         table.add_column("details", overflow="fold")

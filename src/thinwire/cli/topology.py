@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json as json_text
 from collections.abc import Iterator
 from dataclasses import KW_ONLY, asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.console import Output, out
+from thinwire.cli.console import Output, out, print_json
 from thinwire.cli.options import slowest_rate
 from thinwire.core.units import count, digits, nbytes, rate, seconds
 from thinwire.errors import ConfigError
@@ -93,7 +92,7 @@ class Topology:
             self._draw(graph_picture(self.out.stem, str(graph), matrices(graph, self.workers)))
         if self.json:
             described = {"topology": canonical(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
-            out.print(json_text.dumps({**described, "refused_by": refusals}), markup=False)
+            print_json({**described, "refused_by": refusals})
             return
         out.print(str(graph), style="bold", markup=False)
         out.print(f"{self.workers} workers\n", markup=False)
@@ -126,7 +125,7 @@ class Topology:
             self._draw(agreement_picture(self.out.stem, curves, self.workers))
         if self.json:
             rows = [{"topology": canonical(graph), **asdict(each), **self._cost(each)} for graph, each in known.items()]
-            out.print(json_text.dumps({"workers": self.workers, "topologies": rows, "refused": refused}), markup=False)
+            print_json({"workers": self.workers, "topologies": rows, "refused": refused})
             return
         self._tabulate({canonical(graph): each for graph, each in known.items()})
         for reason in refused.values():

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json as json_text
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.console import err, out
+from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import as_typed, default_folder, settings_as_options
 from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
@@ -211,7 +210,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
                 err.print(f"no trace: {error}", markup=False)
         code = 0 if "notice" not in summary else LEFT_WITH_NOTICE
         if self.json:
-            out.print(json_text.dumps(summary), markup=False)
+            print_json(summary)
             return code
         show_summaries([summary])
         if code:

@@ -9,7 +9,7 @@ import sys
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
-from thinwire.cli.console import err, print_error
+from thinwire.cli.console import err, print_error, print_json
 from thinwire.core.units import nbytes, seconds
 from thinwire.errors import ConfigError
 
@@ -45,6 +45,7 @@ class Up:
         export: write the model that all workers agree on to this safetensors file at the end. What the script itself
             saves is rank 0's own replica.
         timeout: how long one wait may last, in seconds.
+        json: print the steps, bytes and waits as JSON at the end, after what the script prints.
         arguments: the script's own, after `--`.
     """
 
@@ -57,6 +58,7 @@ class Up:
     seed: int = 0
     export: Path | None = None
     timeout: float = 60.0
+    json: bool = False
     arguments: tuple[str, ...] = ()
 
     def __call__(self) -> int:
@@ -111,6 +113,15 @@ class Up:
         if done.rank == 0:
             stats = done.stats
             sent, waited = nbytes(stats.payload_bytes), seconds(stats.wait_seconds)
+            if self.json:
+                print_json(
+                    {
+                        "steps": stats.steps,
+                        "payload_bytes": stats.payload_bytes,
+                        "wait_seconds": stats.wait_seconds,
+                        "export": self.export,
+                    }
+                )
             _note(f"{stats.steps} steps; each worker sent {sent} and waited {waited} for messages")
             if self.export is not None:
                 _note(f"the model that all workers agree on is in {self.export}")
@@ -160,6 +171,7 @@ class Up:
         words += ["--seed", str(self.seed)] * (self.seed != Up.seed)
         words += ["--timeout", f"{self.timeout:g}"] * (self.timeout != Up.timeout)
         words += [] if self.export is None else ["--export", str(self.export)]
+        words += ["--json"] * self.json
         return [*words, "--", *self.arguments] if self.arguments else words
 
 

@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-import json as json_text
 import time
-from dataclasses import KW_ONLY, asdict, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.cli.console import out
+from thinwire.cli.console import out, print_json
 from thinwire.core.units import nbytes, score, seconds, share, times, workers
 from thinwire.errors import ConfigError
 
@@ -81,7 +80,7 @@ class Watch:
 
     def _print(self, found: Status, *, whole: bool = False) -> None:
         if self.json:
-            out.print(json_text.dumps(asdict(found)), markup=False)
+            print_json(found)
         elif whole:
             out.print(table(found))
         else:

@@ -17,7 +17,7 @@ HELLO = (*BARE_PYTHON, "import os, sys; print('hello', os.environ.get('THINWIRE_
 
 def test_everything_after_the_dashes_is_the_command():
     arguments = ["--workers", "2", "--link", "0:10mbit", "--", "python", "train.py", "--json", "--", "-x"]
-    command = parse_command("emulate", Emulate, arguments)
+    command = parse_command("thinwire emulate", Emulate, arguments)
     assert command == Emulate(("python", "train.py", "--json", "--", "-x"), workers=2, link="0:10mbit")
 
 

@@ -54,6 +54,6 @@ def test_the_page_is_shown_only_when_asked(run_folder, monkeypatch, unwritten):
 
 
 def test_the_flags_are_the_fields(tmp_path):
-    command = parse_command("report", Report, [str(tmp_path), "--trace", "--open"])
+    command = parse_command("thinwire report", Report, [str(tmp_path), "--trace", "--open"])
     assert command == Report(tmp_path, trace=True, open=True)
-    assert parse_command("report", Report, [str(tmp_path), "--json"]) == Report(tmp_path, json=True)
+    assert parse_command("thinwire report", Report, [str(tmp_path), "--json"]) == Report(tmp_path, json=True)
