@@ -255,6 +255,7 @@ def test_the_page_tells_the_first_of_each_kind(raced: Path) -> None:
     assert "100 Mbit, 4 workers: powersgd-4" in text
 
 
+@pytest.mark.slow
 def test_the_committed_page_is_what_the_results_say() -> None:
     assert page.PAGE.read_text(encoding="utf-8") == page.page(), "run `python -m benchmarks.race page`"
     assert page.TABLES.read_text(encoding="utf-8") == page.tables(), "run `python -m benchmarks.race page`"

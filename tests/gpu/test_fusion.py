@@ -192,6 +192,7 @@ def halving(one: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "LAMB"])
+@pytest.mark.slow
 def test_a_captured_step_is_the_eager_step(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With schedules, dropout, a slot that stops, and one that leaves."""
     monkeypatch.setenv("THINWIRE_DETERMINISTIC", "1")  # both compute by the same implementations

@@ -37,6 +37,7 @@ def serial() -> tuple[list[float], dict[str, Tensor]]:
 
 @pytest.mark.parametrize("panels", [Panels(), Panels(2)], ids=repr)
 @pytest.mark.parametrize(("rows", "columns"), [(2, 2), (1, 3)])
+@pytest.mark.slow
 def test_a_mesh_trains_as_the_serial_model(rows: int, columns: int, panels: Panels) -> None:
     def work(mesh: Mesh2D) -> tuple[list[float], dict[str, Any]]:
         model, losses = parallelized(mesh).to(DEVICE), list[float]()

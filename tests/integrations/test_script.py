@@ -225,6 +225,7 @@ def test_what_cannot_be_run_is_refused_in_words(tmp_path: Path, body: str, words
         assert words in notes[-1] and printed == ""
 
 
+@pytest.mark.slow
 def test_optimizers_and_scalers_that_the_process_had_before_are_not_the_script_s(tmp_path: Path) -> None:
     from thinwire.integrations.script import run_script
 

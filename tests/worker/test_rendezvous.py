@@ -101,6 +101,7 @@ def on_threads(size: int, work: Callable[[int], Any]) -> list[Any]:
     "size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)]
 )
 @pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.slow
 def test_training_over_a_bucket_equals_training_on_threads(recipe: str, size: int, tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}"
     found = on_threads(size, lambda _: run(recipe, tmp_path / "ours", rendezvous=url, workers=size))

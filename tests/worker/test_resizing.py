@@ -121,6 +121,7 @@ def memory(worker: Worker) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("name", fast_where(lambda name: name in ("1-bit Adam, overlapped", "FetchSGD", "SGD"), CASES))
+@pytest.mark.slow
 def test_four_workers_become_two_and_four_again_with_the_same_residual(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     residual = case[2]

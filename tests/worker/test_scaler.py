@@ -129,10 +129,12 @@ def assert_scaling_changes_no_bit(strategies: list[Strategy], folder: Path | Non
 
 
 @pytest.mark.parametrize("strategy", FEEDBACK, ids=repr)
+@pytest.mark.slow
 def test_residuals_are_as_without_a_scaler_whatever_its_scale_becomes(strategy: Strategy) -> None:
     assert_scaling_changes_no_bit([strategy])
 
 
+@pytest.mark.slow
 def test_residuals_go_on_from_a_checkpoint_and_after_a_switch_under_another_scale(tmp_path: Path) -> None:
     assert_scaling_changes_no_bit([FEEDBACK[0]], tmp_path)
     assert_scaling_changes_no_bit([AllReduce(ErrorFeedback(TopK(fraction))) for fraction in (0.25, 0.5, 0.25)])

@@ -90,6 +90,7 @@ def test_a_link_is_no_faster_than_asked_and_its_bytes_are_counted(user_namespace
 @here
 @pytest.mark.emulation
 @pytest.mark.parametrize("user_namespace", [False, True])
+@pytest.mark.slow
 def test_the_rates_of_links_can_be_changed(user_namespace):
     transfer, _, _ = exchange("200mbit", 1_000_000, later="200mbit,1:20mbit", user_namespace=user_namespace)
     assert transfer > 0.95 * 8e6 / 20e6
@@ -121,6 +122,7 @@ def test_without_a_limit_bytes_are_counted_all_the_same():
 @delays_here
 @pytest.mark.emulation
 @pytest.mark.parametrize("user_namespace", [False, True])
+@pytest.mark.slow
 def test_a_round_trip_takes_both_delays_and_rates_still_hold(user_namespace):
     transfer, trips, traffic = exchange("20mbit,0:20mbit+4ms,1:20mbit+6ms", 500_000, user_namespace=user_namespace)
     assert trips > 10 * 0.010

@@ -26,6 +26,7 @@ def test_the_command_prints_the_page_it_wrote(run_folder, unwritten, capsys):
     assert capsys.readouterr().out == f"{run_folder / 'report.html'}\n"
 
 
+@pytest.mark.slow
 def test_the_command_prints_every_path_as_json(tmp_path, capsys):
     folder = write_comparison(tmp_path / "two", (SAMPLES[0], SAMPLES[2]), steps=10)
     for sample in ("ddp", "local-sgd"):

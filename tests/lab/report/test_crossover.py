@@ -16,6 +16,7 @@ from thinwire.planning.plan.sweeps import LATENCIES, RATES, WORKERS
 RECIPES = ("AllReduce()", "SlowMo(period=16)", "LocalSGD(period=32)", "LocalSGD(period=8, codec=Quantize(4))")
 
 
+@pytest.mark.slow
 def test_no_word_lies_upon_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
     canvas = crossover.canvas

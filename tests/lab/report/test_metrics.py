@@ -79,6 +79,7 @@ def test_metrics_are_means_over_the_workers_that_recorded_them():
         assert "metrics" not in records[2].line()
 
 
+@pytest.mark.slow
 def test_metrics_survive_a_rewind_and_are_drawn(tmp_path: Path):
     write_run(tmp_path, steps=60)
     for name in ("timeline.jsonl", "links.json"):

@@ -128,6 +128,7 @@ def test_names_within_the_page_are_unique_and_every_reference_has_its_name(text,
     assert references <= set(names)
 
 
+@pytest.mark.slow
 def test_every_drawing_is_described_and_captioned(page):
     drawings = [attributes for tag, attributes in page.tags if tag == "svg"]
     # Each is there twice: for wide screens and for narrow ones.
@@ -136,6 +137,7 @@ def test_every_drawing_is_described_and_captioned(page):
     assert 2 * sum(tag == "figcaption" for tag, _ in page.tags) == len(drawings)
 
 
+@pytest.mark.slow
 def test_drawings_follow_the_choice_of_light_or_dark(text):
     drawings = "".join(re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL))
     assert not [tone.light for tone in TONES if tone.light in drawings]
@@ -177,6 +179,7 @@ def test_plots_are_images_of_a_good_size(comparison):
         assert height >= 150
 
 
+@pytest.mark.slow
 def test_a_single_run_has_no_trade_off_and_its_report_is_the_same_when_written_again(run_folder):
     written_files = write_report(run_folder)
     assert not {"pareto", "memory"} & {path.stem for path in written_files.plots}
@@ -215,6 +218,7 @@ def test_a_table_row_and_its_drawings_share_one_colour(text):
 
 
 @pytest.mark.parametrize("simulated", [True, False])
+@pytest.mark.slow
 def test_links_of_a_simulated_network_are_not_called_unlimited(run_folder, simulated):
     # The rates are in a network file.
     for name in ("config.json", "summary.json"):

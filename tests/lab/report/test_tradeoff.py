@@ -53,6 +53,7 @@ def test_figures_over_seeds_are_means_with_standard_deviations(comparison: Path)
     assert found.mean == 2.5 and found.deviation == pytest.approx(0.5**0.5)
 
 
+@pytest.mark.slow
 def test_a_mean_over_fewer_seeds_than_there_are_says_so(comparison: Path) -> None:
     reached = {"seconds_to_target": None, "eval_loss": None, "payload_bytes_per_worker_per_step": 1e9}
     changed(comparison / "push-sum.2/summary.json", **reached, diverged="the loss is nan")
@@ -66,6 +67,7 @@ def test_a_mean_over_fewer_seeds_than_there_are_says_so(comparison: Path) -> Non
     assert "On the Pareto front: PushSum" in text
 
 
+@pytest.mark.slow
 def test_the_page_draws_what_a_comparison_is_made_for(comparison: Path) -> None:
     changed(
         comparison / "push-sum/config.json",

@@ -31,6 +31,7 @@ def compared(capsys: Capture, *arguments: str) -> list[dict[str, Any]]:
     return json.loads(capsys.readouterr().out.splitlines()[0])
 
 
+@pytest.mark.slow
 def test_times_are_those_of_the_links_and_of_the_step(capsys: Capture, tmp_path: Path) -> None:
     given = ("--simulate", *TWO, "--step-seconds", "0.03", "--slow", "1:2x", "--link", "100kbit")
     every, local = compared(capsys, *given, "--out", str(tmp_path / "run"))
@@ -78,6 +79,7 @@ def test_a_pause_within_the_backward_pass_or_the_update_comes_on_top() -> None:
     assert simulate.run(1, work, network=simulate.Network(pauses=pauses)) == pytest.approx([14.75])
 
 
+@pytest.mark.slow
 def test_a_slow_worker_of_the_file_is_slow_in_its_whole_step(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "network.toml"
     file.write_text('network = {bandwidth = "10gbit"}\nworkers = [{ranks = 1, slowdown = 4}]')
@@ -86,6 +88,7 @@ def test_a_slow_worker_of_the_file_is_slow_in_its_whole_step(capsys: Capture, tm
     assert found["seconds_per_step"] == pytest.approx(0.12, 0.02)
 
 
+@pytest.mark.slow
 def test_waits_may_take_as_long_as_the_slowest_link_of_the_file_needs(capsys: Capture, tmp_path: Path) -> None:
     file = tmp_path / "network.toml"
     file.write_text('network = {bandwidth = "10kbit"}')  # an all-reduce takes longer than the usual minute
@@ -94,6 +97,7 @@ def test_waits_may_take_as_long_as_the_slowest_link_of_the_file_needs(capsys: Ca
     assert found["steps"] == 6 and found["seconds_per_step"] > 10
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_is_told_and_the_next_one_follows(capsys: Capture, tmp_path: Path) -> None:
     out, given = tmp_path / "run", ("--simulate", "--step-seconds", "0.03", "--lr", "1e25", "--optimizer", "sgd")
     recipes = ("--strategies", "AllReduce(); LocalSGD(period=2)")

@@ -314,6 +314,7 @@ def test_lines_that_are_not_libsvm_are_refused(tmp_path: Path, line: str) -> Non
         tasks.load("a9a", data=tmp_path)
 
 
+@pytest.mark.slow
 def test_multi30k_is_read_and_translated(tmp_path: Path) -> None:
     write_multi30k(tmp_path)
     task = tasks.load("multi30k", data=tmp_path)
