@@ -61,7 +61,7 @@ def page() -> str:
 def tables() -> str:
     """Return every table, rate and check, and the rule that was committed before the runs."""
     head = "# The race: tables, rates and the rule\n\n`docs/race.md` has the results in short.\n"
-    return _joined(head, _tables(), _rates(), _TRIED, _checks(), _rule())
+    return _joined(head, _tables(), _rates(), _predicted(), _TRIED, _checks(), _rule())
 
 
 def _joined(*parts: str) -> str:
@@ -191,13 +191,26 @@ def _planned() -> str:
         return "\n".join([*lines[:2], f"{NOT_RUN.capitalize()}."])
     near, count = planner.near()
     steps = (
-        f"Predicted and measured seconds of a step of every thinwire racer that is a recipe of the plan, by link: "
-        f"{near} of {count} predictions are within {100 * planner.NEAR:.0f} % of what was measured, on a machine whose "
-        "speed varies by a tenth."
+        f"Of the seconds of a step, {near} of {count} predictions are within {100 * planner.NEAR:.0f} % of what was "
+        "measured, on a machine whose speed varies by a tenth."
     )
+    return "\n".join([*lines, *found, "", steps])
+
+
+def _predicted() -> str:
+    """Return predicted and measured times of a step, by racer and link."""
     links = planner.asked()
-    heads = [f"| Racer | {' | '.join(links)} |", f"| --- |{' ---: |' * len(links)}"]
-    return "\n".join([*lines, *found, "", steps, "", *heads, *planner.step_lines()])
+    return "\n".join(
+        [
+            "## Predicted and measured seconds of a step",
+            "",
+            "Of every thinwire racer that is a recipe of the plan:",
+            "",
+            f"| Racer | {' | '.join(links)} |",
+            f"| --- |{' ---: |' * len(links)}",
+            *planner.step_lines(),
+        ]
+    )
 
 
 def _title_of(task: str, link: str, workers: int) -> str:
