@@ -17,9 +17,9 @@ ELSEWHERE = """
 import sys
 import torch, torch.distributed, torch.utils._pytree, numpy, ctypes, os, signal, socket, pathlib
 import torch.nn.parallel, torch.optim, torch.distributed.fsdp, torch.distributed.tensor, torch.nn.utils.parametrize
-import importlib.metadata, multiprocessing, subprocess, asyncio, cyclopts, rich.console, rich.progress, safetensors.torch
+import importlib.metadata, multiprocessing, subprocess, asyncio, cyclopts, rich.console, safetensors.torch
 import matplotlib.figure, matplotlib.backends.backend_agg, selectors, tempfile, shutil, platform, http.server
-import torch._dynamo, torch.distributed.checkpoint
+import torch._dynamo, torch.distributed.checkpoint, rich.progress
 import torch.func, torch._functorch.predispatch, sklearn.datasets
 
 HIDDEN = {
