@@ -48,6 +48,7 @@ from thinwire.elastic.closing import Closing, Contribution
 from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.notice import Notice
 from thinwire.elastic.threads import ThreadNetwork
+from thinwire.planning.plan import explain, parse_store
 
 PERIOD, RATE, SIZE, NUMEL = 4, 0.05, 3, 24
 TARGETS = torch.randn(SIZE + 2, NUMEL, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -261,6 +262,32 @@ def test_a_slow_worker_is_named_while_the_others_wait_for_it(caplog: pytest.LogC
         assert stats.averages == 6 and len(stats.workers) == SIZE
         assert (stats.slow_worker.rank, stats.slow_worker.cause) == (1, "compute")
     assert sum("rank 1 costs the other workers" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("codec", [None, ErrorFeedback(Nearest(bits=8))])
+def test_explain_has_the_bytes_of_a_round(codec: Any) -> None:
+    options = LateMerging(codec=codec, quorum=0.5, tokens=9.0)
+    strategy = DiLoCo(period=PERIOD)
+    card = explain(strategy, parameters=Model(), workers=SIZE, late=options)
+    assert card.late is not None and "2 of 3 workers and 9 tokens" in card.late.closes
+    with attach(
+        (model := Model()),
+        torch.optim.SGD(model.parameters(), lr=RATE),
+        strategy,
+        elastic=options,
+        rendezvous=f"memory://{secrets.token_hex(8)}",
+    ) as worker:
+        for step in range(2 * PERIOD):
+            model.x.grad = gradient(0, step, model.x.detach())
+            worker.record_batch(3)
+            worker.optimizer.step()
+        assert worker.stats().payload_bytes == 2 * card.late.sent_bytes_per_round
+    assert card.late.received_bytes_per_round == 2 * card.late.sent_bytes_per_round
+    store = parse_store("40ms,20mbit,50mbit")
+    over = explain(strategy, parameters=Model(), workers=SIZE, late=options, store=store).bucket
+    assert over is not None and (over.puts_per_step, over.gets_per_step) == (1 / PERIOD, SIZE / PERIOD)
+    with pytest.raises(ConfigError, match="one plain mean"):
+        explain(AllReduce(), parameters=10, workers=2, late=options)
 
 
 def test_a_log_survives_json() -> None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from thinwire.methods.strategies.base import Strategy
     from thinwire.planning.plan import BucketCost, Card
+    from thinwire.planning.plan.late import LateCost
     from thinwire.planning.plan.traffic import MakeOptimizer
 
 _MOST_NAMED_RANKS = 8
@@ -49,6 +50,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             given, 0.005,0.0004,0.09.
         step_seconds: with --bucket, the duration of a step without communication.
         dtype: data type of the parameters.
+        late: explain rounds that close without late workers, as attach(elastic=LateMerging()) has them.
         json: print everything as JSON.
     """
 
@@ -63,6 +65,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
     prices: str | None = None
     step_seconds: float = 0.2
     dtype: Literal["float64", "float32", "bfloat16", "float16"] = "float32"
+    late: bool = False
     json: bool = False
 
     def __call__(self) -> int:
@@ -77,6 +80,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             return 0
         import torch
 
+        from thinwire.elastic.late import LateMerging
         from thinwire.planning.plan import explain, parse_store
 
         if self.recipe is None:
@@ -93,6 +97,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             bits_per_second=bits_per_second,
             store=None if self.bucket is None else parse_store(self.bucket, self.prices),
             step_seconds=self.step_seconds,
+            late=LateMerging() if self.late else None,
         )
         if self.json:
             print_json(card)
@@ -113,6 +118,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             "bucket": self.bucket,
             "workers": self.workers,
             "dtype": self.dtype,
+            "late": self.late,
             **{name: given[name] for name in _OF_OPTIMIZER},
         }
         for name, value in other.items() if meshes else ():
@@ -232,7 +238,10 @@ def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str
     if not card.repeats:
         alike = f"which does not repeat; means over {card.period} steps"
     equal = card.rank == 0 and card.mean_sent_bytes_per_step == card.sent_bytes_per_step
-    yield f"{'One worker' if equal else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
+    if card.late is None:
+        yield f"{'One worker' if equal else f'Rank {card.rank}, the busiest'}: traffic, {alike}", _traffic(card)
+    else:
+        yield "One worker, with LateMerging: traffic of a round", _of_rounds(card.late)
     if card.bucket is not None:
         yield "Over the bucket", _over_bucket(card.bucket)
     memory = card.memory_bytes_per_parameter
@@ -291,6 +300,19 @@ def _traffic(card: Card) -> list[tuple[str, str]]:
         transfer = f"{seconds(card.seconds_per_step)} of transfer a step{longest}"
         lines.append((rate(card.bits_per_second), f"{transfer}; transfers that overlap with computation cost no time"))
     return lines
+
+
+def _of_rounds(cost: LateCost) -> list[tuple[str, str]]:
+    return [
+        ("sent", nbytes(cost.sent_bytes_per_round)),
+        ("received", f"{nbytes(cost.received_bytes_per_round)}, if all workers are present"),
+        ("closes", f"when {cost.closes}"),
+        ("late work", cost.late),
+        (
+            "memory",
+            f"besides that below, a copy of the parameters and {nbytes(cost.received_bytes_per_round)} received",
+        ),
+    ]
 
 
 def _over_bucket(cost: BucketCost) -> list[tuple[str, str]]:

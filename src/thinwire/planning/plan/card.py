@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -12,12 +13,14 @@ from torch import Tensor, nn
 
 from thinwire.core.comm.bucket import Objects
 from thinwire.core.kernels.decisions import assume_least
+from thinwire.elastic.late import LateMerging
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.cast import Bf16
 from thinwire.methods.strategies.base import Strategy, check_workers, nested
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.topology.base import check_size
 from thinwire.planning.plan.bucket import BucketCost, Store, bucket_cost
+from thinwire.planning.plan.late import LateCost, late_cost, late_objects
 from thinwire.planning.plan.peak import PeakMemory
 from thinwire.planning.plan.ranks import Look, Looks, look_at_ranks
 from thinwire.planning.plan.traffic import DryRun, MakeOptimizer, StepTraffic, cycle, topologies
@@ -99,6 +102,8 @@ class Card:
             that overlap with computation.
         largest_step_seconds: the same for the step with the longest transfer.
         bucket: the cost over a bucket; None if none was given.
+        late: the bytes and the rule of rounds that close without late workers, in place of the traffic of rounds that
+            all workers end together; None if all do.
     """
 
     recipe: str
@@ -128,6 +133,7 @@ class Card:
     seconds_per_step: float | None
     largest_step_seconds: float | None
     bucket: BucketCost | None = None
+    late: LateCost | None = None
 
 
 def explain(
@@ -141,6 +147,7 @@ def explain(
     bucket_bytes: int = _BUCKET_BYTES,
     store: Store | None = None,
     step_seconds: float = 0.2,
+    late: LateMerging | None = None,
 ) -> Card:
     """Run a strategy on meta tensors until its traffic repeats, and add up bytes, messages and memory.
 
@@ -158,9 +165,10 @@ def explain(
         bucket_bytes: bytes of gradient per message, as for `attach`.
         store: a bucket over which the workers train, to predict requests, seconds and prices.
         step_seconds: of a step without communication, for the figures of a day.
+        late: how rounds close without late workers.
 
     Raises:
-        ConfigError: the recipe cannot serve this number of workers, or a value is out of its range.
+        ConfigError: the recipe cannot serve this number of workers or cannot be late, or a value is out of its range.
 
     Example:
         Averaging every 8 steps sends an eighth of what an all-reduce at every step does.
@@ -175,6 +183,14 @@ def explain(
     if bits_per_second is not None and not 0 < bits_per_second < float("inf"):
         raise ConfigError(f"bits_per_second={bits_per_second}: must be positive and finite, such as 1e8")
     rank, run = found.busiest.rank, found.busiest.run
+    objects, merging = [step.objects for step in found.busiest.steps], None
+    if late is not None:
+        late.check(strategy, run.worker.optimizer, init="broadcast", global_batch=None)
+        vectors = Counter[torch.dtype]()
+        for shape, own in zip(shapes, dtypes, strict=True):
+            vectors[own] += prod(shape)
+        merging = late_cost(late, [(numel, own.itemsize) for own, numel in vectors.items()], workers)
+        objects = late_objects(merging, strategy.traits.period or 1, workers)
     steps = least = found.busiest.steps
     if strategy.traits.data_dependent_bytes:
         with assume_least():
@@ -207,9 +223,8 @@ def explain(
         bits_per_second=bits_per_second,
         seconds_per_step=None if seconds is None else _mean(seconds),
         largest_step_seconds=None if seconds is None else max(seconds),
-        bucket=None
-        if store is None
-        else bucket_cost(strategy, [step.objects for step in steps], store, workers, step_seconds),
+        bucket=None if store is None else bucket_cost(strategy, objects, store, workers, step_seconds),
+        late=merging,
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rounds of unequal workers in virtual time: how much of their speed a quorum and a grace window use."""
+"""Rounds that close without late workers: their bytes, and how much of the speed of unequal workers they use."""
 
 from __future__ import annotations
 
@@ -7,16 +7,70 @@ import heapq
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import ceil
 from statistics import fmean
 
+from thinwire.core.comm.bucket import Objects
 from thinwire.elastic.closing import Closer, CloseRule, Closing, Contribution, discount
+from thinwire.elastic.late import LateMerging
 
+_HEADER_BYTES = 256.0  # of a contribution, about
 QUORUMS = (0.1, 0.25, 0.5, 0.75, 0.9, 1.0)
 DEVIATIONS = (0.0, 1.0, 3.0, 6.0)
 _CLOSE = 0.99
 _ROUNDS = 20  # of the slowest worker, which a recommendation simulates
 Cell = tuple[float, float]
 """A quorum, and the deviations of a grace window."""
+
+
+@dataclass(frozen=True)
+class LateCost:
+    """What rounds send that close without late workers.
+
+    Attributes:
+        sent_bytes_per_round: one contribution of one worker.
+        received_bytes_per_round: those of the others, if all are present.
+        closes: when a round closes.
+        late: what becomes of late work.
+    """
+
+    sent_bytes_per_round: float
+    received_bytes_per_round: float
+    closes: str
+    late: str
+
+
+def late_cost(late: LateMerging, numels: Sequence[tuple[int, int]], workers: int) -> LateCost:
+    """Compute the bytes of a round.
+
+    Args:
+        late: the options.
+        numels: of each vector of parameters, the number of its elements, and the bytes of one.
+        workers: number of workers.
+
+    Example:
+        >>> from thinwire import LateMerging
+        >>> late_cost(LateMerging(), [(1000, 4)], workers=4).sent_bytes_per_round
+        4000.0
+    """
+    codec = late.codec
+    sent = float(sum(n * max(size, 4) if codec is None else codec.nbytes(n) for n, size in numels))
+    needed = max(1, ceil(late.quorum * workers))
+    tokens = f" and {late.tokens:g} tokens" * (late.tokens > 0)
+    window = f"the median time of one plus {late.deviations:g} deviations is over, or all usual ones have"
+    becomes = {"discounted": "a discount for its age", "full": "no discount"}
+    return LateCost(
+        sent_bytes_per_round=sent,
+        received_bytes_per_round=sent * (workers - 1),
+        closes=f"contributions of {needed} of {workers} workers{tokens} have arrived and {window}",
+        late=f"counts in a later round by its tokens, with {becomes[late.late]}" if late.late in becomes else "dropped",
+    )
+
+
+def late_objects(cost: LateCost, period: int, workers: int) -> list[Objects]:
+    """Return the objects of a bucket in each step of a round: a contribution, those of the others, and the closing."""
+    up, down = cost.sent_bytes_per_round + _HEADER_BYTES, cost.received_bytes_per_round + workers * _HEADER_BYTES
+    return [Objects()] * (period - 1) + [Objects(puts=1, gets=workers, up=up, down=down, stages=2)]
 
 
 @dataclass(frozen=True)
