@@ -10,7 +10,6 @@ follow: coresets, stragglers, exposed time, compression; half an hour, with `--q
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 
 from benchmarks import compressed, coreset, stragglers
 from benchmarks.paired import run_in_turns
+from thinwire.core.statistics import ratios
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import Comparison, compare
 from thinwire.lab.runs.defaults import resolve
@@ -50,12 +50,10 @@ def exposed(steps: int, rounds: int) -> Comparison:
 
 def exposed_row(comparison: Comparison) -> Row:
     """How much of AllReduce's waiting LocalSGD(8) keeps."""
-    every = [
-        local["exposed_seconds_per_step"] / whole["exposed_seconds_per_step"]
-        for whole, local in zip(*comparison.rounds, strict=True)
-    ]
-    spread = f"{min(every):.4f} to {max(every):.4f}"
-    return ("exposed: LocalSGD(8) / AllReduce, 100mbit", f"{statistics.median(every):.4f}", spread, "0.1125 to 0.1375")
+    whole, local = ([each["exposed_seconds_per_step"] for each in rounds] for rounds in comparison.rounds)
+    every = ratios(local, whole)
+    extremes = f"{every.low:.4f} to {every.high:.4f}"
+    return ("exposed: LocalSGD(8) / AllReduce, 100mbit", f"{every.median:.4f}", extremes, "0.1125 to 0.1375")
 
 
 def main(arguments: Sequence[str]) -> None:

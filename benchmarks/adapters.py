@@ -23,10 +23,11 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.fusion import ratios, seconds
+from benchmarks.fusion import seconds
 from thinwire.arrays.finetuning import AdapterArray, adapters
 from thinwire.arrays.finetuning.capacity import PeakMemory
 from thinwire.arrays.fusion import AdamW, Each, keep_memory
+from thinwire.core.statistics import ratios
 
 # Hidden size, layers; the base of 25 million parameters is the last.
 BASES = {"0.4 M": (64, 4), "3 M": (192, 6), "25 M": (512, 8)}
@@ -90,7 +91,7 @@ def speed(rounds: int = 7) -> None:
                 continue
             base, ids = base_of(*sizes), torch.randint(1000, (members, rows, length))
             found = seconds({"array": as_array(base, members, ids), "separate": one_by_one(base, members, ids)}, rounds)
-            low, middle, high = ratios(found["separate"], found["array"])
+            low, middle, high = ratios(found["separate"], found["array"]).quartiles
             times = [1e3 * sorted(each)[len(each) // 2] for each in found.values()]
             print(
                 f"{name:6} {members:7} {rows:4} {length:6} {times[0]:9.1f} {times[1]:12.1f}  "
@@ -148,7 +149,7 @@ def gpu(rounds: int = 5) -> None:
                 torch.cuda.synchronize()
                 if turn >= 0:
                     taken[name].append((time.perf_counter() - began) / 2)
-        low, middle, high = ratios(taken["separate"], taken["array"])
+        low, middle, high = ratios(taken["separate"], taken["array"]).quartiles
         times = [1e3 * statistics.median(each) for each in taken.values()]
         print(
             f"{members} members of {rows} x {length}: array {times[0]:.1f} ms, separate {times[1]:.1f} ms, "

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns
+from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns, with_seconds
 from thinwire.lab import tasks
 from thinwire.lab.emulate import available
 
@@ -94,11 +93,8 @@ def rows_of(link: str | None, turns: Mapping[str, Turns]) -> list[Row]:
     """The ratios over one link, formed within each round, with their quartiles."""
     rows: list[Row] = []
     for over, under, what in RATIOS:
-        each = [a / b for a, b in zip(turns[over].wall, turns[under].wall, strict=True)]
-        low, median, high = statistics.quantiles(each, n=4)
-        seconds = " against ".join(f"{statistics.median(turns[name].wall):.3f} s" for name in (over, under))
-        bar = BARS.get((link or "", under), "")
-        rows.append((f"{what}, {link or 'unshaped'}", f"{median:.3f}", f"{low:.3f} to {high:.3f}; {seconds}", bar))
+        figures = with_seconds(turns[over].wall, turns[under].wall)
+        rows.append((f"{what}, {link or 'unshaped'}", *figures, BARS.get((link or "", under), "")))
     return rows
 
 

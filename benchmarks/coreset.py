@@ -7,7 +7,6 @@ python -m benchmarks.coreset [--quick]
 from __future__ import annotations
 
 import json
-import statistics
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from thinwire.core.statistics import ratios, spread
 
 Found = dict[str, Any]
 Row = tuple[str, str, str, str]
@@ -182,10 +183,10 @@ def _against_apricot(rounds: int) -> list[Row]:
 
 
 def _faster(what: str, pairs: list[tuple[Found, Found]]) -> Row:
-    ratios = [theirs["seconds"] / mine["seconds"] for theirs, mine in pairs]
-    seconds = [statistics.median(pair[i]["seconds"] for pair in pairs) for i in (0, 1)]
-    spread = f"{min(ratios):.1f} to {max(ratios):.1f}; {seconds[1]:.2f} s against {seconds[0]:.2f} s"
-    return (what, f"{statistics.median(ratios):.1f}", spread, "5")
+    theirs, mine = ([pair[i]["seconds"] for pair in pairs] for i in (0, 1))
+    faster = ratios(theirs, mine)
+    seconds = f"{spread(mine).median:.2f} s against {spread(theirs).median:.2f} s"
+    return (what, f"{faster.median:.1f}", f"{faster.low:.1f} to {faster.high:.1f}; {seconds}", "5")
 
 
 def _memory(found: Found) -> str:

@@ -27,6 +27,7 @@ from thinwire.arrays.sweep.sampling import RandomSampler
 from thinwire.arrays.sweep.space import Space, parse_domain
 from thinwire.arrays.sweep.sweeping import sweep
 from thinwire.arrays.sweep.training import Plan, train_alone
+from thinwire.core.statistics import ratios
 from thinwire.lab.tasks import load
 
 Row = tuple[str, ...]
@@ -136,18 +137,14 @@ def layer_rows(quick: bool) -> Iterator[Row]:
                 draw = torch.Generator().manual_seed(0)
                 contenders = layer(factory, torch.randn(shape, generator=draw), size, shared)
                 found = seconds(contenders, 7 if quick else 15, least_seconds=0.3 if quick else 1.5)
-                over = {other: ratios(found["array"], found[other]) for other in contenders if other != "array"}
+                over = {
+                    other: ratios(found["array"], found[other]).quartiles for other in contenders if other != "array"
+                }
                 strict = max(over["loop"], over["vmap"], key=lambda each: each[1])
                 label = f"{name}, B={size}, {'shared' if shared else 'own'} input"
                 times = (f"{1e3 * statistics.median(every):.2f}" for every in found.values())
                 low, middle, high = (f"{each:.2f}" for each in strict)
                 yield (label, *times, f"{middle} ({low} to {high})")
-
-
-def ratios(over: Sequence[float], under: Sequence[float]) -> tuple[float, float, float]:
-    """Return the quartiles of ratios within rounds."""
-    low, middle, high = statistics.quantiles((a / b for a, b in zip(over, under, strict=True)), n=4)
-    return low, middle, high
 
 
 def perceptron() -> nn.Module:
@@ -247,7 +244,7 @@ def step_rows(quick: bool) -> list[Row]:
         }
         found = seconds(contenders, 15 if quick else 60)
         for other in ("loop", "vmap", "vmap, one rate"):
-            low, middle, high = ratios(found[other], found["array"])
+            low, middle, high = ratios(found[other], found["array"]).quartiles
             milliseconds = f"{1e3 * statistics.median(found['array']):.2f}"
             rows.append(
                 (f"{name}, B={size}, Adam: array vs {other}", milliseconds, f"{middle:.2f}", f"{low:.2f} to {high:.2f}")

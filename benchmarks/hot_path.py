@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from types import FrameType
 
 import torch
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 import thinwire
 from benchmarks.paired import Step, Turns, run_in_turns, start, take_turns
+from thinwire.core.statistics import ratios, spread
 
 _FED_BACK = "ErrorFeedback(Nearest(bits=4))"
 RECIPES = (
@@ -130,12 +130,9 @@ def table() -> str:
     rows = ["| recipe | µs a tensor | ns a parameter | bytes a parameter |", "| --- | ---: | ---: | ---: |"]
     for recipe, found in run_in_turns("hot_path", 2, "--worker").items():
         many, large = found[f"{MANY[0]} tensors"], found[f"{LARGE[0]} tensors"]
-        rows.append(f"| `{recipe}` | {_spread(many, 1e6)} | {_spread(large, 1e9)} | {found['bytes']:.2f} |")
+        tensors, parameters = spread(many).words(".2f", scale=1e6), spread(large).words(".2f", scale=1e9)
+        rows.append(f"| `{recipe}` | {tensors} | {parameters} | {found['bytes']:.2f} |")
     return "\n".join(rows) + "\n"
-
-
-def _spread(values: Sequence[float], scale: float) -> str:
-    return f"{scale * median(values):.2f} ({scale * min(values):.2f} to {scale * max(values):.2f})"
 
 
 def profile(recipe: str) -> None:
@@ -204,9 +201,8 @@ def step_table() -> str:
     turns = take_turns(steps, rounds=15, steps=200)
     rows = ["| recipe | µs a step | times plain |", "| --- | ---: | ---: |"]
     for recipe, found in turns.items():
-        ratios = [ours / bare for ours, bare in zip(found.cpu, turns[BARE].cpu, strict=True)]
-        spread = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        rows.append(f"| `{recipe}` | {1e6 * median(found.cpu):.0f} | {spread} |")
+        times = ratios(found.cpu, turns[BARE].cpu).words(".2f")
+        rows.append(f"| `{recipe}` | {1e6 * spread(found.cpu).median:.0f} | {times} |")
     return "\n".join(rows) + "\n"
 
 

@@ -32,6 +32,7 @@ from thinwire.core.kernels import adaptive
 from thinwire.core.kernels.base import compiled
 from thinwire.core.kernels.reference import adaptive as by_torch
 from thinwire.core.kernels.reference import chunks, largest, quantized, rounded, signs, sketched
+from thinwire.core.statistics import ratios
 
 Row = tuple[str, str, str, str, str]
 Work = Callable[[], object]
@@ -242,8 +243,8 @@ def measured(case: Case, x: Tensor, torch_rounds: int) -> Row:
     beside_torch = turns_of({"theirs": case.theirs, "ours": case.ours}, torch_rounds, warm_up=int(torch_rounds > 1))
     each = beside_copy["ours"]
     nanoseconds = statistics.median(each) / x.numel() * 1e9
-    share = statistics.median(base / mine for base, mine in zip(beside_copy["copy"], each, strict=True))
-    ratio = statistics.median(base / mine for base, mine in zip(*beside_torch.values(), strict=True))
+    share = ratios(beside_copy["copy"], each).median
+    ratio = ratios(*beside_torch.values()).median
     bar = "" if case.bar is None else f"{case.bar} ns, 5x"
     spread = f"{nanoseconds:.2f} ({min(each) / x.numel() * 1e9:.2f} to {max(each) / x.numel() * 1e9:.2f})"
     return (case.name, spread, f"{share:.2f}", f"{ratio:.1f}", bar)

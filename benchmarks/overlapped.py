@@ -23,7 +23,6 @@ import argparse
 import json
 import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,9 +33,10 @@ import torch
 import torch.distributed as dist
 
 import thinwire
-from benchmarks.paired import start, together
+from benchmarks.paired import run_in_turns, start, together
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab import tasks
-from thinwire.lab.emulate import Network, available, parse_links, run_workers
+from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import short_name
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.runs.folder import RunFolder
@@ -112,23 +112,12 @@ def one_turn(one: Contender, *, periods: int = 2) -> tuple[float, float]:
 
 def times(link: str, rounds: int) -> Iterator[str]:
     """A line for each recipe over one link."""
-    lines: list[str] = []
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout":
-            lines.append(line)
-        elif stream == "stderr":
-            print(line, file=sys.stderr, flush=True)
-
-    with Network(parse_links(link, WORKERS)) as network:
-        command = [sys.executable, "-m", "benchmarks.overlapped", "--work", str(rounds)]
-        run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
-    seconds: dict[str, list[tuple[float, float]]] = json.loads("".join(lines))
+    seconds = run_in_turns("overlapped", WORKERS, "--work", str(rounds), link=link)
     for recipe in CODED:
-        pairs = [list(zip(*turns, strict=True)) for turns in zip(seconds[recipe], seconds[ALONE], strict=True)]
-        walls, cpus = ([one / base for one, base in clock] for clock in zip(*pairs, strict=True))
-        medians = (f"{statistics.median(wall for wall, _ in seconds[name]):.3f} s" for name in (recipe, ALONE))
-        yield f"| {link} | `{recipe}` | {with_range(walls)} | {with_range(cpus)} | {' against '.join(medians)} |"
+        clocks = list(zip(*(zip(*seconds[name], strict=True) for name in (recipe, ALONE)), strict=True))
+        wall, cpu = (ratios(*clock).words(".3f") for clock in clocks)
+        medians = (f"{spread(each).median:.3f} s" for each in clocks[0])
+        yield f"| {link} | `{recipe}` | {wall} | {cpu} | {' against '.join(medians)} |"
 
 
 def losses(folder: Path, steps: int, rounds: int) -> Iterator[str]:
@@ -149,14 +138,9 @@ def losses(folder: Path, steps: int, rounds: int) -> Iterator[str]:
     # Round by round, so that an interrupted comparison has whole rounds.
     found = [{recipe: loss(recipe, seed) for recipe in recipes} for seed in range(rounds)]
     for coded, uncoded in zip(CODED, UNCODED, strict=True):
-        ratios = ([each[coded] / each[base] for each in found] for base in (uncoded, LOCAL))
-        mean = statistics.mean(each[coded] for each in found)
-        yield f"| `{coded}` | {mean:.4f} | {' | '.join(with_range(each) for each in ratios)} |"
-
-
-def with_range(values: Sequence[float]) -> str:
-    """The median, and the least and the most."""
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+        ends = {recipe: [each[recipe] for each in found] for recipe in (coded, uncoded, LOCAL)}
+        over = (ratios(ends[coded], ends[base]).words(".3f") for base in (uncoded, LOCAL))
+        yield f"| `{coded}` | {spread(ends[coded]).mean:.4f} | {' | '.join(over)} |"
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Network, parse_links, run_workers
 
 Step = Callable[[], None]
@@ -54,17 +55,18 @@ def take_turns(contenders: Mapping[str, Step], *, rounds: int, steps: int, warm_
 def run_in_turns(module: str, workers: int, *arguments: str, link: str | None = None) -> dict[str, Any]:
     """Run a benchmark of this package whose contenders take turns, once, and return what rank 0 has reported."""
     lines: list[str] = []
+    others: list[str] = []
     command = [sys.executable, "-m", f"benchmarks.{module}", *arguments]
 
     def keep(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout":
-            lines.append(line)
+        (lines if (rank, stream) == (0, "stdout") else others).append(line)
 
-    if link is None:
-        run_workers(command, workers, on_line=keep, timeout=900)
-    else:
-        with Network(parse_links(link, workers)) as network:
-            run_workers(command, workers, network=network, on_line=keep, timeout=900)
+    with ExitStack() as contexts:
+        network = None if link is None else contexts.enter_context(Network(parse_links(link, workers)))
+        one = {"OMP_NUM_THREADS": "1"}
+        exits = run_workers(command, workers, network=network, environment=one, on_line=keep, timeout=900)
+    if any(each.code for each in exits):
+        raise SystemExit("\n".join([*lines, *others][-30:]))
     found: dict[str, Any] = json.loads("".join(lines))
     return found
 
@@ -82,10 +84,10 @@ def report(turns: Mapping[str, Turns], *, baseline: str) -> None:
     base = turns[baseline]
     rows = {
         name: {
-            "median_seconds_per_step": round(statistics.median(turn.wall), 5),
-            "median_cpu_seconds_per_step": round(statistics.median(turn.cpu), 5),
-            f"speed_vs_{baseline}": ratios(base.wall, turn.wall),
-            f"cpu_speed_vs_{baseline}": ratios(base.cpu, turn.cpu),
+            "median_seconds_per_step": round(spread(turn.wall).median, 5),
+            "median_cpu_seconds_per_step": round(spread(turn.cpu).median, 5),
+            f"speed_vs_{baseline}": _quartiles(base.wall, turn.wall),
+            f"cpu_speed_vs_{baseline}": _quartiles(base.cpu, turn.cpu),
         }
         for name, turn in turns.items()
     }
@@ -93,11 +95,16 @@ def report(turns: Mapping[str, Turns], *, baseline: str) -> None:
     sys.stdout.flush()
 
 
-def ratios(base: list[float], values: list[float]) -> dict[str, float]:
-    """Median and quartiles of base / value, round by round."""
-    each = [b / v for b, v in zip(base, values, strict=True)]
-    low, median, high = statistics.quantiles(each, n=4)
-    return {"low": round(low, 4), "median": round(median, 4), "high": round(high, 4)}
+def _quartiles(base: list[float], values: list[float]) -> dict[str, float]:
+    quartiles = ratios(base, values).quartiles
+    return {name: round(each, 4) for name, each in zip(("low", "median", "high"), quartiles, strict=True)}
+
+
+def with_seconds(over: list[float], under: list[float]) -> tuple[str, str]:
+    """The median ratio within rounds, and its quartiles with the seconds of both, in words."""
+    low, middle, high = ratios(over, under).quartiles
+    seconds = " against ".join(f"{spread(each).median:.3f} s" for each in (over, under))
+    return f"{middle:.3f}", f"{low:.3f} to {high:.3f}; {seconds}"
 
 
 def start() -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,10 +24,11 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from benchmarks.paired import Step, start, take_turns
+from benchmarks.paired import Step, run_in_turns, start, take_turns, with_seconds
 from benchmarks.sparse import run
+from thinwire.core.statistics import spread
 from thinwire.lab import tasks
-from thinwire.lab.emulate import Network, available, parse_links, run_workers
+from thinwire.lab.emulate import available
 
 WORKERS, RANKS = 4, (1, 2, 4)
 STEPS, SEEDS, DENSE = 240, (0, 1, 2), 10
@@ -90,7 +90,7 @@ def losses(folder: Path) -> None:
     print("|---|---|---|---|---|---|")
     for rank in RANKS:
         each = [found[f"{name} {rank}"] for name in ("ours", "dense first", "torch")]
-        cells = [f"{statistics.mean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})" for losses in each]
+        cells = [spread(losses).words(".4f", of="mean") for losses in each]
         for ours in each[:2]:
             cells.append(", ".join(f"{own / hook:.3f}" for own, hook in zip(ours, each[2], strict=True)))
         print(f"| {rank} | {' | '.join(cells)} |")
@@ -106,23 +106,12 @@ def main(arguments: Sequence[str]) -> None:
         return
     if reason := available():
         raise SystemExit(reason)
-    lines: list[str] = []
-    command = [sys.executable, "-m", "benchmarks.power_sgd", "work", "3" if "--quick" in arguments else "12"]
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        if rank == 0 and stream == "stdout":
-            lines.append(line)
-
-    with Network(parse_links("100mbit", WORKERS)) as network:
-        run_workers(command, WORKERS, network=network, on_line=keep, timeout=900)
-    turns: dict[str, list[float]] = json.loads("".join(lines))
+    turns = run_in_turns("power_sgd", WORKERS, "work", "3" if "--quick" in arguments else "12", link="100mbit")
     print("| what, 100 Mbit | median | quartiles | bar |\n|---|---|---|---|")
     for rank in RANKS:
         for over, bar in ((f"torch {rank}", "1.0"), ("alone 0", "")):
-            each = [a / b for a, b in zip(turns[f"ours {rank}"], turns[over], strict=True)]
-            low, median, high = statistics.quantiles(each, n=4)
-            seconds = " against ".join(f"{statistics.median(turns[name]):.3f} s" for name in (f"ours {rank}", over))
-            print(f"| rank {rank}: step / {over}'s | {median:.3f} | {low:.3f} to {high:.3f}; {seconds} | {bar} |")
+            median, rest = with_seconds(turns[f"ours {rank}"], turns[over])
+            print(f"| rank {rank}: step / {over}'s | {median} | {rest} | {bar} |")
 
 
 if __name__ == "__main__":

@@ -54,11 +54,11 @@ import torch.distributed as dist
 from torch import nn
 
 import thinwire
+from benchmarks.paired import run_in_turns
 from reproductions.shared.committed import Records
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.group import GroupComm
-from thinwire.lab.emulate import Network as Emulated
-from thinwire.lab.emulate import parse_links, run_workers
+from thinwire.lab.emulate import parse_links
 from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.doctor.speeds import time_all_reduces, time_steps
 from thinwire.planning.plan.networks import fitted, network_of_links
@@ -159,22 +159,8 @@ def run(name: str, group: Group, places: Sequence[int], results: Records, *, sec
 
 def measured(group: Group, recipe: str, seconds: float) -> dict[str, Any]:
     """Start workers, which train; returns what they measured."""
-    links = parse_links(group.link, group.workers)
-    lines: list[str] = []
-    others: list[str] = []
-
-    def keep(rank: int, stream: str, line: str) -> None:
-        (lines if (rank, stream) == (0, "stdout") else others).append(line)
-
     task = json.dumps({**asdict(group), "recipe": recipe, "seconds": seconds})
-    command = [sys.executable, "-m", "benchmarks.predicted", "--work", task]
-    with Emulated(links) as network:
-        exits = run_workers(
-            command, group.workers, network=network, environment={"OMP_NUM_THREADS": "1"}, on_line=keep, timeout=900
-        )
-    if any(each.code for each in exits) or not lines:
-        raise SystemExit("\n".join([*lines, *others][-30:]))
-    return json.loads(lines[-1])
+    return run_in_turns("predicted", group.workers, "--work", task, link=group.link)
 
 
 def predicted(group: Group, cell: dict[str, Any]) -> float:

@@ -34,6 +34,7 @@ from thinwire.asynchronous.quorum.messages import ControlMessage
 from thinwire.asynchronous.quorum.participant import Participant
 from thinwire.asynchronous.quorum.rounds import Round
 from thinwire.asynchronous.quorum.rules import Reduction
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import run_workers
 from thinwire.lab.emulate.straggler import Straggler
 
@@ -293,16 +294,17 @@ def measured(rounds: int, only: Sequence[str]) -> Measured:
 
 def row(what: str, each: Sequence[float], bar: str = "", more: str = "") -> Row:
     """A line of the table: median, extremes, and the bar."""
-    spread = f"{min(each):.3f} to {max(each):.3f}"
-    return (what, f"{statistics.median(each):.3f}", f"{spread}; {more}" if more else spread, bar)
+    found = spread(each)
+    extremes = f"{found.low:.3f} to {found.high:.3f}"
+    return (what, f"{found.median:.3f}", f"{extremes}; {more}" if more else extremes, bar)
 
 
 def ratio(found: Measured, over: str, under: str, bar: str = "") -> Row:
     """One scenario's step beside another's, round by round, and what it would be ideally."""
-    pairs = list(zip(found.seconds(over), found.seconds(under), strict=True))
-    seconds = " against ".join(f"{1e3 * statistics.median(found.seconds(name)):.1f} ms" for name in (over, under))
-    best = statistics.median(a / b for a, b in zip(found.ideal(over), found.ideal(under), strict=True))
-    return row(f"step, {over} / {under}", [a / b for a, b in pairs], bar, f"{seconds}; ideally {best:.3f}")
+    each = ratios(found.seconds(over), found.seconds(under)).values
+    seconds = " against ".join(f"{1e3 * spread(found.seconds(name)).median:.1f} ms" for name in (over, under))
+    best = ratios(found.ideal(over), found.ideal(under)).median
+    return row(f"step, {over} / {under}", each, bar, f"{seconds}; ideally {best:.3f}")
 
 
 def rows(*, quick: bool) -> Iterator[Row]:

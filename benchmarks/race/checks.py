@@ -52,7 +52,7 @@ def check_lines() -> list[str]:
             continue
         row = next(row for row in rows(link, WORKERS) if row.racer is named(found["racer"]))
         product = row.seconds_to(row.steps[:1])
-        told = NOT_RUN if product is None else f"{product.middle:.0f} s"
+        told = NOT_RUN if product is None else f"{product.median:.0f} s"
         whole = f"{found['seconds'][-1]:.0f} s" if found["seconds"] else f"failed: {found.get('failed')}"
         loss = f"{found['losses'][-1]:.3f}" if found["losses"] else ""
         lines.append(f"| {link} | {found['racer']} | {told} | {whole} | {loss} | {found['curve_loss']:.3f} |")

@@ -9,25 +9,13 @@ from statistics import median
 from typing import Any
 
 from benchmarks.race.racers import BUDGET, LATER_LOCAL, LOCALS, SIZES, Racer, ddp_of, named, of_task
-from benchmarks.race.results import Fields, curve_of, final, loss_until, result, steps_to, targets
+from benchmarks.race.results import curve_of, final, loss_until, result, steps_to, targets
+from reproductions.shared.committed import Fields
+from thinwire.core.statistics import Spread, spread
 
 NOT_RUN = "not run"
 # An eighth of what DDP sends in the budget.
 BYTES_SHARE = 8
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure over seeds: the median, the least and the most."""
-
-    middle: float
-    low: float
-    high: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread | None:
-        """None of no values."""
-        return Spread(median(values), min(values), max(values)) if values else None
 
 
 @dataclass(frozen=True)
@@ -79,13 +67,13 @@ class Row:
         """Steps times seconds, and what the first ones take beyond that."""
         if self.seconds is None or self.start is None:
             return None
-        return Spread.of([count * self.seconds + self.start for count in steps])
+        return spread(count * self.seconds + self.start for count in steps) if steps else None
 
     @property
     def to_target(self) -> float:
         """Seconds to the held-out target, to sort by; infinite where they are not known."""
         found = self.seconds_to(self.steps)
-        return float("inf") if found is None else found.middle
+        return float("inf") if found is None else found.median
 
 
 def rows(link: str, workers: int, task: str = "text") -> list[Row]:
@@ -194,14 +182,16 @@ def _cell(value: float | None, form: Callable[[float], str]) -> str:
     return NOT_RUN if value is None else form(value)
 
 
-def _spread(found: Spread | None, form: Callable[[float], str]) -> str:
+def _spread(found: Spread | None, form: str) -> str:
     if found is None:
         return NOT_RUN
-    if found.middle == float("inf"):
+    if found.median == float("inf"):
         return "not reached"
-    if found.low == found.high:
-        return form(found.middle)
-    return f"{form(found.middle)} ({form(found.low)} to {'–' if found.high == float('inf') else form(found.high)})"
+    return format(found.median, form) if found.low == found.high else found.words(form).replace("inf", "–")
+
+
+def _of(values: Sequence[float], form: str) -> str:
+    return _spread(spread(values) if values else None, form)
 
 
 def _megabytes(value: float) -> str:
@@ -209,11 +199,11 @@ def _megabytes(value: float) -> str:
 
 
 COLUMNS: dict[str, Callable[[Row, Row], str]] = {
-    "seconds to the held-out target": lambda row, _: _spread(row.seconds_to(row.steps), "{:.0f}".format),
+    "seconds to the held-out target": lambda row, _: _spread(row.seconds_to(row.steps), ".0f"),
     "DDP's over these": lambda row, ddp: _over(ddp, row),
-    "steps": lambda row, _: _spread(Spread.of(row.steps), "{:.0f}".format),
-    "seconds to the training target": lambda row, _: _spread(row.seconds_to(row.training_steps), "{:.0f}".format),
-    "seconds a step": lambda row, _: _spread(Spread.of(row.blocks), "{:.3f}".format),
+    "steps": lambda row, _: _of(row.steps, ".0f"),
+    "seconds to the training target": lambda row, _: _spread(row.seconds_to(row.training_steps), ".0f"),
+    "seconds a step": lambda row, _: _of(row.blocks, ".3f"),
     "speed relative to `Local()`": lambda row, _: _cell(row.of_wall, "{:.0%}".format),
     "exposed seconds a step": lambda row, _: _cell(row.exposed, "{:.3f}".format),
     "payload, MB a step": lambda row, _: _cell(row.payload, _megabytes),
@@ -222,9 +212,9 @@ COLUMNS: dict[str, Callable[[Row, Row], str]] = {
     "CPU seconds a step": lambda row, _: _cell(row.cpu, "{:.3f}".format),
     "peak memory, MB": lambda row, _: _cell(row.memory, lambda value: f"{value / 1e6:.0f}"),
     "more copies of the parameters": lambda row, _: _cell(row.copies, "{:.1f}".format),
-    "loss at equal steps": lambda row, _: _spread(Spread.of(row.final), "{:.3f}".format),
-    "at equal bytes": lambda row, _: _spread(Spread.of(row.equal_bytes), "{:.3f}".format),
-    "at equal seconds": lambda row, _: _spread(Spread.of(row.equal_seconds), "{:.3f}".format),
+    "loss at equal steps": lambda row, _: _of(row.final, ".3f"),
+    "at equal bytes": lambda row, _: _of(row.equal_bytes, ".3f"),
+    "at equal seconds": lambda row, _: _of(row.equal_seconds, ".3f"),
 }
 SPEED = tuple(COLUMNS)[:7]
 COST = tuple(COLUMNS)[7:]

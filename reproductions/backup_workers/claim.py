@@ -7,16 +7,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from math import inf, isfinite, nextafter
-from statistics import fmean, stdev
+from statistics import fmean
+from typing import TYPE_CHECKING
 
 from reproductions.backup_workers.race import Delays, Race, Ran, run_race
 from reproductions.backup_workers.tuning import Tuned, best_of, search_rate
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least
 from thinwire.asynchronous.backup_workers import BackupWorkers
 from thinwire.asynchronous.parameter_server import ParameterServer
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.tasks import Task, load
 from thinwire.methods.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 WORKERS = 4
 ALL, ASYNCHRONOUS = "b = 0", "asynchronous"
@@ -104,7 +109,7 @@ def measure(attempt: Attempt) -> Result:
             for arm, (strategy, lr) in _arms(tuned, scale).items():
                 rans.setdefault(arm, []).append(_raced(task, strategy, scale, delays, lr, seed))
         courses[condition] = Course(tuned, rans)
-    return judge(courses, _drawn(attempt, courses))
+    return judge(courses, attempt.drawn(lambda: _pictures(courses)))
 
 
 def _tuned(task: Task, strategy: Strategy, scale: Scale, delays: Delays) -> Tuned:
@@ -174,8 +179,7 @@ def judge(courses: Courses, pictures: Sequence[str]) -> Result:
 
 def _ratios(rans: Mapping[str, Sequence[Ran]], rival: str) -> list[float]:
     """A rival's loss at the end over the chosen b's, seed by seed: not a number where both have diverged."""
-    pairs = zip(rans[rival], rans[CHOSEN], strict=True)
-    return [theirs.end / ours.end for theirs, ours in pairs]
+    return list(ratios(*([ran.end for ran in rans[name]] for name in (rival, CHOSEN))).values)
 
 
 def _end(course: Course, arm: str) -> float:
@@ -215,25 +219,22 @@ def _course(rans: Sequence[Ran]) -> str:
     noise = fmean(_deviation(ran.losses[-len(ran.losses) // 3 :]) for ran in rans)
     shares = ", ".join(f"{fmean(ran.shares[rank] for ran in rans):.0%}" for rank in range(WORKERS))
     return (
-        f"loss {fmean(ends):.4f} ({min(ends):.4f} to {max(ends):.4f}), {fmean(ran.steps for ran in rans):.0f} updates, "
+        f"loss {spread(ends).words('.4f', of='mean')}, {fmean(ran.steps for ran in rans):.0f} updates, "
         f"deviation over the last third {noise:.4f}, ranks used {shares}"
     )
 
 
 def _deviation(losses: Sequence[float]) -> float:
-    return stdev(losses) if all(map(isfinite, losses)) else inf
+    return spread(losses).deviation if all(map(isfinite, losses)) else inf
 
 
 def _advice(rans: Sequence[Ran]) -> str:
     return ", ".join(str(WORKERS - ran.best) for ran in rans)
 
 
-def _drawn(attempt: Attempt, courses: Courses) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.backup_workers.pictures import ends_picture, time_picture
-    except ModuleNotFoundError:
-        return []
+def _pictures(courses: Courses) -> Sequence[Picture]:
+    from reproductions.backup_workers.pictures import ends_picture, time_picture
+
     # An arm that has diverged somewhere cannot be drawn, and both kinds of late workers show the same arms.
     arms = [
         arm
@@ -243,7 +244,7 @@ def _drawn(attempt: Attempt, courses: Courses) -> list[str]:
     if not arms:
         return []
     shown = {(condition, arm): course.rans[arm] for condition, course in courses.items() for arm in arms}
-    return [picture.png(attempt.folder).name for picture in (time_picture(shown), ends_picture(shown))]
+    return (time_picture(shown), ends_picture(shown))
 
 
 CLAIM = Claim(

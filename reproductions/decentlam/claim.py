@@ -6,9 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from math import sqrt
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,8 +16,12 @@ from reproductions.decentlam.methods import METHODS, Method
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, judged
 from reproductions.shared.curves import Choice
 from reproductions.shared.threads import Schedule, train_on_threads
+from thinwire.core.statistics import spread
 from thinwire.lab.tasks import Evaluation, load
 from thinwire.methods.topology.graphs import Ring
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 WORKERS = 8
 MOMENTUM = 0.9
@@ -101,7 +104,7 @@ def measure(attempt: Attempt) -> Result:
 
     biases = measured_biases(scale, begin)
     choices, accuracies = measured_accuracies(scale, begin)
-    return judge(biases, choices, accuracies, _drawn(attempt, biases, accuracies))
+    return judge(biases, choices, accuracies, attempt.drawn(lambda: _pictures(biases, accuracies)))
 
 
 def _methods(scale: Scale) -> list[Method]:
@@ -214,20 +217,16 @@ def _amplified(biases: Biases, ratios: Mapping[tuple[float, float], tuple[float,
     return judged(as_told and without)
 
 
-def _error(figures: Sequence[float]) -> float:
-    return stdev(figures) / sqrt(len(figures))
-
-
 def _with_error(figures: Sequence[float]) -> str:
-    return f"{fmean(figures):+.2f} points (standard error {_error(figures):.2f})"
+    return f"{spread(figures).mean:+.2f} points (standard error {spread(figures).error:.2f})"
 
 
 def _above_zero(figures: Sequence[float]) -> Outcome:
     """Whether the mean of differences paired by seed is above 0 by more than its errors can explain."""
-    mean = fmean(figures)
-    if mean <= 0:
+    found = spread(figures)
+    if found.mean <= 0:
         return Outcome.FAILS
-    return Outcome.HOLDS if mean > ERRORS * _error(figures) else Outcome.NOISE
+    return Outcome.HOLDS if found.mean > ERRORS * found.error else Outcome.NOISE
 
 
 def _gains(accuracies: Accuracies, other: str, total: int) -> list[float]:
@@ -247,8 +246,8 @@ def _accuracy_rows(accuracies: Accuracies) -> dict[str, Any]:
     for total in sorted({total for _, total in accuracies}):
         found = {name: values for (name, each), values in accuracies.items() if each == total}
         for name in sorted(found, key=lambda name: -fmean(found[name])):
-            low, mean, high = (100 * of(found[name]) for of in (min, fmean, max))
-            rows[f"accuracy at {total} examples a step: {name}"] = f"{mean:.2f} % ({low:.2f} to {high:.2f})"
+            words = spread(found[name]).words(".2f", of="mean", scale=100, unit=" %")
+            rows[f"accuracy at {total} examples a step: {name}"] = words
     return rows
 
 
@@ -261,15 +260,11 @@ def _bias_rows(biases: Biases) -> dict[str, Any]:
     return {key: ", ".join(f"{bias} at {rate}" for rate, bias in row.items()) for key, row in rows.items()}
 
 
-def _drawn(attempt: Attempt, biases: Biases, accuracies: Accuracies) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.decentlam.pictures import accuracy_picture, bias_picture
-    except ModuleNotFoundError:
-        return []
+def _pictures(biases: Biases, accuracies: Accuracies) -> Sequence[Picture]:
+    from reproductions.decentlam.pictures import accuracy_picture, bias_picture
+
     plain = {key: rest.bias for key, rest in biases.items()}
-    pictures = (bias_picture(plain, MOMENTUM), accuracy_picture(accuracies))
-    return [picture.png(attempt.folder).name for picture in pictures]
+    return (bias_picture(plain, MOMENTUM), accuracy_picture(accuracies))
 
 
 CLAIM = Claim(

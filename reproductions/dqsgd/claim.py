@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from reproductions.dqsgd.regression import Kept, kept, parity
 from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
-from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
+from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged, with_error
 from reproductions.shared.threads import Schedule
 from thinwire.lab.tasks import Task, load
 from thinwire.methods.codecs.majority import MajorityVote
@@ -22,6 +22,9 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.strategies.gradients.bit_rules import BitBudget, ErrorBound, FixedBits
 from thinwire.methods.strategies.gradients.dynamic_quantization import DQSGD
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 WORKERS = 4
 _BLOCK = 512  # as QSGD's buckets
@@ -105,7 +108,7 @@ def measure(attempt: Attempt) -> Result:
             found[plan.task][name], rate = _best(task, strategy, plan)
             rates.append(f"{name} {rate}")
         chosen[f"{plan.task}: rates chosen, by the loss of a seed that is not judged"] = ", ".join(rates)
-    result = judge(bounds, found, _drawn(attempt, bounds, found))
+    result = judge(bounds, found, attempt.drawn(lambda: _pictures(bounds, found)))
     data = ", ".join(f"{load(plan.task).title}, rate {_rates(plan)}, {plan.schedule.steps} steps" for plan in plans)
     return replace(result, details={**result.details, **chosen, "data": data})
 
@@ -143,7 +146,7 @@ def judge(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Lear
         },
         measured=f"bound {'kept' if respected else 'broken'} with {fmean(excess):+.2%} bits more than the fewest; "
         + "; ".join(
-            f"{task}: {_points(each)} beside QSGD of 4 bits, with {shares[task]:.4f} times its bytes"
+            f"{task}: {with_error(each)} beside QSGD of 4 bits, with {shares[task]:.4f} times its bytes"
             for task, each in gains.items()
         ),
         value=fmean(excess),
@@ -182,16 +185,9 @@ def _share(runs: Mapping[str, Sequence[Learned]], rival: str) -> float:
     return _mean(runs[_OURS], "payload_bytes") / _mean(runs[rival], "payload_bytes")
 
 
-def _points(gains: Sequence[float]) -> str:
-    """Paired differences in words: their mean, its standard error, and each."""
-    each = ", ".join(f"{100 * gain:+.2f}" for gain in gains)
-    error = f" ± {100 * stdev(gains) / len(gains) ** 0.5:.2f}" if len(gains) > 1 else ""
-    return f"{100 * fmean(gains):+.2f}{error} points (by seed: {each})"
-
-
 def _rows(found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> dict[str, Any]:
     beside = {
-        f"{task}, {_OURS} beside {name}": f"{_points(_gains(runs, name))}, {_share(runs, name):.3f} times its bytes"
+        f"{task}, {_OURS} beside {name}": f"{with_error(_gains(runs, name))}, {_share(runs, name):.3f} times its bytes"
         for task, runs in found.items()
         for name in runs
         if name != _OURS
@@ -209,14 +205,10 @@ def _mean(runs: Sequence[Learned], name: str) -> float:
     return fmean(getattr(run, name) for run in runs)
 
 
-def _drawn(attempt: Attempt, bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.dqsgd.pictures import accuracy_picture, bits_picture
-    except ModuleNotFoundError:
-        return []
-    pictures = [bits_picture(bounds), *(accuracy_picture(f"{task}-accuracy", runs) for task, runs in found.items())]
-    return [picture.png(attempt.folder).name for picture in pictures]
+def _pictures(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[Learned]]]) -> Sequence[Picture]:
+    from reproductions.dqsgd.pictures import accuracy_picture, bits_picture
+
+    return [bits_picture(bounds), *(accuracy_picture(f"{task}-accuracy", runs) for task, runs in found.items())]
 
 
 CLAIM = Claim(

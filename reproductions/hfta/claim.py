@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,10 @@ from reproductions.hfta.on_gpu import in_turns_on_gpu
 from reproductions.hfta.training import WAYS, Pace, Paces, in_turns, ratios, speedup
 from reproductions.hfta.workloads import Workload, every
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, judged
+from thinwire.core.statistics import spread
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 LEAST_SPEEDUP = 2.4
 MOST_ROUNDINGS, MOST_DIFFERENCE = 10, 1e-6
@@ -85,7 +89,7 @@ def study(attempt: Attempt) -> Result:
     how = f"rounds at the most models: {scale.rounds}, {seconds:g} s a way, in turns, ratios within rounds"
     memory = "memory is that of tensors" if device == "cuda" else "every process keeps its memory"
     told = {"device": _name(device), "threads": threads, "pace of": f"{how}; {memory}"}
-    told |= _data(kinds, own or small) | {"pictures": _drawn(attempt, own or small, found)}
+    told |= _data(kinds, own or small) | {"pictures": attempt.drawn(lambda: _pictures(own or small, found))}
     return judge(own, small, largest(found), told, device)
 
 
@@ -176,17 +180,13 @@ def _in_words(size: int, found: Mapping[str, Sequence[Pace]]) -> str:
 def _ratio(found: Mapping[str, Sequence[Pace]], way: str) -> str:
     """The median of the rounds, and where there are several, their least and greatest."""
     each = ratios(found, "array", way)
-    return f"{median(each):.2f}" + (f" ({min(each):.2f} to {max(each):.2f})" if len(each) > 1 else "")
+    return spread(each).words(".2f") if len(each) > 1 else f"{each[0]:.2f}"
 
 
-def _drawn(attempt: Attempt, paces: Paces, found: Mapping[str, Losses]) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.hfta.pictures import difference_picture, loss_picture, pace_picture
-    except ModuleNotFoundError:
-        return []
-    pictures = (pace_picture(paces), loss_picture(found), difference_picture(found))
-    return [picture.png(attempt.folder).name for picture in pictures]
+def _pictures(paces: Paces, found: Mapping[str, Losses]) -> Sequence[Picture]:
+    from reproductions.hfta.pictures import difference_picture, loss_picture, pace_picture
+
+    return (pace_picture(paces), loss_picture(found), difference_picture(found))
 
 
 CLAIM = Claim(

@@ -6,9 +6,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import count
-from math import copysign, exp, inf, log, sqrt
-from statistics import fmean, stdev
-from typing import Any
+from math import copysign, exp, inf, log
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from reproductions.local_vs_minibatch.even_odd import MACHINES, EvenOdd, even_odd
 from reproductions.local_vs_minibatch.grid import (
@@ -25,7 +25,11 @@ from reproductions.local_vs_minibatch.grid import (
 )
 from reproductions.local_vs_minibatch.thread_runs import largest_difference
 from reproductions.shared.claims import Attempt, Claim, Earlier, Result, judged
+from thinwire.core.statistics import differences
 from thinwire.methods.strategies.wrappers.heterogeneity import recommend
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 _TOLERANCE = 1e-9
 _SLACK = 1.05
@@ -42,7 +46,7 @@ def measure(attempt: Attempt) -> Result:
     attempt.begin(f"real strategies on {MACHINES} threads", next(places))
     difference = largest_difference(problem)
     grid = measured(problem, scale, lambda words: attempt.begin(words, next(places)))
-    return judge(problem, grid, difference, _drawn(attempt, grid))
+    return judge(problem, grid, difference, attempt.drawn(lambda: _pictures(grid)))
 
 
 def judge(problem: EvenOdd, grid: Grid, difference: float, pictures: list[str]) -> Result:
@@ -94,9 +98,8 @@ def _worse_than_its_ends(grid: Grid, cell: Cell) -> bool:
 
 def _lead(gaps: Sequence[float], others: Sequence[float]) -> float:
     """By how many standard errors the first gaps are lower, over seeds."""
-    leads = [theirs - ours for ours, theirs in zip(gaps, others, strict=True)]
-    error = stdev(leads) / sqrt(len(leads))
-    return fmean(leads) / error if error else copysign(inf, fmean(leads)) * (fmean(leads) != 0)
+    leads = differences(others, gaps)
+    return leads.mean / leads.error if leads.error else copysign(inf, leads.mean) * (leads.mean != 0)
 
 
 def _least(grid: Grid, cell: Cell) -> str:
@@ -165,13 +168,10 @@ def _shown(pictures: list[str]) -> str:
     return " ".join(f"![{name}]({name})" for name in pictures) or "none"
 
 
-def _drawn(attempt: Attempt, grid: Grid) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.local_vs_minibatch.pictures import heterogeneity_picture, rounds_picture
-    except ModuleNotFoundError:
-        return []
-    return [picture.png(attempt.folder).name for picture in (rounds_picture(grid), heterogeneity_picture(grid))]
+def _pictures(grid: Grid) -> Sequence[Picture]:
+    from reproductions.local_vs_minibatch.pictures import heterogeneity_picture, rounds_picture
+
+    return (rounds_picture(grid), heterogeneity_picture(grid))
 
 
 CLAIM = Claim(

@@ -10,12 +10,14 @@ from itertools import count
 from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import torch
 
 from reproductions.lsgd.landscapes import Completion, Descent, double_well, go_down
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
+from thinwire.core.statistics import spread
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import compare
 from thinwire.lab.runs.defaults import check_recipe, resolve
@@ -26,6 +28,9 @@ from thinwire.lab.runs.settings import Settings
 from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
 from thinwire.methods.strategies.local.elastic_averaging import EASGD
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 PERIOD = 8
 WORKERS = 4
@@ -129,7 +134,7 @@ def measure(attempt: Attempt) -> Result:
     tried = _searched(attempt, scale, link, begin)
     races = _raced(attempt, scale, link, tried, begin)
     landscapes = _descended(scale, begin)
-    return judge(races, landscapes, link, _drawn(attempt, races, landscapes))
+    return judge(races, landscapes, link, attempt.drawn(lambda: _pictures(races, landscapes)))
 
 
 def _settings(scale: Scale, link: str | None, **own: float) -> Settings:
@@ -259,7 +264,11 @@ def judge(races: Races, landscapes: Landscapes, link: str | None, pictures: Sequ
         measured="held-out loss after equal time: "
         + ", ".join(f"{name} {fmean(map(_end, each)):.4f}" for name, each in races.rounds.items())
         + "; LSGD's over the other's, round by round: "
-        + ", ".join(f"{part} {_spread(ratios[part])}" for part, (method, _) in _PAIRS.items() if method == LEADER)
+        + ", ".join(
+            f"{part} {spread(ratios[part]).words('.4f', of='mean')}"
+            for part, (method, _) in _PAIRS.items()
+            if method == LEADER
+        )
         + "; matrix completion: "
         + ", ".join(f"{name} {_mean(each):.2e}" for name, each in landscapes.completions.items()),
         value=fmean(ours),
@@ -289,7 +298,10 @@ def _of_races(races: Races) -> dict[str, str]:
             )
             for ours, theirs in (*_PAIRS.values(), *_TOLD)
         },
-        **{f"held-out loss, {name}": _spread([_end(curve) for curve in each]) for name, each in races.rounds.items()},
+        **{
+            f"held-out loss, {name}": spread(map(_end, each)).words(".4f", of="mean")
+            for name, each in races.rounds.items()
+        },
         **{f"learning rate, {name}": _choice(tried) for name, tried in races.tried.items()},
         "learning rates at an edge of those tried": "all: one was tried" if only else ", ".join(edges) or "none",
         **{f"seconds per step, {name}": _pace(curves) for name, curves in races.rounds.items()},
@@ -338,10 +350,6 @@ def _mean(descents: Sequence[Descent]) -> float:
     return fmean(float(each.shipped[-1]) for each in descents)
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
-
-
 def _pace(curves: Sequence[Curve]) -> str:
     return f"{fmean(curve.seconds_per_step for curve in curves):.4f}"
 
@@ -355,24 +363,15 @@ def _where(descent: Descent) -> str:
     return f"workers end at {places}, the shipped loss is {float(descent.shipped[-1]):.4f}"
 
 
-def _drawn(attempt: Attempt, races: Races, landscapes: Landscapes) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.lsgd.pictures import (
-            completion_picture,
-            leaders_picture,
-            loss_picture,
-            well_picture,
-        )
-    except ModuleNotFoundError:
-        return []
-    pictures = (
+def _pictures(races: Races, landscapes: Landscapes) -> Sequence[Picture]:
+    from reproductions.lsgd.pictures import completion_picture, leaders_picture, loss_picture, well_picture
+
+    return (
         loss_picture(races.rounds),
         leaders_picture(races.led),
         well_picture(landscapes.wells),
         completion_picture(landscapes.completions),
     )
-    return [picture.png(attempt.folder).name for picture in pictures]
 
 
 CLAIM = Claim(

@@ -8,14 +8,18 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import isfinite
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reproductions.onebit_lamb.stages import Stages, stages_of, step_seconds, volume_by_formula
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
 from reproductions.shared.curves import Curve, curves_of
+from thinwire.core.statistics import ratios
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import Comparison, compare
 from thinwire.lab.runs.defaults import resolve
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 LAMB, OURS, FORGETFUL = "LAMB", "1-bit LAMB", "1-bit LAMB without error feedback"
 ALONE, DDP, POWER = "no communication", "DDP", "DDP with PowerSGD"
@@ -119,17 +123,17 @@ def _compared(
 def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, attempt: Attempt) -> Result:
     """Whether the losses are alike, the bytes as few as promised, and steps as short."""
     curves: dict[str, list[Curve]] = dict(zip((LAMB, OURS, FORGETFUL), curves_of(learned), strict=True))
-    ratios = [ours.last_loss / theirs.last_loss for ours, theirs in zip(curves[OURS], curves[LAMB], strict=True)]
+    losses = ratios(*([curve.last_loss for curve in curves[name]] for name in (OURS, LAMB)))
     stages = stages_of(learned, 1, warm_up(scale.steps))
     coded, whole = (min(getattr(each, name) for each in stages) for name in ("coded_volume", "volume"))
     seconds = {link: _seconds(done, scale) for link, done in timed.items()}
-    every_pace = {link: _ratios(each[OURS], each[ALONE]) for link, each in seconds.items()}
-    every_gain = {link: _ratios(each[DDP], each[OURS]) for link, each in seconds.items() if DDP in each}
+    every_pace = {link: ratios(each[OURS], each[ALONE]).values for link, each in seconds.items()}
+    every_gain = {link: ratios(each[DDP], each[OURS]).values for link, each in seconds.items() if DDP in each}
     paces, gains = ({link: median(found) for link, found in each.items()} for each in (every_pace, every_gain))
     middle = {link: {name: median(found) for name, found in each.items()} for link, each in seconds.items()}
     return Result(
         parts={
-            "loss": judged(fmean(ratios) <= _LOSS),
+            "loss": judged(losses.mean <= _LOSS),
             "payload": judged(coded >= _VOLUME),
             "slow link": at_most(every_pace[_SLOW], _PACE) if _SLOW in every_pace else Outcome.UNDECIDED,
             "fast link": at_least(every_gain[_FAST], _GAIN) if _FAST in every_gain else Outcome.UNDECIDED,
@@ -146,7 +150,7 @@ def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, at
         most=max(each.volume for each in stages),
         details={
             **{f"held-out loss, {name}": _losses(curves, name) for name in curves},
-            "held-out loss over LAMB's, by round": ", ".join(f"{ratio:.4f}" for ratio in ratios),
+            "held-out loss over LAMB's, by round": ", ".join(f"{ratio:.4f}" for ratio in losses.values),
             "volume by formula": _formula(stages),
             "volume once frozen, against bf16": f"{coded / 2:.2f}",
             **{
@@ -162,13 +166,10 @@ def judge(learned: Comparison, timed: Mapping[str, Comparison], scale: Scale, at
             "pace of": f"a model of {scale.timed_model} parameters, {scale.timed_rounds} rounds of {scale.timed_steps} "
             f"steps, methods taking turns, ratios within rounds, {scale.batch_size} passages a step and worker",
             "links": ", ".join(seconds) or "none: namespaces are not available here",
-            "pictures": ", ".join(_drawn(attempt, curves, middle, scale)) or "none: matplotlib is missing",
+            "pictures": ", ".join(attempt.drawn(lambda: _pictures(curves, middle, scale)))
+            or "none: matplotlib is missing",
         },
     )
-
-
-def _ratios(over: Sequence[float], under: Sequence[float]) -> list[float]:
-    return [a / b for a, b in zip(over, under, strict=True)]
 
 
 def _listed(values: Sequence[float]) -> str:
@@ -207,19 +208,14 @@ def _losses(curves: Mapping[str, Sequence[Curve]], name: str) -> str:
     return ", ".join(filter(None, (mean, f"{lost} of {len(curves[name])} diverged" if lost else "")))
 
 
-def _drawn(
-    attempt: Attempt,
+def _pictures(
     curves: Mapping[str, Sequence[Curve]],
     seconds: Mapping[str, Mapping[str, float]],
     scale: Scale,
-) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.onebit_lamb.pictures import loss_picture, pace_picture
-    except ModuleNotFoundError:
-        return []
-    pictures = [loss_picture(curves, warm_up(scale.steps)), *([pace_picture(seconds)] if seconds else [])]
-    return [picture.png(attempt.folder).name for picture in pictures]
+) -> Sequence[Picture]:
+    from reproductions.onebit_lamb.pictures import loss_picture, pace_picture
+
+    return [loss_picture(curves, warm_up(scale.steps)), *([pace_picture(seconds)] if seconds else [])]
 
 
 CLAIM = Claim(

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from statistics import fmean, median
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from reproductions.optimus.race import (
     Finish,
@@ -30,7 +30,11 @@ from reproductions.optimus.scaling import (
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme, Stem
 from reproductions.optimus.worker import Race
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_least, at_most, judged
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import available
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 LINK = "1gbit"
 MEMORY_TOLERANCE = 0.1
@@ -55,7 +59,7 @@ def measure(attempt: Attempt) -> Result:
         finishes.append(run_race(race, link))
     rows = scaling()
     strong = row_of(64, STRONG_HIDDEN, STRONG_HEADS)
-    return judge(finishes, [*rows, strong], link, _drawn(attempt, finishes, rows, link))
+    return judge(finishes, [*rows, strong], link, attempt.drawn(lambda: _pictures(finishes, rows, link)))
 
 
 def judge(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None, pictures: Sequence[str]) -> Result:
@@ -77,18 +81,18 @@ def judge(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None, pic
         "batch at 64 ranks": judged(all(row.batch_ratio >= PUBLISHED_BATCH for row in rows if row.ranks == 64)),
         "speed at 64 ranks": Outcome.UNDECIDED,
     }
-    ratios = _time_ratios(first, "1d")
+    times = spread(_time_ratios(first, "1d"))
     return Result(
         parts=parts,
         measured=f"2x2 against one dimension over {link or 'loopback'} at {first.race.stem.tokens} tokens of "
-        f"{first.race.stem.hidden} features: {median(ratios):.2f}x the time of a step "
-        f"({median(_time_ratios(first, '1d+sequence')):.2f}x with the sequence split), "
+        f"{first.race.stem.hidden} features: {times.median:.2f}x the time of a step "
+        f"({spread(_time_ratios(first, '1d+sequence')).median:.2f}x with the sequence split), "
         f"{first.payload_bytes('2d') / first.payload_bytes('1d'):.2f}x the bytes, "
         f"{first.peak_bytes('2d') / first.peak_bytes('1d'):.2f}x the memory; by formula {sixteen.batch_ratio:.1f}x "
         f"the largest batch at 16 ranks",
-        value=median(ratios),
-        least=min(ratios),
-        most=max(ratios),
+        value=times.median,
+        least=times.low,
+        most=times.high,
         details={
             **{key: text for finish in finishes for key, text in _rows(finish).items()},
             "wait for panels that overlap hides": _overlap(first),
@@ -153,17 +157,14 @@ def _soonest(finishes: Sequence[Finish]) -> Outcome:
 
 def _time_ratios(finish: Finish, other: Scheme) -> list[float]:
     """Two dimensions over another scheme, in each round."""
-    return [ours / theirs for ours, theirs in zip(finish.seconds("2d"), finish.seconds(other), strict=True)]
-
-
-def _milliseconds(rounds: Sequence[float]) -> str:
-    return f"{1000 * median(rounds):.0f} ms ({1000 * min(rounds):.0f} to {1000 * max(rounds):.0f})"
+    return list(ratios(finish.seconds("2d"), finish.seconds(other)).values)
 
 
 def _rows(finish: Finish) -> dict[str, str]:
     inference = {
         f"{_title(finish.race)}, a forward pass alone: {scheme}": (
-            f"{_milliseconds(finish.inference_seconds(scheme))}; {finish.inference_bytes(scheme) / 1e6:.3f} MB sent, "
+            f"{spread(finish.inference_seconds(scheme)).words('.0f', scale=1000, unit=' ms')}; "
+            f"{finish.inference_bytes(scheme) / 1e6:.3f} MB sent, "
             f"by formula {formula_inference_bytes(finish.race, scheme) / 1e6:.3f}; "
             f"{max(each.inference_peak_bytes for each in finish.counts[scheme]) / 1e6:.2f} MB held"
         )
@@ -171,8 +172,8 @@ def _rows(finish: Finish) -> dict[str, str]:
     }
     return inference | {
         f"{_title(finish.race)}: {scheme}": (
-            f"{1000 * median(finish.seconds(scheme)):.0f} ms a step ({1000 * min(finish.seconds(scheme)):.0f} to "
-            f"{1000 * max(finish.seconds(scheme)):.0f}); {finish.payload_bytes(scheme) / 1e6:.3f} MB sent, by formula "
+            f"{spread(finish.seconds(scheme)).words('.0f', scale=1000, unit=' ms a step')}; "
+            f"{finish.payload_bytes(scheme) / 1e6:.3f} MB sent, by formula "
             f"{formula_payload_bytes(finish.race, scheme) / 1e6:.3f}; {finish.peak_bytes(scheme) / 1e6:.2f} MB held, "
             f"by formula {formula_peak_bytes(finish.race, scheme) / 1e6:.2f}; loss {finish.counts[scheme][0].loss:.5f}"
         )
@@ -186,7 +187,7 @@ def _overlap(finish: Finish) -> str:
         tuple(1000 * fmean(each[k] for each in finish.waits[way]) for k in (0, 1)) for way in ("hidden", "exposed")
     )
     return (
-        f"{median(hidden):.0%} ({min(hidden):.0%} to {max(hidden):.0%}): of a product of {finish.race.product} rows "
+        f"{spread(hidden).words('.0%')}: of a product of {finish.race.product} rows "
         f"and columns and its gradients, {ours[0]:.0f} of {ours[1]:.0f} ms waiting, against {theirs[0]:.0f} of "
         f"{theirs[1]:.0f} ms with one message at a time"
     )
@@ -217,13 +218,10 @@ def _published(paper: Published) -> str:
     )
 
 
-def _drawn(attempt: Attempt, finishes: Sequence[Finish], rows: Sequence[Row], link: str | None) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.optimus.pictures import race_picture, scaling_picture
-    except ModuleNotFoundError:
-        return []
-    return [each.png(attempt.folder).name for each in (race_picture(finishes[0], link), scaling_picture(rows))]
+def _pictures(finishes: Sequence[Finish], rows: Sequence[Row], link: str | None) -> Sequence[Picture]:
+    from reproductions.optimus.pictures import race_picture, scaling_picture
+
+    return (race_picture(finishes[0], link), scaling_picture(rows))
 
 
 CLAIM = Claim(

@@ -7,16 +7,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_least, at_most, judged
 from reproductions.shared.ended import ended
 from reproductions.shared.threads import Schedule, train_on_threads
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import Comparison, compare
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.runs.folder import Fields
 from thinwire.lab.tasks import Task, load
 from thinwire.methods.strategies.recipe import parse
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 PERIOD = 8
 _LINK = "100mbit"
@@ -67,7 +72,7 @@ def measure(attempt: Attempt) -> Result:
         for name, stall in (("even workers", None), ("stalling workers", _STALL))
     }
     ends = _trained(scale, lambda what: begin(what))
-    return judge(timed, ends, link, _drawn(attempt, timed, ends))
+    return judge(timed, ends, link, attempt.drawn(lambda: _pictures(timed, ends)))
 
 
 def _timed(
@@ -140,8 +145,7 @@ def judge(timed: Mapping[str, Comparison], ends: Ends, link: str | None, picture
     accuracy = {key: fmean(metric for _, metric in each) for key, each in chosen.items()}
     loss = {key: fmean(each for each, _ in pairs) for key, pairs in chosen.items()}
     stalled = timed["stalling workers"]
-    pairs = zip(*(_step_times(stalled, name) for name in ("Overlap Local-SGD", "Local SGD")), strict=True)
-    sooner = [with_overlap / without for with_overlap, without in pairs]
+    sooner = ratios(*(_step_times(stalled, name) for name in ("Overlap Local-SGD", "Local SGD"))).values
     as_good = accuracy["like data", "synchronous SGD"] - accuracy["like data", "Overlap Local-SGD"] <= _POINTS
     sturdy = loss["unlike data", "Overlap Local-SGD"] < loss["unlike data", "CoCoD-SGD"]
     return Result(
@@ -158,8 +162,11 @@ def judge(timed: Mapping[str, Comparison], ends: Ends, link: str | None, picture
         least=min(ours),
         most=max(ours),
         details={
-            **{f"waiting, {name}, {when}": _shares(each) for (when, name), each in shares.items()},
-            **{f"seconds per step, {name}, {when}": _seconds(timed[when], name) for when, name in shares},
+            **{f"waiting, {name}, {when}": spread(each).words(".1%") for (when, name), each in shares.items()},
+            **{
+                f"seconds per step, {name}, {when}": spread(_step_times(timed[when], name)).words(".4f")
+                for when, name in shares
+            },
             **{f"held-out loss, {name}, {words}": _spread(ends[words, name]) for words, name in ends},
             "with stalls, time per step over Local SGD's, by round": ", ".join(f"{ratio:.3f}" for ratio in sooner),
             "link": link or "none: namespaces are not available here",
@@ -172,38 +179,26 @@ def _against(loss: Mapping[tuple[str, str], float], accuracy: Mapping[tuple[str,
     return ", ".join(f"{name} {loss[words, name]:.4f} ({accuracy[words, name]:.2%})" for name in METHODS)
 
 
-def _shares(shares: Sequence[float]) -> str:
-    return f"{median(shares):.1%} ({min(shares):.1%} to {max(shares):.1%})"
-
-
 def _step_times(done: Comparison, name: str) -> list[float]:
     """Seconds per step, round by round."""
     return [summary["seconds_per_step"] for summary in done.rounds[list(METHODS).index(name)]]
 
 
-def _seconds(done: Comparison, name: str) -> str:
-    values = _step_times(done, name)
-    return f"{median(values):.4f} ({min(values):.4f} to {max(values):.4f})"
-
-
 def _spread(trials: Mapping[float, Sequence[tuple[float, float]]]) -> str:
     lr = best(trials)
     losses = [loss for loss, _ in trials[lr]]
-    return f"{fmean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f}), learning rate {lr:g}"
+    return f"{spread(losses).words('.4f', of='mean')}, learning rate {lr:g}"
 
 
-def _drawn(attempt: Attempt, timed: Mapping[str, Comparison], ends: Ends) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.overlap.pictures import loss_picture, waiting_picture
-    except ModuleNotFoundError:
-        return []
+def _pictures(timed: Mapping[str, Comparison], ends: Ends) -> Sequence[Picture]:
+    from reproductions.overlap.pictures import loss_picture, waiting_picture
+
     shares = {
         when: {name: waiting(each) for name, each in zip(METHODS, done.rounds, strict=False)}
         for when, done in timed.items()
     }
     losses = {key: {lr: [loss for loss, _ in pairs] for lr, pairs in trials.items()} for key, trials in ends.items()}
-    return [picture.png(attempt.folder).name for picture in (waiting_picture(shares), loss_picture(losses))]
+    return (waiting_picture(shares), loss_picture(losses))
 
 
 CLAIM = Claim(

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from math import sqrt
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from reproductions.sgp.trials import UNLIKE, UNLIKE_WORKERS, Unlike, race_loss, unlike
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
 from reproductions.shared.curves import Choice, Curve, curves_of
+from thinwire.core.statistics import spread
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.comparison import compare
 from thinwire.lab.runs.defaults import check_recipe, resolve
@@ -23,6 +23,9 @@ from thinwire.lab.runs.folder import Fields
 from thinwire.lab.runs.launcher import Listener, launch
 from thinwire.lab.runs.settings import Settings
 from thinwire.registry import recipe_classes
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 LINK = "100mbit"
 SLOWED = "1:3x"
@@ -129,7 +132,7 @@ def measure(attempt: Attempt) -> Result:
     for name in scale.unlike:
         begin(f"{RECIPES[name]}, unlike data: {UNLIKE}")
         trials[name] = unlike(RECIPES[name], scale.unlike_rates, scale.unlike_trial_seeds, scale.unlike_seeds)
-    return judge(curves, choices, trials, link, _drawn(attempt, curves))
+    return judge(curves, choices, trials, link, attempt.drawn(lambda: _pictures(curves)))
 
 
 def _chosen(
@@ -275,23 +278,18 @@ def _on_unlike(trials: Mapping[str, Unlike], name: str) -> Outcome:
     """Whether it is as accurate as AllReduce, which can only be told where workers without messages are not."""
     if min(_behind(trials, SILENT)) < CLEARLY:
         return Outcome.UNDECIDED
-    behind = _behind(trials, name)
-    error = _error(behind)
-    return at_most([fmean(behind) - error, fmean(behind) + error], POINTS)
-
-
-def _error(figures: Sequence[float]) -> float:
-    return stdev(figures) / sqrt(len(figures))
+    behind = spread(_behind(trials, name))
+    return at_most([behind.mean - behind.error, behind.mean + behind.error], POINTS)
 
 
 def _unlike_rows(trials: Mapping[str, Unlike]) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     for name, trial in trials.items():
-        behind = _behind(trials, name)
-        found = trial.accuracies
+        behind = spread(_behind(trials, name))
         rows[f"unlike data, {name}: accuracy"] = (
-            f"{fmean(found):.2%} ({min(found):.2%} to {max(found):.2%}), {100 * fmean(behind):.2f} points below "
-            f"AllReduce's (standard error {100 * _error(behind):.2f}, {len(found)} seeds); learning rate {trial.choice}"
+            f"{spread(trial.accuracies).words('.2%', of='mean')}, {100 * behind.mean:.2f} points below "
+            f"AllReduce's (standard error {100 * behind.error:.2f}, {len(behind.values)} seeds); "
+            f"learning rate {trial.choice}"
         )
     return rows
 
@@ -325,7 +323,7 @@ def _rows(curves: Curves) -> dict[str, Any]:
             f"{1000 * fmean(curve.seconds_per_step for curve in found):.0f} ms a step, of which "
             f"{1000 * fmean(curve.exposed_seconds_per_step for curve in found):.0f} ms waiting; "
             f"{fmean(curve.bytes_per_step for curve in found) / 1e6:.2f} MB sent; "
-            f"held-out loss {fmean(losses):.4f} ({min(losses):.4f} to {max(losses):.4f})"
+            f"held-out loss {spread(losses).words('.4f', of='mean')}"
         )
     return rows
 
@@ -341,13 +339,10 @@ def _better(curves: Curves) -> str:
     return ", ".join(found)
 
 
-def _drawn(attempt: Attempt, curves: Curves) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.sgp.pictures import loss_picture, pace_picture
-    except ModuleNotFoundError:
-        return []
-    return [picture.png(attempt.folder).name for picture in (loss_picture(curves), pace_picture(curves))]
+def _pictures(curves: Curves) -> Sequence[Picture]:
+    from reproductions.sgp.pictures import loss_picture, pace_picture
+
+    return (loss_picture(curves), pace_picture(curves))
 
 
 CLAIM = Claim(

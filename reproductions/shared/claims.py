@@ -4,18 +4,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from difflib import get_close_matches
 from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thinwire._version import __version__
+from thinwire.core.statistics import spread
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
 from thinwire.lab.runs.launcher import Listener
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 _HOME = Path(__file__).parents[1]
 # One folder per claim, with its results beside its code: on the command line local_sgd_bytes is local-sgd-bytes.
@@ -111,6 +115,14 @@ def verdict_of(parts: Mapping[str, str]) -> str:
     return f"cannot be decided here: {'; '.join(rest)}"
 
 
+def with_error(differences: Sequence[float]) -> str:
+    """Write differences of accuracy, paired by seed, in words: their mean, its standard error, and each."""
+    # The sum has no negative zero.
+    found = spread(0.0 + 100 * each for each in differences)
+    error = f" ± {found.error:.2f}" if len(found.values) > 1 else ""
+    return f"{found.mean:+.2f}{error} points (by seed: {', '.join(f'{each:+.2f}' for each in found.values)})"
+
+
 @dataclass(frozen=True)
 class Attempt:
     """How a claim is to be checked.
@@ -126,6 +138,15 @@ class Attempt:
     quick: bool
     listener: Listener
     begin: Begin
+
+    def drawn(self, pictures: Callable[[], Iterable[Picture]]) -> list[str]:
+        """Draw pictures into the folder; the names, none where matplotlib is not installed."""
+        try:
+            return [picture.png(self.folder).name for picture in pictures()]
+        except ModuleNotFoundError as missing:
+            if (missing.name or "").partition(".")[0] != "matplotlib":
+                raise
+            return []
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from statistics import fmean, stdev
-from typing import Any
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
 
 from reproductions.dqsgd.thread_runs import Learned, learned, rate_in_words, weakest
-from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_most, judged
+from reproductions.shared.claims import Attempt, Claim, Earlier, Result, at_most, judged, with_error
 from reproductions.shared.threads import Schedule
 from reproductions.sketched_sgd.processes import RunOutput, learned_by_processes
 from thinwire.lab.tasks import Task, load
@@ -19,6 +19,9 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.gradients.all_reduce import AllReduce
 from thinwire.methods.strategies.gradients.fetch import FetchSGD
 from thinwire.methods.strategies.gradients.sketched import SketchedSGD
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 _LOSS, _FLAT = 0.01, 1.1
 _MOST_GATHERING = 64  # workers: each gathers what all others chose, and no verdict needs how accurate that is
@@ -149,7 +152,7 @@ def measure(attempt: Attempt) -> Result:
         crowds[plan.task] = {
             name: _run(task, method, 0.01, briefly, plan.crowd, 0) for name, method in on_many(plan).items()
         }
-    result = judge(plans, found, crowds, _drawn(attempt, found))
+    result = judge(plans, found, crowds, attempt.drawn(lambda: _pictures(found)))
     return replace(result, details={**result.details, **chosen})
 
 
@@ -206,7 +209,7 @@ def judge(
         for workers in plan.workers:
             dense, ours = (runs[workers, name] for name in (DENSE, SKETCHED))
             lost.append([one.accuracy - other.accuracy for one, other in zip(dense, ours, strict=True)])
-            paired[f"{plan.task}, {workers} workers, {SKETCHED} less {DENSE}"] = _points(lost[-1])
+            paired[f"{plan.task}, {workers} workers, {SKETCHED} less {DENSE}"] = with_error([-one for one in lost[-1]])
             less.append(dense[0].payload_bytes / ours[0].payload_bytes)
             asked.append(plan.least)
         some, crowd = _per_step(runs[plan.workers[1], SKETCHED][0]), _per_step(crowds[plan.task][SKETCHED])
@@ -247,13 +250,6 @@ def judge(
     )
 
 
-def _points(lost: Sequence[float]) -> str:
-    """Paired losses of accuracy in words: what is gained on the mean, its standard error, and in each seed."""
-    each = ", ".join(f"{0.0 - 100 * one:+.2f}" for one in lost)
-    error = f" ± {100 * stdev(lost) / len(lost) ** 0.5:.2f}" if len(lost) > 1 else ""
-    return f"{0.0 - 100 * fmean(lost):+.2f}{error} points (by seed: {each})"
-
-
 def _per_step(run: Learned) -> float:
     return run.payload_bytes / run.steps
 
@@ -289,18 +285,14 @@ def _mean(runs: Sequence[Learned], name: str) -> float:
     return fmean(getattr(run, name) for run in runs)
 
 
-def _drawn(attempt: Attempt, found: Mapping[str, Found]) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.dqsgd.pictures import accuracy_picture
-    except ModuleNotFoundError:
-        return []
-    names: list[str] = []
-    for task, runs in found.items():
-        for size in sorted({workers for workers, _ in runs}):
-            mine = {name: each for (workers, name), each in runs.items() if workers == size}
-            names.append(accuracy_picture(f"{task}-{size}-workers", mine).png(attempt.folder).name)
-    return names
+def _pictures(found: Mapping[str, Found]) -> Sequence[Picture]:
+    from reproductions.dqsgd.pictures import accuracy_picture
+
+    return [
+        accuracy_picture(f"{task}-{size}-workers", {name: each for (many, name), each in runs.items() if many == size})
+        for task, runs in found.items()
+        for size in sorted({workers for workers, _ in runs})
+    ]
 
 
 CLAIM = Claim(

@@ -6,15 +6,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from math import sqrt
-from statistics import fmean, median, stdev
+from statistics import fmean, median
+from typing import TYPE_CHECKING
 
 from reproductions.shared.claims import Attempt, Claim, Earlier, Outcome, Result, at_most
 from reproductions.shared.ended import ended
 from reproductions.slowmo.steps import Figures, Kept, Plan, Progress, Run, Runs, Trial, best, tuned
+from thinwire.core.statistics import ratios, spread
 from thinwire.lab.runs.comparison import Comparison, compare
 from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.tasks import load
+
+if TYPE_CHECKING:
+    from thinwire.lab.report.picture import Picture
 
 PERIOD, GOSSIP_PERIOD = 12, 24
 SLOWER = 1.05
@@ -85,7 +89,9 @@ def measure(attempt: Attempt) -> Result:
     plans = [Plan(task, scale.workers, scale.steps, _BATCH_SIZE, split=split) for split in scale.splits]
     unlike, even = [study(plan, scale, told, kept) for plan in plans]
     paced = _paced(attempt, scale)
-    result = judge(unlike.chosen, unlike.ended, even.ended, paced, _drawn(attempt, unlike.runs, unlike.ended))
+    result = judge(
+        unlike.chosen, unlike.ended, even.ended, paced, attempt.drawn(lambda: _pictures(unlike.runs, unlike.ended))
+    )
     like = {f"on like data, {name}": words for name, words in _gains_in_words(even.ended).items()}
     return replace(result, details={**result.details, **like})
 
@@ -190,8 +196,8 @@ def judge(
         most=max(shown),
         details={
             **_gains_in_words(ended),
-            **{f"held-out loss, {name}": _spread([each.held_out_loss for each in ended[name]]) for name in ended},
-            **{f"accuracy, {name}": _spread([each.accuracy for each in ended[name]]) for name in ended},
+            **{f"held-out loss, {name}": _range(ended[name], "held_out_loss") for name in ended},
+            **{f"accuracy, {name}": _range(ended[name], "accuracy") for name in ended},
             **{f"chosen for {name}": f"{trial.recipe}, learning rate {trial.lr:g}" for name, trial in chosen.items()},
             **{f"payload, {slow} over its base": f"x {ratio:.4f}" for slow, ratio in _payloads(paced).items()},
             **{f"time per step over the base's, {slow}, by round": _listed(each) for slow, each in rounds.items()},
@@ -214,10 +220,10 @@ def _gains(ended: Mapping[str, Sequence[Figures]]) -> dict[tuple[str, str, str],
 
 def _better(ended: Mapping[str, Sequence[Figures]], slow: str) -> Outcome:
     """Whether all its gains are more than their standard errors; where their signs say no more than that, noise."""
-    gains = [each for (name, _, _), each in _gains(ended).items() if name == slow]
-    if all(fmean(each) > _error(each) for each in gains):
+    gains = [spread(each) for (name, _, _), each in _gains(ended).items() if name == slow]
+    if all(each.mean > each.error for each in gains):
         return Outcome.HOLDS
-    return Outcome.FAILS if any(fmean(each) < -_error(each) for each in gains) else Outcome.NOISE
+    return Outcome.FAILS if any(each.mean < -each.error for each in gains) else Outcome.NOISE
 
 
 def _gains_in_words(ended: Mapping[str, Sequence[Figures]]) -> dict[str, str]:
@@ -230,16 +236,11 @@ def _ratios(paced: Comparison, key: str) -> dict[str, list[float]]:
     """Slow momentum's figure over its base's, round by round."""
     local, slow_local, gossip, slow_gossip = ([summary[key] for summary in each] for each in paced.rounds)
     pairs = ((slow_local, local), (slow_gossip, gossip))
-    return {name: [a / b for a, b in zip(*pair, strict=True)] for name, pair in zip(_PAIRS, pairs, strict=True)}
+    return {name: list(ratios(*pair).values) for name, pair in zip(_PAIRS, pairs, strict=True)}
 
 
 def _payloads(paced: Comparison) -> dict[str, float]:
     return {name: median(each) for name, each in _ratios(paced, "payload_bytes_per_worker_per_step").items()}
-
-
-def _error(gains: Sequence[float]) -> float:
-    """The standard error of a mean."""
-    return stdev(gains) / sqrt(len(gains))
 
 
 def _change(ended: Mapping[str, Sequence[Figures]], slow: str, what: str) -> str:
@@ -248,24 +249,22 @@ def _change(ended: Mapping[str, Sequence[Figures]], slow: str, what: str) -> str
 
 
 def _in_words(gains: Sequence[float]) -> str:
-    return f"{fmean(gains):+.4f} (standard error {_error(gains):.4f}, {min(gains):+.4f} to {max(gains):+.4f})"
+    found = spread(gains)
+    return f"{found.mean:+.4f} (standard error {found.error:.4f}, {found.low:+.4f} to {found.high:+.4f})"
+
+
+def _range(figures: Sequence[Figures], what: str) -> str:
+    return spread(getattr(each, what) for each in figures).words(".4f", of="mean")
 
 
 def _listed(values: Sequence[float]) -> str:
     return ", ".join(f"{value:.3f}" for value in values)
 
 
-def _spread(values: Sequence[float]) -> str:
-    return f"{fmean(values):.4f} ({min(values):.4f} to {max(values):.4f})"
+def _pictures(runs: Runs, ended: Mapping[str, Sequence[Figures]]) -> Sequence[Picture]:
+    from reproductions.slowmo.pictures import loss_picture, tuning_picture
 
-
-def _drawn(attempt: Attempt, runs: Runs, ended: Mapping[str, Sequence[Figures]]) -> list[str]:
-    """The names of the pictures; none where matplotlib is not installed."""
-    try:
-        from reproductions.slowmo.pictures import loss_picture, tuning_picture
-    except ModuleNotFoundError:
-        return []
-    return [picture.png(attempt.folder).name for picture in (loss_picture(ended), tuning_picture(runs))]
+    return (loss_picture(ended), tuning_picture(runs))
 
 
 CLAIM = Claim(

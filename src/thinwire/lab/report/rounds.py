@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
-from statistics import fmean, median, stdev
 from typing import Any
 
+from thinwire.core.statistics import spread
 from thinwire.lab.report.files import Facts, number, text
 
 LOSSES = ("train_loss", "eval_loss", "eval_metric")
@@ -37,17 +37,17 @@ def over_rounds(rounds: Sequence[Facts], shown: Facts | None = None) -> dict[str
     for key in found:
         if key in LOSSES:
             values = [value for each in rounds if (value := number(each, key)) is not None]
-            found[key] = fmean(values) if len(values) == len(rounds) else None
+            found[key] = spread(values).mean if len(values) == len(rounds) else None
         elif key == "seconds_to_target":
             # A round that did not reach the target would have taken longer than all that did.
-            reached = median([inf if (value := number(each, key)) is None else value for each in rounds])
+            reached = spread(inf if (value := number(each, key)) is None else value for each in rounds).median
             found[key] = reached if reached < inf else None
         elif key != "target_loss":
             known: list[Any] = [each[key] for each in ended or rounds if number(each, key) is not None]
-            found[key] = median(known) if known else found[key]
+            found[key] = spread(known).median if known else found[key]
     for key in LOSSES:
         if found.get(key) is not None:
-            found[key + _DEVIATION] = stdev([number(each, key) or 0.0 for each in rounds])
+            found[key + _DEVIATION] = spread(number(each, key) or 0.0 for each in rounds).deviation
     diverged = [str(each["diverged"]) for each in rounds if text(each, "diverged")]
     if diverged:
         found["diverged"] = f"in {len(diverged)} of {len(rounds)} rounds: {diverged[0]}"

@@ -4,12 +4,12 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from statistics import fmean, stdev
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, NullFormatter
 
 from thinwire.core import units
+from thinwire.core.statistics import Spread
 from thinwire.lab.report.files import Facts, number
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import GRID, INK, MUTED, PAPER, Look
@@ -19,32 +19,6 @@ from thinwire.lab.report.runs import Collection, Run
 _PAYLOAD = "payload_bytes_per_worker_per_step"
 # Bytes whose totals differ by more than this are drawn on a logarithmic axis.
 _WIDE_RANGE = 8
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A figure over seeds: its values, their mean, and their standard deviation (0 for one value).
-
-    `seeds` is how many there are with those that lack the figure, since they diverged or did not reach the target.
-    """
-
-    values: tuple[float, ...]
-    seeds: int
-
-    @property
-    def mean(self) -> float:
-        """The mean."""
-        return fmean(self.values)
-
-    @property
-    def deviation(self) -> float:
-        """The standard deviation of the values, not of their mean."""
-        return stdev(self.values) if len(self.values) > 1 else 0.0
-
-    @property
-    def share(self) -> str:
-        """Of how many of the seeds the mean is, such as ` (2 of 3 seeds)`; "" if it is of all."""
-        return f" ({len(self.values)} of {self.seeds} seeds)" if len(self.values) < self.seeds else ""
 
 
 def spread(run: Run, of: Callable[[Facts], float | None]) -> Spread | None:
