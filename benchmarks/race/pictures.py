@@ -3,68 +3,89 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-mpl.use("Agg")
-import matplotlib.pyplot as plt
-
-from benchmarks.race.racers import PLACES, RACERS, SEEDS, ddp_of, of_task
-from benchmarks.race.results import Fields, curve_of
+from benchmarks.race.racers import PLACES, SEEDS, ddp_of, of_task
+from benchmarks.race.results import curve_of
 from benchmarks.race.table import Row, rows
+from thinwire.lab.report.palette import MUTED, Look, looks
+from thinwire.lab.report.picture import FONT_SIZE, Label, canvas, label, plain, write_svg
 
 PLACE = Path(__file__).parents[2] / "docs" / "_static"
 SPEEDS = {"20mbit": 20e6, "100mbit": 100e6, "1gbit": 1e9}
 _LEAST_LOSS_SHOWN = 3.2
-_MOST_LINES = 16
+_NAMED = 7
+"""So many lines have colors and names; the others are thin and gray."""
 
 
 def draw_all(workers: int = 4) -> list[Path]:
     """Draw what can be drawn of the results; returns the files."""
     made: list[Path] = []
-    mpl.rcParams["svg.hashsalt"] = "race"  # so that equal results make equal files
     for task, link, size in PLACES:
         found = [row for row in rows(link, size, task) if row.seconds is not None and curve_of(row.racer, SEEDS[0])]
-        if len(found) > _MOST_LINES:  # they are in the order of their seconds to the target
-            found = found[: _MOST_LINES - 1] + [row for row in found[_MOST_LINES - 1 :] if row.racer is ddp_of(task)]
         if len(found) > 1 and size == workers:
             prefix = "race-" if task == "text" else f"race-{task}-"
-            path = PLACE / f"{prefix}{link.replace('+', '-')}-{workers}.svg"
-            made.append(_curves(found, link, path, workers))
+            figure = _curves(found, f"{link}, {workers} workers")
+            made.append(write_svg(figure, PLACE / f"{prefix}{link.replace('+', '-')}-{workers}.svg"))
     ratios = _ratios(workers)
     if len({link for points in ratios.values() for link in points}) > 1:
-        made.append(_speed_up(ratios, workers))
+        made.append(write_svg(_speed_up(ratios, workers), PLACE / f"race-speed-up-{workers}.svg"))
     return made
 
 
-def _curves(found: Sequence[Row], link: str, path: Path, workers: int) -> Path:
-    figure, (left, right) = plt.subplots(1, 2, figsize=(12.5, 4.2), sharey=True)
-    axes: tuple[tuple[Any, str, Callable[[Row, Fields], list[float]]], ...] = (
-        (left, "seconds", lambda row, curve: [step * (row.seconds or 0) + (row.start or 0) for step in curve["steps"]]),
-        (right, "megabytes sent by a worker", lambda _, curve: [each / 1e6 for each in curve["payload_bytes"]]),
-    )
-    for axis, label, places in axes:
-        for row, colour in zip(found, _colours(), strict=False):
+def _named(names: Sequence[str], others: Sequence[str], ddp: str) -> dict[str, Look]:
+    """The looks of those that are named: the first ones, DDP, and the first of the others' methods."""
+    chosen = [*names[: _NAMED - 2], ddp, *others[:1]]
+    chosen += [name for name in names if name not in chosen][: _NAMED - len(set(chosen))]
+    chosen = [name for name in names if name in chosen]
+    return dict(zip(chosen, looks(["ddp" if name == ddp else name for name in chosen]), strict=True))
+
+
+def _curves(found: Sequence[Row], title: str) -> Figure:
+    """Curves in the order of their seconds to the target."""
+    figure = canvas(10.8, 4.6)
+    figure.suptitle(f"{title}; dashed: not thinwire's; gray: the others", fontsize=FONT_SIZE + 1, color=MUTED.light)
+    left, right = figure.subplots(1, 2, sharey=True)
+    others = [row.racer.name for row in found if row.racer.whose != "thinwire"]
+    ddp = ddp_of(found[0].racer.task).name
+    named = _named([row.racer.name for row in found], [name for name in others if name != ddp], ddp)
+    for axes, unit in ((left, "seconds"), (right, "megabytes sent by a worker")):
+        plain(axes, x=unit, y="held-out loss, nats" if axes is left else "")
+        ends: list[Label] = []
+        for row in reversed(found):
             curve = curve_of(row.racer, SEEDS[0])
             assert curve is not None
-            dashed = "-" if row.racer.whose == "thinwire" else "--"
-            axis.plot(places(row, curve), curve["losses"], dashed, color=colour, label=row.racer.name, lw=1.3)
-        axis.set_xscale("log")
-        axis.set_xlabel(label)
-        axis.grid(alpha=0.3)
-    if found[0].racer.task == "text":
-        left.set_ylim(top=_LEAST_LOSS_SHOWN)
-    left.set_ylabel("held-out loss, nats")
-    right.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    figure.suptitle(f"{link}, {workers} workers; dashed: not thinwire's; at most {_MOST_LINES}, the soonest first")
-    return _save(figure, path)
+            seconds = [step * (row.seconds or 0) + (row.start or 0) for step in curve["steps"]]
+            across = seconds if axes is left else [each / 1e6 for each in curve["payload_bytes"]]
+            losses, look = curve["losses"], named.get(row.racer.name)
+            _line(axes, across, losses, look, dashed=row.racer.whose != "thinwire")
+            if look is not None:
+                ends.append(Label(row.racer.name, across[-1], losses[-1], look.tone.light))
+        axes.set_xscale("log")
+        _plain_log(axes)
+        if found[0].racer.task == "text":
+            axes.set_ylim(top=_LEAST_LOSS_SHOWN)
+        label(axes, ends[::-1])
+    return figure
 
 
-def _colours() -> Sequence[Any]:
-    return [plt.get_cmap("tab20")(place) for place in range(20)] * 2
+def _line(axes: Axes, x: Sequence[float], y: Sequence[float], look: Look | None, *, dashed: bool) -> None:
+    """A named line in its color, the others thin and gray; dashed if it is not thinwire's."""
+    color, width = (MUTED.light, 0.6) if look is None else (look.tone.light, 1.6)
+    axes.plot(x, y, color=color, linewidth=width, linestyle="--" if dashed else "-", alpha=0.5 if look is None else 1)
+
+
+def _plain_log(axes: Axes) -> None:
+    """Numbers instead of powers of ten."""
+    low, high = axes.get_xlim()
+    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
 def _ratios(workers: int) -> dict[str, dict[str, float]]:
@@ -79,26 +100,33 @@ def _ratios(workers: int) -> dict[str, dict[str, float]]:
     return {name: points for name, points in ratios.items() if len(points) > 1}
 
 
-def _speed_up(ratios: dict[str, dict[str, float]], workers: int) -> Path:
-    figure, axis = plt.subplots(figsize=(8.5, 4.4))
-    whose = {racer.name: racer.whose for racer in RACERS}
-    for (name, points), colour in zip(ratios.items(), _colours(), strict=False):
-        dashed = "o-" if whose[name] == "thinwire" else "o--"
-        places = [SPEEDS[link] / 1e6 for link in points]
-        axis.plot(places, list(points.values()), dashed, color=colour, label=name, lw=1.3, ms=3)
-    axis.axhline(1.0, color="black", lw=0.8)
-    axis.set_xscale("log")
-    axis.set_yscale("log")
-    axis.set_xlabel("link, Mbit/s")
-    axis.set_ylabel("DDP's seconds to the target over these")
-    axis.set_title(f"{workers} workers; below the line DDP is sooner")
-    axis.grid(alpha=0.3, which="both")
-    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.01, 0.5))
-    return _save(figure, PLACE / f"race-speed-up-{workers}.svg")
-
-
-def _save(figure: Any, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    return path
+def _speed_up(ratios: dict[str, dict[str, float]], workers: int) -> Figure:
+    figure = canvas(8.4, 4.6)
+    axes = figure.add_subplot()
+    plain(axes, x="link, Mbit/s", y="DDP's seconds to the target over these")
+    figure.suptitle(
+        f"{workers} workers; below 1 DDP is sooner; dashed: not thinwire's; gray: the others",
+        fontsize=FONT_SIZE + 1,
+        color=MUTED.light,
+    )
+    whose = {racer.name: racer.whose for racer in of_task("text")}
+    # The greatest factor on the slowest link comes first.
+    names = sorted(ratios, key=lambda name: -max(ratios[name].values()))
+    ddp = ddp_of("text").name
+    named = _named(names, [name for name in names if whose[name] != "thinwire" and name != ddp], ddp)
+    starts: list[Label] = []
+    for name in reversed(names):
+        places, values = [SPEEDS[link] / 1e6 for link in ratios[name]], list(ratios[name].values())
+        _line(axes, places, values, named.get(name), dashed=whose[name] != "thinwire")
+        if name in named:
+            starts.append(Label(name, places[0], values[0], named[name].tone.light))
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlim(left=min(SPEEDS.values()) / 1e6 / 1.6)
+    axes.set_xticks([speed / 1e6 for speed in SPEEDS.values()], [f"{speed / 1e6:g}" for speed in SPEEDS.values()])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    label(axes, starts[::-1])
+    return figure

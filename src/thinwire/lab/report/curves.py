@@ -19,12 +19,14 @@ from thinwire.lab.report.runs import Collection, Evaluation, Run, Step
 Vector = NDArray[np.float64]
 # Longer curves are thinned out, to keep the page small.
 _MOST_POINTS = 500
+_LINES = (
+    "Lines are the training loss, the mean over workers, smoothed over 1/25 of the run; the faint lines are the loss "
+    "of each step."
+)
 _CAPTIONS = {
-    "seconds": "Lines are the training loss, the mean over workers, smoothed over 1/25 of the run; the faint lines "
-    "are the loss of each step. Filled markers are the held-out loss, rings the time at which it reached the target. "
-    "Time spent on evaluation is not counted.",
-    "steps": "As above. Shows which strategy learns most from the same number of steps.",
-    "bytes": "As above. Shows which strategy learns most from the same traffic; packet headers are not counted here.",
+    "seconds": "Time spent on evaluation is not counted.",
+    "steps": "Shows which strategy learns most from the same number of steps.",
+    "bytes": "Shows which strategy learns most from the same traffic; packet headers are not counted here.",
 }
 
 
@@ -86,9 +88,20 @@ def _picture(collection: Collection, styles: Sequence[Look], measure: Measure) -
         name=f"loss-{measure.name}",
         figure=figure,
         title=f"Loss against {measure.words}",
-        caption=_CAPTIONS[measure.name],
+        caption=_caption(collection, measure),
         description=_description(collection, measure),
     )
+
+
+def _caption(collection: Collection, measure: Measure) -> str:
+    """What the lines and markers of this picture are."""
+    parts = [_LINES] if measure.name == "seconds" else ["Lines and markers as in the loss against seconds."]
+    if measure.name == "seconds" and any(run.evaluations for run in collection.runs):
+        parts.append("Filled markers are the held-out loss.")
+    reached = any(number(run.summary, "seconds_to_target") is not None for run in collection.runs)
+    if measure.name == "seconds" and reached and _targets(collection):
+        parts.append("Rings are the time at which it reached the target.")
+    return " ".join([*parts, _CAPTIONS[measure.name]])
 
 
 def _draw(axes: Axes, run: Run, look: Look, measure: Measure) -> None:

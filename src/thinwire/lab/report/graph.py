@@ -62,21 +62,31 @@ def agreement_picture(stem: str, curves: Mapping[str, Sequence[float]], workers:
     figure = canvas(7.6, 4.6)
     axes = figure.add_subplot()
     plain(axes, x="steps", y="largest fraction of disagreement left")
-    styles = looks(list(curves))
-    for look, left in zip(styles, curves.values(), strict=True):
-        # Zero, where a graph is exact, has no logarithm: draw it below the axis, so that the line leaves the picture.
-        values = np.maximum(left, _LOWEST / 10)
-        axes.plot(values, color=look.tone.light, linestyle=look.line, linewidth=1.6, marker=look.marker, markersize=3.5)
+    # Zero, where a graph is exact, has no logarithm: draw it below the axis, so that the line leaves the picture.
+    shown = {name: np.maximum(left, _LOWEST / 10) for name, left in curves.items()}
+    groups: list[list[str]] = []
+    for name, values in shown.items():
+        same = next((group for group in groups if np.allclose(values, shown[group[0]], rtol=1e-6)), None)
+        same.append(name) if same is not None else groups.append([name])
+    styles = looks([group[0] for group in groups])
+    exact = [int((shown[group[0]] > _LOWEST / 10).sum()) for group in groups]
+    for place, (look, (name, *_)) in enumerate(zip(styles, groups, strict=True)):
+        # Lines of graphs that are exact at the same step lie on each other there: those below are wider.
+        above = exact[place + 1 :].count(exact[place]) if exact[place] < len(shown[name]) else 0
+        marks = {"linestyle": look.line, "linewidth": 1.6 + 2.2 * above, "marker": look.marker, "markersize": 3.5}
+        axes.plot(shown[name], color=look.tone.light, **marks)
     axes.set_yscale("log")
     axes.set_ylim(_LOWEST, 1.3)
     axes.set_xlim(0, max(len(left) for left in curves.values()) - 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    legend(figure, [key(look) for look in styles], list(curves))
+    named = (", ".join(each.removesuffix("()") for each in group) for group in groups)
+    legend(figure, [key(look) for look in styles], list(named), most=70)
     return Picture(
         name=stem,
         figure=figure,
         title=f"Agreement of {workers} workers",
-        caption="Lines that leave the picture are below 1e-4, or exactly at the average.",
+        caption="Lines that leave the picture are below 1e-4, or exactly at the average. Graphs with one line agree "
+        "equally fast.",
         description=f"Disagreement among {workers} workers against steps for {len(curves)} graphs, on a log axis.",
     )
 

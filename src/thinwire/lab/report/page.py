@@ -146,6 +146,13 @@ def _timelines(collection: Collection, pictures: dict[int, Picture], shown: Show
     )
     unrecorded = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
     missing = _empty(f"No timeline was recorded for {', '.join(unrecorded)}.") if unrecorded else ""
+    mute = [run.label for run in collection.runs if run.spans and all(s.kind != "communication" for s in run.spans)]
+    if mute:
+        intro += (
+            f'<p class="intro">The thin lane of {escape(", ".join(mute))} is empty: no message was recorded there. '
+            "DistributedDataParallel sends its buckets itself during the backward pass, so that only the wait for the "
+            "last of them shows.</p>"
+        )
     return intro + "".join(shown(picture, captioned=False) for picture in pictures.values()) + missing
 
 

@@ -8,22 +8,28 @@ import hashlib
 import html
 import io
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import matplotlib
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cbook import STEP_LOOKUP_MAP
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
 from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.transforms import Bbox
+from numpy.typing import NDArray
 
 from thinwire.core import units
-from thinwire.lab.report.files import write_bytes
+from thinwire.lab.report.files import write_bytes, write_text
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import GRID, INK, MUTED, PAPER, TONES, Look
 from thinwire.lab.report.runs import Run
@@ -33,6 +39,8 @@ FONT_SIZE = 9.0
 _NARROW = 4.2
 _DOTS_PER_INCH = 160
 _LEGEND_ROW = 0.19
+# In points, between a point and its label.
+_DISTANCES, _NEXT_TO = (7, 12, 20, 30, 42, 56, 72), 14
 _NO_METADATA = {"Date": None, "Creator": None, "Format": None, "Type": None}
 
 
@@ -86,11 +94,20 @@ class Picture:
 
     def svg(self) -> str:
         """The figure as an SVG element for an HTML page that defines the palette's CSS variables."""
-        content = io.StringIO()
-        # Text stays text, and ids and metadata do not change from one writing to the next.
-        with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "thinwire"}):
-            self.figure.savefig(content, format="svg", transparent=True, metadata=_NO_METADATA)
-        return _inlined(content.getvalue(), self.name, self.description)
+        return _inlined(_as_svg(self.figure, "none", transparent=True), self.name, self.description)
+
+
+def write_svg(figure: Figure, path: Path) -> Path:
+    """Write a figure in light colors on white, with its letters as outlines, and return its path."""
+    return write_text(path, _as_svg(figure, "path", facecolor=PAPER.light))
+
+
+def _as_svg(figure: Figure, letters: str, **form: Any) -> str:
+    content = io.StringIO()
+    # Ids and metadata do not change from one writing to the next.
+    with matplotlib.rc_context({"svg.fonttype": letters, "svg.hashsalt": "thinwire"}):
+        figure.savefig(content, format="svg", metadata=_NO_METADATA, **form)
+    return content.getvalue()
 
 
 def canvas(width: float, height: float) -> Figure:
@@ -116,9 +133,9 @@ def plain(axes: Axes, *, x: str = "", y: str = "", grid: str = "both") -> None:
     axes.set_ylabel(y, fontsize=FONT_SIZE, color=MUTED.light)
 
 
-def legend(figure: Figure, handles: list[Line2D], names: list[str], *, title: str = "") -> None:
+def legend(figure: Figure, handles: list[Line2D], names: list[str], *, title: str = "", most: int = 46) -> None:
     """One legend above the axes, in as few rows as its names allow; the figure grows by its height, and a title's."""
-    words = [shortened(name, 46) for name in names]
+    words = [shortened(name, most) for name in names]
     # About 13 characters per inch, and 6 for the sample and the gap.
     room = figure.get_figwidth() * 13
     per_row = max(1, min(len(words), int(room // (max(map(len, words)) + 6))))
@@ -138,6 +155,74 @@ def legend(figure: Figure, handles: list[Line2D], names: list[str], *, title: st
         title_fontproperties={"size": FONT_SIZE + 1},
         alignment="left",
     )
+
+
+@dataclass(frozen=True)
+class Label:
+    """Words for a point of a drawing, in data coordinates, and their color."""
+
+    words: str
+    x: float
+    y: float
+    color: str = INK.light
+
+
+def label(axes: Axes, labels: Sequence[Label], *, size: float = FONT_SIZE - 1) -> None:
+    """Write labels beside their points, each where it covers least: no other label, and few points and lines.
+
+    Call it when everything else is drawn and limits are set. A label that is not next to its point gets a thin line.
+    """
+    figure = axes.figure
+    figure.draw_without_rendering()
+    frame, points = axes.get_window_extent(), figure.dpi / 72
+    drawn = np.concatenate([_dots(axes), axes.transData.transform([(each.x, each.y) for each in labels])])
+    taken: list[Bbox] = []
+    for each in labels:
+        at = axes.transData.transform((each.x, each.y))
+        text = axes.annotate(
+            each.words, (each.x, each.y), xytext=(0, 0), textcoords="offset points", fontsize=size, color=each.color
+        )
+        extent = text.get_window_extent()
+        width, height = extent.width + 2 * points, extent.height
+        best: tuple[float, float, float, Bbox] | None = None
+        for far in _DISTANCES:
+            for angle in np.linspace(0, 2 * np.pi, 16, endpoint=False):
+                right, up = far * points * np.cos(angle), far * points * np.sin(angle)
+                left = at[0] + right - (width if right < -1e-6 else 0.0)
+                bottom = at[1] + up - height / 2
+                box = Bbox.from_bounds(left, bottom, width, height)
+                outside = max(0.0, frame.x0 - box.x0, box.x1 - frame.x1) + max(
+                    0.0, frame.y0 - box.y0, box.y1 - frame.y1
+                )
+                hidden = sum(box.overlaps(other) for other in taken)
+                cost = 100 * hidden + outside + box.count_contains(drawn) + far / 20
+                if best is None or cost < best[0]:
+                    best = cost, left - at[0], bottom - at[1], box
+        assert best is not None
+        _, right, up, box = best
+        taken.append(box)
+        text.set_position((right / points, up / points))
+        if min(abs(right), abs(right + width)) > _NEXT_TO * points or abs(up + height / 2) > _NEXT_TO * points:
+            side = right if right > 0 else min(right + width, 0.0)
+            axes.annotate(
+                "",
+                (each.x, each.y),
+                xytext=(side / points, (up + height / 2) / points),
+                textcoords="offset points",
+                arrowprops={"arrowstyle": "-", "color": each.color, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 2},
+            )
+
+
+def _dots(axes: Axes) -> NDArray[np.float64]:
+    """Places along every line of some axes, close to each other, in pixels."""
+    found = [np.empty((0, 2))]
+    for line in axes.lines:
+        steps = STEP_LOOKUP_MAP[line.get_drawstyle()](*np.asarray(line.get_data(), dtype=np.float64))
+        corners = axes.transData.transform(np.column_stack(list(steps)))
+        corners = corners[np.isfinite(corners).all(1)]
+        for start, end in pairwise(corners):
+            found.append(np.linspace(start, end, 2 + min(200, int(np.hypot(*(end - start)) // 8))))
+    return np.concatenate(found)
 
 
 def key(look: Look) -> Line2D:

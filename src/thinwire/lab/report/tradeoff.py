@@ -13,7 +13,7 @@ from thinwire.core.statistics import Spread
 from thinwire.lab.report.files import Facts, number
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import GRID, INK, MUTED, PAPER, Look
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, is_narrow, key, legend, plain
+from thinwire.lab.report.picture import FONT_SIZE, Label, Picture, canvas, is_narrow, label, plain
 from thinwire.lab.report.runs import Collection, Run
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
@@ -66,9 +66,8 @@ def pareto_picture(collection: Collection, styles: Sequence[Look]) -> Picture | 
     best = front(points)
     corners = [points[index] for index in best]
     axes.step(*zip(*corners, strict=True), where="post", color=MUTED.light, linewidth=1.2, linestyle=(0, (4, 3)))
-    middle = sorted(payload for payload, _ in points)[len(points) // 2]
-    for run, look, payload, loss in rows:
-        _point(axes, run, look, payload, loss, left=payload.mean >= middle)
+    for _, look, payload, loss in rows:
+        _point(axes, look, payload, loss)
     sizes = [payload for payload, _ in points if payload > 0]
     if sizes and max(sizes) > _WIDE_RANGE * min(sizes) and len(sizes) == len(points):
         axes.set_xscale("log")
@@ -76,7 +75,8 @@ def pareto_picture(collection: Collection, styles: Sequence[Look]) -> Picture | 
         axes.xaxis.set_minor_formatter(NullFormatter())
     axes.xaxis.set_major_formatter(EngFormatter(unit="B"))
     axes.margins(x=0.18 if is_narrow() else 0.12, y=0.16)
-    legend(figure, [key(look) for _, look, _, _ in rows], [run.label for run, *_ in rows])
+    most = 20 if is_narrow() else 34
+    label(axes, [Label(shortened(run.label, most), payload.mean, loss.mean) for run, _, payload, loss in rows])
     names = ", ".join(rows[index][0].label for index in best)
     several = any(len(loss.values) > 1 for *_, loss in rows)
     bars = " Bars reach one standard deviation over seeds." if several else ""
@@ -85,14 +85,27 @@ def pareto_picture(collection: Collection, styles: Sequence[Look]) -> Picture | 
         name="pareto",
         figure=figure,
         title="Bytes against held-out loss",
-        caption="The dashed line is the Pareto front: no other strategy of this comparison sends less and has a lower "
-        f"loss than one on it. Runs of equal time take different numbers of steps.{bars}",
+        caption=_of_front(names, len(best)) + _of_steps([run for run, *_ in rows]) + bars,
         description=f"Scatter of held-out loss against payload. On the Pareto front: {names}.",
     )
 
 
-def _point(axes: Axes, run: Run, look: Look, payload: Spread, loss: Spread, *, left: bool) -> None:
-    """A marker with its bars, and its label beside it; at the left where there is no room at the right."""
+def _of_front(names: str, count: int) -> str:
+    if count == 1:
+        return f"{names} sends least and has the lowest loss."
+    return (
+        "The dashed line is the Pareto front: no other strategy of this comparison sends less and has a lower loss "
+        "than one on it."
+    )
+
+
+def _of_steps(runs: Sequence[Run]) -> str:
+    steps = {number(run.summary, "steps") for run in runs}
+    return " The runs have different numbers of steps." if len(steps) > 1 else ""
+
+
+def _point(axes: Axes, look: Look, payload: Spread, loss: Spread) -> None:
+    """A marker with its bars."""
     axes.errorbar(
         [payload.mean],
         [loss.mean],
@@ -106,15 +119,6 @@ def _point(axes: Axes, run: Run, look: Look, payload: Spread, loss: Spread, *, l
         elinewidth=1.4,
         linestyle="none",
         zorder=4,
-    )
-    axes.annotate(
-        shortened(run.label, 20 if is_narrow() else 34),
-        (payload.mean, loss.mean),
-        xytext=(-8 if left else 8, 6),
-        textcoords="offset points",
-        ha="right" if left else "left",
-        fontsize=FONT_SIZE - 1,
-        color=INK.light,
     )
 
 
