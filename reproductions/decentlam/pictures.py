@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from reproductions.decentlam.methods import METHODS
 from thinwire.lab.report.palette import Look, looks
-from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import Picture, canvas, key, legend, line, log_axis, plain
 
 _NAMES = [method.name for method in METHODS]
 _REFERENCE = "PmSGD"
@@ -38,7 +38,7 @@ def bias_picture(biases: Mapping[tuple[str, float, float], float], momentum: flo
         _line(left, look, {rate: biases[name, 0.0 if still else momentum, rate] for rate in rates})
         by_momentum = {b: biases[name, 0.0 if still else b, rates[0]] for b in momenta if still or b > 0}
         _line(right, look, by_momentum)
-    _logarithmic(left, rates)
+    log_axis(left, rates)
     left.set_yscale("log")
     plain(left, x=f"learning rate, at momentum {momentum:g}", y="squared bias")
     plain(right, x=f"momentum, at learning rate {rates[0]:g}")
@@ -63,7 +63,7 @@ def accuracy_picture(accuracies: Mapping[tuple[str, int], Sequence[float]]) -> P
         shifted = [total * 1.03 ** (place - len(_LOOKS) / 2) for total in totals]
         axes.vlines(shifted, [min(each) for each in found], [max(each) for each in found], color=look.tone.light, lw=1)
         _line(axes, look, dict(zip(shifted, (fmean(each) for each in found), strict=True)))
-    _logarithmic(axes, totals)
+    log_axis(axes, totals)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if f"{value:g}"[0] in "25" else ""))
@@ -83,20 +83,4 @@ def _most(biases: Mapping[tuple[str, float, float], float], name: str) -> float:
 
 
 def _line(axes: Axes, look: Look, values: Mapping[float, float]) -> None:
-    axes.plot(
-        list(values),
-        list(values.values()),
-        color=look.tone.light,
-        linestyle=look.line,
-        linewidth=look.width,
-        marker=look.marker,
-        markersize=5,
-    )
-
-
-def _logarithmic(axes: Axes, ticks: Sequence[float]) -> None:
-    """A logarithmic axis with just these ticks."""
-    axes.set_xscale("log")
-    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    line(axes, look, list(values), list(values.values()), size=5)

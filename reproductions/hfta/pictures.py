@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from reproductions.hfta.losses import Losses
 from reproductions.hfta.training import WAYS, Paces, speedup
 from thinwire.lab.report.palette import looks
-from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import Picture, canvas, key, legend, line, plain
 
 _LEAST = 1e-17
 
@@ -20,15 +20,7 @@ def pace_picture(found: Paces) -> Picture:
     for axes, (title, sizes) in zip(panels, found.items(), strict=False):
         for look, way in zip(looks(list(WAYS)), WAYS, strict=True):
             ratios = [speedup(paces, way, "process") for paces in sizes.values()]
-            axes.plot(
-                list(sizes),
-                ratios,
-                color=look.tone.light,
-                linestyle=look.line,
-                linewidth=look.width,
-                marker=look.marker,
-                markersize=5,
-            )
+            line(axes, look, list(sizes), ratios, size=5)
         axes.set_title(title, fontsize=9)
         axes.set_xticks(list(sizes))
         axes.set_ylim(bottom=0)

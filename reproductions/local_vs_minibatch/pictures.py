@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter
 
 from reproductions.local_vs_minibatch.grid import METHODS, Cell, Grid
 from thinwire.lab.report.palette import Look, looks
-from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import Picture, canvas, key, legend, line, log_axis, plain
 
 _LOOKS = dict(zip(METHODS, looks(list(METHODS)), strict=True))
 
@@ -25,7 +25,8 @@ def rounds_picture(grid: Grid) -> Picture:
             axes = panels[row][column]
             for method, look in _LOOKS.items():
                 _line(axes, look, {r: grid[method, Cell(share, period, r)].mean for r in rounds})
-            _logarithmic(axes, rounds)
+            log_axis(axes, rounds)
+            _plain_numbers(axes)
             last, first = row == len(periods) - 1, column == 0
             plain(axes, x="rounds" if last else "", y=f"gap, K = {period}" if first else "")
             if not row:
@@ -79,23 +80,7 @@ def _axes_of(grid: Grid) -> tuple[list[float], list[int], list[int]]:
 
 
 def _line(axes: Axes, look: Look, values: Mapping[float, float] | Mapping[int, float]) -> None:
-    axes.plot(
-        list(values),
-        list(values.values()),
-        color=look.tone.light,
-        linestyle=look.line,
-        linewidth=look.width,
-        marker=look.marker,
-        markersize=4,
-    )
-
-
-def _logarithmic(axes: Axes, ticks: list[int]) -> None:
-    axes.set_xscale("log")
-    _plain_numbers(axes)
-    axes.xaxis.set_major_locator(FixedLocator([float(tick) for tick in ticks]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    line(axes, look, list(values), list(values.values()))
 
 
 def _plain_numbers(axes: Axes) -> None:

@@ -11,7 +11,7 @@ from matplotlib.ticker import MaxNLocator
 from reproductions.lsgd.landscapes import EVERY, Descent
 from reproductions.shared.curves import Curve
 from thinwire.lab.report.palette import INK, MUTED, looks
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, line, plain
 
 
 def loss_picture(curves: Mapping[str, Sequence[Curve]]) -> Picture:
@@ -20,15 +20,7 @@ def loss_picture(curves: Mapping[str, Sequence[Curve]]) -> Picture:
     axes, styles = figure.subplots(), looks(list(curves))
     for look, rounds in zip(styles, curves.values(), strict=True):
         for curve in rounds:
-            axes.plot(
-                curve.seconds,
-                curve.losses,
-                color=look.tone.light,
-                linestyle=look.line,
-                linewidth=look.width,
-                marker=look.marker,
-                markersize=4,
-            )
+            line(axes, look, curve.seconds, curve.losses)
     axes.set_yscale("log")
     plain(axes, x="seconds of training", y="held-out loss, nats")
     legend(figure, [key(look) for look in styles], list(curves))

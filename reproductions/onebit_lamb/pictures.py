@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from reproductions.shared.curves import Curve
 from thinwire.lab.report.palette import looks
-from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import Picture, canvas, key, legend, line, plain
 
 
 def loss_picture(curves: Mapping[str, Sequence[Curve]], warm_steps: int) -> Picture:
@@ -17,15 +17,7 @@ def loss_picture(curves: Mapping[str, Sequence[Curve]], warm_steps: int) -> Pict
     styles = looks(list(curves))
     for look, rounds in zip(styles, curves.values(), strict=True):
         for curve in rounds:
-            axes.plot(
-                curve.steps,
-                curve.losses,
-                color=look.tone.light,
-                linestyle=look.line,
-                linewidth=look.width,
-                marker=look.marker,
-                markersize=4,
-            )
+            line(axes, look, curve.steps, curve.losses)
     axes.axvline(warm_steps, color="0.6", linewidth=0.8, linestyle=":")
     axes.annotate(
         "variance frozen",

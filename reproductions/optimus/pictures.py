@@ -11,7 +11,7 @@ from reproductions.optimus.race import Finish
 from reproductions.optimus.scaling import Row
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme
 from thinwire.lab.report.palette import INK, MUTED, Look, looks
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, line, plain
 
 NAMES: dict[Scheme, str] = {"1d": "one dimension", "1d+sequence": "one, sequence split", "2d": "two dimensions"}
 _GIGABYTE = 1e9
@@ -82,7 +82,7 @@ def _looks() -> dict[Scheme, Look]:
 
 
 def _line(axes: Axes, look: Look, x: Sequence[int], y: Sequence[float]) -> None:
-    axes.plot(x, y, color=look.tone.light, linestyle=look.line, linewidth=look.width, marker=look.marker, markersize=4)
+    line(axes, look, x, y)
 
 
 def _median(values: Sequence[float]) -> float:

@@ -9,7 +9,7 @@ from statistics import fmean, median
 from matplotlib.ticker import FuncFormatter, NullLocator, PercentFormatter
 
 from thinwire.lab.report.palette import looks
-from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import Picture, canvas, key, legend, line, plain
 
 
 def waiting_picture(shares: Mapping[str, Mapping[str, Sequence[float]]]) -> Picture:
@@ -49,15 +49,7 @@ def loss_picture(losses: Mapping[tuple[str, str], Mapping[float, Sequence[float]
     for axes, words in zip(figure.subplots(1, len(kinds), sharey=True), kinds, strict=True):
         for look, name in zip(styles, names, strict=True):
             trials = losses[words, name]
-            axes.plot(
-                list(trials),
-                [fmean(each) for each in trials.values()],
-                color=look.tone.light,
-                linestyle=look.line,
-                linewidth=look.width,
-                marker=look.marker,
-                markersize=5,
-            )
+            line(axes, look, list(trials), [fmean(each) for each in trials.values()], size=5)
         axes.set_xscale("log")
         axes.set_yscale("log")
         axes.set_xticks(sorted(next(iter(losses.values()))))

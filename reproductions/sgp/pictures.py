@@ -11,7 +11,7 @@ from matplotlib.lines import Line2D
 
 from reproductions.shared.curves import Curve
 from thinwire.lab.report.palette import INK, MUTED, Look, looks
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, line, plain
 
 # By condition and method: one curve for each round.
 Curves = Mapping[tuple[str, str], Sequence[Curve]]
@@ -77,12 +77,4 @@ def _looks(curves: Curves) -> dict[str, Look]:
 
 
 def _line(axes: Axes, look: Look, curve: Curve) -> list[Line2D]:
-    return axes.plot(
-        curve.seconds,
-        curve.losses,
-        color=look.tone.light,
-        linestyle=look.line,
-        linewidth=look.width,
-        marker=look.marker,
-        markersize=4,
-    )
+    return line(axes, look, curve.seconds, curve.losses)

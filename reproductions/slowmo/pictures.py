@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter, NullLocator
 
 from reproductions.slowmo.steps import Figures, Runs
 from thinwire.lab.report.palette import looks
-from thinwire.lab.report.picture import Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import Picture, canvas, key, legend, line, plain
 
 
 def tuning_picture(runs: Runs) -> Picture:
@@ -28,15 +28,7 @@ def tuning_picture(runs: Runs) -> Picture:
                 if trial.recipe == recipe
             }
             at = sorted(found)
-            axes.plot(
-                at,
-                [found[lr] for lr in at],
-                color=look.tone.light,
-                linestyle=look.line,
-                linewidth=look.width,
-                marker=look.marker,
-                markersize=5,
-            )
+            line(axes, look, at, [found[lr] for lr in at], size=5)
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks(rates)

@@ -34,11 +34,12 @@ class TensorBoard:
 
         self._writer: Any = SummaryWriter(str(local_path(folder)))
 
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record figures, by name, at a step."""
+    def log(self, figures: Mapping[str, float], step: int, *, flush: bool = True) -> None:
+        """Record figures, by name, at a step; without `flush` a reader may see them later."""
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        if flush:
+            self._writer.flush()
 
     def close(self) -> None:
         """Close the file."""

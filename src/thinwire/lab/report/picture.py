@@ -24,7 +24,7 @@ from matplotlib.cbook import STEP_LOOKUP_MAP
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.text import Text
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
@@ -230,6 +230,20 @@ def key(look: Look) -> Line2D:
     return Line2D(
         [], [], color=look.tone.light, linestyle=look.line, linewidth=look.width, marker=look.marker, markersize=5
     )
+
+
+def line(axes: Axes, look: Look, x: Sequence[float], y: Sequence[float], *, size: float = 4) -> list[Line2D]:
+    """Draw a strategy's line with markers of a size in points."""
+    style = {"color": look.tone.light, "linestyle": look.line, "linewidth": look.width}
+    return axes.plot(list(x), list(y), **style, marker=look.marker, markersize=size)
+
+
+def log_axis(axes: Axes, ticks: Sequence[float]) -> None:
+    """Make the axis along x logarithmic, with just these ticks."""
+    axes.set_xscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def seconds_axis(axes: Axes, longest: float) -> None:

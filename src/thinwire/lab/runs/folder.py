@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -108,32 +108,6 @@ class RunFolder:
         """The result of the run; None while it has not ended."""
         found = json_object(self.path / "summary.json")
         return None if found is None else dict(found)
-
-
-class Scalars:
-    """TensorBoard events beside the metrics."""
-
-    def __init__(self, path: Path) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(path)
-
-    def add(self, records: Sequence[Record]) -> None:
-        """Write steps."""
-        for record in records:
-            for name in ("loss", "step_seconds", "exposed_seconds", "payload_bytes"):
-                self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
-            for name, value in record.metrics.items():
-                self._writer.add_scalar(f"metrics/{name}", value, record.step)
-
-    def add_evaluation(self, step: int, loss: float, metric: float) -> None:
-        """Write an evaluation."""
-        self._writer.add_scalar("held_out/loss", loss, step)
-        self._writer.add_scalar("held_out/metric", metric, step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self._writer.close()
 
 
 def _record(line: Fields) -> Record:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 
 from thinwire._version import __version__
+from thinwire.integrations.loggers import TensorBoard
 from thinwire.lab.emulate import parse_links
 from thinwire.lab.report.folder import SCHEMA
 from thinwire.lab.runs.baselines import Baseline
-from thinwire.lab.runs.folder import Fields, RunFolder, Scalars
+from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import Record, Totals, WireBytes
 from thinwire.lab.runs.recipes import parse_recipe, topology_of
 from thinwire.lab.runs.settings import Settings
@@ -28,6 +29,7 @@ from thinwire.worker.times import SlowWorker
 # Larger graphs, and longer periods, are no drawing that says anything.
 _MOST_DRAWN = 32
 _MOST_STEPS = 8
+_SCALARS = ("loss", "step_seconds", "exposed_seconds", "payload_bytes")
 _WIRE = "interface counters of each worker's namespace, while training"
 
 
@@ -50,7 +52,7 @@ class Writer:
         self.task = task
         self.simulated = simulated
         self.totals = Totals(folder.rewind(step))
-        self._scalars = Scalars(folder.path / "tensorboard") if settings.tensorboard else None
+        self._scalars = TensorBoard(folder.path / "tensorboard") if settings.tensorboard else None
         self._slow_worker: SlowWorker | None = None
 
     def write_config(self, parameters: int, paper: str) -> None:
@@ -79,7 +81,10 @@ class Writer:
         self.totals.add(records)
         self.folder.append("metrics.jsonl", (record.line() for record in records))
         if self._scalars is not None:
-            self._scalars.add(records)
+            for record in records:
+                figures = {f"train/{name}": getattr(record, name) for name in _SCALARS}
+                figures |= {f"metrics/{name}": value for name, value in record.metrics.items()}
+                self._scalars.log(figures, record.step, flush=record is records[-1])
 
     def add_workers(self, step: int, workers: Mapping[str, Fields]) -> None:
         """Append the times of each worker in the steps since the last call.
@@ -94,7 +99,8 @@ class Writer:
         """Append an evaluation."""
         self.folder.append("metrics.jsonl", [line])
         if self._scalars is not None:
-            self._scalars.add_evaluation(line["step"], line["eval_loss"], line["eval_metric"])
+            figures = {"held_out/loss": line["eval_loss"], "held_out/metric": line["eval_metric"]}
+            self._scalars.log(figures, line["step"])
 
     def add_slow_worker(self, found: SlowWorker | None) -> None:
         """Keep the worker that the others have waited for last."""
