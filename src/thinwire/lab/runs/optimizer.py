@@ -28,30 +28,27 @@ _FUSED = ("cpu", "cuda")
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     """The optimizer that the settings name, over all parameters."""
-    parameters, lr, decay = list(model.parameters()), settings.lr, settings.weight_decay
-    kind = _ADAPTIVE.get(settings.optimizer)
-    if kind is not None:
-        return kind(parameters, lr=lr, weight_decay=decay)
-    if settings.optimizer == "adamw":
-        return AdamW(parameters, lr=lr, weight_decay=decay, fused=_can_fuse(parameters))
-    return SGD(parameters, lr=lr, momentum=settings.momentum, weight_decay=decay, fused=_can_fuse(parameters))
+    make = maker_of(settings.optimizer, settings.momentum, lr=settings.lr, weight_decay=settings.weight_decay)
+    return make(list(model.parameters()))
 
 
-def maker_of(name: str, momentum: float) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """What makes an optimizer of that name from parameters, where its learning rate does not matter.
+def maker_of(name: str, momentum: float, **more: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
+    """Return a function that makes an optimizer from parameters.
 
     Args:
         name: as in `Settings`.
         momentum: of SGD.
+        more: further arguments, such as `lr`, which is 1e-3 unless given.
     """
+    more = {"lr": 1e-3, **more}
 
     def make(parameters: list[nn.Parameter]) -> Optimizer:
         kind = _ADAPTIVE.get(name)
         if kind is not None:
-            return kind(parameters, lr=1e-3)
+            return kind(parameters, **more)
         if name == "adamw":
-            return AdamW(parameters, lr=1e-3, fused=_can_fuse(parameters))
-        return SGD(parameters, lr=1e-3, momentum=momentum, fused=_can_fuse(parameters))
+            return AdamW(parameters, fused=_can_fuse(parameters), **more)
+        return SGD(parameters, momentum=momentum, fused=_can_fuse(parameters), **more)
 
     return make
 
