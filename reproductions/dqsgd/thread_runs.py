@@ -5,17 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 
-import torch
-
 from reproductions.shared.claims import Outcome
-from reproductions.shared.threads import Schedule, unless_diverged
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
-from thinwire.lab.tasks import Task
+from reproductions.shared.threads import Data, Schedule, Trained, on_threads, unless_diverged
+from thinwire.lab.tasks import Evaluation, Task
 from thinwire.methods.strategies.base import Strategy
-from thinwire.worker.attach import attach
 
 PATIENCE_SECONDS = 3600.0  # threads are not lost; but a long run may be put aside for others, or asleep
 
@@ -59,31 +55,18 @@ def learned(
         seed: of the division of data, the initial parameters, the order of the data and the strategy's draws.
         model: of a named size; the task's first unless given.
     """
-    shards = task.shards(workers, split="iid", seed=seed)
+    data = Data(workers, "iid", seed, schedule.steps, schedule.batch_size)
 
-    def body(comm: Comm) -> Learned:
-        network = task.model(model, seed=seed)
-        optimizer = torch.optim.SGD(
-            network.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay
-        )
-        worker = attach(network, optimizer, strategy, comm=comm, seed=seed)
-        before = comm.meter.payload_bytes
-        for step in range(schedule.steps):
-            optimizer.param_groups[0]["lr"] = schedule.rate(step)
-            batch = task.batch(shards[comm.rank], step, batch_size=schedule.batch_size, seed=seed, rank=comm.rank)
-            optimizer.zero_grad()
-            task.loss(network, batch).backward()
-            optimizer.step()
-        sent = comm.meter.payload_bytes - before
-        worker.detach()
+    def measure(done: Trained) -> Learned:
+        done.worker.detach()
         # Parameters are equal on all ranks, and models of these tasks have no buffers that differ between ranks.
-        found = task.evaluate(network) if comm.rank == 0 else None
-        size = sum(p.numel() for p in network.parameters())
-        metric, loss = (found.metric, found.loss) if found else (0.0, 0.0)
-        return Learned(metric, loss, sent, schedule.steps, size)
+        found = task.evaluate(done.model) if done.comm.rank == 0 else Evaluation(0.0, 0.0, 0)
+        size = sum(p.numel() for p in done.model.parameters())
+        return Learned(found.metric, found.loss, done.sent, schedule.steps, size)
 
+    run = partial(on_threads, task, strategy, data, measure, optimizer=schedule.descent, rate=schedule.rate, size=model)
     worst = Learned(0.0, inf, inf, schedule.steps, 1)
-    return unless_diverged(lambda: run_threads(workers, body, timeout=PATIENCE_SECONDS)[0], worst)
+    return unless_diverged(lambda: run(record=False, timeout=PATIENCE_SECONDS)[0], worst)
 
 
 def weakest(outcomes: Sequence[Outcome]) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TypeVar
 
@@ -14,9 +15,10 @@ from torch import nn
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.threads import run_threads
 from thinwire.errors import NonFiniteError
-from thinwire.lab.tasks import Evaluation, Task
+from thinwire.lab.tasks import Batch, Evaluation, Task
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
+from thinwire.worker.worker import Worker
 
 Found = TypeVar("Found")
 
@@ -42,6 +44,10 @@ class Schedule:
     def rate(self, step: int) -> float:
         """The learning rate of a step, counted from 0."""
         return self.lr * min(1.0, (step + 1) / max(1, self.steps // 10))
+
+    def descent(self, model: nn.Module) -> torch.optim.Optimizer:
+        """The workers' own SGD."""
+        return torch.optim.SGD(model.parameters(), self.lr, self.momentum, weight_decay=self.weight_decay)
 
 
 def unless_diverged(run: Callable[[], Found], worst: Found) -> Found:
@@ -72,12 +78,8 @@ def train_on_threads(
         split: how the training data are divided among workers, such as "dirichlet(0.1)".
         seed: of the division of data, the initial parameters, the order of the data and the strategy's draws.
     """
-
-    def descent(model: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(model.parameters(), schedule.lr, schedule.momentum, weight_decay=schedule.weight_decay)
-
     data = Data(workers, split, seed, schedule.steps, schedule.batch_size)
-    return trained(task, strategy, data, optimizer=descent, rate=schedule.rate)
+    return trained(task, strategy, data, optimizer=schedule.descent, rate=schedule.rate)
 
 
 @dataclass(frozen=True)
@@ -115,24 +117,81 @@ def trained(
     Returns:
         Of a run that diverges, an infinite loss, and a metric of 0.
     """
+
+    def measure(done: Trained) -> Evaluation:
+        with done.worker.consensus() as agreed:
+            found = task.evaluate(agreed, limit=data.eval_limit)
+        done.worker.detach()
+        return found
+
+    run = partial(on_threads, task, strategy, data, measure, optimizer=optimizer, rate=rate, size=size)
+    return unless_diverged(lambda: run()[0], Evaluation(inf, 0.0, 0))
+
+
+@dataclass(frozen=True)
+class Trained:
+    """One worker after its training.
+
+    Args:
+        comm: of its thread.
+        model: its own copy.
+        worker: as `attach` has made it.
+        sent: payload bytes of the training.
+        batch: its batch of a step and size.
+    """
+
+    comm: Comm
+    model: nn.Module
+    worker: Worker
+    sent: float
+    batch: Callable[[int, int], Batch]
+
+
+def on_threads(
+    task: Task,
+    strategy: Strategy,
+    data: Data,
+    measure: Callable[[Trained], Found],
+    *,
+    optimizer: Callable[[nn.Module], torch.optim.Optimizer],
+    rate: Callable[[int], float],
+    size: str | None = None,
+    record: bool = True,
+    timeout: float = 60.0,
+) -> list[Found]:
+    """Train on threads, and return what `measure` says of each worker.
+
+    Args:
+        task: what is learned.
+        strategy: how workers communicate.
+        data: what they train on.
+        measure: called in each thread after the last step.
+        optimizer: makes the optimizer of a model.
+        rate: the learning rate of a step.
+        size: of the model.
+        record: whether strategies are told the loss of each step.
+        timeout: of a message, in seconds.
+    """
     shards, seed = task.shards(data.workers, split=data.split, seed=data.seed), data.seed
 
-    def body(comm: Comm) -> Evaluation:
+    def body(comm: Comm) -> Found:
         model = task.model(size, seed=seed)
         moves = optimizer(model)
         worker = attach(model, moves, strategy, comm=comm, seed=seed)
+
+        def batch(step: int, size: int) -> Batch:
+            return task.batch(shards[comm.rank], step, batch_size=size, seed=seed, rank=comm.rank)
+
+        before = comm.meter.payload_bytes
         for step in range(data.steps):
             for group in moves.param_groups:
                 group["lr"] = rate(step)
-            batch = task.batch(shards[comm.rank], step, batch_size=data.batch_size, seed=seed, rank=comm.rank)
             moves.zero_grad()
-            loss = task.loss(model, batch)
+            loss = task.loss(model, batch(step, data.batch_size))
             loss.backward()
-            worker.record_batch(loss=loss)
+            if record:
+                worker.record_batch(loss=loss)
             moves.step()
-        with worker.consensus() as agreed:
-            found = task.evaluate(agreed, limit=data.eval_limit)
-        worker.detach()
-        return found
+        return measure(Trained(comm, model, worker, comm.meter.payload_bytes - before, batch))
 
-    return unless_diverged(lambda: run_threads(data.workers, body)[0], Evaluation(inf, 0.0, 0))
+    return run_threads(data.workers, body, timeout=timeout)

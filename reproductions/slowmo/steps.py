@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import inf
 from pathlib import Path
 from statistics import fmean
@@ -13,14 +14,11 @@ from statistics import fmean
 import torch
 from torch import nn
 
-from reproductions.shared.threads import unless_diverged
-from thinwire.core.comm.base import Comm
-from thinwire.core.comm.threads import run_threads
+from reproductions.shared.threads import Data, Trained, on_threads, unless_diverged
 from thinwire.core.storage.files import write_atomically
 from thinwire.lab.tasks import Batch, Task
 from thinwire.lab.tasks.base import evaluating
 from thinwire.methods.strategies.recipe import parse
-from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker
 
 
@@ -85,27 +83,16 @@ def run(plan: Plan, trial: Trial, seed: int) -> Figures:
 
 
 def _run(plan: Plan, trial: Trial, seed: int) -> Figures:
-    task = plan.task
-    shards = task.shards(plan.workers, split=plan.split, seed=seed)
+    data = Data(plan.workers, plan.split, seed, plan.steps, plan.batch_size)
 
-    def body(comm: Comm) -> tuple[float, Figures | None]:
-        model = task.model(seed=seed)
-        optimizer = torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=plan.momentum)
-        worker = attach(model, optimizer, parse(trial.recipe), comm=comm, seed=seed)
+    def measure(done: Trained) -> tuple[float, Figures | None]:
+        return _measured(done.worker, plan.task, done.batch(plan.steps, 128))
 
-        def batch(step: int, size: int) -> Batch:
-            return task.batch(shards[comm.rank], step, batch_size=size, seed=seed, rank=comm.rank)
+    def descent(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=trial.lr, momentum=plan.momentum)
 
-        for step in range(plan.steps):
-            optimizer.param_groups[0]["lr"] = plan.rate(trial.lr, step)
-            optimizer.zero_grad()
-            loss = task.loss(model, batch(step, plan.batch_size))
-            loss.backward()
-            worker.record_batch(loss=loss)
-            optimizer.step()
-        return _measured(worker, task, batch(plan.steps, 128))
-
-    results = run_threads(plan.workers, body)
+    rate = partial(plan.rate, trial.lr)
+    results = on_threads(plan.task, parse(trial.recipe), data, measure, optimizer=descent, rate=rate)
     found = results[0][1]
     assert found is not None
     return Figures(fmean(loss for loss, _ in results), found.held_out_loss, found.accuracy)

@@ -73,8 +73,14 @@ def agreement_picture(stem: str, curves: Mapping[str, Sequence[float]], workers:
     for place, (look, (name, *_)) in enumerate(zip(styles, groups, strict=True)):
         # Lines of graphs that are exact at the same step lie on each other there: those below are wider.
         above = exact[place + 1 :].count(exact[place]) if exact[place] < len(shown[name]) else 0
-        marks = {"linestyle": look.line, "linewidth": 1.6 + 2.2 * above, "marker": look.marker, "markersize": 3.5}
-        axes.plot(shown[name], color=look.tone.light, **marks)
+        axes.plot(
+            shown[name],
+            color=look.tone.light,
+            linestyle=look.line,
+            linewidth=1.6 + 2.2 * above,
+            marker=look.marker,
+            markersize=3.5,
+        )
     axes.set_yscale("log")
     axes.set_ylim(_LOWEST, 1.3)
     axes.set_xlim(0, max(len(left) for left in curves.values()) - 1)

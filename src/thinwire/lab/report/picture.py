@@ -173,6 +173,7 @@ def label(axes: Axes, labels: Sequence[Label], *, size: float = FONT_SIZE - 1) -
     Call it when everything else is drawn and limits are set. A label that is not next to its point gets a thin line.
     """
     figure = axes.figure
+    assert isinstance(figure, Figure)  # there are no subfigures here
     figure.draw_without_rendering()
     frame, points = axes.get_window_extent(), figure.dpi / 72
     drawn = np.concatenate([_dots(axes), axes.transData.transform([(each.x, each.y) for each in labels])])
@@ -234,7 +235,7 @@ def key(look: Look) -> Line2D:
 
 def line(axes: Axes, look: Look, x: Sequence[float], y: Sequence[float], *, size: float = 4) -> list[Line2D]:
     """Draw a strategy's line with markers of a size in points."""
-    style = {"color": look.tone.light, "linestyle": look.line, "linewidth": look.width}
+    style: dict[str, Any] = {"color": look.tone.light, "linestyle": look.line, "linewidth": look.width}
     return axes.plot(list(x), list(y), **style, marker=look.marker, markersize=size)
 
 
