@@ -48,7 +48,7 @@ FLOORS: list[set[str]] = [
 # The same within the packages that have several: each may import from those before it.
 ROOMS = {
     "core": [
-        {"torch_internals", "validation", "units", "quantities"},
+        {"torch_internals", "validation", "units", "quantities", "statistics"},
         {"storage", "kernels"},
         {"comm"},
         {"replica", "view"},
@@ -62,7 +62,8 @@ ROOMS = {
 # They know nothing of the rest but what needs neither a model nor another worker.
 APART = {"lab.tasks", "lab.emulate", "lab.report", "arrays.fusion"}
 GROUND = {"errors", "_version", "planning.links"} | {
-    f"core.{room}" for room in ("torch_internals", "validation", "units", "quantities", "storage", "kernels")
+    f"core.{room}"
+    for room in ("torch_internals", "validation", "units", "quantities", "statistics", "storage", "kernels")
 }
 # Packages whose files are alternatives to each other, with what is common to all of them in `base` (and `comm.work`,
 # `comm.runtime`).

@@ -140,7 +140,7 @@ def test_a_small_run_measures_draws_and_reports(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(decentlam, "QUICK", Scale((0.3,), (0.9,), (16,), factors=(0.5, 1.0), seeds=2))
     monkeypatch.setattr(decentlam, "_EXAMPLES", 16 * 4 * 5)
     monkeypatch.setattr(least_squares, "_LOOK_EVERY", 50)
-    monkeypatch.setattr(decentlam, "_drawn", lambda *_: [])
+    monkeypatch.setattr(decentlam, "_pictures", lambda *_: [])
     begun: list[tuple[str, int]] = []
     result = decentlam.measure(Attempt(tmp_path, True, lambda event: None, lambda *words: begun.append(words)))
     assert [place for _, place in begun] == [0, 1, 2, 3, 4, 5]
@@ -153,6 +153,7 @@ def test_a_small_run_measures_draws_and_reports(tmp_path: Path, monkeypatch: pyt
 def test_both_pictures_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     biases, _, accuracies = figures()
-    names = decentlam._drawn(Attempt(tmp_path, True, lambda event: None, lambda *_: None), biases, accuracies)
+    attempt = Attempt(tmp_path, True, lambda event: None, lambda *_: None)
+    names = attempt.drawn(lambda: decentlam._pictures(biases, accuracies))
     assert names == ["bias.png", "accuracy.png"]
     assert all((tmp_path / name).stat().st_size > 10_000 for name in names)

@@ -59,7 +59,7 @@ def test_a_mean_over_fewer_seeds_than_there_are_says_so(comparison: Path) -> Non
     changed(comparison / "push-sum.2/summary.json", **reached, diverged="the loss is nan")
     collection = read(comparison)
     found = spread(collection.runs[1], lambda facts: facts.get("seconds_to_target"))
-    assert found is not None and (found.values, found.seeds, found.share) == ((10.0,), 2, " (1 of 2 seeds)")
+    assert found is not None and (found.values, found.runs, found.share) == ((10.0,), 2, " (1 of 2 seeds)")
     text = write_report(comparison).report.read_text()
     assert "ddp: none; PushSum: 10.0 s (1 of 2 seeds)" in text
     assert "PushSum: the mean of those that ended (1 of 2 seeds)." in text

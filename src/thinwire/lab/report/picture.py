@@ -98,14 +98,14 @@ class Picture:
 
 
 def write_svg(figure: Figure, path: Path) -> Path:
-    """Write a figure in light colors on white, with its letters as outlines, and return its path."""
+    """Write a figure in light colors on white, with its text as outlines, and return its path."""
     return write_text(path, _as_svg(figure, "path", facecolor=PAPER.light))
 
 
-def _as_svg(figure: Figure, letters: str, **form: Any) -> str:
+def _as_svg(figure: Figure, fonts: str, **form: Any) -> str:
     content = io.StringIO()
     # Ids and metadata do not change from one writing to the next.
-    with matplotlib.rc_context({"svg.fonttype": letters, "svg.hashsalt": "thinwire"}):
+    with matplotlib.rc_context({"svg.fonttype": fonts, "svg.hashsalt": "thinwire"}):
         figure.savefig(content, format="svg", metadata=_NO_METADATA, **form)
     return content.getvalue()
 
