@@ -20,13 +20,12 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overlapped import with_range
+from thinwire.core.statistics import ratios, spread
 from thinwire.core.storage.files import write_atomically
 from thinwire.lab.emulate import available
 from thinwire.lab.runs.defaults import resolve
@@ -79,8 +78,8 @@ def table(found: dict[str, Any], link: str) -> Iterator[str]:
     """A line for each recipe."""
     base = found["DiLoCo"]["losses"]
     for name, row in found.items():
-        ratios = [loss / reference for loss, reference in zip(row["losses"], base, strict=True)]
-        line = f"| {name} | {statistics.mean(row['losses']):.4f} | {with_range(ratios)} |"
+        over = ratios(row["losses"], base).words(".3f")
+        line = f"| {name} | {spread(row['losses']).mean:.4f} | {over} |"
         if link != "none":
             step, waits = row["seconds_per_step"], row["exposed_seconds_per_step"]
             line += f" {row['payload_bytes_per_worker_per_step']:,.0f} | {step:.3f} s | {waits / step:.1%} |"
