@@ -27,6 +27,7 @@ rule, others do not; ? cannot be decided on this machine.
 `python -m reproductions NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
 `reproductions/claims.md` has the protocols, the rule of each part, and earlier rules with their verdicts.
 `python -m reproductions.shared.page` writes both pages from the claims and their committed results.
+Speeds at the size of the papers' own clusters are predicted on [a page of their own](scale.md).
 """
 _RULES_HEAD = """# Protocols of the papers' claims
 

@@ -57,14 +57,29 @@ def test_where_ranks_differ_all_are_simulated(recipe: str) -> None:
     [
         Network(specials=(Special(ranks=(1,), slowdown=2.0),)),
         Network(pairs=(Pair(between=(0, 1), bits_per_second=1e6),)),
-        Network(racks=Racks(size=2, bits_per_second=1e8)),
+        Network(racks=Racks(size=3, bits_per_second=1e8)),
         Network(delayed=0.5),
     ],
-    ids=["slow worker", "slow pair", "racks", "delays"],
+    ids=["slow worker", "slow pair", "uneven racks", "delays"],
 )
 def test_a_network_that_treats_ranks_differently_is_refused(network: Network) -> None:
     with pytest.raises(UnlikeError, match="simulate all of its workers"):
         simulate(4, lambda comm: comm.now, network=network, alike=True)
+
+
+@pytest.mark.parametrize("recipe", ["AllReduce()", "LocalSGD(period=4)", "AllReduce(codec=Quantize(8))"])
+def test_one_worker_of_even_racks_takes_as_long_as_all_of_them(recipe: str) -> None:
+    racks = Network(bits_per_second=1e9, latency=1e-4, racks=Racks(size=4, bits_per_second=2e8, latency=1e-3))
+    all_of_them, one = (predicted(recipe, 8, most_workers=most, network=racks).seconds for most in (8, 1))
+    assert one == pytest.approx(all_of_them, rel=0.03)
+
+
+def test_messages_of_workers_in_racks_are_refused() -> None:
+    def work(comm: SimulatedComm) -> None:
+        comm.send_recv(torch.ones(4), [1], [3]).wait()
+
+    failure = simulate(4, work, network=Network(racks=Racks(size=2)), alike=True).failures[0]
+    assert isinstance(failure, UnlikeError) and "leave a rack" in str(failure)
 
 
 def test_a_slow_worker_is_not_lost_from_a_prediction() -> None:

@@ -29,16 +29,21 @@ class UnlikeError(ConfigError):
     """Workers do different things, or their network treats them differently, so that one cannot stand for all."""
 
 
-def check_alike(network: Network) -> None:
+def check_alike(network: Network, workers: int) -> None:
     """Check that a network has nothing that is special to some workers, and nothing that happens by chance.
+
+    Racks of equal size are the same to all workers in collective calls, which end when the slowest has ended.
 
     Raises:
         UnlikeError: it has; the message names what.
     """
     plain = Network()
-    special = ("racks", "specials", "pairs", "delayed", "deaths", "pauses", "spread")
-    if any(getattr(network, name) != getattr(plain, name) for name in special):
-        raise UnlikeError("this network has racks, slow workers, pairs, faults or delays: simulate all of its workers")
+    special = ("specials", "pairs", "delayed", "deaths", "pauses", "spread")
+    uneven = network.racks is not None and workers % network.racks.size and workers > network.racks.size
+    if uneven or any(getattr(network, name) != getattr(plain, name) for name in special):
+        raise UnlikeError(
+            "this network has uneven racks, slow workers, pairs, faults or delays: simulate all of its workers"
+        )
 
 
 class AlikeComm(SimulatedComm):
@@ -98,6 +103,11 @@ class AlikeComm(SimulatedComm):
             raise UnlikeError(
                 f"{self._where(label)}: sends to {len(dst)} ranks and receives from {len(src)}. Only where each sends "
                 "one message and receives one they are sure to take the same time on all. Simulate all workers"
+            )
+        if dst and self._world.network.racks is not None:
+            raise UnlikeError(
+                f"{self._where(label)}: only some messages leave a rack, so workers of racks take different times. "
+                "Simulate all workers"
             )
         world, content = self._world, x if x.is_meta else x.clone()
         if not dst:

@@ -107,7 +107,7 @@ def simulate(
     network = network or Network()
     check_call(workers, network, timeout)
     if alike:
-        check_alike(network)
+        check_alike(network, workers)
     world = World(workers, network, Draws(network, workers, seed, compute_time))
     world.record.tracing = tracing
     if progress is not None:

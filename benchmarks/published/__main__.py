@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predict what others measured on real clusters, and write the results, their picture and the page about them.
+
+python -m benchmarks.published [SOURCE ...] [--causes] [--page]
+
+Without names all sources are predicted, in about ten minutes on one core. `--causes` predicts the cells outside their
+bounds again with one mechanism changed, `--page` only writes the page from committed results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published import page
+from benchmarks.published.results import BOUNDS, RESULTS, SOURCES, failing, load
+from thinwire.planning.plan.published import Source, load_source, set_number
+
+
+@dataclass(frozen=True)
+class Cause:
+    """What the cells outside their bounds may miss.
+
+    Attributes:
+        name: in words.
+        cells: part of the names of the cells that it may explain.
+        numbers: changes of the source's file, by their path.
+        cell: changes of the cells.
+    """
+
+    name: str
+    cells: str = ""
+    numbers: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    cell: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+CAUSES: dict[str, tuple[Cause, ...]] = {
+    "hkbu": (
+        Cause("no bucket is sent under the backward pass", cell={"bucket": ""}),
+        Cause(
+            "computation loses 30 % while messages pass",
+            numbers={f"links/{link}/network/contention": 0.3 for link in ("10GbE", "100GbE", "100GbIB")},
+        ),
+    ),
+    "bagua": (
+        Cause("Bagua's own transport, 32 Gbit/s", "100G, Bagua AllReduce", {"links/100G/network/bandwidth": "32gbit"}),
+        Cause("75 ms of codecs in each step", "QAdam", {"models/VGG16/compute": "216ms"}),
+        Cause("messages under the forward pass too", "10G, Bagua ByteGrad", {"models/VGG16/backward": 1.0}),
+    ),
+    "slowmo": (
+        Cause("gossip messages of half the bytes", "SGP + SlowMo", {"models/ResNet-50/dtype": "float16"}),
+        Cause("an all-reduce in every step", "double averaging", cell={"recipe": "AllReduce()"}),
+    ),
+    "one-bit-adam": (
+        Cause(
+            "3.2 Gbit/s with 8 nodes at the switch",
+            "dense, 32, Ethernet",
+            {"links/Ethernet 4.1G/racks/bandwidth": "3346mbit"},
+        ),
+    ),
+    "tc": (
+        Cause(
+            "9.2 Gbit/s instead of what one message reached",
+            "AWS NCCL, all-reduce",
+            {"links/AWS NCCL/network/bandwidth": "9200mbit"},
+        ),
+    ),
+}
+
+
+def main() -> int:
+    """Predict sources, or write the page."""
+    parser = argparse.ArgumentParser(prog="benchmarks.published", description=__doc__)
+    parser.add_argument("sources", nargs="*", choices=[[], *SOURCES], default=[])
+    parser.add_argument("--causes", action="store_true")
+    parser.add_argument("--page", action="store_true")
+    args = parser.parse_args()
+    for name in [] if args.page else args.sources or SOURCES:
+        source = load_source(Path(__file__).parent / "sources" / name)
+        (explain if args.causes else run)(source)
+    page.write()
+    print(page.verdict())
+    return 0
+
+
+def run(source: Source) -> None:
+    """Predict all cells of a source and write them."""
+    start = time.process_time()
+    fitted = source.calibrated()
+    calibrating = {fit["cell"] for fit in source.table.get("fits", [])}
+    cells = [
+        {"cell": cell.name, "kind": cell.kind, "published": cell.seconds, "predicted": float(f"{seconds:.6g}")}
+        | ({"calibrates": True} if cell.name in calibrating else {})
+        for cell in fitted.predictable
+        for seconds in [fitted.seconds(cell)]
+    ]
+    _write(
+        source.name,
+        {"fitted": fitted.numbers(), "cells": cells, "processor_seconds": round(time.process_time() - start)},
+    )
+
+
+def explain(source: Source) -> None:
+    """Predict the cells outside their bounds with one mechanism changed at a time."""
+    found, fitted = load(source.name), source.calibrated()
+    causes: list[dict[str, Any]] = []
+    for cause in CAUSES.get(source.name, ()):
+        changed = Source(source.name, source.cells, deepcopy(dict(fitted.table)))
+        for path, value in cause.numbers.items():
+            set_number(changed.table, path, value)
+        cells = [each for each in failing(found, source) if each.kind != "hard" and cause.cells in each.name]
+        errors = [changed.seconds(replace(each, **cause.cell)) / each.seconds - 1 for each in cells]
+        bounds = [BOUNDS[each.kind][0] for each in cells]
+        within = sum(abs(error) <= bound for error, bound in zip(errors, bounds, strict=True))
+        errors = [float(f"{error:.3f}") for error in errors]
+        causes.append({"cause": cause.name, "cells": [each.name for each in cells], "errors": errors, "within": within})
+        print(source.name, causes[-1])
+    _write(source.name, found | {"causes": causes})
+
+
+def _write(name: str, found: dict[str, Any]) -> None:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

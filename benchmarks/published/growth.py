@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the cost of each strategy grows from 4 to 4,096 workers, in the simulation and of the simulation.
+
+python -m benchmarks.published.growth [--bar]
+
+Ten million parameters, a step of 0.1 s, 10 Gbit/s and 0.1 ms. One worker stands for all where all do the same; other
+strategies are simulated with all their workers up to 64. `--bar` times 100 steps of 1,024 workers of 10,000 parameters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import thinwire
+from benchmarks.published.results import RESULTS
+from thinwire.errors import ThinwireError
+from thinwire.lab.report.palette import MUTED, looks
+from thinwire.lab.report.picture import FONT_SIZE, canvas, plain
+from thinwire.methods.strategies.recipe import parse
+from thinwire.planning.plan.predict import ModelTime, Simulated
+from thinwire.planning.simulate import Network, SimulatedComm, simulate
+
+SIZES = (4, 16, 64, 256, 1024, 4096)
+STRATEGIES = (
+    "AllReduce()",
+    "AllReduce(codec=Quantize(8))",
+    "AllReduce(codec=ErrorFeedback(OneBit()))",
+    "AllReduce(codec=PowerSGD(rank=4))",
+    "CompressedMomentum(warmup_steps=1)",
+    "SketchedSGD()",
+    "LocalSGD(period=8)",
+    "OverlapLocalSGD(period=8)",
+    "CoCoD(period=8)",
+    "SlowMo(period=8)",
+    "DiLoCo(period=8)",
+    "NoLoCo(period=8)",
+    "EASGD(period=8)",
+    "PushSum()",
+    "PushSum(staleness=1)",
+    "Gossip(topology=Ring())",
+    "DecentLaM()",
+    "DoubleAveraging()",
+    "LeaderSGD()",
+)
+_PARAMETERS = 10_000_000
+_NETWORK = Network(bits_per_second=1e10, latency=1e-4)
+_MOST_UNLIKE = 64
+_MOST_SECONDS = 40.0  # of the simulator; larger sizes are left out
+
+
+def measure() -> None:
+    """Predict each strategy at each size."""
+    rows: list[dict[str, Any]] = []
+    for text in STRATEGIES:
+        for workers in SIZES:
+            start = time.process_time()
+            row = _cost(text, workers)
+            if row is None:
+                break
+            seconds = time.process_time() - start
+            rows.append({"strategy": text, "workers": workers, **row, "simulator_seconds": round(seconds, 2)})
+            print(rows[-1], flush=True)
+            _path().write_text(json.dumps(_committed() | {"rows": rows}, indent=1) + "\n", encoding="utf-8")
+            if seconds > _MOST_SECONDS:
+                break
+
+
+def _cost(text: str, workers: int) -> dict[str, float | bool] | None:
+    """The cost of a step, from one worker that stands for all, or from all."""
+    time_of = ModelTime(0.034, 0.066)
+    for alike in (True, False):
+        if not alike and workers > _MOST_UNLIKE:
+            return None
+        with suppress(ThinwireError, RuntimeError):
+            given = Simulated(
+                parse(text), workers, [(_PARAMETERS,)], torch.float32, [(0, 1.0)], time_of, [0.0], None, 8 << 20
+            )
+            found = given.run(_NETWORK, meta=True, alike=alike)
+            return {
+                "alike": alike,
+                "step_seconds": float(f"{found.seconds:.4g}"),
+                "sent_bytes": round(found.payload_bytes),
+                "memory_bytes": round(found.memory_bytes),
+            }
+    return None
+
+
+def bar(workers: int = 1024, steps: int = 100) -> None:
+    """Time the simulator on all workers of a large run."""
+    found = _committed()
+
+    def work(comm: SimulatedComm) -> None:
+        model = torch.nn.Linear(100, 100, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        thinwire.attach(model, optimizer, recipe, comm=comm)
+        for _ in range(steps):
+            comm.compute(0.05)
+            optimizer.zero_grad()
+            model(torch.ones(100)).sum().backward()
+            optimizer.step()
+
+    for recipe in ("LocalSGD(period=8)", "PushSum()"):
+        start = time.process_time()
+        ended = simulate(workers, work, seed=1)
+        assert not ended.failures, ended.failures
+        found.setdefault("bar", {})[recipe] = round(time.process_time() - start, 1)
+        print(recipe, found["bar"][recipe], flush=True)
+        _path().write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def _path() -> Path:
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    return RESULTS / "growth.json"
+
+
+def _committed() -> dict[str, Any]:
+    try:
+        return json.loads(_path().read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {"rows": [], "bar": {}}
+
+
+def exponent(rows: list[dict[str, Any]], quantity: str) -> float:
+    """The power of the number of workers with which a quantity grows from the second to the last size."""
+    first, last = rows[min(1, len(rows) - 1)], rows[-1]
+    if first is last or not first[quantity] or not last[quantity]:
+        return 0.0
+    return math.log(last[quantity] / first[quantity]) / math.log(last["workers"] / first["workers"])
+
+
+def section() -> Iterator[str]:
+    """The section of the page; nothing before the first measurement."""
+    found = _committed()
+    if not found["rows"]:
+        return
+    yield "## How cost grows\n"
+    yield (
+        "Ten million parameters, a step of 0.1 s, 10 Gbit/s and 0.1 ms, from 4 to at most 4,096 workers. One worker\n"
+        "stands for all where all do the same. The others are simulated up to 64 workers.\n"
+        "`python -m benchmarks.published.growth` measures it.\n"
+    )
+    yield from table()
+    yield "\n![Time of a step and bytes sent in it, from 4 to 4,096 workers](_static/growth.svg)"
+    for recipe, seconds in found["bar"].items():
+        yield f"\n100 steps of `{recipe}` on 1,024 workers with 10,000 parameters take {seconds:.0f} s of one core."
+
+
+def table() -> Iterator[str]:
+    """One line per strategy."""
+    yield "| Strategy | Step at 4, at most | Bytes at 4, at most | Memory | Workers | Simulator | Step grows as |"
+    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    found = _committed()["rows"]
+    for text in dict.fromkeys(row["strategy"] for row in found):
+        rows = [row for row in found if row["strategy"] == text]
+        first, last = rows[0], rows[-1]
+        yield (
+            f"| `{text}` | {first['step_seconds'] * 1e3:.0f}, {last['step_seconds'] * 1e3:.0f} ms "
+            f"| {first['sent_bytes'] / 1e6:.1f}, {last['sent_bytes'] / 1e6:.1f} MB "
+            f"| {last['memory_bytes'] / 1e6:.0f} MB | {last['workers']:,} | {last['simulator_seconds']:.1f} s "
+            f"| n^{exponent(rows, 'step_seconds'):.2f} |"
+        )
+
+
+def draw(path: Path) -> None:
+    """Draw the step time and the bytes of each strategy against the number of workers."""
+    found = _committed()["rows"]
+    if not found:
+        return
+    names = list(dict.fromkeys(row["strategy"] for row in found))
+    figure = canvas(9.0, 4.6)
+    for axes, quantity, label in zip(
+        figure.subplots(1, 2),
+        ("step_seconds", "sent_bytes"),
+        ("seconds of a step", "bytes sent in a step"),
+        strict=True,
+    ):
+        plain(axes, x="workers", y=label)
+        axes.set_xscale("log", base=4)
+        axes.set_yscale("log")
+        for name, look in zip(names, looks(names), strict=True):
+            rows = [row for row in found if row["strategy"] == name]
+            axes.plot(
+                [row["workers"] for row in rows],
+                [row[quantity] for row in rows],
+                look.line,
+                color=look.tone.light,
+                marker=look.marker,
+                markersize=3,
+                linewidth=1,
+                label=name,
+            )
+    figure.legend(
+        *figure.axes[0].get_legend_handles_labels(),
+        loc="outside right upper",
+        frameon=False,
+        fontsize=FONT_SIZE - 3,
+        labelcolor=MUTED.light,
+    )
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    bar() if "--bar" in sys.argv else measure()

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Predictions of published measurements: what is fitted, what is predicted, and the committed verdict."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import page
+from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load
+from thinwire import ConfigError
+from thinwire.planning.plan.published import Cell, Predicted, explain_cell, load_source, order_errors
+from thinwire.planning.simulate.wires import PAYLOAD_SHARE
+
+COLUMNS = "model\tworkers\tlink\tmethod\trecipe\tbucket\tsteps\tseconds\tkind\tnote"
+TOML = """
+[models.mlp]
+compute = "100ms"
+layers = [[4, 2500000, 1.0]]
+
+[links.slow]
+network = {bandwidth = "1gbit", latency = "0.1us"}
+
+[[fits]]
+cell = "mlp, 4, slow, dense"
+numbers = ["links/slow/network/bandwidth"]
+"""
+BYTES = 4 * 10_000_000
+RATE = 5e8 * PAYLOAD_SHARE / 8  # what the measurements below were made with
+DENSE = 0.1 + 2 * 3 / 4 * BYTES / RATE
+ROWS = (
+    f"mlp\t4\tslow\tdense\tAllReduce()\t\t\t{DENSE}\tdense\tmeasured",
+    f"mlp\t8\tslow\tdense\tAllReduce()\t\t\t{0.1 + 2 * 7 / 8 * BYTES / RATE}\tdense\tmeasured",
+    f"mlp\t4\tslow\tlocal\tLocalSGD(period=5)\t\t5\t{5 * 0.1 + DENSE - 0.1}\tmethods\tmeasured",
+    f"mlp\t4\tslow\toverlapped\tAllReduce()\t10|20\t\t{DENSE}\tmethods\tmeasured",
+    "mlp\t4\tslow\tserver\t\t\t\t1\t\tno strategy",
+)
+
+
+def write(folder: Path, toml: str = TOML, rows: tuple[str, ...] = ROWS) -> Path:
+    (folder / "mine.toml").write_text(toml)
+    (folder / "mine.tsv").write_text("\n".join([COLUMNS, *rows]) + "\n")
+    return folder / "mine"
+
+
+def test_a_fitted_rate_predicts_the_other_cells(tmp_path: Path) -> None:
+    source = load_source(write(tmp_path))
+    found = {each.cell.name: each for each in source.predict()}
+    assert [name for name, each in found.items() if each.calibrates] == ["mlp, 4, slow, dense"]
+    assert found["mlp, 4, slow, dense"].error == pytest.approx(0.0, abs=0.003)
+    assert found["mlp, 8, slow, dense"].error == pytest.approx(0.0, abs=0.01)
+    assert found["mlp, 4, slow, local"].error == pytest.approx(0.0, abs=0.01)
+    # Messages under the backward pass save at most its time.
+    assert -0.067 / DENSE < found["mlp, 4, slow, overlapped"].error < -0.03
+    assert "mlp, 4, slow, server" not in found
+    assert source.calibrated().numbers()["links/slow/network/bandwidth"].startswith("50")
+    assert source.numbers()["links/slow/network/bandwidth"] == "1gbit", "a fit changes a copy"
+    assert "fitted     links/slow/network/bandwidth = 50" in explain_cell(source, "mlp, 8, slow, dense")
+
+
+def test_collective_calls_are_predicted_alone(tmp_path: Path) -> None:
+    rows = tuple(
+        f"mlp\t4\tslow\t{call}\tcall:{call}\t\t\t1\tdense\tmeasured"
+        for call in ("all_reduce", "all_to_all+all_gather", "send", "broadcast")
+    )
+    toml = TOML.partition("[[fits]]")[0].replace("1gbit", "500mbit")
+    found = {each.cell.method: each.seconds for each in load_source(write(tmp_path, toml, rows)).predict()}
+    assert found["all_reduce"] == pytest.approx(2 * 3 / 4 * BYTES / RATE, rel=0.01)
+    assert found["all_to_all+all_gather"] == pytest.approx(found["all_reduce"], rel=0.01)
+    assert found["send"] == pytest.approx(BYTES / RATE, rel=0.01)
+
+
+def test_a_source_that_cannot_be_read_or_fitted_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"A source is a \.toml"):
+        load_source(tmp_path / "none")
+    with pytest.raises(ConfigError, match="must have the columns"):
+        load_source(write(tmp_path, rows=("mlp\t4",)))
+    with pytest.raises(ConfigError, match="must be numbers"):
+        load_source(write(tmp_path, rows=(ROWS[0].replace("\t4\t", "\tfour\t"),)))
+    with pytest.raises(ConfigError, match="0 cells 'mlp, 4, slow, dense'"):
+        load_source(write(tmp_path, rows=ROWS[1:])).predict()
+    with pytest.raises(ConfigError, match="no link 'fast'"):
+        load_source(write(tmp_path, rows=(ROWS[0], ROWS[1].replace("slow", "fast")))).predict()
+    with pytest.raises(ConfigError, match=r"no value of .* gives"):
+        load_source(write(tmp_path, rows=(ROWS[0].replace(f"{DENSE}", "0.05"),))).predict()
+
+
+def test_only_methods_of_one_group_that_are_well_apart_are_ordered() -> None:
+    def predicted(workers: int, method: str, published: float, seconds: float) -> Predicted:
+        return Predicted(Cell("m", workers, "l", method, "", "", 1, published, "methods", ""), seconds, False)
+
+    fast, slow, near = predicted(4, "a", 1.0, 1.0), predicted(4, "b", 2.0, 0.9), predicted(4, "c", 1.04, 0.8)
+    assert order_errors([fast, slow, near, predicted(8, "d", 3.0, 0.1)]) == [(fast, slow)]
+    assert not order_errors([fast, near])
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_committed_predictions_are_of_the_committed_cells(name: str) -> None:
+    source = load_source(HERE / "sources" / name)
+    assert [each["cell"] for each in load(name)["cells"]] == [cell.name for cell in source.predictable]
+    assert {cell.kind for cell in source.cells} <= {*BOUNDS, ""}
+    assert all(cell.recipe for cell in source.predictable) and all(cell.note for cell in source.cells)
+    assert len({fit["cell"] for fit in source.table.get("fits", [])}) == len(source.table.get("fits", []))
+    fitted = [each["cell"] for each in load(name)["cells"] if each.get("calibrates")]
+    assert set(fitted) == {fit["cell"] for fit in source.table.get("fits", [])}
+
+
+def test_the_page_has_the_committed_verdict() -> None:
+    text = (HERE.parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
+    assert page.verdict() in text
+    assert all(abs(each.error) < 0.005 for cells in all_predictions().values() for each in cells if each.calibrates)
