@@ -176,7 +176,6 @@ LOADERS = {
     "lab.runs.worker": "modules of a user's classes, from the launcher's command line",
     "lab.emulate.fork_server": "modules that the launcher names; this package knows none of them",
     "cli.commands": "the chosen command's module; the table of commands imports none of them",
-    "cli.step_time": "a user's model, as module:function",
 }
 
 

@@ -17,8 +17,6 @@ import torch
 
 from thinwire.cli import main
 from thinwire.cli.console import Console
-from thinwire.cli.network_words import differences, rates_differ
-from thinwire.cli.plan import _late, as_json, why
 from thinwire.cli.progress import Parts
 from thinwire.lab.emulate import parse_links
 from thinwire.methods.strategies.recipe import parse
@@ -28,6 +26,8 @@ from thinwire.planning.doctor.links import Pair
 from thinwire.planning.doctor.speeds import StepTime
 from thinwire.planning.plan import timings
 from thinwire.planning.plan.candidates import Accuracy, AccuracyTable
+from thinwire.planning.plan.decision import Decision, decide, late_merging, why
+from thinwire.planning.plan.network_words import differences, rates_differ
 from thinwire.planning.plan.networks import network_of_links
 from thinwire.planning.plan.predict import ModelTime, Prediction
 from thinwire.planning.plan.search import Crossing, Job, Option, Planner
@@ -60,8 +60,8 @@ def test_workers_of_unequal_speeds_get_a_quorum_and_a_grace_window(capsys: pytes
 
 
 def test_late_work_is_recommended_for_unequal_speeds_only() -> None:
-    assert _late(Network(1e8, 1e-4), 4) is None
-    late = _late(Network(1e8, 1e-4, specials=(Special((3,), slowdown=5.0),)), 4)
+    assert late_merging(Network(1e8, 1e-4), 4) is None
+    late = late_merging(Network(1e8, 1e-4, specials=(Special((3,), slowdown=5.0),)), 4)
     assert late is not None
     assert late["goodput"] > 0.9 > 0.6 > late["goodput_of_waiting"] and late["quorum"] < 1
 
@@ -212,9 +212,8 @@ def test_json_has_the_links_that_differ_and_the_factor_of_all_and_never_is_null(
     found = [*DENSE_ONLY, option("DiLoCo(period=32)", 0.1, Accuracy(inf, 1.2, 1.5, 5, 2))]
     job = Job([(1000, 1000)], 4, network_of_links(parse_links("100mbit,3:30kbit", 4)), ModelTime(0.005, 0.005))
     planner = Planner(job, [each.recipe for each in found], table=AccuracyTable("", "", {}))
-    step = StepTime("mine", [[1000, 1000]], "float32", 4_000_000, 0.005, 0.005, 0.0, [])
     crossing = Crossing(5e7, 0.5, "slower", "DiLoCo(period=32)")
-    content = json.loads(json.dumps(as_json(planner, step, found, found[0], [crossing]), allow_nan=False))
+    content = json.loads(json.dumps(Decision(planner, found, found[0], [crossing], None).as_json(), allow_nan=False))
     (slow,) = content["workers_that_differ"]
     assert (slow["ranks"], slow["bits_per_second"]) == ([3], 3e4)
     assert content["crossings"][0]["factor"] == 0.5
@@ -386,3 +385,23 @@ def test_a_file_that_the_doctor_did_not_write_is_refused(capsys: pytest.CaptureF
     path.write_text("{}")
     assert main(["plan", "--doctor", str(path)]) == 2
     assert "is not what thinwire doctor --out writes" in capsys.readouterr().err
+
+
+def test_a_model_of_functions_is_planned_for_as_it_is_trained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(Path(__file__).parents[2])])
+    own = ["--model", "examples.own_task:model", "--data", "examples.own_task:data"]
+    options = ["--strategies", "AllReduce()", "--link", "1gbit", "--step-seconds", "0.01"]
+    found = planned(capsys, *own, "--loss", "torch.nn.functional:cross_entropy", *options)
+    assert found["step"]["name"] == "examples.own_task:model"  # type: ignore
+    assert main(["plan", *own[:2], "--loss", "torch.nn.functional:cross_entropy", *options]) == 2
+    assert "goes with --model and --data" in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_plan_is_made_from_python() -> None:
+    job = StepTime("mine", [[100, 100]], "float32", 40_000, 0.01, 0.02, 0.0, []).job(2, Network(1e5, 1e-3))
+    found = decide(job, ["AllReduce()", "AllReduce(codec=Bf16())"])
+    assert found.chosen.recipe == "AllReduce(codec=Bf16())" and found.why.startswith("AllReduce() would wait")
+    assert json.dumps(found.as_json(), allow_nan=False)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.console import err, out, print_json
-from thinwire.cli.step_time import step_of
+from thinwire.cli.step_time import model_of
 from thinwire.core.storage.files import check_writable, write_atomically
 from thinwire.errors import ConfigError
 
@@ -45,10 +45,12 @@ class Doctor:
     Args:
         task: whose model's training step is timed.
         model_size: a named size of the task's model.
-        own_model: instead of a task, module:function of yours; it returns a model and a function without arguments that
-            computes the loss of a batch.
+        own_model: instead of a task, MODULE:FUNCTION of yours that returns the model, with --data and --loss as for
+            thinwire train; or one that returns the model, a function that computes the loss of a batch.
+        own_loss: with --model and --data, MODULE:FUNCTION from (outputs, targets) to the mean loss.
         batch_size: examples per step of the task's model; the task's own unless given.
-        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
+            MODULE:FUNCTION from (rank, size, seed) to batches.
         workers: start so many ranks on this machine.
         link: with --workers, their emulated links, [RANK:]RATE[+DELAY], separated by commas.
         timeout: seconds to wait for an answer of another rank.
@@ -59,6 +61,7 @@ class Doctor:
     task: str = "text"
     model_size: str | None = None
     own_model: str | None = None
+    own_loss: str | None = None
     batch_size: int | None = None
     data: Path | None = None
     workers: int | None = None
@@ -96,12 +99,13 @@ class Doctor:
         from thinwire.planning.doctor.rendezvous import join
         from thinwire.planning.doctor.verdict import costs_of
 
-        time_step = step_of(
+        made = model_of(
             task=self.task,
             model_size=self.model_size,
             model=self.own_model,
             batch_size=self.batch_size,
             data=self.data,
+            loss=self.own_loss,
         )
         rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
         peers = join(seconds=self.timeout)
@@ -111,7 +115,7 @@ class Doctor:
                 err.print(f"[dim]measuring {part} ...[/]")
 
         budget = Budget(answer=self.timeout)
-        seen = examine(peers, rendezvous, time_step, budget=budget, tell=tell)
+        seen = examine(peers, rendezvous, made.timed, budget=budget, tell=tell)
         if seen is None:
             return 0
         findings = findings_of(seen)
@@ -140,7 +144,8 @@ class Doctor:
             "--timeout",
             f"{self.timeout:g}",
         ]
-        for name, value in (("model-size", self.model_size), ("model", self.own_model), ("data", self.data)):
+        named = {"model-size": self.model_size, "model": self.own_model, "data": self.data, "loss": self.own_loss}
+        for name, value in named.items():
             command += [] if value is None else [f"--{name}", str(value)]
         command += [] if self.batch_size is None else ["--batch-size", str(self.batch_size)]
         command += ["--json"] if self.json else []

@@ -4,13 +4,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
-from datetime import datetime
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out, print_json
-from thinwire.cli.network_words import differences, rates_differ
 from thinwire.cli.progress import Parts
 from thinwire.core.storage.files import check_writable
 from thinwire.core.units import digits, nbytes, rate, seconds
@@ -23,12 +21,10 @@ if TYPE_CHECKING:
     from thinwire.planning.doctor.findings import Examination
     from thinwire.planning.doctor.speeds import StepTime
     from thinwire.planning.plan import BucketOption
-    from thinwire.planning.plan.candidates import Accuracy
+    from thinwire.planning.plan.decision import Decision
     from thinwire.planning.plan.meshes import LanguageModel
-    from thinwire.planning.plan.search import Crossing, Job, Option, Planner
     from thinwire.planning.plan.timings import Timings
-    from thinwire.planning.plan.traffic import MakeOptimizer
-    from thinwire.planning.simulate import Network, Pair, Racks, Special
+    from thinwire.planning.simulate import Network
 
 _STEP_BUDGET = 4.0
 _FORWARD = 1 / 3
@@ -55,10 +51,13 @@ class Plan:
     Args:
         task: whose model is planned for.
         model_size: a named size of the task's model.
-        own_model: instead of a task, module:function of yours; it returns a model, a function without arguments that
-            computes the loss of a batch, and, if you like, your optimizer.
+        own_model: instead of a task, MODULE:FUNCTION of yours that returns the model, with --data and --loss as for
+            thinwire train; or one that returns the model, a function that computes the loss of a batch,
+            and optionally your optimizer.
+        own_loss: with --model and --data, MODULE:FUNCTION from (outputs, targets) to the mean loss.
         batch_size: examples per worker and step of the task's model; the task's own unless given.
-        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
+            MODULE:FUNCTION from (rank, size, seed) to batches.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
         latency: one way between two workers, such as 10ms, besides the links' delays; 0.1ms unless given.
         workers: how many train together; those of the doctor's file, or 4, unless given.
@@ -86,6 +85,7 @@ class Plan:
     task: str | None = None
     model_size: str | None = None
     own_model: str | None = None
+    own_loss: str | None = None
     batch_size: int | None = None
     data: Path | None = None
     link: str | None = None
@@ -116,7 +116,7 @@ class Plan:
             return self._over_bucket(self.bucket)
         from thinwire.planning.doctor.host import load_average, usable_cores
         from thinwire.planning.plan.candidates import CANDIDATES
-        from thinwire.planning.plan.search import Planner, choose
+        from thinwire.planning.plan.decision import decide
         from thinwire.planning.plan.timings import Timings, timings_path
 
         seen = self._examination()
@@ -140,36 +140,21 @@ class Plan:
         with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
             step = self._step(made, seen if examined else None, timings, tell)
             model = None if self.strategies is not None or self.own_model is not None else self._language_model(seen)
-            job = _job(step, workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
-            planner = Planner(job, recipes, tell=tell, model=model, timings=timings)
-            tell.expect(len(recipes) + len(planner.meshes()))
-            options = planner.options()
-            chosen = choose(options)
-            tell.expect(None)
-            tell("what would change the choice")
-            crossings = planner.crossings(options)
+            job = step.job(workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
+            found = decide(job, recipes, model=model, timings=timings, tell=tell, expect=tell.expect)
             if self.plot is not None:
                 tell("the picture")
-                _draw(self.plot, planner, options, chosen, self.plot_workers)
+                _draw(self.plot, found, self.plot_workers)
         if busy and timings.measured:
             err.print(
                 f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs "
                 "still run, what was measured now seems to take longer than in training: stop them and plan again",
                 markup=False,
             )
-        late = _late(network, workers)
         if self.json:
-            print_json({**as_json(planner, step, options, chosen, crossings), "late": late})
-            return 0
-        _print(planner, step, options, chosen, crossings, counted=self.link is None)
-        if late is not None:
-            out.print(
-                f"\nWorkers have unequal speeds. With elastic=LateMerging(quorum={late['quorum']:g}, "
-                f"deviations={late['deviations']:g}) and a strategy of local rounds, such as DiLoCo, "
-                f"{late['goodput']:.0%} of their summed speed is used; rounds that wait for all workers use "
-                f"{late['goodput_of_waiting']:.0%}. Predicted, without transfers",
-                markup=False,
-            )
+            print_json({**found.as_json(), "step": step})
+        else:
+            _print(found, step, counted=self.link is None)
         return 0
 
     def _over_bucket(self, text: str) -> int:
@@ -200,7 +185,7 @@ class Plan:
             raise ConfigError(f"none of the {len(options)} recipes can be used over this bucket: {options[0].refused}")
         if self.json:
             found = {"workers": workers, "store": asdict(store), "step_seconds": step.seconds, "within": self.within}
-            found |= {"recommended": options[0].recipe, "options": [_bucket_fields(each) for each in options]}
+            found |= {"recommended": options[0].recipe, "options": [each.as_json() for each in options]}
             print_json(found)
         else:
             _print_over_bucket(step, workers, options, self.within)
@@ -267,6 +252,8 @@ class Plan:
             found = network_of(seen)
             if workers == seen.size:
                 return found
+            from thinwire.planning.plan.network_words import differences
+
             if different := differences(found):
                 err.print(
                     f"--workers {workers}: the doctor examined {seen.size}, of which {different}; which of {workers} "
@@ -310,6 +297,7 @@ class Plan:
             model=self.own_model,
             batch_size=self.batch_size,
             data=self.data,
+            loss=self.own_loss,
             optimizer=self.optimizer,
             meta=meta,
         )
@@ -360,17 +348,6 @@ def _recipes(text: str) -> list[str]:
     return found
 
 
-def _job(step: StepTime, workers: int, network: Network, optimizer: MakeOptimizer, *, sharing: float) -> Job:
-    import torch
-
-    from thinwire.planning.plan.predict import ModelTime
-    from thinwire.planning.plan.search import Job
-
-    time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
-    shapes = [tuple(shape) for shape in step.shapes]
-    return Job(shapes, workers, network, time, getattr(torch, step.dtype), optimizer, sharing)
-
-
 def _check_plot(path: Path) -> None:
     """Refuse a picture that cannot be drawn, before a plan takes minutes.
 
@@ -394,12 +371,13 @@ def _check_plot(path: Path) -> None:
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, most: int) -> None:
+def _draw(path: Path, found: Decision, most: int) -> None:
     from thinwire.lab.report.crossover import Sweep, draw_crossovers
+    from thinwire.planning.plan.network_words import rates_differ
     from thinwire.planning.plan.sweeps import LATENCIES, RATES, by_latency, by_rate, by_workers, recipes_to_draw
 
-    job = planner.job
-    recipes = recipes_to_draw(options, chosen.recipe)
+    planner, job = found.planner, found.planner.job
+    recipes = recipes_to_draw(found.options, found.chosen.recipe)
     counts, rows = by_workers(planner, recipes, most)
     sweeps = [
         Sweep("link", "rate", RATES, by_rate(planner, recipes), job.network.bits_per_second),
@@ -410,62 +388,6 @@ def _draw(path: Path, planner: Planner, options: list[Option], chosen: Option, m
     title = f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {usual}"
     draw_crossovers(path, sweeps, title)
     err.print(str(path), markup=False)
-
-
-def _late(network: Network, workers: int) -> dict[str, float] | None:
-    """Recommend when rounds of unequal workers close; None if all have one speed."""
-    from thinwire.planning.plan.late import recommend
-
-    slowdowns = [1.0] * workers
-    for special in network.specials:
-        for rank in special.ranks:
-            slowdowns[rank] *= special.slowdown
-    if len(set(slowdowns)) == 1:
-        return None
-    (quorum, deviations), late, waiting = recommend([each / min(slowdowns) for each in slowdowns])
-    return {
-        "quorum": quorum,
-        "deviations": deviations,
-        "goodput": late.goodput,
-        "goodput_of_waiting": waiting.goodput,
-    }
-
-
-def as_json(
-    planner: Planner, step: StepTime, options: list[Option], chosen: Option, crossings: list[Crossing]
-) -> dict[str, Any]:
-    """Return everything that a plan found, as JSON can have it: None stands for infinity and for what is not known."""
-    from thinwire.planning.plan.search import within_noise
-
-    network = planner.job.network
-    return {
-        "workers": planner.job.workers,
-        "bits_per_second": network.bits_per_second,
-        "latency": network.latency,
-        "contention": network.contention,
-        "racks": network.racks and _finite(network.racks),
-        "workers_that_differ": [_finite(each) for each in network.specials],
-        "links_that_differ": [_finite(each) for each in network.pairs],
-        "step": asdict(step),
-        "recommended": chosen.recipe,
-        "tensor_parallel": chosen.mesh and str(chosen.mesh),
-        "why": why(options, chosen),
-        "within_noise": [each.name for each in within_noise(options) if each is not chosen],
-        "crossings": [asdict(each) for each in crossings],
-        "timings": _timings_as_json(planner.timings),
-        "accuracy": {"provenance": planner.table.provenance, "command": planner.table.command},
-        "options": [_fields(each) for each in options],
-    }
-
-
-def _bucket_fields(option: BucketOption) -> dict[str, Any]:
-    return {
-        "recipe": option.recipe,
-        "refused": option.refused,
-        "slowdown": option.slowdown if isfinite(option.slowdown) else None,
-        "relative_steps": option.accuracy and _finite(option.accuracy),
-        "cost": option.cost and asdict(option.cost),
-    }
 
 
 def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption], within: float) -> None:
@@ -508,49 +430,10 @@ def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption]
     )
 
 
-def _timings_as_json(timings: Timings) -> dict[str, Any]:
-    oldest = None if timings.oldest is None else datetime.fromtimestamp(timings.oldest).astimezone()
-    return {
-        "file": timings.path and str(timings.path),
-        "kept": timings.kept,
-        "measured": timings.measured,
-        "oldest": oldest and oldest.isoformat(timespec="seconds"),
-    }
+def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
+    from thinwire.planning.plan.network_words import differences
 
-
-def _finite(part: Racks | Special | Pair | Accuracy) -> dict[str, Any]:
-    """A part of a plan for JSON, in which no number is infinite: None is no limit, or never."""
-    return {name: None if value == inf else value for name, value in asdict(part).items()}
-
-
-def _fields(option: Option) -> dict[str, Any]:
-    found, accuracy = option.prediction, option.accuracy
-    return {
-        "recipe": option.recipe,
-        "tensor_parallel": option.mesh and str(option.mesh),
-        "refused": option.refused,
-        "seconds_per_step": found and found.seconds,
-        "efficiency": found and found.efficiency,
-        "exposed_seconds_per_step": found and found.exposed,
-        "own_seconds_per_step": found and found.own_seconds,
-        "payload_bytes_per_step": found and found.payload_bytes,
-        "busiest_payload_bytes_per_step": found and found.busiest_bytes,
-        "memory_bytes": found and found.memory_bytes,
-        "relative_steps": accuracy and _finite(accuracy),
-        "relative_seconds_to_loss": option.to_loss if isfinite(option.to_loss) else None,
-    }
-
-
-def _print(
-    planner: Planner,
-    step: StepTime,
-    options: list[Option],
-    chosen: Option,
-    crossings: list[Crossing],
-    *,
-    counted: bool,
-) -> None:
-    job = planner.job
+    planner, job, chosen = found.planner, found.planner.job, found.chosen
     others = differences(job.network)
     lost = digits(100 * job.network.contention)
     links = f"{rate(job.network.bits_per_second)}, {seconds(job.network.latency)} one way" + f"; {others}" * bool(
@@ -562,24 +445,24 @@ def _print(
         f"communication; {job.workers} workers, {links}\n",
         markup=False,
     )
-    width = max(len(each.name) for each in options) + 2
+    width = max(len(each.name) for each in found.options) + 2
     heads = ("step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
     out.print(_row("strategy", width, heads), style="dim", markup=False)
-    for each in options:
-        found = each.prediction
-        if found is None:
+    for each in found.options:
+        cost = each.prediction
+        if cost is None:
             continue
         figures = (
-            seconds(found.seconds),
-            seconds(found.exposed),
-            f"{found.efficiency:.2f}",
-            nbytes(found.payload_bytes),
-            nbytes(found.memory_bytes),
+            seconds(cost.seconds),
+            seconds(cost.exposed),
+            f"{cost.efficiency:.2f}",
+            nbytes(cost.payload_bytes),
+            nbytes(cost.memory_bytes),
             digits(each.to_loss / chosen.to_loss) if isfinite(each.to_loss) else "-",
             "not measured" if each.accuracy is None else each.accuracy.words(),
         )
         out.print(_row(each.name, width, figures), style="bold" if each is chosen else None, markup=False)
-    for each in options:
+    for each in found.options:
         if each.refused:
             out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
     split = ""
@@ -587,111 +470,34 @@ def _print(
         samples = planner.model.samples * chosen.mesh.rows * chosen.mesh.columns
         split = f" with --tensor-parallel {chosen.mesh} --batch-size {samples}"
     out.print(f"\n{chosen.recipe}{split}", style="bold", markup=False)
-    out.print(why(options, chosen), markup=False)
+    out.print(found.why, markup=False)
     if chosen.accuracy is not None and any(each != 1 for each in chosen.accuracy.rates.values()):
         rates = " and ".join(f"{each:g} on {task}" for task, each in chosen.accuracy.rates.items())
         out.print(f"It did best with other learning rates than AllReduce(), times as high: {rates}.", markup=False)
-    out.print(_changes(crossings, job.network), markup=False)
+    out.print(found.changes, markup=False)
     out.print(
         f"Steps to the loss of AllReduce(), {planner.table.provenance} ({planner.table.command}); "
         "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1.",
         markup=False,
     )
-    if planner.timings.oldest is not None:
-        out.print(_timings_in_words(planner.timings), markup=False)
+    if found.timings:
+        out.print(found.timings, markup=False)
     if not counted:
         out.print(
             "What messages take from the processors that compute is not counted: thinwire doctor measures it on your "
             "machines, and --doctor FILE counts it.",
             markup=False,
         )
-
-
-def _timings_in_words(timings: Timings) -> str:
-    assert timings.oldest is not None, "only called where something was timed"
-    if not timings.kept:
-        return f"All {timings.measured} timings were measured now, and are kept in {timings.path}."
-    oldest = datetime.fromtimestamp(timings.oldest).strftime("%Y-%m-%d %H:%M")
-    return (
-        f"{timings.kept} timings of this machine were kept from earlier plans, the oldest from {oldest} "
-        f"({timings.path}), and {timings.measured} were measured now; --measure-again measures all of them."
-    )
+    if found.late is not None:
+        out.print(
+            f"\nWorkers have unequal speeds. With elastic=LateMerging(quorum={found.late['quorum']:g}, "
+            f"deviations={found.late['deviations']:g}) and a strategy of local rounds, such as DiLoCo, "
+            f"{found.late['goodput']:.0%} of their summed speed is used; rounds that wait for all workers use "
+            f"{found.late['goodput_of_waiting']:.0%}. Predicted, without transfers",
+            markup=False,
+        )
 
 
 def _row(name: str, width: int, figures: tuple[str, ...]) -> str:
     *columns, last = figures
     return f"{name:<{width}}" + "".join(f"{each:>10}" for each in columns) + f"  {last}"
-
-
-def why(options: list[Option], chosen: Option) -> str:
-    """Say in a few sentences why an option was chosen."""
-    from thinwire.planning.plan.candidates import DENSE
-
-    dense = next((each for each in options if each.recipe == DENSE and each.mesh is None and each.prediction), None)
-    found = chosen.prediction
-    assert found is not None, "what is chosen can serve"
-    if dense is None or dense.prediction is None:
-        reason = f"It needs the least time to the loss: {seconds(found.seconds)} a step."
-    elif chosen is dense:
-        reason = (
-            f"A step takes {seconds(found.seconds)}, of which {seconds(found.exposed)} are waits for the network. "
-            "Nothing else would reach the loss clearly sooner, and nothing changes training less."
-        )
-    else:
-        plain = dense.prediction
-        reason = (
-            f"AllReduce() would wait {seconds(plain.exposed)} in each step of {seconds(plain.seconds)}; this waits "
-            f"{seconds(found.exposed)} of {seconds(found.seconds)}, sending {nbytes(found.payload_bytes)} instead of "
-            f"{nbytes(plain.payload_bytes)}. With the steps that it needed where that was measured it reaches the loss "
-            f"{digits(dense.to_loss / chosen.to_loss)} times as soon."
-        )
-    return reason + _noise(options, chosen) + _missed(options, chosen)
-
-
-def _noise(options: list[Option], chosen: Option) -> str:
-    """Name what is within noise of the best, and the rule by which one of them was chosen; "" if nothing else is."""
-    from thinwire.planning.plan.search import NEARLY, within_noise
-
-    others = [each.name for each in within_noise(options) if each is not chosen]
-    if not others:
-        return ""
-    which = f"{', '.join(others)} {'is' if len(others) == 1 else 'are'} within noise of it"
-    return f" {which} ({100 * (NEARLY - 1):.0f} % of the best); of these the one that changes training least is chosen."
-
-
-def _missed(options: list[Option], chosen: Option) -> str:
-    """Name the recipe that would be sooner where it reached the loss, and how often it did not; "" if there is none."""
-    from thinwire.planning.plan.search import NEARLY
-
-    sooner = [
-        (each.seconds * max(1.0, each.accuracy.most), each, each.accuracy)
-        for each in options
-        if each.accuracy is not None and 0 < each.accuracy.missed < each.accuracy.runs
-    ]
-    took, option, accuracy = min(sooner, key=lambda each: each[0], default=(inf, chosen, None))
-    if accuracy is None or took * NEARLY > chosen.to_loss:
-        return ""
-    return (
-        f" {option.name} may be sooner still, but it never reached the loss in {accuracy.missed} of {accuracy.runs} "
-        "measured runs; thinwire compare shows whether it does on your task."
-    )
-
-
-def _changes(crossings: list[Crossing], network: Network) -> str:
-    from thinwire.planning.plan.search import FASTEST, SLOWEST, words_of_rate
-
-    # Where links differ, one rate is not that of all.
-    differ, usual = rates_differ(network), network.bits_per_second
-    if not crossings and differ:
-        between = f"{digits(min(1, SLOWEST / usual))} and {digits(max(1, FASTEST / usual))} times as fast"
-        return f"Nothing would change that, were all links between {between}."
-    if not crossings:
-        return f"No link between {rate(SLOWEST)} and {rate(FASTEST)} would change that."
-    words = {"slower": "below", "faster": "above"}
-    each = [
-        f"if all links were {digits(x.factor)} times as fast, {x.recipe}"
-        if differ
-        else f"{words[x.side]} {words_of_rate(x.bits_per_second)} {x.recipe}"
-        for x in crossings
-    ]
-    return f"What would change that: {'; '.join(each)}."

@@ -3,22 +3,19 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from importlib import import_module
 from inspect import signature
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from thinwire.planning.doctor.examination import TimeStep
     from thinwire.planning.doctor.speeds import StepTime
     from thinwire.planning.plan.meshes import LanguageModel
     from thinwire.planning.plan.traffic import MakeOptimizer
@@ -67,13 +64,6 @@ class TimedModel:
         return StepTime(self.name, [list(p.shape) for p in trained], dtype, nbytes, 0.0, 0.0, 0.0, [])
 
 
-def step_of(
-    *, task: str, model_size: str | None, model: str | None, batch_size: int | None, data: Path | None
-) -> TimeStep:
-    """A function that times a step; arguments as of `model_of`."""
-    return model_of(task=task, model_size=model_size, model=model, batch_size=batch_size, data=data).timed
-
-
 def model_of(
     *,
     task: str,
@@ -81,17 +71,20 @@ def model_of(
     model: str | None,
     batch_size: int | None,
     data: Path | None,
+    loss: str | None = None,
     optimizer: str | None = None,
     meta: bool = False,
 ) -> TimedModel:
-    """The model of a task, or the user's; it is made now, so that a mistake is named before anyone waits.
+    """Make the model of a task, or the user's, now, so that a mistake is named before anyone waits.
 
     Args:
         task: whose model is timed.
         model_size: a named size of it.
-        model: instead of a task, module:function of the user's.
+        model: instead of a task, MODULE:FUNCTION of the user's: as for `thinwire train` with data and loss; or, without
+            them, it returns the model, a function that computes the loss of a batch, and optionally an optimizer.
         batch_size: of the task's model; the task's own unless given.
-        data: the folder of data files.
+        data: the folder of data files, or MODULE:FUNCTION with a model.
+        loss: MODULE:FUNCTION with a model and data.
         optimizer: sgd or adamw; unless given, the optimizer that the user's function returns, or that of the task, or
             AdamW.
         meta: whether the task's model has shapes only.
@@ -102,12 +95,14 @@ def model_of(
     if batch_size is not None and batch_size < 1:
         raise ConfigError(f"--batch-size {batch_size}: must be at least 1")
     _check_alone(model, model_size, batch_size, data)
+    if loss is not None and (model is None or data is None):
+        raise ConfigError(f"--loss {loss}: goes with --model and --data. Give all three, or leave it out")
     import torch
 
     from thinwire.lab import tasks
     from thinwire.lab.runs.optimizer import maker_of
 
-    if model is not None:
+    if model is not None and data is None:
         module, own_loss, own = _own_model(model)
         if own is not None and optimizer is not None:
             raise ConfigError(
@@ -116,10 +111,16 @@ def model_of(
             )
         maker = maker_of(optimizer or "adamw", _MOMENTUM) if own is None else _again(own, f"--model {model}")
         return TimedModel(model, module, own_loss, maker, own)
-    loaded = tasks.load(task, data=data)
+    if model is not None:
+        from thinwire.lab.runs.own_functions import complete_own
+
+        loaded = complete_own({"own_model": model, "data": data, "own_loss": loss})
+        task, meta = model, False
+    else:
+        loaded = tasks.load(task, data=data)
     defaults = loaded.defaults
     size = batch_size or defaults.batch_size
-    name = f"the model of {task}, batches of {size}"
+    name = model or f"the model of {task}, batches of {size}"
     maker = maker_of(optimizer, _MOMENTUM) if optimizer else maker_of(defaults.optimizer, defaults.momentum)
     if meta:
         with torch.device("meta"):
@@ -191,21 +192,17 @@ def _check_alone(model: str | None, model_size: str | None, batch_size: int | No
         ConfigError: with the option.
     """
     makes = {"batch-size": "makes the batches", "model-size": "makes the model", "data": "reads its own data"}
-    for name, value in (("batch-size", batch_size), ("model-size", model_size), ("data", data)):
+    folder = None if data is not None and ":" in str(data) else data
+    for name, value in (("batch-size", batch_size), ("model-size", model_size), ("data", folder)):
         if model is not None and value is not None:
             raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}. Leave it out")
 
 
 def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer | None]:
-    """A user's model, loss and optimizer, from module:function."""
-    module, _, name = place.partition(":")
-    sys.path.insert(0, str(Path.cwd()))
-    try:
-        make = getattr(import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"--model {place}: must be module:function of yours, such as train:make_model ({error})"
-        ) from None
+    """Return a user's model, loss and optimizer, from MODULE:FUNCTION."""
+    from thinwire.lab.runs.own_functions import find_function
+
+    make = find_function("--model", place, imports=True)
     try:
         signature(make).bind()
     except TypeError as error:
@@ -228,5 +225,5 @@ def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer |
     raise ConfigError(
         f"--model {place}: returned {f'({names})' if isinstance(made, tuple) else names}; must return a model, as of "
         "torch.nn.Module, a function without arguments that computes the loss of a batch, and, if you like, your "
-        "optimizer"
+        "optimizer. With --data, and --loss, it returns the model alone"
     )

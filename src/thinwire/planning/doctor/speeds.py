@@ -15,6 +15,10 @@ from torch import Tensor, nn
 
 from thinwire.core.comm.base import Comm
 from thinwire.errors import ConfigError
+from thinwire.planning.plan.predict import ModelTime
+from thinwire.planning.plan.search import Job
+from thinwire.planning.plan.traffic import MakeOptimizer
+from thinwire.planning.simulate import Network
 
 SIZES = (4 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20)
 STEPS = 24
@@ -60,6 +64,21 @@ class StepTime:
     def parameters(self) -> int:
         """How many numbers are trained."""
         return sum(prod(shape) for shape in self.shapes)
+
+    def job(
+        self, workers: int, network: Network, optimizer: MakeOptimizer | None = None, *, sharing: float = 1.0
+    ) -> Job:
+        """Return the job of training with this step, for `thinwire.planning.plan.decision.decide`.
+
+        Args:
+            workers: number of workers.
+            network: their links.
+            optimizer: makes the optimizer of the run; unless given, one that each strategy takes.
+            sharing: how many times as long a strategy computes in training as alone.
+        """
+        time = ModelTime(self.forward, self.backward, self.update, tuple(self.ready))
+        shapes = [tuple(shape) for shape in self.shapes]
+        return Job(shapes, workers, network, time, getattr(torch, self.dtype), optimizer, sharing)
 
 
 @dataclass(frozen=True)

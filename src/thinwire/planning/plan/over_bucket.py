@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import ceil, inf
 from typing import Any, cast
 
@@ -47,6 +47,16 @@ class BucketOption:
     def to_loss(self) -> float:
         """The time to the loss of AllReduce(), in steps of AllReduce() without communication."""
         return inf if self.accuracy is None else self.slowdown * max(1.0, self.accuracy.factor)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the option as plain values; `slowdown` is infinite where the recipe is refused."""
+        return {
+            "recipe": self.recipe,
+            "refused": self.refused,
+            "slowdown": self.slowdown,
+            "relative_steps": self.accuracy and asdict(self.accuracy),
+            "cost": self.cost and asdict(self.cost),
+        }
 
 
 def plan_bucket(
