@@ -3,13 +3,10 @@
 
 from __future__ import annotations
 
-import json as json_text
-import math
 import shlex
 import signal
 import threading
-import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -17,15 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import command_line, default_folder, save_config
-from thinwire.cli.trials import (
-    finite_or_none,
-    headings_of,
-    progress_display,
-    rows_of,
-    show,
-    summary_text,
-    trials_as_json,
-)
+from thinwire.cli.trials import progress_display, show
 from thinwire.errors import ConfigError
 from thinwire.lab.runs.configuration import option_name
 
@@ -33,7 +22,7 @@ if TYPE_CHECKING:
     from thinwire.arrays.sweep.adapting import Adapting
     from thinwire.arrays.sweep.plan import Plan
     from thinwire.arrays.sweep.space import Domain, Space
-    from thinwire.arrays.sweep.trials import Outcome, Population
+    from thinwire.arrays.sweep.trials import Population
     from thinwire.lab.tasks import Task
 
 _HYPERPARAMETERS = (
@@ -68,8 +57,8 @@ class Sweep:
 
     A hyperparameter is given as a range (log:1e-4:1e-1, 0:0.95, whole:8:64), as a list (16,32,64) or as a value.
     Trials that differ only in learning rate, momentum, weight decay, betas and eps share an array; others are trained
-    in separate arrays. The default of --lr is log:1e-4:1e-1. Writes trials.json, summary.json and report.html with a
-    picture of every hyperparameter.
+    in separate arrays. The default of --lr is log:1e-4:1e-1. Writes trials.json, summary.json, report.html with a
+    picture of every hyperparameter, and best.toml, with which thinwire train trains the best trial.
 
     Args:
         task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; digits unless given.
@@ -176,11 +165,13 @@ class Sweep:
 
     def _run(self, folder: Path, *, resume: bool = False) -> int:
         # Imported here, because `thinwire --help` must not wait for torch.
+        from rich.progress import track
+
         from thinwire.arrays.fusion import keep_memory
         from thinwire.arrays.sweep.journal import Journal
+        from thinwire.arrays.sweep.results import BEST, Results, headings_of, rows_of, summary_text, trials_as_json
         from thinwire.arrays.sweep.sampling import sampler_of
         from thinwire.arrays.sweep.sweeping import check_counts, sweep
-        from thinwire.arrays.sweep.trials import ranked
 
         keep_memory()
         check_counts(self.trials, self.together)
@@ -200,17 +191,30 @@ class Sweep:
         counts = {"together": self.together, "at_once": at_once}
         with progress_display(self.trials, self.steps) as callback:
             outcomes = sweep(plan, sampler, self.trials, **counts, callback=callback, journal=journal)
-        seconds = journal.seconds
-        best = ranked(outcomes)
-        summary = self._summary(best, seconds) | (self._checked(plan, outcomes, seconds) if self.check else {})
-        report = self._write(folder, space, best, summary)
+        found = Results(plan, space, outcomes)
+        summary = {**found.summary(), "seconds": journal.seconds, "command": command_line()}
+        if self.check:
+            summary |= found.compare_alone(journal.seconds, lambda each: track(each, "one after another", console=err))
+        missing = found.write(folder, summary, self._trained_options())
+        try:
+            page = found.write_page(folder)
+        except ModuleNotFoundError:
+            page = folder  # matplotlib is an optional dependency
+        command = None if missing else f"thinwire train --config {shlex.quote(str(folder / BEST))}"
         if self.json:
-            print_json(summary | {"trials": trials_as_json(best), "folder": folder})
+            print_json({**summary, "trials": trials_as_json(found.best), "folder": folder, "best_command": command})
             return 0
-        show(self._title(), headings_of(space), rows_of(space, best[:10]))
+        show(found.title, headings_of(space), rows_of(space, found.best[:10]))
         out.print(summary_text(summary), markup=False)
-        out.print(str(report or folder), markup=False)
+        out.print(f"{page}", markup=False)
+        out.print(f"no {BEST}: {missing}" if missing else f"to train the best trial: {command}", markup=False)
         return 0
+
+    def _trained_options(self) -> Fields:
+        """The options of `thinwire train` that say what was trained."""
+        own = {"model": self.own_model, "loss": self.own_loss} if self.own_model is not None else {"task": self._name}
+        given: Fields = {**own, "data": self.data, "eval_limit": self.eval_limit}
+        return {name: value for name, value in given.items() if value is not None}
 
     def _settings(self) -> Fields:
         """The options that decide a sweep's results, as JSON values."""
@@ -354,68 +358,6 @@ class Sweep:
             except ConfigError as error:
                 raise ConfigError(f"--{name.replace('_', '-')} {error}") from None
         return Space(domains)
-
-    def _title(self) -> str:
-        return f"{self.trials} trials of {self._name}, {self.steps} steps each"
-
-    def _summary(self, best: Sequence[Outcome], seconds: float) -> Fields:
-        return {
-            "task": self._name,
-            "trials": len(best),
-            "steps": self.steps,
-            "seconds": seconds,
-            "best": best[0].trial.number,
-            "best_loss": finite_or_none(best[0].loss),
-            "best_metric": finite_or_none(best[0].metric),
-            "best_hyperparameters": dict(best[0].trial.hyperparameters),
-            "stopped": sum(each.stopped for each in best),
-            "diverged": sum(not math.isfinite(each.loss) for each in best),
-            **({"best_adapter": f"adapters/trial-{best[0].trial.number}"} if self.adapters else {}),
-            "command": command_line(),
-        }
-
-    def _checked(self, plan: Plan, outcomes: Sequence[Outcome], seconds: float) -> Fields:
-        """Train the same trials one after another, and compare time and losses."""
-        from rich.progress import track
-
-        from thinwire.arrays.sweep.training import train_alone
-        from thinwire.arrays.sweep.trials import ranked
-
-        start = time.perf_counter()
-        alone = [train_alone(plan, each.trial) for each in track(outcomes, "one after another", console=err)]
-        taken = time.perf_counter() - start
-        # A trial that was stopped has fewer steps than its counterpart.
-        pairs = [(a.loss, b.loss) for a, b in zip(outcomes, alone, strict=True) if not a.stopped]
-        return {
-            "sequential_seconds": taken,
-            "speedup": taken / seconds,
-            "same_best": ranked(alone)[0].trial.number == ranked(outcomes)[0].trial.number,
-            "largest_difference": max((abs(a - b) for a, b in pairs if math.isfinite(a + b)), default=0.0),
-        }
-
-    def _write(self, folder: Path, space: Space, best: Sequence[Outcome], summary: Fields) -> Path | None:
-        from thinwire.core.storage.files import write_atomically
-
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / "trials.json", json_text.dumps(trials_as_json(best), indent=2).encode())
-            write_atomically(folder / "summary.json", json_text.dumps(summary, indent=2).encode())
-        except OSError as error:
-            raise ConfigError(f"{folder}: cannot be written to ({error.strerror}). Use another --out") from None
-        try:
-            from thinwire.lab.report.sweep import write_sweep
-        except ModuleNotFoundError:
-            return None  # matplotlib is an optional dependency
-        return write_sweep(
-            folder,
-            {name: [each.trial.hyperparameters[name] for each in best] for name in space.domains},
-            [each.loss for each in best],
-            [each.stopped for each in best],
-            logarithmic=[name for name, domain in space.domains.items() if getattr(domain, "scale", "") == "log"],
-            title=self._title(),
-            headings=headings_of(space),
-            rows=rows_of(space, best),
-        )
 
 
 @contextmanager

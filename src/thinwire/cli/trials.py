@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of a sweep: a progress display, tables and JSON."""
+"""The progress display of a sweep, and its table."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out
 
@@ -16,67 +16,13 @@ if TYPE_CHECKING:
 
     from rich.table import Table
 
-    from thinwire.arrays.sweep.space import Hyperparameters, Space
+    from thinwire.arrays.sweep.space import Hyperparameters
     from thinwire.arrays.sweep.sweeping import Progress
-    from thinwire.arrays.sweep.trials import Outcome
 
 # Seconds between updates: of lines in a log, and of the table on a terminal.
 _PLAIN_SECONDS = 10.0
 _LIVE_SECONDS = 0.5
 _SHOWN = 5  # trials in the live table
-Fields = dict[str, Any]
-
-
-def finite_or_none(value: float) -> float | None:
-    """A number as JSON can have it: None where a trial has diverged, because JSON has neither NaN nor infinity."""
-    return value if math.isfinite(value) else None
-
-
-def trials_as_json(best: Sequence[Outcome]) -> list[Fields]:
-    """Trials as JSON values, for `trials.json`."""
-    return [
-        {
-            "trial": each.trial.number,
-            "loss": finite_or_none(each.loss),
-            "metric": finite_or_none(each.metric),
-            "steps": each.steps,
-            "stopped": each.stopped,
-            "hyperparameters": dict(each.trial.hyperparameters),
-            "copies": [
-                {"step": copy.step, "source": copy.source, "hyperparameters": dict(copy.hyperparameters)}
-                for copy in each.copies
-            ],
-        }
-        for each in best
-    ]
-
-
-def headings_of(space: Space) -> list[str]:
-    """The column headings of `rows_of`."""
-    return ["trial", *space.domains, "held-out loss", "metric", "steps"]
-
-
-def rows_of(space: Space, best: Sequence[Outcome]) -> list[list[str]]:
-    """Trials as the rows of a table."""
-    return [
-        [
-            str(each.trial.number),
-            *(_short(each.trial.hyperparameters[name]) for name in space.domains),
-            f"{each.loss:.4f}",
-            f"{each.metric:.4f}",
-            f"{each.steps}{', stopped' if each.stopped else ''}{_lineage(each)}",
-        ]
-        for each in best
-    ]
-
-
-def _lineage(outcome: Outcome) -> str:
-    copies = [f"of {copy.source} at {copy.step}" for copy in outcome.copies]
-    return f", copy {', '.join(copies)}" if copies else ""
-
-
-def _short(value: object) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
@@ -87,18 +33,6 @@ def show(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     for row in rows:
         table.add_row(*row)
     out.print(table)
-
-
-def summary_text(summary: Fields) -> str:
-    """A sweep's summary in one or two lines."""
-    lines = [f"{summary['seconds']:.1f} s, {summary['stopped']} stopped early, {summary['diverged']} diverged"]
-    if "sequential_seconds" in summary:
-        same = "the same best trial" if summary["same_best"] else "another best trial"
-        lines.append(
-            f"one after another {summary['sequential_seconds']:.1f} s, {summary['speedup']:.1f} times as long; "
-            f"{same}, losses at most {summary['largest_difference']:.1e} apart"
-        )
-    return "\n".join(lines)
 
 
 @contextmanager
@@ -164,4 +98,6 @@ def _live(progress: Progress) -> Table:
 
 
 def _text_of(hyperparameters: Hyperparameters) -> str:
-    return ", ".join(f"{name} {_short(value)}" for name, value in hyperparameters.items())
+    from thinwire.arrays.sweep.results import short
+
+    return ", ".join(f"{name} {short(value)}" for name, value in hyperparameters.items())
