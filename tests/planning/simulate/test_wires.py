@@ -352,6 +352,14 @@ def test_each_collective_call_takes_its_cost_before_its_bytes() -> None:
     )
 
 
+def test_a_message_waits_for_collectives_that_have_not_begun() -> None:
+    link = wires(2, latency=0.0)
+    for _ in range(2):  # the second begins when the first has ended
+        link.all_reduce([0.0] * 2, MEGABYTE)
+    # A message that is sent now finds no gap before them.
+    assert link.send(0.0, 0, 1, MEGABYTE)[1] == pytest.approx(3 * SECOND)
+
+
 def test_gloos_ring_has_two_segments_in_flight() -> None:
     segment = module.SEGMENT_BYTES * SECOND / MEGABYTE
     for latency, pairs in ((20 * segment, 4), (20 * segment, 300)):

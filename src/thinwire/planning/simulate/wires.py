@@ -265,7 +265,7 @@ class Wires:
         taken = np.maximum(sent, received)
         for ranks, there, back in self._across(nbytes):
             for uplink, seconds in (("up", there), ("down", back)):
-                self._uplinks[uplink, self._rack(ranks[0])].book(begin, begin, seconds)
+                self._uplinks[uplink, self._rack(ranks[0])].book(max(launched), begin, seconds)
             taken[ranks] = np.maximum(taken[ranks], max(there, back))
         places = {rank: place for place, rank in enumerate(self._ranks)}
         for pair in self._pairs.values():
@@ -274,7 +274,7 @@ class Wires:
                 seconds = max(nbytes[a, b], nbytes[b, a]) * 8 / (pair.bits_per_second * PAYLOAD_SHARE)
                 taken[[a, b]] = np.maximum(taken[[a, b]], seconds)
                 latency = max(latency, self.latency(a, b))
-        self._occupy(sent, received, begin)
+        self._occupy(sent, received, max(launched), begin)
         return (begin + latency + taken).tolist()
 
     def _across(self, nbytes: Times) -> Iterator[tuple[list[int], float, float]]:
@@ -309,15 +309,15 @@ class Wires:
             # The last to launch, then the slower of the way around the ring and of the slowest link's own hops.
             laps = hops / self._workers * float((occupied + latencies).sum())
             done = np.full(self._workers, ready.max() + max(laps, hops * float(occupied.max())))
-        self._book_ring(float(ready.max()), hops * nbytes)
+        self._book_ring(max(launched), float(ready.max()), hops * nbytes)
         return done.tolist()
 
-    def _book_ring(self, begin: float, nbytes: float) -> None:
+    def _book_ring(self, now: float, begin: float, nbytes: float) -> None:
         """Keep interfaces and uplinks busy with what each rank of a ring sends to the next."""
         busy = nbytes / self._ring_links()[0]
-        self._occupy(busy, np.roll(busy, 1), begin)
+        self._occupy(busy, np.roll(busy, 1), now, begin)
         for lane, _ in self._ring_uplinks():
-            lane.book(begin, begin, nbytes / self._rack_rate)
+            lane.book(now, begin, nbytes / self._rack_rate)
 
     def _segmented(self, launched: Sequence[float], nbytes: float) -> list[float]:
         """Gloo's ring: each part in segments, of which the third is posted when the first has been received.
@@ -341,7 +341,7 @@ class Wires:
             rest = max(0, count - _ITERATIONS)
             pace = (paces[-1] - paces[_ITERATIONS // 2 - 1]) / (_ITERATIONS - _ITERATIONS // 2) if rest else 0.0
             done = np.maximum(*posted) + rest * pace
-        self._book_ring(float(ready.max()), 2 * (self._workers - 1) * nbytes / self._workers)
+        self._book_ring(max(launched), float(ready.max()), 2 * (self._workers - 1) * nbytes / self._workers)
         return done.tolist()
 
     def _start_of_ring(self, ready: Times, nbytes: float) -> Times:
@@ -356,7 +356,7 @@ class Wires:
         ready, rates = self._ready(launched), self._ring_links()[0]
         begin, seconds = float(ready.max()), 2 * nbytes / rates
         depth = 2 * ceil(log2(self._workers)) * float(self._latencies().max())
-        self._book_ring(begin, 2 * nbytes)
+        self._book_ring(max(launched), begin, 2 * nbytes)
         return [begin + float(seconds.max()) + depth] * self._workers
 
     def _ring_links(self) -> tuple[Times, Times]:
@@ -379,11 +379,14 @@ class Wires:
     def _latencies(self) -> Times:
         return np.array([self.latency(rank, (rank + 1) % self._workers) for rank in range(self._workers)])
 
-    def _occupy(self, sent: Times, received: Times, begin: float) -> None:
-        """Keep interfaces busy for the bytes of a collective; its latencies leave them free."""
+    def _occupy(self, sent: Times, received: Times, now: float, begin: float) -> None:
+        """Keep interfaces busy for the bytes of a collective; its latencies leave them free.
+
+        What is booked before the collective begins stays booked: a message that is sent meanwhile waits for it.
+        """
         for rank, (out, into) in enumerate(zip(sent.tolist(), received.tolist(), strict=True)):
-            self._out[rank].book(begin, begin, out)
-            self._in[rank].book(begin, begin, into)
+            self._out[rank].book(now, begin, out)
+            self._in[rank].book(now, begin, into)
 
     def _ready(self, launched: Sequence[float]) -> Times:
         """When each rank has launched a collective, and its interface has nothing else to do."""
