@@ -11,6 +11,7 @@ Where there is a GPU the tensors are on it, and the same tests are asked of it.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -32,6 +33,9 @@ _MOVES = {"copy_", "_to_copy", "_foreach_copy_", "set_"}
 _INDEXED = {"index", "index_put_", "index_put", "_index_put_impl_", "_unsafe_index"}
 # Elsewhere a number may be on the CPU.
 _NO_NUMBERS = {"cat", "stack", "index_select", "gather", "scatter_", "mm", "addmm", "bmm", "mv", "dot", "embedding"}
+# They return values of the GPU's memory to the host, or sizes that depend on them.
+_READS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "is_nonzero"}
+_WAITS = threading.local()
 
 _CALLS = ("_all_reduce_", "_all_reduce_min_", "_broadcast_", "_all_gather", "_all_to_all", "_send_recv")
 
@@ -99,9 +103,49 @@ class Pretended(Tensor):
         return _dispatch(func, args, kwargs or {})
 
 
+@contextmanager
+def host_waits(found: list[str]) -> Iterator[None]:
+    """Record the operations of this thread that wait for the GPU; where there is a GPU, they raise."""
+    if REAL:
+        before = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+        return
+    _WAITS.found = found
+    try:
+        yield
+    finally:
+        del _WAITS.found
+
+
+def _record_wait(name: str, args: Any, kwargs: dict[str, Any]) -> None:
+    """Record an operation after which a real GPU's host would know a value, or has copied memory."""
+    flat = tree_flatten((args, kwargs))[0]
+    waits = name in _READS and any(isinstance(x, Pretended) for x in flat)
+    if name in _INDEXED and isinstance(args[0], Pretended):
+        waits |= any(isinstance(x, Tensor) and x.dtype == torch.bool for x in tree_flatten(args[1])[0])
+    if name == "_to_copy" and kwargs.get("device") is not None:
+        moves = isinstance(args[0], Pretended) != (torch.device(kwargs["device"]).type == "cuda")
+        waits |= moves and not kwargs.get("non_blocking")
+    if name == "copy_":
+        moves = isinstance(args[0], Pretended) != isinstance(args[1], Pretended)
+        waits |= moves and not (kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+    if waits:
+        stack = traceback.extract_stack()
+        # Its copies are asynchronous, and waits for their events are counted by the tests.
+        if not any(frame.name.startswith("host_copy") for frame in stack):
+            where = [f"{frame.filename}:{frame.lineno}" for frame in stack if "/thinwire/" in frame.filename]
+            _WAITS.found.append(f"{name} at {' '.join(where[-3:])}")
+
+
 def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operation on what the tensors hold."""
     name, wanted = func._schema.name.split("::")[1], kwargs.get("device")
+    if hasattr(_WAITS, "found"):
+        _record_wait(name, args, kwargs)
     ours = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Pretended)]
     if name == "is_pinned":
         return False

@@ -26,7 +26,7 @@ from tests.elastic.test_elastic import agree
 from tests.elastic.test_kills import finished
 from tests.faults import kills
 from tests.grids import fast_where
-from tests.pretend_gpu import REAL, Pretended, pretend_gpu
+from tests.pretend_gpu import REAL, Pretended, host_waits, pretend_gpu
 from thinwire import Comm, Worker
 from thinwire.core.comm.view_group import ViewComm
 from thinwire.elastic.notice import Notice
@@ -253,6 +253,24 @@ def test_messages_from_a_gpu_go_through_the_host_s_memory(size: int) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert len(mine) == len(theirs)
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_only_the_thread_that_launches_messages_waits_for_their_copies_to_the_host(size: int) -> None:
+    def work(comm: ViewComm) -> list[str]:
+        waits: list[str] = []
+        x = torch.arange(37.0).to(ON_GPU)
+        with host_waits(waits):
+            reduced = comm.all_reduce_(x)
+            gathered = comm.all_gather(torch.ones(5, device=ON_GPU))
+            checked = comm.check_in_step("a check")
+            swapped = comm.all_to_all([x[:3]] * size, [3] * size)
+            for each in (reduced, gathered, checked, swapped, comm.broadcast_(x, 1)):
+                each.wait()
+        return waits
+
+    with pretend_gpu():
+        assert in_view(size, work) == [[]] * size
 
 
 # -- chance ------------------------------------------------------------------------------------------------------------

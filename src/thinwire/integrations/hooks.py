@@ -16,6 +16,7 @@ from thinwire.core.comm.pending import PendingMeans
 from thinwire.core.comm.work import Work
 from thinwire.errors import CheckpointError
 from thinwire.methods.codecs.base import Codec, check_feedback, check_vectors, draw_key
+from thinwire.methods.codecs.feedback import residual_dtype
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
 
 Key = tuple[int, ...]
@@ -146,8 +147,9 @@ class DdpHook:
                     f"{name}: a residual of shape {tuple(residual.shape)} does not fit the model. Load the state of "
                     "the same model"
                 )
+            dtype = residual_dtype(self.codec, names[name])
             self._members[key := (id(names[name]),)] = [names[name]]
-            self._buckets[key] = {"error": residual.reshape(-1).to(names[name].device, torch.float32, copy=True)}
+            self._buckets[key] = {"error": residual.reshape(-1).to(names[name].device, dtype, copy=True)}
         self._loaded_step = int(state["step"])
         if self._comm is not None:
             self._comm.step = self._loaded_step
@@ -162,7 +164,9 @@ class DdpHook:
             singles = [self._buckets.pop((id(p),), None) for p in parameters]
             self._members = {single: kept for single, kept in self._members.items() if single in self._buckets}
             residuals = [
-                torch.zeros(p.numel(), dtype=torch.float32, device=p.device) if single is None else single["error"]
+                torch.zeros(p.numel(), dtype=residual_dtype(self.codec, p), device=p.device)
+                if single is None
+                else single["error"]
                 for p, single in zip(parameters, singles, strict=True)
             ]
             self._members[key], self._buckets[key] = parameters, {"error": torch.cat(residuals)}

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Work
-from thinwire.core.kernels import all_finite, all_finite_each
+from thinwire.core.kernels import all_finite, all_finite_each, finite_flags
 from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.flat import Segment, copy_each_, views
 from thinwire.core.replica.replica import Replica
@@ -53,6 +53,7 @@ class Bucket:
         missing: how many of these are still to come in this pass; negative where there were more.
         work: the exchange, while it is in flight.
         culprit: a parameter whose gradient was not finite before it was sent, by its place in the bucket; -1 for none.
+        finite: on a GPU instead, where the exchange writes over gradients: whether each of them was finite.
         keeps: whether the overwritten gradients must be kept for a second send.
         kept: a copy of gradients that lie in the memory that is sent; in host memory for a GPU.
         sharded: whether any of the parameters is a DTensor.
@@ -66,6 +67,7 @@ class Bucket:
     missing: int = 0
     work: Work[Tensor] | None = None
     culprit: int = -1
+    finite: Tensor | None = None
     keeps: bool = False
     kept: Tensor | None = None
     sharded: bool = False
@@ -81,7 +83,7 @@ class Bucket:
         Args:
             keep: whether gradients that lie in that memory must be there to be sent again, as with `keeps`.
         """
-        self.culprit = -1
+        self.culprit, self.finite = -1, None
         with torch.no_grad():
             found: list[tuple[Tensor, Tensor]] = []
             for gradient, parameter in zip(self.gradients, self.parameters, strict=True):
@@ -95,9 +97,12 @@ class Bucket:
             moved = [(view, grad) for view, grad in found if view.data_ptr() != grad.data_ptr()]
             if moved:
                 copy_each_([view for view, _ in moved], [grad for _, grad in moved])
-            if len(moved) < len(found) and not all_finite(self.replica.g[self.part]):
+            if len(moved) < len(found):
                 # The exchange will write over these gradients.
-                self.culprit = self._first_nonfinite(in_place=True)
+                if self.replica.g.is_cuda:
+                    self.finite = finite_flags(self.gradients)  # read only if a mean is not finite
+                elif not all_finite(self.replica.g[self.part]):
+                    self.culprit = self._first_nonfinite(in_place=True)
             if keep or self.keeps:
                 own = self.replica.g[self.part]
                 self.kept = host_copy(own, pinned=True, wait=False) if len(moved) < len(found) else None
@@ -114,6 +119,8 @@ class Bucket:
 
         For the time between the exchange and `expose`.
         """
+        if self.finite is not None:
+            return next((place for place, finite in enumerate(self.finite.tolist()) if not finite), -1)
         found = [place for place in (self.culprit, self._first_nonfinite(in_place=False)) if place >= 0]
         return min(found, default=-1)
 
@@ -806,10 +813,11 @@ class Backward:
         return all_finite_each([bucket.replica.g[bucket.part] for bucket in self.buckets])
 
     def _refuse_own(self) -> None:
-        names = iter(self.names)
-        own = [next(names) for bucket in self.buckets for view in bucket.gradients if not all_finite(view)]
-        if own:
-            self.comm.raise_on_all(NonFinite(self.comm.rank, own[0]).error(self.buckets[0].replica.step, self.comm))
+        if all(all_finite_each(bucket.gradients) for bucket in self.buckets):
+            return
+        views = (view for bucket in self.buckets for view in bucket.gradients)
+        own = next(name for name, view in zip(self.names, views, strict=True) if not all_finite(view))
+        self.comm.raise_on_all(NonFinite(self.comm.rank, own).error(self.buckets[0].replica.step, self.comm))
 
     def _explain(self, state: int, culprit: int, mean: int) -> bool:
         """Tell all ranks how the pass has ended here, and which gradient was not finite before it was sent.

@@ -377,25 +377,6 @@ def test_huge_but_finite_vectors_are_not_skipped() -> None:
     assert run_threads(2, lambda comm: run(comm, xs, ErrorFeedback(OneBit(8)))[0])[0].isfinite().all()
 
 
-def test_the_sum_of_squares_over_ranks_is_sent_with_the_payloads() -> None:
-    xs, header = vectors(1, 3, 50)[0], Header(codec_number("Quantize(4, 8)", 50), 0, second_stage=True)
-
-    class Observed(ThreadComm):
-        def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-            found.append(unseal(x, header)[0].squared_norm)
-            return super()._all_gather(x)
-
-    found: list[float] = []
-
-    def body(comm: Comm) -> None:
-        observed = Observed(comm._hub, comm.rank, timeout=10)  # type: ignore[attr-defined]
-        two_stage_mean_(observed, xs[comm.rank].clone(), Quantize(4, 8), {}).wait()
-
-    run_threads(3, body)
-    assert found == [pytest.approx(float(xs.square().sum()), rel=1e-5)] * 3
-    assert len(set(found)) == 1
-
-
 # -- parts of one vector -----------------------------------------------------------------------------------------------
 
 
@@ -479,15 +460,12 @@ def test_residuals_with_a_prefix_are_resized_too_and_zero_ranks_are_refused() ->
 
 def test_a_header_is_read_back_as_it_was_written() -> None:
     payload = torch.arange(9, dtype=torch.uint8)
-    header = Header(
-        codec_number("OneBit()", 9), 1 << 20, second_stage=True, non_finite=True, rejected=True, squared_norm=1.5
-    )
+    header = Header(codec_number("OneBit()", 9), 1 << 20, second_stage=True, finite=False, accepted=False)
     message = seal(payload, header)
     assert message.numel() == HEADER_BYTES + 9
     back, content, problem = unseal(message, header)
     assert (back, problem) == (header, "")
     assert torch.equal(content, payload)
-    assert not unseal(seal(payload, header._replace(squared_norm=float("inf"))), header)[2]
 
 
 @pytest.mark.parametrize(
@@ -506,7 +484,7 @@ def test_a_payload_that_does_not_fit_is_described(change: Callable[[Tensor, Head
 
 
 def test_every_flipped_bit_of_a_message_is_seen() -> None:
-    header = Header(codec_number("OneBit()", 9), 3, squared_norm=2.0)
+    header = Header(codec_number("OneBit()", 9), 3)
     message = seal(torch.arange(9, dtype=torch.uint8), header)
     for bit in range(8 * message.numel()):
         flipped = message.clone()

@@ -22,6 +22,7 @@ from torch import Tensor
 from thinwire.core.comm.mailbox.base import Mailbox
 from thinwire.core.comm.runtime import REAL, Runtime
 from thinwire.core.comm.work import Meter, Work, completed, describe
+from thinwire.core.kernels.decisions import read_host, to_device
 from thinwire.core.storage.bucket import Traffic
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError
 
@@ -233,18 +234,18 @@ class Comm(ABC):
         row = torch.tensor(
             [self.step if self.in_step else -1, *words, number, *(self.reporter.row() if self.reporter else (0, 0))],
             dtype=torch.int64,
-            device=self.check_device,
+            device="cpu",
         )
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
         try:
-            return self._all_gather(row).then(self._compare)
+            return self._all_gather(to_device(row, self.check_device)).then(self._compare)
         finally:
             self.calling = ""
 
     def _compare(self, rows: Sequence[Tensor]) -> list[int]:
         """Return the number of each row; raise if what comes before it differs."""
-        gathered = torch.stack(list(rows))
+        gathered = read_host(torch.stack(list(rows)))
         if self.reporter is not None:
             self.reporter.take(gathered[:, _COMPARED:].tolist())
         together = gathered[:, :_COMPARED]

@@ -253,13 +253,17 @@ class GroupComm(Comm):
             operation = self.calling
         timed = x.device.type in self._gloo_devices
         handles: Handles = []
-        problem = ""
+
+        def begin() -> None:
+            handles.extend(launch(self._own[0] if timed else self._shared))
+            if self._fault is not None:
+                handles.clear()  # closed meanwhile: they would keep the connections open
+
+        problem, begun = "", _no_problem
         try:
-            handles = launch(self._own[0] if timed else self._shared)
+            begun = self._begin(begin)
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
-                raise
-            problem = first_sentence(error)
+            problem = network_problem(error)
         # Raised outside the handler: a traceback would keep the group alive, and its connections open.
         if problem:
             raise self._failed(operation, problem, 0.0)
@@ -269,13 +273,18 @@ class GroupComm(Comm):
         def finish() -> T:
             start = time.monotonic()
             # On NCCL a wait with a timeout would block the host; NCCL's own watchdog ends the call instead.
-            problem = self._wait_for(handles, self.timeout if timed else None)
+            problem = begun() or self._wait_for(handles, self.timeout if timed else None)
             self._inflight.pop(id(handles), None)
             if problem or self._fault is not None:
                 raise self._failed(operation, problem, time.monotonic() - start)
             return result()
 
         return Work(finish)
+
+    def _begin(self, launch: Callable[[], None]) -> Callable[[], str]:
+        """Launch a call, now or later; the result waits until it is launched, and returns the problem as text."""
+        launch()
+        return _no_problem
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
         """Wait for all handles; return the problem as text, empty if there is none."""
@@ -593,6 +602,17 @@ def try_wait(handles: Handles, seconds: float | None) -> str:
             raise  # a mistake in the call: the backend does not support this dtype
         handles.clear()
         return first_sentence(error)
+    return ""
+
+
+def network_problem(error: RuntimeError) -> str:
+    """Return the text of a network failure; raise any other error, which is a mistake in the call."""
+    if not isinstance(error, dist.DistError) and not _NETWORK_ERROR.search(str(error)):
+        raise error
+    return first_sentence(error)
+
+
+def _no_problem() -> str:
     return ""
 
 

@@ -8,9 +8,10 @@ from collections.abc import Callable, Generator
 from torch import Tensor
 
 from thinwire.core.comm.work import Work
+from thinwire.core.kernels import Flag, read_flags
 from thinwire.errors import CommError
 
-Stages = Generator[bool | None, bool, Tensor]
+Stages = Generator[Flag | None, bool, Tensor]
 """A mean as a generator that pauses four times; `PendingMeans` resumes it."""
 
 
@@ -27,7 +28,7 @@ class PendingMeans:
     1. `yield`, when the next mean has been launched, when its work's `advance` is called, or with the next line;
     2. `yield`, at the first wait for any of the means;
     3. `yield finite` (whether all ranks' vectors of this mean are finite), when this is known for all means; the
-       expression evaluates to whether all of them are;
+       expression evaluates to whether all of them are. On a GPU, the host waits here for the flags of all means;
     4. `yield`, at the wait for this mean; it returns the mean.
 
     Example:
@@ -93,9 +94,10 @@ class PendingMeans:
         self._means = []
 
     def _agree(self) -> None:
-        finite = [next(mean) for mean in self._means]
+        flags = [next(mean) for mean in self._means]
+        finite = all(read_flags([flag for flag in flags if flag is not None]))
         for mean in self._means:
-            mean.send(all(finite))
+            mean.send(finite)
 
     def _together(self, go_on: Callable[[], object]) -> None:
         """Resume the means; if that fails, none of them is complete."""

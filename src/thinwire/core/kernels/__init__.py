@@ -13,18 +13,29 @@ from thinwire.core.kernels.chunks import add_chunks_, chunk_kept, chunked_nbytes
 from thinwire.core.kernels.floats import decode_fp8, decode_powers, encode_fp8, encode_powers
 from thinwire.core.kernels.largest import pack_indices, packed_nbytes, top_k, unpack_indices
 from thinwire.core.kernels.quantized import clip_outliers, dequantize_, quantize_
-from thinwire.core.kernels.reading import all_finite, all_finite_each, bytes_of, join, norm_if_finite, take
+from thinwire.core.kernels.reading import (
+    Flag,
+    all_finite,
+    all_finite_each,
+    both,
+    finite_flags,
+    is_finite,
+    join,
+    read_flags,
+    take,
+)
 from thinwire.core.kernels.rng import mix64, uniform
 from thinwire.core.kernels.rounded import decode_rounded_, encode_rounded_
 from thinwire.core.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
 from thinwire.core.kernels.sketched import cells_at, heavy, sketch_, unsketch
 
 __all__ = [
+    "Flag",
     "add_chunks_",
     "all_finite",
     "all_finite_each",
     "as_fp32",
-    "bytes_of",
+    "both",
     "cells_at",
     "chunk_kept",
     "chunked_nbytes",
@@ -39,15 +50,17 @@ __all__ = [
     "encode_powers",
     "encode_rounded_",
     "encode_signs_",
+    "finite_flags",
     "heavy",
+    "is_finite",
     "join",
     "mix64",
-    "norm_if_finite",
     "pack_indices",
     "pack_signs",
     "packed_nbytes",
     "quantize_",
     "quantized_nbytes",
+    "read_flags",
     "sign_nbytes",
     "sketch_",
     "sum_signs_",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import TypeVar
 
 import torch
@@ -72,9 +73,51 @@ def host_copy(x: Tensor, *, pinned: bool = False, wait: bool = True) -> Tensor:
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=not wait)
 
 
-def holds(condition: Tensor) -> bool:
-    """Return the value of a condition, a tensor of one element; True for a meta tensor."""
-    return condition.is_meta or bool(condition)
+def host_copy_later(x: Tensor) -> tuple[Tensor, Callable[[], None]]:
+    """Copy a tensor of a GPU into pinned host memory, on a stream of its own.
+
+    Returns:
+        The copy, and a function that blocks until it has arrived; any thread may call it.
+    """
+    if x.device.type != "cuda" or not torch.cuda.is_available():
+        return host_copy(x), lambda: None
+    stream = _copy_stream(x.device)
+    stream.wait_stream(torch.cuda.current_stream(x.device))
+    with torch.cuda.stream(stream):
+        copied = torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
+        arrived = torch.cuda.Event(blocking=True)
+        arrived.record(stream)
+    x.record_stream(stream)  # so that its memory is not reused before
+    return copied, arrived.synchronize
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
+
+
+def read_host(x: Tensor) -> Tensor:
+    """Return a tensor of a GPU on the CPU, for reading: the host waits for it, but not for later work of the GPU."""
+    if x.device.type in ("cpu", "meta"):
+        return x
+    copied = host_copy(x, pinned=True, wait=False)
+    if copied.is_pinned():
+        arrived = torch.cuda.Event()
+        arrived.record(torch.cuda.current_stream(x.device))
+        arrived.synchronize()
+    return copied
+
+
+def to_device(x: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor of the CPU to a device, without waiting for it; on the CPU, return it unchanged."""
+    if device.type == "cuda" and torch.cuda.is_available():
+        x = x.pin_memory()  # a copy from other memory would wait for the stream
+    return x.to(device, non_blocking=True)
+
+
+def holds(condition: bool | Tensor) -> bool:
+    """Return the value of a condition, a bool or a tensor of one element; True for a meta tensor."""
+    return bool(condition) if isinstance(condition, bool) else condition.is_meta or bool(condition)
 
 
 def device_for(x: Tensor, device: str | None) -> torch.device:

@@ -10,8 +10,11 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from thinwire.core.torch_internals import flatten
+from thinwire.core.kernels.decisions import read_host
+from thinwire.core.torch_internals import flatten, foreach_norm
 
+Flag = bool | Tensor
+"""A condition: a bool, or a tensor of one element on a GPU, which the host need not wait for."""
 _SMALL = 16_384
 
 
@@ -38,21 +41,45 @@ def all_finite_each(tensors: Sequence[Tensor]) -> bool:
             read.append(flatten(small))
     # torch's function for several groups takes longer than the norm of one.
     norm = torch.linalg.vector_norm(read[0]) if len(read) == 1 else get_total_norm(read)
-    return isfinite(norm.item()) or all(all_finite(x) for x in tensors)
+    finite = isfinite(norm.item()) if norm.device.type == "cpu" else read_flags([norm.isfinite()])[0]
+    return finite or all(all_finite(x) for x in tensors)
 
 
-def norm_if_finite(x: Tensor) -> tuple[bool, float]:
-    """Return whether all elements are finite, and the sum of their squares; True and 0 for a meta tensor."""
-    if x.is_meta or not x.numel():
-        return True, 0.0
-    square = float(torch.linalg.vector_norm(x.detach(), dtype=torch.promote_types(x.dtype, torch.float32))) ** 2
-    # The norm is one pass over memory; the elements are read again only if it overflows.
-    return square < float("inf") or all_finite(x), square
+def is_finite(x: Tensor) -> Flag:
+    """Return `all_finite(x)` as a flag, which for a tensor of a GPU is computed there."""
+    if x.device.type in ("cpu", "meta"):
+        return all_finite(x)
+    if not x.numel():
+        return True
+    # The largest absolute value is one pass over memory, cannot overflow, and keeps a NaN.
+    return torch.linalg.vector_norm(x.detach(), torch.inf).isfinite()
 
 
-def bytes_of(x: Tensor, *, if_meta: bytes) -> bytes:
-    """Return the bytes of a uint8 vector; `if_meta` for a meta tensor."""
-    return if_meta if x.is_meta else bytes(x.tolist())
+def finite_flags(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether each of several tensors of one GPU is finite, as a tensor there."""
+    inputs = [x.detach() for x in tensors]
+    norms = (
+        foreach_norm(inputs, torch.inf) if foreach_norm else [torch.linalg.vector_norm(x, torch.inf) for x in inputs]
+    )
+    return torch.stack(list(norms)).isfinite()
+
+
+def both(a: Flag, b: Flag) -> Flag:
+    """Return whether two flags hold, without reading them."""
+    if isinstance(a, bool):
+        return a and b
+    return b and a if isinstance(b, bool) else a & b
+
+
+def read_flags(flags: Sequence[Flag]) -> list[bool]:
+    """Read flags together: the host waits once for each device."""
+    found: list[Flag] = list(flags)
+    for device in {flag.device for flag in flags if isinstance(flag, Tensor)}:
+        places = [i for i, flag in enumerate(flags) if isinstance(flag, Tensor) and flag.device == device]
+        values = read_host(torch.stack([flag for flag in flags if isinstance(flag, Tensor) and flag.device == device]))
+        for place, value in zip(places, values.tolist(), strict=True):
+            found[place] = value
+    return [bool(flag) for flag in found]
 
 
 # Torch's own versions support meta tensors too, but would take longer than the rest of a dry run.

@@ -163,6 +163,15 @@ class Codec(Recipe, ABC):
         """The number of elements encoded together; long vectors are split only at multiples of it."""
         return 1
 
+    @property
+    def takes_nan(self) -> bool:
+        """True if `encode` takes NaN, and `decode` any bytes, without an error.
+
+        The result may then be anything, since all ranks know of it. On a GPU the host then does not wait to learn
+        whether a vector is finite before it is encoded.
+        """
+        return False
+
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode `x + residual`, and overwrite `x` with the new residual: `x + residual` minus the decoded payload.
 
@@ -305,6 +314,7 @@ CODEC_SOURCES: dict[str, Literal["codec", "own"]] = {
     "forgets": "codec",
     "error_bound": "codec",
     "alignment": "codec",
+    "takes_nan": "codec",
     "encode": "codec",
     "decode": "codec",
     "nbytes": "codec",

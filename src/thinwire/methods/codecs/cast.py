@@ -31,6 +31,11 @@ class _Cast(Codec):
     def dtype(self) -> torch.dtype:
         """The dtype of the payload."""
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Cast the vector to `dtype`; always a contiguous copy, since an all-reduce will overwrite it."""
         return x.detach().to(self.dtype, copy=True, memory_format=torch.contiguous_format)
@@ -152,6 +157,11 @@ class Fp8(Codec):
     def alignment(self) -> int:
         """The elements of a block."""
         return self.block
+
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then a byte for each element."""

@@ -2,7 +2,8 @@
 """The 16-byte header of a payload: its codec, step and stage, validity flags, and a checksum.
 
 The checksum is a CRC-32 of the header and the payload. On a GPU it covers the header only, so that the payload need not
-be copied to the host.
+be copied to the host. Flags that are computed on a GPU stay there: the header is chosen there from one for each value
+of the flags, and the receiver's GPU compares it with those that it expects. Only an error is read on the host.
 """
 
 from __future__ import annotations
@@ -15,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import bytes_of, join
+from thinwire.core.kernels import Flag, join
+from thinwire.core.kernels.decisions import to_device
 
 HEADER_BYTES = 16
 _MAGIC = 0xC7
-_FIELDS = struct.Struct("<BBHIf")
+_FIELDS = struct.Struct("<BBHI4x")
 _CHECK = struct.Struct("<I")
-_MAX_SQUARED_NORM = 3.0e38  # it is stored in fp32
 _NON_FINITE, _REJECTED, _SECOND_STAGE, _PAYLOAD_IS_CHECKED = 1, 2, 4, 8
 
 
@@ -32,18 +33,32 @@ class Header(NamedTuple):
         codec: the number of the codec and the vector's size, from `codec_number`.
         step: the training step.
         second_stage: whether the payload belongs to the second stage, in which sums are sent back.
-        non_finite: whether the sender's vector, or in the second stage one that it received, is not finite; the payload
-            is then meaningless.
-        rejected: whether the sender could not decode a received payload.
-        squared_norm: the sum of squares of the sender's vector; in the second stage, of all ranks' vectors.
+        finite: whether the sender's vector, and in the second stage all that it received, is finite; otherwise the
+            payload is meaningless.
+        accepted: whether the sender could decode all payloads that it received.
     """
 
     codec: int
     step: int
     second_stage: bool = False
-    non_finite: bool = False
-    rejected: bool = False
-    squared_norm: float = 0.0
+    finite: Flag = True
+    accepted: Flag = True
+
+
+class Opened(NamedTuple):
+    """The messages of all ranks, without their headers.
+
+    Attributes:
+        payloads: the payloads, in rank order.
+        finite: whether all vectors are finite.
+        valid: whether all messages fit what this rank expects, and all ranks could decode what they received.
+        problem: returns the first problem as text; empty if there is none.
+    """
+
+    payloads: list[Tensor]
+    finite: Flag
+    valid: Flag
+    problem: Callable[[], str]
 
 
 def codec_number(recipe: str, n: int) -> int:
@@ -53,9 +68,18 @@ def codec_number(recipe: str, n: int) -> int:
 
 def seal(payload: Tensor, header: Header) -> Tensor:
     """Prepend the header to a payload; the result is uint8 on the payload's device."""
-    payload = payload.contiguous().view(torch.uint8)
-    front = torch.frombuffer(bytearray(_packed(header, payload)), dtype=torch.uint8).to(payload.device)
-    return join([front, payload])
+    return seal_each([payload], header)[0]
+
+
+def seal_each(payloads: list[Tensor], header: Header) -> list[Tensor]:
+    """Prepend the same header to each payload, and drop each payload after that."""
+    messages, front = list[Tensor](), None
+    while payloads:
+        payload = payloads.pop(0).contiguous().view(torch.uint8)
+        if front is None or payload.device.type == "cpu":  # there each header has its payload's checksum
+            front = _front(header, payload)
+        messages.append(join([front, payload]))
+    return messages
 
 
 def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
@@ -68,14 +92,14 @@ def unseal(message: Tensor, expected: Header) -> tuple[Header, Tensor, str]:
     Returns:
         The header, the payload, and the problem as text, empty if there is none.
     """
-    (opened,) = _opened([message], expected)
-    return opened
+    if message.is_meta:
+        return expected, _payload_of(message), ""
+    header, problem = _read(bytes(message[:HEADER_BYTES].tolist()), message, expected)
+    return header, _payload_of(message), problem
 
 
-def unseal_all(
-    messages: Sequence[Tensor], expected: Header, dtype: torch.dtype, name: Callable[[int], str]
-) -> tuple[list[Header], list[Tensor], str]:
-    """Return the headers of all ranks' messages, their payloads, and the first problem.
+def unseal_all(messages: Sequence[Tensor], expected: Header, dtype: torch.dtype, name: Callable[[int], str]) -> Opened:
+    """Return the payloads of all ranks' messages, and what their headers say.
 
     Args:
         messages: results of `seal`, in rank order.
@@ -83,49 +107,83 @@ def unseal_all(
         dtype: the dtype of the payloads.
         name: returns the name of a rank, for the problem.
     """
-    opened = _opened(messages, expected)
-    problems = (f"the message of {name(rank)} {problem}" for rank, (_, _, problem) in enumerate(opened) if problem)
-    return [header for header, _, _ in opened], [payload.view(dtype) for _, payload, _ in opened], next(problems, "")
+    if messages[0].device.type in ("cpu", "meta"):
+        opened = [unseal(message, expected) for message in messages]
+        payloads = [payload.view(dtype) for _, payload, _ in opened]
+        problem = _first_problem([(header, text) for header, _, text in opened], name)
+        return Opened(payloads, all(header.finite for header, _, _ in opened), not problem, lambda: problem)
+    payloads = [_payload_of(message).view(dtype) for message in messages]
+    fronts = join([message[:HEADER_BYTES] for message in messages])
+
+    def describe() -> str:
+        rows = fronts.view(-1, HEADER_BYTES).tolist()
+        return _first_problem([_read(bytes(row), fronts, expected) for row in rows], name)
+
+    equal = (fronts.view(-1, 1, HEADER_BYTES) == _fronts(expected, fronts)[2:]).all(2)
+    return Opened(payloads, equal[:, 1].all(), equal.any(1).all(), describe)
 
 
-def _opened(messages: Sequence[Tensor], expected: Header) -> list[tuple[Header, Tensor, str]]:
-    """Unseal each message; all headers are read at once, since on a GPU each read waits for the device."""
-    if_meta = _packed(expected, torch.empty(0, dtype=torch.float32, device="meta")) * len(messages)
-    fronts = bytes_of(join([message[:HEADER_BYTES] for message in messages]), if_meta=if_meta)
-    opened: list[tuple[Header, Tensor, str]] = []
-    for i, message in enumerate(messages):
-        front = fronts[i * HEADER_BYTES : (i + 1) * HEADER_BYTES]
-        fields, (checksum,) = front[: _FIELDS.size], _CHECK.unpack(front[_FIELDS.size :])
-        magic, flags, codec, step, squared_norm = _FIELDS.unpack(fields)
-        payload = message[HEADER_BYTES:]
-        if payload.storage_offset() % 4:
-            payload = payload.clone()  # so that fp32 scales are aligned to four bytes
-        header = Header(
-            codec, step, bool(flags & _SECOND_STAGE), bool(flags & _NON_FINITE), bool(flags & _REJECTED), squared_norm
-        )
-        problem = ""
-        if magic != _MAGIC:
-            problem = "is not a payload of a codec"
-        elif checksum != _checksum(fields, payload if flags & _PAYLOAD_IS_CHECKED else None):
-            problem = "is damaged: its checksum does not match"
-        elif header.second_stage != expected.second_stage:
-            problem = f"is of stage {1 + header.second_stage}, not of stage {1 + expected.second_stage}"
-        elif step != expected.step & 0xFFFFFFFF:
-            problem = f"is of step {step}, not of step {expected.step}"
-        elif codec != expected.codec:
-            problem = "is of another codec, or of a vector of another size"
-        opened.append((header, payload, problem))
-    return opened
+def _payload_of(message: Tensor) -> Tensor:
+    payload = message[HEADER_BYTES:]
+    # A copy if fp32 scales would not be aligned to four bytes.
+    return payload.clone() if payload.storage_offset() % 4 else payload
+
+
+def _first_problem(opened: Sequence[tuple[Header, str]], name: Callable[[int], str]) -> str:
+    for rank, (_, problem) in enumerate(opened):
+        if problem:
+            return f"the message of {name(rank)} {problem}"
+    rejected = (rank for rank, (header, _) in enumerate(opened) if not header.accepted)
+    return next((f"{name(rank)} could not decode a payload" for rank in rejected), "")
+
+
+def _read(front: bytes, message: Tensor, expected: Header) -> tuple[Header, str]:
+    """Read a header; return it, and the problem as text."""
+    fields, (checksum,) = front[: _FIELDS.size], _CHECK.unpack(front[_FIELDS.size :])
+    magic, flags, codec, step = _FIELDS.unpack(fields)
+    header = Header(codec, step, bool(flags & _SECOND_STAGE), not flags & _NON_FINITE, not flags & _REJECTED)
+    problem = ""
+    if magic != _MAGIC:
+        problem = "is not a payload of a codec"
+    elif checksum != _checksum(fields, message[HEADER_BYTES:] if flags & _PAYLOAD_IS_CHECKED else None):
+        problem = "is damaged: its checksum does not match"
+    elif header.second_stage != expected.second_stage:
+        problem = f"is of stage {1 + header.second_stage}, not of stage {1 + expected.second_stage}"
+    elif step != expected.step & 0xFFFFFFFF:
+        problem = f"is of step {step}, not of step {expected.step}"
+    elif codec != expected.codec:
+        problem = "is of another codec, or of a vector of another size"
+    return header, problem
+
+
+def _front(header: Header, payload: Tensor) -> Tensor:
+    """Return the header of a payload as a tensor, on the payload's device."""
+    if isinstance(header.finite, bool) and isinstance(header.accepted, bool):
+        return to_device(_bytes(_packed(header, payload)), payload.device)
+    which = torch.zeros(1, dtype=torch.int64, device=payload.device)
+    which += header.finite
+    which += 2 * header.accepted
+    return _fronts(header, payload).index_select(0, which).view(-1)
+
+
+def _fronts(header: Header, like: Tensor) -> Tensor:
+    """Return the header for each value of its flags, [4, 16]: finite if the index is odd, accepted from 2 on."""
+    rows = (
+        _packed(header._replace(finite=finite, accepted=accepted), like)
+        for accepted in (False, True)
+        for finite in (False, True)
+    )
+    return to_device(_bytes(b"".join(rows)), like.device).view(4, HEADER_BYTES)
+
+
+def _bytes(content: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 def _packed(header: Header, payload: Tensor) -> bytes:
-    flags = _NON_FINITE * header.non_finite | _REJECTED * header.rejected | _SECOND_STAGE * header.second_stage
+    flags = _NON_FINITE * (not header.finite) | _REJECTED * (not header.accepted) | _SECOND_STAGE * header.second_stage
     on_host = payload.device.type == "cpu"
-    # A NaN does not equal itself.
-    squared_norm = min(header.squared_norm, _MAX_SQUARED_NORM) if header.squared_norm == header.squared_norm else 0.0
-    fields = _FIELDS.pack(
-        _MAGIC, flags | _PAYLOAD_IS_CHECKED * on_host, header.codec, header.step & 0xFFFFFFFF, squared_norm
-    )
+    fields = _FIELDS.pack(_MAGIC, flags | _PAYLOAD_IS_CHECKED * on_host, header.codec, header.step & 0xFFFFFFFF)
     return fields + _CHECK.pack(_checksum(fields, payload if on_host else None))
 
 

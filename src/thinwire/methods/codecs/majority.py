@@ -56,6 +56,11 @@ class MajorityVote(Codec):
         """The elements in a byte of signs."""
         return 8
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the signs: element 8k+j is bit j of byte k."""
         return pack_signs(x)

@@ -41,6 +41,11 @@ class Natural(Codec):
         """8, since one byte has the signs of 8 elements."""
         return 8
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write one exponent byte per element, then one sign bit per element."""
         return encode_powers(x, key=int(key))

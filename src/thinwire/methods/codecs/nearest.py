@@ -73,6 +73,11 @@ class Nearest(Codec):
         """The elements of a block."""
         return self.block
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
         payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)

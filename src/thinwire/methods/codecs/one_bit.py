@@ -65,6 +65,11 @@ class OneBit(Codec):
         """The elements of a block; 8, a byte of signs, if the vector has one scale."""
         return 8 if self.whole else self.block
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the signs: element 8k+j is bit j of byte k."""
         payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)

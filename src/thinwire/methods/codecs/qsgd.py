@@ -59,6 +59,11 @@ class QSGD(Codec):
         """The elements of a bucket."""
         return self.bucket
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the norms, then the levels: the lowest bit of all elements, then the next bit."""
         payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)

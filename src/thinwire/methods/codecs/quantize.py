@@ -74,6 +74,11 @@ class Quantize(Codec):
         """The elements of a block."""
         return self.block
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""
         payload, (draw, shift) = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8), self._draw(key)

@@ -64,6 +64,11 @@ class RandomK(Codec):
         """The variance of the unbiased codec."""
         return 1 / self.fraction - 1 if self.unbiased else 0.0
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the values, in fp32."""
         x, k = as_fp32(x), self.count(x.numel())

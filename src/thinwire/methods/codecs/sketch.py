@@ -82,6 +82,11 @@ class Sketch(Codec):
         """True."""
         return True
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the table in fp32, row by row; short vectors unchanged."""
         x = as_fp32(x)

@@ -58,6 +58,11 @@ class TernGrad(Codec):
         """The number of elements in a block."""
         return self.block
 
+    @property
+    def takes_nan(self) -> bool:
+        """True."""
+        return True
+
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write a scale per block, then two bits per element: first all low bits, then all high bits."""
         payload = x.new_empty(self.nbytes(x.numel()), dtype=torch.uint8)

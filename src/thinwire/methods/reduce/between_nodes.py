@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.members import Members, node_and_peers
 from thinwire.core.comm.pending import Stages
-from thinwire.core.kernels import as_fp32, decisions
+from thinwire.core.kernels import Flag, as_fp32, decisions
 
 
 def mean_between_nodes(
@@ -68,7 +68,9 @@ def mean_between_nodes(
     return x
 
 
-def _all_agree(node: Members, like: Tensor, finite: bool | None) -> bool:
-    """Return True if the flag is True on all ranks of the node."""
-    flag = torch.full((1,), float(bool(finite)), dtype=torch.float32, device=like.device)
-    return decisions.holds(torch.stack(node.all_gather(flag).wait()).amin() > 0)
+def _all_agree(node: Members, like: Tensor, finite: Flag | None) -> Flag:
+    """Return whether the flag holds on all ranks of the node."""
+    flag = torch.zeros(1, dtype=torch.float32, device=like.device)
+    flag += False if finite is None else finite
+    agreed = torch.stack(node.all_gather(flag).wait()).amin() > 0
+    return agreed if like.device.type not in ("cpu", "meta") else decisions.holds(agreed)

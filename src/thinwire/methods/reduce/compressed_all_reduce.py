@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import reduce
 from math import lcm
 from typing import NamedTuple, Protocol
 
@@ -14,7 +15,8 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.members import Members
 from thinwire.core.comm.pending import PendingMeans, Stages
 from thinwire.core.comm.work import Work
-from thinwire.core.kernels import all_finite, as_fp32, norm_if_finite
+from thinwire.core.kernels import Flag, as_fp32, both, is_finite
+from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.flat import Segment, cut_out
 from thinwire.errors import CommError, NonFiniteError
 from thinwire.methods.codecs.base import (
@@ -27,8 +29,8 @@ from thinwire.methods.codecs.base import (
     worker_key,
 )
 from thinwire.methods.codecs.between_nodes import BetweenNodes
-from thinwire.methods.codecs.feedback import ErrorFeedback, keep_, residual_of, server_residual_of
-from thinwire.methods.codecs.header import HEADER_BYTES, Header, codec_number, seal, unseal, unseal_all
+from thinwire.methods.codecs.feedback import ErrorFeedback, keep_, residual_dtype, residual_of, server_residual_of
+from thinwire.methods.codecs.header import HEADER_BYTES, Header, codec_number, seal, seal_each, unseal, unseal_all
 from thinwire.methods.reduce.between_nodes import mean_between_nodes
 from thinwire.methods.reduce.pieces import pieces, pieces_at
 from thinwire.methods.topology.base import Peers
@@ -77,6 +79,7 @@ def compressed_mean_(
     length: int | None = None,
     segments: Sequence[Segment] = (),
     pending: PendingMeans | None = None,
+    like: Tensor | None = None,
 ) -> Work[Tensor]:
     """Average compressed vectors: one all-reduce for a linear codec, two for matrices, else two stages.
 
@@ -91,11 +94,13 @@ def compressed_mean_(
         length: the number of elements of that vector; by default those of `x`.
         segments: the tensors of that vector; without them a matrix codec sends vectors uncompressed.
         pending: the means that finish together with this one; by default none.
+        like: a vector in the dtype of the model, for residuals that have it; by default `x`.
     """
     count = count or _num_contributors(comm, x)
     if not codec.keeps_residual and codec.linear:
         return _linear_mean(comm, x, codec, state, key=key, count=count)
-    where = ResidualSlice(offset, length if length is not None else x.numel(), segments)
+    dtype = residual_dtype(codec, x if like is None else like)
+    where = ResidualSlice(offset, length if length is not None else x.numel(), segments, dtype)
     mean = _stages(comm, x, codec, state, where, key=key, count=count)
     return (pending or PendingMeans()).launch(mean)
 
@@ -129,11 +134,12 @@ def mean_from_residual(
         serve: computes from the mean of a part of this rank's piece the values to send to all ranks in its place,
             without a residual; it is called with that mean and the part's position, part by part in order.
     """
-    residual = residual_of(state, x)
+    dtype = residual_dtype(codec, x)
+    residual = residual_of(state, x, dtype=dtype)
     if comm.rank in comm.silent:
         # A rank that just joined contributes nothing: with its residual this is zero.
         def source(part: slice) -> Tensor:
-            return residual[part].neg()
+            return as_fp32(residual[part]).neg()
     elif minus is None:
 
         def source(part: slice) -> Tensor:
@@ -147,7 +153,7 @@ def mean_from_residual(
     assert isinstance(codec, ErrorFeedback)
     inner, count = codec.codec, count or comm.size - len(comm.silent)
     cuts = server_pieces(comm, x, codec)
-    server_residual = None if serve else server_residual_of(state, x, cuts[comm.rank], 0, count)
+    server_residual = None if serve else server_residual_of(state, x, cuts[comm.rank], 0, count, dtype)
     keys = StageKeys.of(key, comm.rank, comm.size)
     parts = _InParts(inner, source, residual, server_residual, serve, into, cuts, comm.rank, keys, count)
     return PendingMeans().launch(_two_stage_mean(comm, x, parts, repr(inner)))
@@ -163,6 +169,18 @@ def at_once(codec: Codec) -> bool:
     return isinstance(codec, ErrorFeedback) and not codec.linear and not codec.own_mean and not codec.forgets
 
 
+def _known_for(codec: Codec, finite: Flag) -> Flag:
+    """Return the flag, read on the host unless the codec takes all that is not finite or valid."""
+    return finite if codec.takes_nan else holds(finite)
+
+
+def _nan_unless_(payload: Tensor, finite: Flag) -> Tensor:
+    """Fill a payload with NaN if a vector is not finite: this makes its sum NaN on all ranks, so no flag is needed."""
+    if isinstance(finite, Tensor):
+        return payload.masked_fill_(finite.logical_not(), torch.nan)
+    return payload if finite else payload.fill_(torch.nan)
+
+
 class ResidualSlice(NamedTuple):
     """The position of a vector in the vector of the residuals.
 
@@ -170,11 +188,13 @@ class ResidualSlice(NamedTuple):
         offset: the index of its first element.
         length: the number of elements of the vector of the residuals.
         segments: the tensors of the vector of the residuals.
+        dtype: the dtype of new residuals.
     """
 
     offset: int
     length: int
     segments: Sequence[Segment] = ()
+    dtype: torch.dtype = torch.float32
 
 
 def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: ResidualSlice, *, key: int, count: int) -> Stages:
@@ -185,7 +205,7 @@ def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: ResidualSl
         inner = codec.codec
 
         def part_mean(peers: Comm, part: Tensor, own: slice) -> Stages:
-            place = ResidualSlice(where.offset + own.start, where.length, where.segments)
+            place = where._replace(offset=where.offset + own.start)
             return _stages(peers, part, inner, state, place, key=key, count=peers.size)
 
         if isinstance(inner, MatrixCodec):
@@ -197,7 +217,7 @@ def _stages(comm: Comm, x: Tensor, codec: Codec, state: State, where: ResidualSl
     linear, keeps_residual = codec.linear, codec.keeps_residual
     if linear and not keeps_residual:
         return _linear_stages(comm, x, codec, state, key=key, count=count)
-    residual = residual_of(state, x, where.offset, where.length) if keeps_residual else None
+    residual = residual_of(state, x, where.offset, where.length, where.dtype) if keeps_residual else None
     if isinstance(codec, MatrixCodec) and residual is not None:
         matrices = matrices_of(where.segments, x, where.offset)
         return _matrix_mean(comm, x, codec, residual, matrices, state, key=key, count=count)
@@ -212,8 +232,8 @@ def _linear_mean(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: int,
     """Average payloads that an all-reduce can add, without residuals."""
     payload = codec.encode(x, state, key)
     # A codec that drops elements could drop a non-finite one too.
-    if not codec.elementwise and not all_finite(x):
-        payload.fill_(torch.nan)
+    if not codec.elementwise:
+        _nan_unless_(payload, is_finite(x))
     work = mean_(comm, payload, count=count)
     return work.then(lambda payload: x.copy_(codec.decode(payload, x, key)))
 
@@ -261,7 +281,7 @@ def two_stage_mean_(
             step or stage.
     """
     check_payloads(codec)
-    where = ResidualSlice(offset, length if length is not None else x.numel())
+    where = ResidualSlice(offset, length if length is not None else x.numel(), dtype=residual_dtype(codec, x))
     mean = _two_stages_of(comm, x, codec, state, where, server, key=key, count=count or comm.size)
     return (pending or PendingMeans()).launch(mean)
 
@@ -284,8 +304,8 @@ def _two_stages_of(
     cuts = pieces(x.numel(), comm.size, lcm(inner.alignment, answer.alignment))
     residuals = None
     if inner is not codec or codec.needs_feedback:
-        residual = residual_of(state, x, where.offset, where.length)
-        residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count)
+        residual = residual_of(state, x, where.offset, where.length, where.dtype)
+        residuals = residual, server_residual_of(state, x, cuts[comm.rank], where.offset, count, where.dtype)
     keys = StageKeys.of(key, comm.rank, comm.size)
     whole = _Whole(x, as_fp32(x), inner, answer, residuals, decay, cuts, comm.rank, keys, count)
     return _two_stage_mean(comm, x, whole, repr(inner) if answer is inner else f"{inner!r} and {answer!r}")
@@ -307,15 +327,15 @@ class _Ends(Protocol):
     @property
     def cuts(self) -> Sequence[slice]: ...
 
-    def norm(self) -> tuple[bool, float]:
-        """Return whether this rank's vector is finite, and the sum of its squares."""
+    def finite(self) -> Flag:
+        """Return whether this rank's vector is finite."""
         ...
 
     def encode(self) -> list[Tensor]:
         """Return the payload of each piece."""
         ...
 
-    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, Flag]:
         """Return the payload of the mean of this rank's piece, and whether it is finite."""
         ...
 
@@ -336,16 +356,14 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     header = Header(codec_number(recipe, x.numel()), comm.step)
     del x
 
-    # Encode each piece, unless it is not finite.
-    finite, square = ends.norm()
-    if finite:
-        payloads = ends.encode()
-    else:
+    # Encode each piece, unless it is known that it is not finite. On a GPU this is not known here; then the payload is
+    # encoded all the same, and its header says that it is meaningless.
+    finite = ends.finite()
+    if finite is False:
         payloads = [torch.zeros(codec.nbytes(length), dtype=torch.uint8, device=device) for length in lengths]
-    own_header = header._replace(non_finite=not finite, squared_norm=square)
-    messages = list[Tensor]()
-    while payloads:
-        messages.append(seal(payloads.pop(0), own_header))
+    else:
+        payloads = ends.encode()
+    messages = seal_each(payloads, header._replace(finite=finite))
 
     # All-to-all: each piece to the rank that is its server.
     scattered = comm.all_to_all(messages, [HEADER_BYTES + codec.nbytes(lengths[comm.rank])] * comm.size)
@@ -353,40 +371,46 @@ def _two_stage_mean(comm: Comm, x: Tensor, ends: _Ends, recipe: str) -> Stages:
     yield
 
     # Decode all ranks' payloads of this rank's piece, and encode their mean.
-    headers, payloads, problem = unseal_all(scattered.wait(), header, codec.dtype, comm.name)
+    received = unseal_all(scattered.wait(), header, codec.dtype, comm.name)
     del scattered
-    finite, square = not any(each.non_finite for each in headers), sum(each.squared_norm for each in headers)
+    finite = _known_for(codec, both(received.finite, received.valid))
     # An all-gather needs payloads of one size: that of the first piece, the longest one.
     payload = torch.zeros(server.nbytes(lengths[0]), dtype=torch.uint8, device=device)
-    if finite and not problem:
-        code, finite = ends.answer(payloads)
+    if finite is not False:
+        code, answered = ends.answer(received.payloads)
+        finite = both(finite, answered)
         payload[: code.nbytes].copy_(code.view(torch.uint8))
         del code
-    del payloads
+    received.payloads.clear()
 
     # All-gather the mean of this rank's piece, or a flag for an invalid payload, so that all ranks raise.
     header = header._replace(second_stage=True)
-    flags = header._replace(non_finite=not finite, rejected=bool(problem), squared_norm=square)
-    message = seal(payload, flags)
+    message = seal(payload, header._replace(finite=finite, accepted=received.valid))
     del payload
     gathered = comm.all_gather(message)
     del message
     yield
 
     # All ranks check the same flags of all servers before any of them changes its residuals or its vector.
-    headers, payloads, damage = unseal_all(gathered.wait(), header, server.dtype, comm.name)
+    means = unseal_all(gathered.wait(), header, server.dtype, comm.name)
     del gathered
-    reports = (f"{comm.name(rank)} could not decode a payload" for rank, each in enumerate(headers) if each.rejected)
-    if problem := problem or damage or next(reports, ""):
-        where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
-        raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
-    all_finite = yield not any(each.non_finite for each in headers)
+
+    def refuse() -> None:
+        if problem := received.problem() or means.problem():
+            where = f"{comm.name(comm.rank)}, step {header.step}, compressed mean"
+            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
+
+    if means.valid is False:
+        refuse()
+    all_finite = yield both(means.finite, means.valid)
     if all_finite:
         ends.keep()
+    elif means.valid is not True:
+        refuse()
     yield
 
     # Decode the means of all pieces.
-    return ends.decode(payloads if all_finite else None)
+    return ends.decode(means.payloads if all_finite else None)
 
 
 @dataclass
@@ -405,28 +429,30 @@ class _Whole:
     count: int
     error: Tensor = field(init=False)  # of this server's answer
 
-    def norm(self) -> tuple[bool, float]:
-        return norm_if_finite(self.x)
+    def finite(self) -> Flag:
+        return _known_for(self.codec, is_finite(self.x))
 
     def encode(self) -> list[Tensor]:
         if self.residuals is None:
             pieces = zip(self.cuts, self.keys.own, strict=True)
             return [self.codec.encode(self.updated[cut], {}, key) for cut, key in pieces]
-        return self.codec.encode_pieces_with_residual_(self.updated, self.residuals[0], self.cuts, self.keys.own)
+        return self.codec.encode_pieces_with_residual_(
+            self.updated, as_fp32(self.residuals[0]), self.cuts, self.keys.own
+        )
 
-    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, Flag]:
         mean = self.codec.decode_sum(payloads, self.updated[self.cuts[self.rank]], self.keys.received).div_(self.count)
         # The sum of finite decoded vectors may overflow; then the step is skipped, and residuals stay finite.
         # Some codes cannot encode it, and must not raise on this rank alone.
-        key = self.keys.means[self.rank]
-        if not norm_if_finite(mean)[0]:
+        key, finite = self.keys.means[self.rank], _known_for(self.server, is_finite(mean))
+        if finite is False:
             return torch.zeros(self.server.nbytes(mean.numel()), dtype=torch.uint8, device=mean.device), False
         if self.residuals is None:
-            return self.server.encode(mean, {}, key), True
+            return self.server.encode(mean, {}, key), finite
         cuts = [slice(0, mean.numel())]
-        (code,) = self.server.encode_pieces_with_residual_(mean, self.residuals[1], cuts, [key])
+        (code,) = self.server.encode_pieces_with_residual_(mean, as_fp32(self.residuals[1]), cuts, [key])
         self.error = mean
-        return code, norm_if_finite(mean)[0]
+        return code, both(finite, is_finite(mean))
 
     def keep(self) -> None:
         if self.residuals is not None:
@@ -484,32 +510,26 @@ class _InParts:
         for part in parts:
             yield self.codec.part_of(payload, n, slice(part.start - cut.start, part.stop - cut.start)), part
 
-    def norm(self) -> tuple[bool, float]:
+    def finite(self) -> Flag:
         if self.residual.is_meta:
-            return True, 0.0
-        parts = [part for cut in self.cuts for part in self._parts(cut)]
-        # One value is read at the end: on a GPU each read waits for the device.
-        norms = torch.stack([torch.linalg.vector_norm(self.source(part)) for part in parts])
-        square = float(norms.square().sum())
-        # Only squares that overflow are read again.
-        return square < float("inf") or all(all_finite(self.source(part)) for part in parts), square
+            return True
+        parts = (part for cut in self.cuts for part in self._parts(cut))
+        return _known_for(self.codec, reduce(both, (is_finite(self.source(part)) for part in parts), True))
 
     def encode(self) -> list[Tensor]:
         payloads = list[Tensor]()
         for cut, key in zip(self.cuts, self.keys.own, strict=True):
             parts, codes = self._parts(cut), list[Tensor]()
             for part in parts:
-                # Only the sum is used; the first of the two, the residual, becomes the error.
-                codes += self.codec.encode_pieces_with_residual_(
-                    self.residual[part], self.source(part), [slice(0, part.stop - part.start)], [key]
-                )
+                codes.append(self._encode(self.residual[part], self.source(part), key)[0])
             payloads.append(self._joined(codes, parts))
         del self.source  # it refers to the vector, of which nothing is needed any more
         return payloads
 
-    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, bool]:
+    def answer(self, payloads: Sequence[Tensor]) -> tuple[Tensor, Flag]:
         cut, key = self.cuts[self.rank], self.keys.means[self.rank]
-        parts, codes, finite = self._parts(cut), list[Tensor](), True
+        parts, codes = self._parts(cut), list[Tensor]()
+        finite: Flag = True
         nbytes = self.codec.nbytes(cut.stop - cut.start)
         for row in zip(*(self._parts_of(payload, cut, nbytes) for payload in payloads), strict=True):
             part = row[0][1]
@@ -517,18 +537,27 @@ class _InParts:
             mean = self.codec.decode_sum([code for code, _ in row], like, self.keys.received).div_(self.count)
             del like
             # The sum of finite decoded vectors may overflow, and a sparse code would leave no trace of it here.
-            if not all_finite(mean):
+            finite = both(finite, _known_for(self.codec, is_finite(mean)))
+            if finite is False:
                 return torch.zeros(nbytes, dtype=torch.uint8, device=mean.device), False
             if self.serve is not None:
                 mean = self.serve(mean, part)
                 codes.append(self.codec.encode(mean, {}, key))
             elif self.server_residual is not None:
                 residual = self.server_residual[part.start - cut.start : part.stop - cut.start]
-                # Only the sum is used; the first of the two, the residual, becomes the error.
-                codes += self.codec.encode_pieces_with_residual_(residual, mean, [slice(0, mean.numel())], [key])
-                mean = residual
-            finite = finite and all_finite(mean)
+                code, mean = self._encode(residual, mean, key)
+                codes.append(code)
+            finite = both(finite, is_finite(mean))
         return self._joined(codes, parts), finite
+
+    def _encode(self, residual: Tensor, x: Tensor, key: int) -> tuple[Tensor, Tensor]:
+        """Encode a part, and overwrite its residual with the error, which is also returned in fp32."""
+        # Only the sum is used; the first of the two, the residual, becomes the error.
+        error = as_fp32(residual)
+        (code,) = self.codec.encode_pieces_with_residual_(error, x, [slice(0, x.numel())], [key])
+        if error.dtype != residual.dtype:
+            residual.copy_(error)
+        return code, error
 
     def keep(self) -> None:
         pass
@@ -542,7 +571,7 @@ class _InParts:
         elif payloads is not None:
             for payload, cut, key in zip(payloads, self.cuts, self.keys.means, strict=True):
                 for code, part in self._parts_of(payload, cut, self.codec.nbytes(cut.stop - cut.start)):
-                    like = self.residual[part]
+                    like = torch.empty(part.stop - part.start, dtype=torch.float32, device=device)
                     self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
             found = self.into
         else:
@@ -555,20 +584,21 @@ def _residual_mean(comm: Comm, x: Tensor, feedback: ErrorFeedback, residual: Ten
     updated, codec = as_fp32(x), feedback.codec  # the vector becomes the new residual
 
     # Encode.
-    if not norm_if_finite(x)[0]:
-        # NaN in the payload makes the sum NaN on all ranks, so no flag is needed.
-        payload = codec.encode(torch.zeros_like(updated), {}, key).fill_(torch.nan)
+    own = _known_for(codec, is_finite(x))
+    if own is False:
+        payload = codec.encode(torch.zeros_like(updated), {}, key)
     elif codec.residual_after_sum:
         payload = codec.encode(updated.add_(residual), {}, key)
     else:
-        payload = codec.encode_with_residual_(updated, residual, key)
+        payload = codec.encode_with_residual_(updated, as_fp32(residual), key)
+    _nan_unless_(payload, own)
 
     # All-reduce. It has no second stage, so it is awaited as late as possible.
     reduced = mean_(comm, payload, count=count)
     yield
     yield
     payload = reduced.wait()
-    finite = yield all_finite(payload)
+    finite = yield is_finite(payload)
 
     # Decode.
     if not finite:
@@ -591,7 +621,7 @@ def _linear_stages(comm: Comm, x: Tensor, codec: Codec, state: State, *, key: in
     yield
     yield
     found = work.wait()
-    finite = yield all_finite(found)
+    finite = yield is_finite(found)
     yield
     return found if finite else found.fill_(torch.nan)
 
@@ -601,29 +631,36 @@ def _gathered_mean(comm: Comm, x: Tensor, codec: Codec, residual: Tensor | None,
     inner, decay = (codec.codec, codec.decay) if isinstance(codec, ErrorFeedback) else (codec, 1.0)
     header = Header(codec_number(repr(inner), x.numel()), comm.step)
     keys = [worker_key(key, rank, comm.size) for rank in range(comm.size)]
-    updated, (finite, square) = as_fp32(x), norm_if_finite(x)
-    if not finite:
+    updated, own = as_fp32(x), _known_for(inner, is_finite(x))
+    if own is False:
         payload = x.new_zeros(inner.nbytes(x.numel()), dtype=torch.uint8)
     elif residual is None:
         payload = inner.encode(updated, {}, keys[comm.rank])
     else:
-        payload = inner.encode_with_residual_(updated, residual, keys[comm.rank])
-    gathered = comm.all_gather(seal(payload, header._replace(non_finite=not finite, squared_norm=square)))
+        payload = inner.encode_with_residual_(updated, as_fp32(residual), keys[comm.rank])
+    gathered = comm.all_gather(seal(payload, header._replace(finite=own)))
     yield
     yield
 
     # All ranks read the same flags and decode the same bytes, in the same order.
-    headers, payloads, problem = unseal_all(gathered.wait(), header, inner.dtype, comm.name)
+    received = unseal_all(gathered.wait(), header, inner.dtype, comm.name)
     del gathered
-    if problem:
-        where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
-        raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
-    mean = None
-    if not any(each.non_finite for each in headers):
-        mean = inner.decode_sum(payloads, updated, keys).div_(count)
-    finite = yield mean is not None and norm_if_finite(mean)[0]
+
+    def refuse() -> None:
+        if problem := received.problem():
+            where = f"{comm.name(comm.rank)}, step {header.step}, gathered mean"
+            raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
+
+    if received.valid is False:
+        refuse()
+    mean, usable = None, _known_for(inner, both(received.finite, received.valid))
+    if usable is not False:
+        mean = inner.decode_sum(received.payloads, updated, keys).div_(count)
+        usable = both(usable, is_finite(mean))
+    finite = yield usable
 
     if not finite or mean is None:
+        refuse()
         x.fill_(torch.nan)
     else:
         if residual is not None:
@@ -645,30 +682,29 @@ def _matrix_mean(
     count: int,
 ) -> Stages:
     """Average with a matrix codec, by two all-reduces; `yield` as in `_two_stage_mean`."""
-    updated, finite = as_fp32(x), norm_if_finite(x)[0]
-    if finite:
-        updated.add_(residual)
-    else:
+    updated, own = as_fp32(x), is_finite(x)
+    if own is False:
         updated.zero_()
+    else:
+        updated.add_(residual)
     rounds = codec.mean(updated, residual, matrices, state, key=key, share=count / comm.size)
 
     # The first all-reduce. NaN makes the sum NaN on all ranks, so no flag is needed.
-    message = next(rounds)
-    reduced = mean_(comm, message if finite else message.fill_(torch.nan), count=count)
+    reduced = mean_(comm, _nan_unless_(next(rounds), own), count=count)
     yield
 
     # The second all-reduce continues from the sum of the first, which is the same on all ranks, like its result.
     summed = reduced.wait()
-    finite = all_finite(summed)
-    summed = rounds.send(summed if finite else summed.zero_())
+    usable = is_finite(summed)
+    summed = rounds.send(summed if usable is not False else summed.zero_())
     # On a subset of the ranks this is a call of all ranks, whose own parts may be longer, and finite.
-    called = isinstance(comm, Members) or (summed.numel() and finite)
+    called = isinstance(comm, Members) or (summed.numel() and usable is not False)
     reduced = mean_(comm, summed, count=count) if called else None
     yield
     if reduced is not None:
         summed = reduced.wait()
-        finite = finite and all_finite(summed)
-    finite = yield finite
+        usable = both(usable, is_finite(summed))
+    finite = yield usable
 
     # Decode, and keep the error of the mean as the residual.
     if not finite:
@@ -746,10 +782,10 @@ def compressed_exchange(
     """
     # A non-finite vector is sent as zeros with a flag, so codecs need not handle NaN.
     single, number = as_fp32(x), codec_number(repr(codec), x.numel())
-    finite, square = norm_if_finite(x)
+    finite = _known_for(codec, is_finite(x))
     own_key = worker_key(key, comm.rank, comm.size)
-    payload = codec.encode(single if finite else torch.zeros_like(single), {}, own_key)
-    header = Header(number, comm.step, non_finite=not finite, squared_norm=square)
+    payload = codec.encode(torch.zeros_like(single) if finite is False else single, {}, own_key)
+    header = Header(number, comm.step, finite=finite)
     own_message = seal(payload, header)
 
     def decode(src: int, message: Tensor) -> Tensor:
@@ -757,7 +793,7 @@ def compressed_exchange(
         where = f"{comm.name(comm.rank)}, step {comm.step}, compressed exchange"
         if problem:
             raise CommError(f"{where}: the message of {comm.name(src)} {problem}. All ranks must run the same recipe")
-        if received.non_finite:
+        if not received.finite:
             raise NonFiniteError(
                 f"{where}: the parameters of {comm.name(src)} are NaN or infinite. Lower the learning rate"
             )

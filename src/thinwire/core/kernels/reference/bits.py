@@ -14,12 +14,12 @@ def pack_bits(flags: Tensor) -> Tensor:
     n = flags.numel()
     padded = torch.zeros(-(-n // 8) * 8, dtype=torch.uint8, device=flags.device)
     padded[:n] = flags
-    return (padded.view(-1, 8) << _SHIFTS.to(flags.device)).sum(1, dtype=torch.uint8)
+    return (padded.view(-1, 8) << _shifts(flags.device)).sum(1, dtype=torch.uint8)
 
 
 def unpack_bits(packed: Tensor, n: int) -> Tensor:
     """Return the first `n` flags, uint8 [n]."""
-    return ((packed[:, None] >> _SHIFTS.to(packed.device)) & 1).reshape(-1)[:n]
+    return ((packed[:, None] >> _shifts(packed.device)) & 1).reshape(-1)[:n]
 
 
 def blocks_of(n: int, block: int) -> int:
@@ -65,7 +65,8 @@ def block_scales(rows: Tensor, counts: Tensor | float, *, squared: bool) -> Tens
         return exact_sqrt(means) if squared else means
 
     scales = measure(rows)
-    if bool((scales == torch.inf).any()):
+    # On a GPU both are computed, since the host would have to wait for the answer.
+    if scales.device.type != "cpu" or bool((scales == torch.inf).any()):
         scales = torch.where(scales == torch.inf, measure(rows * 2.0**-96) * 2.0**96, scales)
     return scales
 
@@ -97,5 +98,8 @@ def scale_per_element(scales: Tensor, n: int, block: int) -> Tensor:
     return scales[:, None].expand(-1, block).reshape(-1)[:n]
 
 
-_SHIFTS = torch.arange(8, dtype=torch.uint8, device="cpu")
+def _shifts(device: torch.device) -> Tensor:
+    return torch.arange(8, dtype=torch.uint8, device=device)
+
+
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.kernels import top_k
+from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.displacement import check_momentum
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
@@ -226,16 +227,17 @@ class SketchedSGD(Strategy):
         header = Header(codec_number(repr(self), large.numel()), r.comm.step)
         # Values and indices in one message, which takes one latency.
         message = torch.cat([large[mine].view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
-        gathered = r.comm.all_gather(seal(message, header._replace(non_finite=not finite))).wait()
-        headers, payloads, problem = unseal_all(gathered, header, torch.uint8, r.comm.name)
-        if problem:
+        gathered = r.comm.all_gather(seal(message, header._replace(finite=finite))).wait()
+        received = unseal_all(gathered, header, torch.uint8, r.comm.name)
+        if not holds(received.valid):
+            problem = received.problem()
             where = f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries"
             raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
-        rows = torch.stack(payloads)
+        rows = torch.stack(received.payloads)
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
         values, positions = sent.view(large.dtype).flatten(), split.positions(where.view(torch.int32).flatten().long())
         small = unsent[:0] if dense is None else dense.wait()
-        if any(each.non_finite for each in headers) or not all_finite(small):
+        if not holds(received.finite) or not all_finite(small):
             return None
         # On a CPU index_add_ adds repeated positions in order. Elsewhere the order varies, so each worker's entries,
         # whose positions differ, are added separately.

@@ -10,6 +10,7 @@ from thinwire.core.comm.work import Work
 from thinwire.core.replica.replica import Replica
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.base import Codec, check_differences, draw_key
+from thinwire.methods.codecs.feedback import ErrorFeedback
 from thinwire.methods.reduce.compressed_all_reduce import at_once, compressed_mean_, mean_, mean_from_residual
 
 
@@ -17,13 +18,18 @@ def check_tracked(codec: Codec | None) -> None:
     """Check that the codec can compress differences, and loses nothing.
 
     Raises:
-        ConfigError: it cannot, or its residual decays.
+        ConfigError: it cannot, or its residual decays or is in the dtype of the model.
     """
     check_differences(codec)
     if codec is not None and codec.forgets:
         raise ConfigError(
             f"codec={codec}: workers do not return to the mean here, so the mean would never get what a decaying "
             "residual drops. Use decay=1"
+        )
+    if isinstance(codec, ErrorFeedback) and codec.residual == "model":
+        raise ConfigError(
+            f"codec={codec}: the residual contains parameters here, whose small differences need fp32. Use "
+            "residual='fp32'"
         )
 
 
@@ -172,4 +178,5 @@ def forget_residuals(r: Replica) -> None:
 
 def _coded_mean(r: Replica, x: Tensor, codec: Codec) -> Work[Tensor]:
     # A new key for each step, equal on all ranks, so that random codecs draw the same numbers.
-    return compressed_mean_(r.comm, x, codec, r.state, key=draw_key(r.seed, r.step), segments=r.segments)
+    key = draw_key(r.seed, r.step)
+    return compressed_mean_(r.comm, x, codec, r.state, key=key, segments=r.segments, like=r.x)

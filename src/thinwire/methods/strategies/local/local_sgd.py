@@ -53,7 +53,7 @@ def compressed_delta(r: Replica, anchor: Tensor, codec: Codec, into: Tensor | No
     delta = r.x.to(anchor.dtype) - anchor.to(r.x.device)
     # A new key for each step, equal on all ranks, so that random codecs draw the same numbers.
     key = draw_key(r.seed, r.step)
-    mean = compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments).wait()
+    mean = compressed_mean_(r.comm, delta, codec, r.state, key=key, segments=r.segments, like=r.x).wait()
     return mean if into is None else into.add_(mean)
 
 

@@ -164,7 +164,7 @@ class MinibatchLocalSGD(Strategy):
             mean = mean_(r.comm, total.to(r.x.dtype)).wait()
         else:
             key = draw_key(r.seed, r.step)
-            mean = compressed_mean_(r.comm, total, self.codec, r.state, key=key, segments=r.segments).wait()
+            mean = compressed_mean_(r.comm, total, self.codec, r.state, key=key, segments=r.segments, like=r.x).wait()
         if self.inner:
             r.x.copy_(r.state.pop("begin"))
         self._descend_(r.x, mean, rate)

@@ -1,0 +1,78 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A training step does not wait for the GPU, except where it must know whether to take the step.
+
+On a pretended GPU, operations that wait are recorded; on a real one torch raises at the first of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import thinwire
+from tests.pretend_gpu import GPU, as_over_nccl, host_waits, pretend_gpu
+from thinwire import Comm
+from thinwire.core.comm import base
+from thinwire.core.kernels import reading
+
+# The reads of one step at most: of its gradient, and of the flags of its compressed means with the check of their call.
+RECIPES = [
+    ("AllReduce()", 1),
+    ("AllReduce(codec=ErrorFeedback(Nearest(bits=4)))", 2),
+    ("AllReduce(codec=Quantize(bits=4))", 2),
+    ("AllReduce(codec=Bf16())", 1),
+    ("AllReduce(codec=PowerSGD(1))", 2),
+    ("AllReduce(codec=ErrorFeedback(Gathered(OneBit())))", 2),
+    ("LocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))", 3),
+    ("DiLoCo(period=2, codec=ErrorFeedback(Nearest(bits=4)))", 3),
+    ("OverlapLocalSGD(period=2, codec=ErrorFeedback(Nearest(bits=4)))", 4),
+]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[int, list[str]]:
+    """Record the reads of values that the host needs, by thread."""
+    reads: dict[int, list[str]] = defaultdict(list)
+    for module in (reading, base):
+        read: Callable[[torch.Tensor], torch.Tensor] = module.read_host
+
+        def recorded(x: torch.Tensor, read: Callable[[torch.Tensor], torch.Tensor] = read) -> torch.Tensor:
+            if x.is_cuda:
+                reads[threading.get_ident()].append(f"{x.numel()} {x.dtype}")
+            return read(x)
+
+        monkeypatch.setattr(module, "read_host", recorded)
+    return reads
+
+
+@pytest.mark.parametrize(("recipe", "most"), RECIPES)
+def test_a_step_waits_for_the_gpu_only_to_know_whether_it_is_taken(
+    recipe: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = counted(monkeypatch)
+
+    def work(comm: Comm) -> list[Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(8, 96), torch.nn.Linear(96, 32), torch.nn.Linear(32, 1)).to(GPU)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        thinwire.attach(model, optimizer, recipe, comm=as_over_nccl(comm), bucket_bytes=4096)
+        inputs = [torch.full((2, 8), 0.1 * (comm.rank + step % 3 + 1), device=GPU) for step in range(10)]
+        mine = reads[threading.get_ident()]
+        found: list[Any] = []
+        for step, x in enumerate(inputs):
+            optimizer.zero_grad(set_to_none=step % 4 < 2)
+            before = len(mine)
+            # The checks of the first steps, and the allocation of state, read more.
+            with host_waits(found if step >= 6 else []):
+                model(x).square().mean().backward()
+                optimizer.step()
+            if step >= 6:
+                assert len(mine) - before <= most, mine[before:]
+        return found
+
+    with pretend_gpu():
+        assert thinwire.run_threads(2, work, timeout=30) == [[], []]
