@@ -7,7 +7,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start hundreds of processes, which would each compile the package where the environment forbids bytecode.
 export PYTHONDONTWRITEBYTECODE :=
 # Code that is checked and formatted.
-CODE := src tests benchmarks examples reproductions tools conftest.py
+CODE := src tests benchmarks thin_gpt examples reproductions tools conftest.py
 # Tests that run side by side.
 JOBS   ?= 2
 
