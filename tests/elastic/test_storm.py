@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A short form of `benchmarks.storm`: real processes, through every kind of fault."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from benchmarks.nat import weed
+from benchmarks.storm import schedule
+
+pytest.importorskip("obstore")
+pytest.importorskip("cryptography")
+pytest.importorskip("sklearn")
+
+OPTIONS = "--only late --workers 3 --faults 5 --seconds 60 --longest 5 --task digits --period 8 --step-seconds 0.1"
+
+
+def test_a_storm_is_a_schedule_in_which_joins_follow_kills() -> None:
+    found = schedule(60, 900.0, 12, 0, longest=20.0, cuts=True)
+    assert found == schedule(60, 900.0, 12, 0, longest=20.0, cuts=True)
+    kinds = [fault.kind for fault in found]
+    assert {kind: kinds.count(kind) for kind in kinds} == dict.fromkeys(("kill", "join", "stop", "cut"), 15)
+    assert [kind for kind in kinds if kind in ("kill", "join")] == ["kill", "join"] * 15
+    assert all(15 * number <= fault.at < 15 * (number + 1) for number, fault in enumerate(found))
+    assert all(1.0 <= fault.seconds <= 20.0 and 0 <= fault.slot < 12 for fault in found)
+    assert "cut" not in [fault.kind for fault in schedule(8, 60.0, 3, 0, longest=5.0, cuts=False)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(310)
+def test_late_merging_trains_through_a_short_storm() -> None:
+    command = [sys.executable, "-m", "benchmarks.storm", *OPTIONS.split(), "--quorum", "0.5"]
+    root = Path(__file__).parents[2]
+    with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            out, err = process.communicate(timeout=300)
+        except BaseException:
+            process.terminate()
+            raise
+    assert process.returncode == 0, err[-3000:]
+    calm, storm = map(json.loads, out.splitlines())
+    assert calm["contender"] == "undisturbed" and not calm["errors"] and not calm["hung"]
+    assert storm["contender"] == "late" and not storm["errors"] and not storm["hung"], storm
+    faults = schedule(5, 60.0, 3, 0, longest=5.0, cuts=weed() is not None)
+    assert storm["faults"] == Counter(fault.kind for fault in faults)
+    assert storm["kept"] > 0 and calm["batches"] >= storm["batches"]
+    assert math.isfinite(storm["loss"]) and math.isfinite(calm["loss"])
