@@ -571,7 +571,7 @@ class _InParts:
         elif payloads is not None:
             for payload, cut, key in zip(payloads, self.cuts, self.keys.means, strict=True):
                 for code, part in self._parts_of(payload, cut, self.codec.nbytes(cut.stop - cut.start)):
-                    like = torch.empty(part.stop - part.start, dtype=torch.float32, device=device)
+                    like = as_fp32(self.residual[part])
                     self.into[part].add_(self.codec.decode(code, like, key).to(self.into.device))
             found = self.into
         else:
