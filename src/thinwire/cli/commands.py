@@ -33,6 +33,7 @@ COMMANDS = {
     "train": Command("thinwire.cli.train", "Train", "train a task with one strategy, on several workers"),
     "compare": Command("thinwire.cli.compare", "Compare", "run several strategies on one task, and tabulate them"),
     "up": Command("thinwire.cli.up", "Up", "run an unmodified training script on several workers"),
+    "init": Command("thinwire.cli.init", "Init", "write a training script for your case, to change and run"),
     "explain": Command("thinwire.cli.explain", "Explain", "show what a strategy sends, stores and waits for"),
     "plan": Command("thinwire.cli.plan", "Plan", "say which strategy suits a model, a network and a number of workers"),
     "simulate": Command(
