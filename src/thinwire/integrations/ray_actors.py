@@ -40,7 +40,8 @@ class Group:
 
     def start(self, rank: int) -> None:
         """Start one more actor."""
-        actor = ray.remote(**self._resources)(_Worker).remote()
+        make: Any = ray.remote(**self._resources)(_Worker)  # Ray's types take the class for a function
+        actor = make.remote()
         environment = {**self._environment, "THINWIRE_RANK": str(rank)}
         # An actor's calls run one after another, so this one must come first.
         self._ready.append(actor.ready.remote())
