@@ -161,7 +161,6 @@ def test_every_recipe_is_understood(page: Path) -> None:
 
 
 @for_each(PAGES)
-@pytest.mark.slow
 def test_every_command_line_is_understood(page: Path) -> None:
     commands = pytest.importorskip("thinwire.cli.commands")
     shell = "\n".join(body for _, body in blocks(page, "sh")).replace("\\\n", " ")

@@ -311,7 +311,6 @@ def test_what_is_to_be_installed_exists() -> None:
 
 
 @for_each(PAGES)
-@pytest.mark.slow
 def test_every_command_in_the_text_has_options_that_exist(page: Path) -> None:
     commands = pytest.importorskip("thinwire.cli.commands")
     for line in inline(page) if page.name.lower() != "changelog.md" else ():

@@ -30,7 +30,6 @@ TEXTS = [ROOT / name for name in TRACKED if re.match(r"(README|CONTRIBUTING|docs
 
 @pytest.mark.skipif(not TRACKED, reason="not a checkout")
 @for_each(PRIVATE)
-@pytest.mark.slow
 def test_a_private_word_is_not_used(word: str) -> None:
     pattern = re.compile(rf"\b{word}s?\b", re.IGNORECASE)
     found = [path.relative_to(ROOT).as_posix() for path in TEXTS if pattern.search(path.read_text(encoding="utf-8"))]
@@ -59,7 +58,6 @@ ENGINE = [ROOT / name for name in TRACKED if re.match(rf"src/thinwire/(?:{ROOMS}
 
 @pytest.mark.skipif(not TRACKED, reason="not a checkout")
 @for_each(PHRASES)
-@pytest.mark.slow
 def test_a_phrase_of_the_dialect_is_not_used_in_the_engine(phrase: str) -> None:
     pattern = re.compile(phrase, re.IGNORECASE | re.MULTILINE)
     found = [

@@ -105,8 +105,8 @@ def test_a_run_folder_is_one_that_the_report_reads(capsys: Capture, tmp_path: Pa
     [
         (("--strategy", "ddp"), "torch's own method"),
         (("--strategy", "AllReduce()", "--parameters", "0"), "--parameters 0: must be a whole number"),
-        (("--strategy", "AllReduce()", "--steps", "0"), "steps=0"),
-        (("--strategy", "AllReduce()", "--workers", "0"), "workers=0"),
+        (("--strategy", "AllReduce()", "--steps", "0"), "--steps 0"),
+        (("--strategy", "AllReduce()", "--workers", "0"), "--workers 0"),
         (("--strategy", "AllReduce()", "--compute-time", "soon"), "--compute-time soon"),
         (("--strategy", "AllReduce()", "--network", "no-such.toml"), "no-such.toml: cannot be read"),
         (("--strategy", "AllReduce()", "--meta", "--task", "digits"), "real gradients need numbers"),

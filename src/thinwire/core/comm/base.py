@@ -239,13 +239,17 @@ class Comm(ABC):
         self.meter.check_bytes += (self.size - 1) * CHECK_BYTES
         self.calling = call
         try:
-            return self._all_gather(to_device(row, self.check_device)).then(self._compare)
+            if self.check_device != row.device:
+                row = to_device(row, self.check_device)
+            return self._all_gather(row).then(self._compare)
         finally:
             self.calling = ""
 
     def _compare(self, rows: Sequence[Tensor]) -> list[int]:
         """Return the number of each row; raise if what comes before it differs."""
-        gathered = read_host(torch.stack(list(rows)))
+        gathered = torch.stack(list(rows))
+        if gathered.device.type != "cpu":
+            gathered = read_host(gathered)
         if self.reporter is not None:
             self.reporter.take(gathered[:, _COMPARED:].tolist())
         together = gathered[:, :_COMPARED]

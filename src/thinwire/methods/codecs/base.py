@@ -64,6 +64,12 @@ class Codec(Recipe, ABC):
 
     elementwise: ClassVar[bool] = False
     """Whether every element is encoded by itself, so that one vector may hold several models."""
+    takes_nan: ClassVar[bool] = False
+    """Whether `encode` takes NaN, and `decode` any bytes, without an error.
+
+    The result may then be anything, since all ranks know of it. On a GPU the host then does not wait to learn whether a
+    vector is finite before it is encoded.
+    """
     growing: ClassVar[tuple[str, ...]] = ()
     """Names or prefixes in the codec's state of tensors whose shape may change."""
     inelastic: ClassVar[str] = ""
@@ -162,15 +168,6 @@ class Codec(Recipe, ABC):
     def alignment(self) -> int:
         """The number of elements encoded together; long vectors are split only at multiples of it."""
         return 1
-
-    @property
-    def takes_nan(self) -> bool:
-        """True if `encode` takes NaN, and `decode` any bytes, without an error.
-
-        The result may then be anything, since all ranks know of it. On a GPU the host then does not wait to learn
-        whether a vector is finite before it is encoded.
-        """
-        return False
 
     def encode_with_residual_(self, x: Tensor, residual: Tensor, key: int = 0) -> Tensor:
         """Encode `x + residual`, and overwrite `x` with the new residual: `x + residual` minus the decoded payload.
@@ -370,7 +367,7 @@ def _of_codec(name: str) -> property:
 
 
 for _name, _source in CODEC_SOURCES.items():
-    if _source == "codec" and isinstance(getattr(Codec, _name), property):
+    if _source == "codec" and not callable(getattr(Codec, _name)):
         setattr(CodecWrapper, _name, _of_codec(_name))
 
 

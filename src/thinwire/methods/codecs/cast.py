@@ -21,6 +21,8 @@ _SCALE_BYTES = 4
 class _Cast(Codec):
     """Send each element in another dtype, which an all-reduce can add."""
 
+    takes_nan = True
+
     @property
     def linear(self) -> bool:
         """True."""
@@ -30,11 +32,6 @@ class _Cast(Codec):
     @abstractmethod
     def dtype(self) -> torch.dtype:
         """The dtype of the payload."""
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Cast the vector to `dtype`; always a contiguous copy, since an all-reduce will overwrite it."""
@@ -150,6 +147,8 @@ class Fp8(Codec):
     kind: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 2048
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_ranges(self, block=("1..", "2048 is usual"))
 
@@ -157,11 +156,6 @@ class Fp8(Codec):
     def alignment(self) -> int:
         """The elements of a block."""
         return self.block
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then a byte for each element."""

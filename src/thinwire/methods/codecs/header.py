@@ -159,7 +159,8 @@ def _read(front: bytes, message: Tensor, expected: Header) -> tuple[Header, str]
 def _front(header: Header, payload: Tensor) -> Tensor:
     """Return the header of a payload as a tensor, on the payload's device."""
     if isinstance(header.finite, bool) and isinstance(header.accepted, bool):
-        return to_device(_bytes(_packed(header, payload)), payload.device)
+        front = _bytes(_packed(header, payload))
+        return front if payload.device.type == "cpu" else to_device(front, payload.device)
     which = torch.zeros(1, dtype=torch.int64, device=payload.device)
     which += header.finite
     which += 2 * header.accepted

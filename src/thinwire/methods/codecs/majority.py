@@ -36,6 +36,8 @@ class MajorityVote(Codec):
         ([1.0, -1.0, 1.0], 125)
     """
 
+    takes_nan = True
+
     @property
     def sign_only(self) -> bool:
         """True."""
@@ -55,11 +57,6 @@ class MajorityVote(Codec):
     def alignment(self) -> int:
         """The elements in a byte of signs."""
         return 8
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the signs: element 8k+j is bit j of byte k."""

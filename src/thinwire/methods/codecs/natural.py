@@ -31,6 +31,8 @@ class Natural(Codec):
         ([4.0, -0.5, 0.0], 1125)
     """
 
+    takes_nan = True
+
     @property
     def error_bound(self) -> float:
         """1/8, by Theorem 1 of the paper."""
@@ -40,11 +42,6 @@ class Natural(Codec):
     def alignment(self) -> int:
         """8, since one byte has the signs of 8 elements."""
         return 8
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write one exponent byte per element, then one sign bit per element."""

@@ -47,6 +47,8 @@ class OneBit(Codec):
     norm: Literal["l1", "l2"] = "l1"
     whole: bool = False
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_multiple_of_8("block", self.block, 2048)
 
@@ -64,11 +66,6 @@ class OneBit(Codec):
     def alignment(self) -> int:
         """The elements of a block; 8, a byte of signs, if the vector has one scale."""
         return 8 if self.whole else self.block
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the signs: element 8k+j is bit j of byte k."""

@@ -44,6 +44,8 @@ class QSGD(Codec):
     bits: int = 4
     bucket: int = 512
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_ranges(self, bits=("2..8", "Use OneBit() for one"))
         check_multiple_of_8("bucket", self.bucket, 512)
@@ -58,11 +60,6 @@ class QSGD(Codec):
     def alignment(self) -> int:
         """The elements of a bucket."""
         return self.bucket
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the norms, then the levels: the lowest bit of all elements, then the next bit."""

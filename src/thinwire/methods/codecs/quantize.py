@@ -51,6 +51,8 @@ class Quantize(Codec):
     dither: bool = False
     correlated: bool = False
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_ranges(self, bits=("1..8", "Use Bf16() for more"))
         check_multiple_of_8("block", self.block, 2048)
@@ -73,11 +75,6 @@ class Quantize(Codec):
     def alignment(self) -> int:
         """The elements of a block."""
         return self.block
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write the scales, then the levels: the lowest bit of all elements, then the next bit."""

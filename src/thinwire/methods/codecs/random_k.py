@@ -41,6 +41,8 @@ class RandomK(Codec):
     fraction: float = 0.01
     unbiased: bool = True
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
@@ -63,11 +65,6 @@ class RandomK(Codec):
     def error_bound(self) -> float:
         """The variance of the unbiased codec."""
         return 1 / self.fraction - 1 if self.unbiased else 0.0
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Return the values, in fp32."""

@@ -53,6 +53,8 @@ class Sketch(Codec):
     columns: int = 16384
     kept: int = 512
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         if self.rows < 1 or self.rows % 2 == 0:
             raise ConfigError(f"rows={self.rows}: must be odd for a median. Use 3 or 5")
@@ -79,11 +81,6 @@ class Sketch(Codec):
 
     @property
     def needs_feedback(self) -> bool:
-        """True."""
-        return True
-
-    @property
-    def takes_nan(self) -> bool:
         """True."""
         return True
 

@@ -43,6 +43,8 @@ class TernGrad(Codec):
     block: int = 2048
     clip: float | None = 2.5
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_multiple_of_8("block", self.block, 2048)
         if self.clip is not None and not self.clip > 0:
@@ -57,11 +59,6 @@ class TernGrad(Codec):
     def alignment(self) -> int:
         """The number of elements in a block."""
         return self.block
-
-    @property
-    def takes_nan(self) -> bool:
-        """True."""
-        return True
 
     def encode(self, x: Tensor, state: State, key: int = 0) -> Tensor:
         """Write a scale per block, then two bits per element: first all low bits, then all high bits."""
