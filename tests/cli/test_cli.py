@@ -4,6 +4,7 @@
 import dataclasses
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,14 @@ def test_help_of_a_command_is_its_own_help(capsys):
     assert "--strategy" in own and main(["help", "train"]) == 0
     assert capsys.readouterr().out == own
     assert "trian: no such command; did you mean train?" in refused(capsys, "help", "trian")
+
+
+def test_defaults_in_help_begin_small_but_recipes_keep_their_capitals(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "[default: AllReduce()]" in shown and "[default: the task's default]" in shown
+    assert not re.search(r"\[default: [a-z]+[A-Z]", shown)
 
 
 def test_help_names_recipes_to_begin_with(capsys):

@@ -187,7 +187,8 @@ def _parameter(name: str, hint: Any, texts: dict[str, str], default: Any, keywor
 
 
 def _uncapitalized(text: str) -> str:
-    return text if text[:2].isupper() else text[:1].lower() + text[1:]
+    """Begin a phrase with a small letter; a recipe or an abbreviation keeps its capitals."""
+    return text[0].lower() + text[1:] if re.match(r"[A-Z]?[a-z]+('s)?( |$)", text) else text
 
 
 def _complete_recipe(_: object) -> list[str]:
