@@ -187,7 +187,7 @@ def _parameter(name: str, hint: Any, texts: dict[str, str], default: Any, keywor
 
 
 def _uncapitalized(text: str) -> str:
-    """Begin a phrase with a small letter; a recipe or an abbreviation keeps its capitals."""
+    """Begin a phrase in lower case; a recipe or an abbreviation keeps its capitals."""
     return text[0].lower() + text[1:] if re.match(r"[A-Z]?[a-z]+('s)?( |$)", text) else text
 
 
