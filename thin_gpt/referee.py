@@ -87,7 +87,7 @@ class Run:
         every: steps between snapshots; 0 is none.
         workers: how many.
         audit: count forward and backward passes; slow.
-        local: seconds of a step without communication in this session; a slow worker's delay is a multiple of it.
+        local: seconds of a step without communication in this sitting; a slow worker's delay is a multiple of it.
         patience: seconds without a report after which the run has failed.
     """
 
