@@ -9,11 +9,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels import triton_quantized, triton_rows, triton_signs, triton_sketched
+from thinwire.core.kernels import triton_quantized, triton_rounded, triton_rows, triton_signs, triton_sketched
 
 KINDS = {
     **dict.fromkeys(("x", "residual", "scales", "out", "table"), "*fp32"),
-    **dict.fromkeys(("stream", "streams", "planes"), "*u8"),
+    **dict.fromkeys(("stream", "streams", "planes", "payloads"), "*u8"),
     **dict.fromkeys(("shift", "half", "scale"), "fp32"),
     **dict.fromkeys(("low", "high"), "i64"),
     "seeds": "*i64",
@@ -29,6 +29,23 @@ FIXED: list[tuple[Any, dict[str, object]]] = [
     (triton_quantized._quantize, {"SPAN": 2048, "BITS": 4, "SQUARED": False, "UP": True}),
     (triton_quantized._quantize, {"SPAN": 64, "BITS": 1, "SQUARED": True, "UP": False}),
     (triton_quantized._dequantize, {"SPAN": 1024, "BITS": 3, "DITHER": True}),
+    *(
+        (triton_rounded._encode, {"SPAN": span, "BITS": bits, "STEP": 0.5, "RESIDUAL": residual})
+        for span, bits, residual in ((2048, 4, True), (16, 1, False), (64, 7, True))
+    ),
+    *(
+        (triton_rounded._decode, {"SPAN": 2048, "BITS": bits, "WHOLE": whole, "SUM": add})
+        for bits, whole, add in ((4, True, False), (8, False, True))
+    ),
+    # Triton makes arguments that are 1 constants.
+    (
+        triton_rounded._encode,
+        {"SPAN": 8, "BITS": 8, "STEP": 0.5, "RESIDUAL": False, "n": 1, "plane": 1},
+    ),
+    (
+        triton_rounded._decode,
+        {"SPAN": 2048, "BITS": 3, "WHOLE": False, "SUM": False, "n": 1, "plane": 1, "number": 1, "scale_stride": 1},
+    ),
     (triton_sketched._sketch, {"SPAN": 1024}),
     (triton_sketched._sketch, {"SPAN": 1024, "columns": 1, "blocks": 1}),
     (triton_sketched._unsketch, {"SPAN": 1024, "ROWS": 1}),

@@ -12,11 +12,12 @@ from thinwire.core.kernels import (
     quantized_nbytes,
     sign_nbytes,
     triton_quantized,
+    triton_rounded,
     triton_rows,
     triton_signs,
     triton_sketched,
 )
-from thinwire.core.kernels.reference import quantized, signs, sketched
+from thinwire.core.kernels.reference import quantized, rounded, signs, sketched
 from thinwire.core.kernels.reference.rows import adam_rows_, sgd_rows_
 
 SIZES = (1, 9, 500)
@@ -72,6 +73,36 @@ def check_few_bits(n: int, block: int, bits: int, norm: str, scale_bytes: int) -
     assert float((decoded - wanted).abs().max()) <= float(x.norm()) / max(0.5, 2 ** (bits - 1) - 1) * 1.01
 
 
+def same_values(a: Tensor, b: Tensor) -> bool:
+    """The same bits, but any NaN equals any other."""
+    return same_bits(a.nan_to_num(1e30), b.nan_to_num(1e30)) and a.isnan().equal(b.isnan())
+
+
+def check_nearest(n: int, block: int, bits: int) -> None:
+    """Ordinary numbers; then blocks that are zero, tiny, that overflow in a sum, and that are not finite."""
+    x = special(n)
+    wild = x.clone()
+    for start, value in ((0, 0.0), (1, 1e-32), (2, 1e38), (3, torch.inf), (4, torch.nan), (5, -torch.inf)):
+        wild[start * block : start * block + (1 if value == value and abs(value) > 1e38 else block)] = value
+    for of, off in ((x, 0), (wild, 0), (x, 1)):
+        nbytes, how = quantized_nbytes(n, bits, block), {"bits": bits, "block": block}
+        payload, expected = torch.full((2, nbytes + off), 7, dtype=torch.uint8)[:, off:]
+        rest = torch.cat([torch.zeros(off), 0.3 * special(n, 1)])
+        given, (ours, theirs) = torch.cat([torch.zeros(off), of])[off:], (rest.clone()[off:], rest.clone()[off:])
+        triton_rounded.encode_rounded_(given, ours, payload, **how)
+        rounded.encode_rounded_(given, theirs, expected, **how)
+        assert payload.equal(expected)
+        assert same_values(ours, theirs)
+        triton_rounded.encode_rounded_(given, None, payload, **how)
+        rounded.encode_rounded_(given, None, expected, **how)
+        assert payload.equal(expected)
+        decoded, wanted = torch.empty(2, n + off)[:, off:]
+        for payloads, add in ((payload[None], False), (torch.stack([payload, expected, payload]), True)):
+            triton_rounded.sum_rounded_(payloads, decoded, add=add, **how)
+            rounded.sum_rounded_(payloads, wanted, add=add, **how)
+            assert same_values(decoded, wanted)
+
+
 def check_sketch(n: int, rows: int, columns: int) -> None:
     x, ours, theirs = special(n), torch.ones(rows, columns), torch.ones(rows, columns)
     triton_sketched.sketch_(x, ours, key=n, scale=0.3)
@@ -120,10 +151,15 @@ def main() -> None:
         ):
             check_few_bits(n, block, bits, norm, scale_bytes)
             count += 1
+        blocks = (40, *[64] * 8) if n == 500 else (8, 2048)
+        for block, bits in zip(blocks, (4, *range(1, 9)), strict=False):
+            check_nearest(n, block, bits)
+            count += 1
         for rows, columns in ((1, 1), (3, 64), (5, 1100), (7, 50)):
             if n // columns <= 100:
                 check_sketch(n, rows, columns)
                 count += 1
+    check_nearest(2500, 2048, 4)
     print(f"{count} agree")
 
 

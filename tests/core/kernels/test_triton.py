@@ -39,7 +39,7 @@ def test_interpreted_kernels_give_what_torch_gives(tmp_path: Path) -> None:
 
 @needs_triton
 def test_kernels_compile_for_a_gpu_and_fuse_no_product_with_a_sum(tmp_path: Path) -> None:
-    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "15 compiled"
+    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "22 compiled"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -83,4 +83,22 @@ def test_few_bits_and_sketches_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) 
         kernels.sketch_(x.to(device), table, key=7, scale=0.3)
         made += [table, kernels.unsketch(table, None, n, key=7), kernels.heavy(table, n, 10, key=7)]
         made += [kernels.top_k(x.to(device), 10), kernels.uniform(n, 3, device=torch.device(device))]
+    assert all(mine.equal(theirs.cpu()) for mine, theirs in zip(found["cpu"], found["cuda"], strict=True))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 9, 5000, 1 << 20])
+def test_the_nearest_levels_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) -> None:
+    x, found = drawn(n), dict[str, list[Tensor]](cpu=[], cuda=[])
+    for device, made in found.items():
+        for bits, block in ((1, 2048), (4, 2048), (7, 2048), (3, 40), (4, 16384)):
+            payload = torch.zeros(kernels.quantized_nbytes(n, bits, block), dtype=torch.uint8, device=device)
+            rest, decoded, how = 0.1 * x.to(device), torch.empty(n, device=device), {"bits": bits, "block": block}
+            kernels.encode_rounded_(x.to(device), rest, payload, **how)
+            kernels.decode_rounded_(payload, decoded, **how)
+            made += [payload, rest, decoded]
+            kernels.encode_rounded_(x.to(device), None, payload, **how)
+            kernels.sum_rounded_(torch.stack([payload, payload, payload]), decoded, **how)
+            made += [payload, decoded]
     assert all(mine.equal(theirs.cpu()) for mine, theirs in zip(found["cpu"], found["cuda"], strict=True))

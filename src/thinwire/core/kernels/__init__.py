@@ -25,7 +25,7 @@ from thinwire.core.kernels.reading import (
     take,
 )
 from thinwire.core.kernels.rng import mix64, uniform
-from thinwire.core.kernels.rounded import decode_rounded_, encode_rounded_
+from thinwire.core.kernels.rounded import decode_rounded_, encode_rounded_, sum_rounded_
 from thinwire.core.kernels.signs import decode_signs_, encode_signs_, pack_signs, sign_nbytes, sum_signs_, unpack_signs
 from thinwire.core.kernels.sketched import cells_at, heavy, sketch_, unsketch
 
@@ -63,6 +63,7 @@ __all__ = [
     "read_flags",
     "sign_nbytes",
     "sketch_",
+    "sum_rounded_",
     "sum_signs_",
     "take",
     "top_k",

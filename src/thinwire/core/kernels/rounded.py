@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, check_code, compiled, writable
+from thinwire.core.kernels.base import as_fp32, check_code, compiled, on_gpu, writable
 from thinwire.core.kernels.reference import rounded
 
 _SCALE_BYTES = 4
@@ -49,12 +49,16 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
     # Without a residual any tensor takes its place: the kernel gets None.
     with writable(out, torch.uint8) as target, writable(x if residual is None else residual, read=True) as kept:
         rest = None if residual is None else kept
-        if library is None:
-            rounded.encode_rounded_(x, rest, target, bits=bits, block=block)
-        else:
+        if library is not None:
             how = _Rounding(x.numel(), block, bits)
             left = None if rest is None else rest.data_ptr()
             library.thinwire_encode_rounded(x.data_ptr(), left, target.data_ptr(), ctypes.byref(how))
+            return
+        # Triton is optional, so its kernels are imported at use.
+        encode_by = rounded.encode_rounded_
+        if on_gpu(x):
+            from thinwire.core.kernels.triton_rounded import encode_rounded_ as encode_by
+        encode_by(x, rest, target, bits=bits, block=block)
 
 
 def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> None:
@@ -63,13 +67,35 @@ def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> N
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
     """
-    check_code(out, payload, bits=bits, block=block, scale_bytes=_SCALE_BYTES)
+    _sum(payload[None], out, bits=bits, block=block, add=False)
+
+
+def sum_rounded_(payloads: Tensor, out: Tensor, *, bits: int, block: int) -> None:
+    """Decode payloads, uint8 [m, bytes], and write their sum, in their order, into `out`, fp32 [n].
+
+    Raises:
+        ConfigError: sizes do not fit, or an argument is out of range.
+    """
+    _sum(payloads, out, bits=bits, block=block, add=True)
+
+
+def _sum(payloads: Tensor, out: Tensor, *, bits: int, block: int, add: bool) -> None:
+    check_code(out, payloads, bits=bits, block=block, scale_bytes=_SCALE_BYTES)
     if out.numel() == 0 or out.is_meta:
         return
-    payload, library = payload.contiguous(), compiled(out)
+    payloads, library = payloads.contiguous(), compiled(out)
     with writable(out) as target:
-        if library is None:
-            rounded.decode_rounded_(payload, target, bits=bits, block=block)
-        else:
+        if library is not None:
             how = _Rounding(out.numel(), block, bits)
-            library.thinwire_decode_rounded(payload.data_ptr(), target.data_ptr(), ctypes.byref(how))
+            part = torch.empty_like(target) if add else target
+            if add:
+                target.zero_()
+            for payload in payloads:
+                library.thinwire_decode_rounded(payload.data_ptr(), part.data_ptr(), ctypes.byref(how))
+                if add:
+                    target.add_(part)
+            return
+        sum_by = rounded.sum_rounded_
+        if on_gpu(out):
+            from thinwire.core.kernels.triton_rounded import sum_rounded_ as sum_by
+        sum_by(payloads, target, bits=bits, block=block, add=add)

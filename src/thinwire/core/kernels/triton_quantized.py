@@ -13,7 +13,8 @@ from thinwire.core.kernels.base import on_its_device
 from thinwire.core.kernels.reference import quantized
 from thinwire.core.kernels.reference.bits import blocks_of, read_scales, write_scales
 from thinwire.core.kernels.reference.rng import mix64
-from thinwire.core.kernels.triton_rng import draw_at, fits, halves, packed
+from thinwire.core.kernels.triton_bits import fits
+from thinwire.core.kernels.triton_rng import draw_at, halves, packed
 
 _SPAN = 1024
 

@@ -39,11 +39,3 @@ def packed(flags, SPAN: tl.constexpr):
 def halves(seed: int) -> tuple[int, int]:
     """Return the lower and the upper 32 bits."""
     return seed & 0xFFFFFFFF, seed >> 32
-
-
-MAX_BLOCK = 16384
-
-
-def fits(block: int) -> bool:
-    """Return True if one program can hold a block, and blocks end at whole bytes."""
-    return block % 8 == 0 and block <= MAX_BLOCK

@@ -16,7 +16,8 @@ from torch import Tensor
 from thinwire.core.kernels.base import on_its_device
 from thinwire.core.kernels.reference import signs
 from thinwire.core.kernels.reference.bits import blocks_of, write_scales
-from thinwire.core.kernels.triton_rng import fits, packed
+from thinwire.core.kernels.triton_bits import fits
+from thinwire.core.kernels.triton_rng import packed
 
 _SPAN = 1024
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels import decode_rounded_, encode_rounded_, quantized_nbytes
+from thinwire.core.kernels import decode_rounded_, encode_rounded_, join, quantized_nbytes, sum_rounded_
 from thinwire.core.validation import check_ranges
 from thinwire.methods.codecs.base import (
     Codec,
@@ -109,6 +109,12 @@ class Nearest(Codec):
         """Decode in one pass over all pieces."""
         payload = join_planes(payloads, cuts, bits=self.bits, block=self.block)
         decode_rounded_(payload, x, bits=self.bits, block=self.block)
+
+    def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
+        """Decode and add; on a GPU in one pass over memory."""
+        x = torch.empty_like(like, dtype=torch.float32)
+        sum_rounded_(join(payloads).view(len(payloads), -1), x, bits=self.bits, block=self.block)
+        return x.to(like.dtype)
 
     @property
     def separable(self) -> bool:

@@ -19,7 +19,7 @@ from thinwire.core.kernels.reference.bits import (
 )
 
 # As in rounded.c.
-_HALF_STEPS = (0.0, 1.0, 0.6240, 0.3672, 0.2101)
+HALF_STEPS = (0.0, 1.0, 0.6240, 0.3672, 0.2101)
 _SMALLEST_STEP = 1e-30
 
 
@@ -47,7 +47,7 @@ def levels_of(rows: Tensor, counts: Tensor, bits: int) -> tuple[Tensor, Tensor, 
         halves = sizes.amax(1) / float(2**bits)
     else:
         halves = block_scales(rows, counts, squared=False)
-        halves = torch.tensor(_HALF_STEPS[bits], dtype=torch.float32, device="cpu") * halves
+        halves = torch.tensor(HALF_STEPS[bits], dtype=torch.float32, device="cpu") * halves
     some = halves >= torch.tensor(_SMALLEST_STEP, dtype=torch.float32, device="cpu")
     sizes = sizes * torch.where(some, 1 / (2 * halves), 0.0)[:, None]
     steps = torch.where(sizes < most, sizes, most).to(torch.int32)
@@ -72,3 +72,15 @@ def decode_rounded_(payload: Tensor, out: Tensor, *, bits: int, block: int) -> N
         codes.add_(unpack_bits(payload[begin : begin + plane], n).to(torch.int32), alpha=1 << bit)
     scale = scale_per_element(read_scales(payload, count, 4), n, block)
     out.copy_((2 * codes - (2**bits - 1)).float() * scale)
+
+
+def sum_rounded_(payloads: Tensor, out: Tensor, *, bits: int, block: int, add: bool) -> None:
+    """Decode the only payload; with `add`, sum all of them in their order."""
+    if not add:
+        decode_rounded_(payloads[0], out, bits=bits, block=block)
+        return
+    part = torch.empty_like(out)
+    out.zero_()
+    for payload in payloads:
+        decode_rounded_(payload, part, bits=bits, block=block)
+        out.add_(part)
