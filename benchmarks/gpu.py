@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 _MARKED = sorted(
     str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()
 )
-_PYTEST = ["-m", "pytest", "-n", "8", "-rfEs", "--tb=short", "-p", "no:benchmark", "-p", "no:randomly"]
+_PYTEST = ["-m", "pytest", "-n", "14", "--dist", "worksteal", "-rfEs", "--tb=short", "-p", "no:benchmark", "-p", "no:randomly"]
 HEADLINE = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
 _GRACE_SECONDS = 10.0
 # 131,072 tokens a step, which take some 0.5 s where two workers share an H200.

@@ -107,12 +107,11 @@ class Pretended(Tensor):
 def host_waits(found: list[str]) -> Iterator[None]:
     """Record the operations of this thread that wait for the GPU; where there is a GPU, they raise."""
     if REAL:
-        before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
         try:
             yield
         finally:
-            torch.cuda.set_sync_debug_mode(before)
+            torch.cuda.set_sync_debug_mode("default")
         return
     _WAITS.found = found
     try:

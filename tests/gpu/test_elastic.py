@@ -64,5 +64,6 @@ def test_an_elastic_round_needs_no_more_memory_of_the_gpu() -> None:
         worker.detach()
         return found
 
+    torch.cuda.init()  # its memory can be asked for only then
     plain = peak()
     assert peak(elastic=ThreadNetwork().fleet("w0", 0, 1)) <= plain + (1 << 20)

@@ -36,10 +36,10 @@ from thinwire.worker.compatibility import (
     check_skipped_steps,
     check_start,
 )
-from thinwire.worker.consensus import broadcast_others, check_in_step, together
+from thinwire.worker.consensus import broadcast_others, check_in_step, different, together
 from thinwire.worker.global_batch import GlobalBatch
 from thinwire.worker.guards import Attachment, FirstSteps, InsideDDP, check_beside, check_new, check_wrappers
-from thinwire.worker.handshake import agree, equal_on_all, facts_of
+from thinwire.worker.handshake import agree, facts_of
 from thinwire.worker.parameters import check_aliases, trained, vectors_of
 from thinwire.worker.replica_state import new_replica
 from thinwire.worker.state import Policy, WorkerState
@@ -287,25 +287,28 @@ def _leaving_on_failure(views: Elastic | None) -> Generator[ExitStack]:
 
 def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:
     """The parameters of the first step, and the strategy's state."""
-    if init == "broadcast":
-        broadcast(worker)
-    else:
-        equals = [equal_on_all(worker.comm, replica.x) for replica in worker.replicas]
-        check_start(worker.strategy, equal=all(equals))
-        for replica in worker.replicas:
-            replica.equal_start = all(equals)
     with torch.no_grad():
+        if init == "broadcast":
+            broadcast(worker)
+        else:
+            equal = not different(worker, _vectors(worker))
+            check_start(worker.strategy, equal=equal)
+            for replica in worker.replicas:
+                replica.equal_start = equal
         for replica in worker.replicas:
             worker.strategy.start(replica)
 
 
+def _vectors(worker: WorkerState) -> dict[str, Tensor]:
+    return {f"parameters {index}": replica.x for index, replica in enumerate(worker.replicas)}
+
+
 def broadcast(worker: WorkerState) -> None:
-    """Start every rank from rank 0's parameters (frozen ones too) and buffers."""
-    with torch.no_grad():
-        for replica in worker.replicas:
-            worker.comm.broadcast_(replica.x, 0).wait()
-        worker.shards.write()
-        broadcast_others(worker)
+    """Start every rank from rank 0's parameters (frozen ones too) and buffers; only those that differ are sent."""
+    for x in different(worker, _vectors(worker)).values():
+        worker.comm.broadcast_(x, 0).wait()
+    worker.shards.write()
+    broadcast_others(worker)
 
 
 def make_replicas(worker: WorkerState, named: Mapping[str, nn.Parameter], mesh: Mesh3D | None) -> None:

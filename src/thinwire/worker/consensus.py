@@ -159,7 +159,7 @@ def check_all_there(worker: WorkerState, call: str) -> None:
 
 
 def broadcast_others(worker: WorkerState) -> None:
-    """Replace buffers and frozen parameters by rank 0's.
+    """Replace buffers and frozen parameters that differ between ranks by rank 0's.
 
     Raises:
         ConfigError: on all ranks, if a tensor that cannot be received in place, such as a sparse one, differs between
@@ -168,9 +168,9 @@ def broadcast_others(worker: WorkerState) -> None:
     flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
     others = {name: local(p.data) for name, p in named_parameters(worker.model).items() if id(p) not in flat}
     others |= named_buffers(worker.model)
-    fixed = {name: x for name, x in others.items() if not is_writable(x)}
-    _refuse_different(worker, fixed)
-    for group in by_kind(x for name, x in others.items() if name not in fixed).values():
+    others = different(worker, others)
+    _refuse_fixed(others)
+    for group in by_kind(others.values()).values():
         _broadcast_(worker.comm, group)
 
 
@@ -191,8 +191,8 @@ def average_buffers(worker: WorkerState) -> None:
     # Vectors of different sizes would end a process inside Gloo without an error.
     facts = [(f"buffer {name}", describe_tensor(buffer)) for name, buffer in named.items()]
     agree(worker.comm, facts, worker.replicas[0].x.device, how="have different buffers")
-    named = _different(worker, named)
-    _refuse_different(worker, {name: x for name, x in named.items() if not is_writable(x)}, compared=True)
+    named = different(worker, named)
+    _refuse_fixed(named)
     for group in by_kind(named.values()).values():
         if group[0].is_floating_point() and group[0].element_size() >= _SMALLEST_SUMMED:
             _average_(worker.comm, group)
@@ -215,8 +215,10 @@ def _broadcast_(comm: Comm, group: list[Tensor]) -> None:
     copy_each_(group, views(vector, layout))
 
 
-def _different(worker: WorkerState, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def different(worker: WorkerState, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message."""
+    if not named or worker.comm.size == 1:
+        return {}
     device = worker.replicas[0].x.device
     hashes = torch.stack([_hash_of(name, x).to(device) for name, x in named.items()])
     n = len(named)
@@ -225,18 +227,11 @@ def _different(worker: WorkerState, named: Mapping[str, Tensor]) -> dict[str, Te
     return {name: x for (name, x), same in zip(named.items(), equal, strict=True) if not same}
 
 
-def _refuse_different(worker: WorkerState, named: Mapping[str, Tensor], *, compared: bool = False) -> None:
-    """Refuse tensors that differ between ranks.
-
-    Args:
-        worker: of this rank.
-        named: tensors that cannot be received in place.
-        compared: whether they are known to differ.
-
-    Raises:
-        ConfigError: naming the first of them, on all ranks.
-    """
-    for name, x in (named if compared or not named else _different(worker, named)).items():
+def _refuse_fixed(named: Mapping[str, Tensor]) -> None:
+    """Refuse the first of the tensors, which differ between ranks, that cannot be received in place; on all ranks."""
+    for name, x in named.items():
+        if is_writable(x):
+            continue
         kind = "shares memory between its elements" if x.layout == torch.strided else f"has layout {x.layout}"
         raise ConfigError(
             f"{name} {kind} and differs between ranks. Such a buffer or frozen parameter is neither averaged nor sent. "

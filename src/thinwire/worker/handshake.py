@@ -56,13 +56,6 @@ def both(comm: Comm, one: int, other: int) -> str:
     return f"ranks {one} and {other}" if names == (f"rank {one}", f"rank {other}") else " and ".join(names)
 
 
-def equal_on_all(comm: Comm, x: Tensor) -> bool:
-    """Whether a tensor has the same bits on all ranks; 32 bytes are sent."""
-    content = x.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(content).digest()), dtype=torch.uint8).to(x.device)
-    return all(torch.equal(theirs, digest) for theirs in comm.all_gather(digest).wait())
-
-
 def fingerprint(tensors: Iterable[Tensor]) -> int:
     """A number of the tensors' bits, another one also where values have changed places."""
     total = 0
