@@ -281,52 +281,105 @@ def options(arguments: Sequence[str]) -> argparse.Namespace:
     return asked
 
 
-def on_device(n: int, device: torch.device, seconds: float = 0.5) -> Iterator[tuple[str, ...]]:
-    """Yield a row per code: encoding with the residual, and decoding, relative to a copy of the vector.
-
-    Encoding must read the vector and write the payload, with error feedback also read and write the residual. Decoding
-    must read the payload and write the vector.
-    """
-    x, out = torch.randn(n, device=device), torch.empty(n, device=device)
-
-    def bytes_per_second(nbytes: int, work: Callable[[], object]) -> float:
-        wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-        taken: list[float] = []
-        work()
-        begun = time.perf_counter()
-        while time.perf_counter() < begun + seconds or len(taken) < 3:
-            wait()
-            start = time.perf_counter()
+def milliseconds(work: Work, device: torch.device, seconds: float) -> float:
+    """Return the median time of a call, in batches of calls without a wait between them."""
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    taken, calls = list[float](), 8
+    work()
+    wait()
+    begun = time.perf_counter()
+    while time.perf_counter() < begun + seconds or len(taken) < 3:
+        start = time.perf_counter()
+        for _ in range(calls):
             work()
-            wait()
-            taken.append(time.perf_counter() - start)
-        return nbytes / statistics.median(taken)
+        wait()
+        taken.append((time.perf_counter() - start) / calls)
+    return 1000 * statistics.median(taken)
 
-    copy = bytes_per_second(8 * n, lambda: out.copy_(x))
+
+@dataclass(frozen=True)
+class DeviceCase:
+    """A code's computations as a training step runs them, and the bytes that each must read and write."""
+
+    encode: Work
+    decode: Work
+    encoded_bytes: int
+    decoded_bytes: int
+    sent: int
+
+
+def device_case(recipe: str, x: Tensor) -> DeviceCase:
+    """Prepare a code. Encoding reads the vector and writes the payload; with feedback it updates the residual too."""
+    codec: Any = cast(Any, thinwire.parse(f"AllReduce(codec={recipe})")).codec
+    n, residual, inner = x.numel(), torch.zeros_like(x), codec.codec if codec.keeps_residual else codec
+
+    def encode() -> Tensor:
+        return inner.encode_with_residual_(residual, x, 1) if codec.keeps_residual else codec.encode(x, {}, 1)
+
+    payload = encode()
+    sent = payload.nbytes
+    return DeviceCase(
+        encode, lambda: inner.decode(payload, x, 1), (12 if codec.keeps_residual else 4) * n + sent, 4 * n + sent, sent
+    )
+
+
+def on_device(n: int, device: torch.device, seconds: float = 0.4) -> Iterator[tuple[str, ...]]:
+    """Yield a row per code: the share of a copy's bandwidth of encoding and decoding, with milliseconds and GB/s."""
+    x, out = torch.randn(n, device=device), torch.empty(n, device=device)
+    copy = 8 * n / milliseconds(lambda: out.copy_(x), device, seconds)
+    yield "a copy", "", f"1.00 ({8 * n / copy:.3f} ms, {copy / 1e6:.0f} GB/s)", ""
     for recipe in GPU_CODES:
-        codec: Any = cast(Any, thinwire.parse(f"AllReduce(codec={recipe})")).codec
-        state: dict[str, Tensor] = {}
         try:
-            payload = codec.encode(x, state, 1)
-            sent = payload.nbytes
-            least = (12 if codec.keeps_residual else 4) * n + sent
-            encoding = bytes_per_second(least, lambda codec=codec, state=state: codec.encode(x, state, 1))
-            decoding = bytes_per_second(
-                4 * n + sent, lambda codec=codec, payload=payload: codec.decode(payload, out, 1)
-            )
+            case = device_case(recipe, x)
+            cells = [
+                f"{nbytes / taken / copy:.2f} ({taken:.3f} ms, {nbytes / taken / 1e6:.0f} GB/s)"
+                for work, nbytes in ((case.encode, case.encoded_bytes), (case.decode, case.decoded_bytes))
+                for taken in [milliseconds(work, device, seconds)]
+            ]
+            yield recipe, f"{8 * case.sent / n:.2f}", *cells
         except Exception as error:  # the other codes are measured
-            yield recipe, f"{type(error).__name__}: {error}", "", ""
-            continue
-        yield recipe, f"{8 * sent / n:.2f}", f"{encoding / copy:.2f}", f"{decoding / copy:.2f}"
+            yield recipe, f"{type(error).__name__}: {str(error)[:200]}", "", ""
+
+
+def by_warps(n: int, device: torch.device, until: float) -> Iterator[tuple[str, ...]]:
+    """Yield the milliseconds of encoding and decoding with other numbers of warps for a block, until a time."""
+    from thinwire.core.kernels import triton_bits
+
+    x, usual = torch.randn(n, device=device), triton_bits.PER_THREAD
+    for recipe in GPU_CODES:
+        cells = list[str]()
+        for elements in (64, 32, 16, 8):
+            triton_bits.PER_THREAD = elements
+            try:
+                if time.perf_counter() > until:
+                    raise TimeoutError
+                case = device_case(recipe, x)
+                cells.append(
+                    " / ".join(f"{milliseconds(work, device, 0.1):.3f}" for work in (case.encode, case.decode))
+                )
+            except Exception as error:  # the others are measured
+                cells.append(type(error).__name__)
+            finally:
+                triton_bits.PER_THREAD = usual
+        yield recipe, *cells
+
+
+def tables_of_device(n: int, device: torch.device) -> None:
+    """Print the tables of a GPU, in at most 45 seconds."""
+    until = time.perf_counter() + 35
+    head = ("code", "bits per element", "encode, share of a copy", "decode, share of a copy")
+    for row in chain((head, ("---",) * 4), on_device(n, device)):
+        print(f"| {' | '.join(row)} |", flush=True)
+    print("\nEncode / decode in milliseconds, by the elements of a block that a thread has:\n")
+    for row in chain((("code", "64", "32", "16", "8"), ("---",) * 5), by_warps(n, device, until)):
+        print(f"| {' | '.join(row)} |", flush=True)
 
 
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table, with ranges from minimum to maximum, and the peak memory."""
     asked = options(arguments)
     if asked.device == "cuda":
-        head = ("code", "bits per element", "encode, share of a copy", "decode, share of a copy")
-        for row in chain((head, ("---",) * 4), on_device((4 if asked.quick else 64) * MILLION, torch.device("cuda"))):
-            print(f"| {' | '.join(row)} |", flush=True)
+        tables_of_device((4 if asked.quick else 64) * MILLION, torch.device("cuda"))
         return
     start()
     if compiled(torch.empty(0)) is None:

@@ -9,11 +9,18 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from thinwire.core.kernels import triton_quantized, triton_rounded, triton_rows, triton_signs, triton_sketched
+from thinwire.core.kernels import (
+    triton_floats,
+    triton_quantized,
+    triton_rounded,
+    triton_rows,
+    triton_signs,
+    triton_sketched,
+)
 
 KINDS = {
     **dict.fromkeys(("x", "residual", "scales", "out", "table"), "*fp32"),
-    **dict.fromkeys(("stream", "streams", "planes", "payloads"), "*u8"),
+    **dict.fromkeys(("stream", "streams", "planes", "payload", "payloads"), "*u8"),
     **dict.fromkeys(("shift", "half", "scale"), "fp32"),
     **dict.fromkeys(("low", "high"), "i64"),
     "seeds": "*i64",
@@ -25,18 +32,21 @@ DOUBLE = ("x", "gradient", "mean", "square", "most", "momentum")
 FIXED: list[tuple[Any, dict[str, object]]] = [
     (triton_signs._encode, {"SPAN": 2048, "RESIDUAL": True, "SQUARED": False, "HALF": True}),
     (triton_signs._encode, {"SPAN": 8, "RESIDUAL": False, "SQUARED": True, "HALF": False}),
-    (triton_signs._sum, {"SPAN": 1024}),
+    (triton_signs._sum, {"SPAN": 2048, "PER": 2048}),
     (triton_quantized._quantize, {"SPAN": 2048, "BITS": 4, "SQUARED": False, "UP": True}),
     (triton_quantized._quantize, {"SPAN": 64, "BITS": 1, "SQUARED": True, "UP": False}),
-    (triton_quantized._dequantize, {"SPAN": 1024, "BITS": 3, "DITHER": True}),
+    (triton_quantized._dequantize, {"SPAN": 2048, "BITS": 3, "PER": 8, "DITHER": True}),
     *(
         (triton_rounded._encode, {"SPAN": span, "BITS": bits, "STEP": 0.5, "RESIDUAL": residual})
         for span, bits, residual in ((2048, 4, True), (16, 1, False), (64, 7, True))
     ),
     *(
-        (triton_rounded._decode, {"SPAN": 2048, "BITS": bits, "WHOLE": whole, "SUM": add})
-        for bits, whole, add in ((4, True, False), (8, False, True))
+        (triton_rounded._decode, {"SPAN": 2048, "BITS": bits, "PER": per, "SUM": add})
+        for bits, per, add in ((4, 2048, False), (8, 8, True))
     ),
+    (triton_floats._encode, {"SPAN": 2048}),
+    (triton_floats._decode, {"SPAN": 2048}),
+    (triton_floats._decode, {"SPAN": 2048, "n": 1}),
     # Triton makes arguments that are 1 constants.
     (
         triton_rounded._encode,
@@ -44,7 +54,7 @@ FIXED: list[tuple[Any, dict[str, object]]] = [
     ),
     (
         triton_rounded._decode,
-        {"SPAN": 2048, "BITS": 3, "WHOLE": False, "SUM": False, "n": 1, "plane": 1, "number": 1, "scale_stride": 1},
+        {"SPAN": 2048, "BITS": 3, "PER": 1, "SUM": False, "n": 1, "plane": 1, "number": 1, "scale_stride": 1},
     ),
     (triton_sketched._sketch, {"SPAN": 1024}),
     (triton_sketched._sketch, {"SPAN": 1024, "columns": 1, "blocks": 1}),
@@ -66,6 +76,8 @@ def compiled(kernel: Any, fixed: dict[str, object], double: bool = False) -> str
     names = list(kernel.arg_names)
     kinds = {**KINDS, **dict.fromkeys(DOUBLE, "*fp64")} if double else KINDS
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
+    if kernel is triton_floats._encode:
+        signature["out"] = "*u8"
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
     assert len(made.asm["cubin"]) > 1000

@@ -39,7 +39,7 @@ def test_interpreted_kernels_give_what_torch_gives(tmp_path: Path) -> None:
 
 @needs_triton
 def test_kernels_compile_for_a_gpu_and_fuse_no_product_with_a_sum(tmp_path: Path) -> None:
-    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "22 compiled"
+    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "25 compiled"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -82,6 +82,8 @@ def test_few_bits_and_sketches_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) 
         table = torch.zeros(5, 1000, device=device)
         kernels.sketch_(x.to(device), table, key=7, scale=0.3)
         made += [table, kernels.unsketch(table, None, n, key=7), kernels.heavy(table, n, 10, key=7)]
+        powers = kernels.encode_powers(x.to(device), key=7)
+        made += [powers, kernels.decode_powers(powers, n)]
         made += [kernels.top_k(x.to(device), 10), kernels.uniform(n, 3, device=torch.device(device))]
     assert all(mine.equal(theirs.cpu()) for mine, theirs in zip(found["cpu"], found["cuda"], strict=True))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of the floating-point format as codes: powers of two (sign and exponent), and eight bits with scales.
 
-Torch computes both, on any device. The functions below define the order of the bytes.
+Torch computes both, on a GPU Triton the powers of two. The functions below define the order of the bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, blocks_as_rows
+from thinwire.core.kernels.base import as_fp32, blocks_as_rows, on_gpu
 from thinwire.core.kernels.reading import join
 from thinwire.core.kernels.rng import uniform
 from thinwire.core.kernels.signs import pack_signs, unpack_signs
@@ -22,6 +22,10 @@ def encode_powers(x: Tensor, *, key: int) -> Tensor:
     x, n = as_fp32(x), x.numel()
     if x.is_meta:
         return torch.empty(n + -(-n // 8), dtype=torch.uint8, device=x.device)
+    if n and on_gpu(x):
+        from thinwire.core.kernels import triton_floats
+
+        return triton_floats.encode_powers(x, key=key)
     # The bits of fp32 without the sign: the mantissa over 2**23 is the probability of rounding up.
     pattern = x.view(torch.int32) & 0x7FFFFFFF
     up = (pattern & 0x7FFFFF).to(torch.float32) * 2.0**-_MANTISSA_BITS > uniform(n, key, device=x.device)
@@ -34,6 +38,10 @@ def decode_powers(payload: Tensor, n: int) -> Tensor:
     """Reverse `encode_powers`; fp32 [n]. Exponent 0 decodes to zero."""
     if payload.is_meta:
         return torch.empty(n, dtype=torch.float32, device=payload.device)
+    if n and on_gpu(payload):
+        from thinwire.core.kernels import triton_floats
+
+        return triton_floats.decode_powers(payload.contiguous(), n)
     exponents, signs = payload.split([n, -(-n // 8)])
     return unpack_signs(signs, n).mul_((exponents.to(torch.int32) << _MANTISSA_BITS).view(torch.float32))
 

@@ -14,7 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from thinwire.core.kernels.reference.bits import write_scales
+
 MAX_BLOCK = 16384
+SPAN = 2048
+"""The elements that a program decodes."""
+PER_THREAD = 32
+"""The elements of a thread, about."""
 
 
 def fits(block: int) -> bool:
@@ -22,15 +28,40 @@ def fits(block: int) -> bool:
     return block % 8 == 0 and block <= MAX_BLOCK
 
 
-def num_warps(span: int, per_thread: int = 32) -> int:
-    """Return the warps of a program of `span` elements, with about `per_thread` elements for each thread."""
-    return max(1, min(16, span // (32 * per_thread)))
+def num_warps(span: int) -> int:
+    """Return the warps of a program of `span` elements."""
+    return max(1, min(16, span // (32 * PER_THREAD)))
+
+
+def elements_per_scale(n: int, block: int) -> int:
+    """Return for how many elements a program that decodes needs to load a scale: all of them, 8 or 1."""
+    return SPAN if block % SPAN == 0 or block >= n else 8 if block % 8 == 0 else 1
 
 
 def scales_of(payload: Tensor, blocks: int) -> Tensor:
     """Return the fp32 scales at the start of a payload: a view, or a copy if they are not aligned."""
     head = payload[: 4 * blocks]
     return (head.clone() if head.data_ptr() % 4 else head).view(torch.float32)
+
+
+def scales_to(payload: Tensor, blocks: int, scale_bytes: int) -> Tensor:
+    """Return fp32 scales for a kernel to write: those of the payload, or new ones for `write_back`."""
+    if scale_bytes == 4 and payload.data_ptr() % 4 == 0:
+        return scales_of(payload, blocks)
+    return torch.empty(blocks, dtype=torch.float32, device=payload.device)
+
+
+def write_back(scales: Tensor, payload: Tensor, scale_bytes: int) -> None:
+    """Write the scales of `scales_to` into the payload, unless they are there."""
+    if scales.data_ptr() != payload.data_ptr():
+        write_scales(scales, payload[: scale_bytes * scales.numel()], scale_bytes)
+
+
+@triton.jit
+def signed(values, x):
+    """Give positive numbers the signs of others."""
+    sign = x.to(tl.int32, bitcast=True) & -0x80000000
+    return (values.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -51,6 +82,26 @@ def store_block(x, at, value, count, SPAN: tl.constexpr):
         tl.store(x + at, value)
     else:
         tl.store(x + at, value, mask=at < count)
+
+
+@triton.jit
+def load_scale(scales, start, count, block, PER: tl.constexpr, SPAN: tl.constexpr):
+    """Load the scales of `count` elements from `start` on, for elements [SPAN / 8, 8]; `PER` elements have one."""
+    if PER == SPAN:
+        scale = tl.load(scales + start // block)
+    elif PER == 8:
+        at = 8 * tl.arange(0, SPAN // 8)
+        scale = tl.load(scales + (start + at) // block, mask=at < count, other=0.0)[:, None]
+    else:
+        at = in_groups(SPAN)
+        scale = tl.load(scales + (start + at) // block, mask=at < count, other=0.0)
+    return scale
+
+
+@triton.jit
+def in_groups(SPAN: tl.constexpr):
+    """Return the indices of elements [SPAN / 8, 8]."""
+    return tl.arange(0, SPAN // 8)[:, None] * 8 + tl.arange(0, 8)[None, :]
 
 
 @triton.jit

@@ -4,19 +4,30 @@
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from thinwire.core.kernels.base import on_its_device
 from thinwire.core.kernels.reference import quantized
-from thinwire.core.kernels.reference.bits import blocks_of, read_scales, write_scales
+from thinwire.core.kernels.reference.bits import blocks_of, read_scales
 from thinwire.core.kernels.reference.rng import mix64
-from thinwire.core.kernels.triton_bits import fits
-from thinwire.core.kernels.triton_rng import draw_at, halves, packed
-
-_SPAN = 1024
+from thinwire.core.kernels.triton_bits import (
+    SPAN,
+    elements_per_scale,
+    fits,
+    in_groups,
+    load_block,
+    load_planes,
+    load_scale,
+    num_warps,
+    scales_of,
+    scales_to,
+    store_block,
+    store_planes,
+    write_back,
+)
+from thinwire.core.kernels.triton_rng import draw_at, halves
 
 
 @triton.jit(do_not_specialize=["low", "high", "shift", "half"])
@@ -25,10 +36,9 @@ def _quantize(
     SPAN: tl.constexpr, BITS: tl.constexpr, SQUARED: tl.constexpr, UP: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * block
-    count = tl.minimum(n - start, block)
+    count = tl.minimum(n - start, block).to(tl.int32)
     at = tl.arange(0, SPAN)
-    real = at < count
-    value = tl.load(x + start + at, mask=real, other=0.0)
+    value = load_block(x + start, at, count, SPAN)
     if SQUARED:
         scale = tl.sqrt_rn(tl.sum(value * value, axis=0))
         # After an overflow the sum is computed again from numbers 2**96 times smaller.
@@ -49,28 +59,22 @@ def _quantize(
         place = ratio * half + half
     place = tl.maximum(place + draw_at(start + at, low, high, shift), 0.0)
     codes = tl.minimum(place, 2 * half).to(tl.int32).to(tl.uint32)
-    bytes_at = tl.arange(0, SPAN // 8)
-    for bit in tl.static_range(BITS):
-        flags = tl.where(real, (codes >> bit) & 1, 0)
-        tl.store(planes + bit * plane + start // 8 + bytes_at, packed(flags, SPAN), mask=bytes_at * 8 < count)
+    store_planes(planes + start // 8, plane, codes, count, BITS, SPAN)
 
 
 @triton.jit(do_not_specialize=["low", "high", "shift", "half"])
 def _dequantize(
     planes, scales, out, n, block, plane, low, high, shift, half,
-    SPAN: tl.constexpr, BITS: tl.constexpr, DITHER: tl.constexpr,
+    SPAN: tl.constexpr, BITS: tl.constexpr, PER: tl.constexpr, DITHER: tl.constexpr,
 ):  # fmt: skip
-    at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    real = at < n
-    codes = tl.zeros((SPAN,), tl.uint32)
-    for bit in tl.static_range(BITS):
-        byte = tl.load(planes + bit * plane + at // 8, mask=real, other=0).to(tl.uint32)
-        codes |= ((byte >> (at % 8).to(tl.uint32)) & 1) << bit
-    value = codes.to(tl.int32).to(tl.float32)
+    start = tl.program_id(0).to(tl.int64) * SPAN
+    count = tl.minimum(n - start, SPAN).to(tl.int32)
+    value = load_planes(planes + start // 8, plane, count, BITS, SPAN).to(tl.int32).to(tl.float32)
     if DITHER:
-        value = value - draw_at(at, low, high, shift) + 0.5
-    scale = tl.load(scales + at // block, mask=real, other=0.0)
-    tl.store(out + at, (value - half) * tl.div_rn(scale, half + tl.zeros_like(scale)), mask=real)
+        value = value - draw_at(start + in_groups(SPAN), low, high, shift) + 0.5
+    scale = load_scale(scales, start, count, block, PER, SPAN)
+    value = (value - half) * tl.div_rn(scale, half + tl.zeros_like(scale))
+    store_block(out + start, in_groups(SPAN), value, count, SPAN)
 
 
 @on_its_device
@@ -82,17 +86,18 @@ def quantize_(
         quantized.quantize_(x, out, bits=bits, block=block, key=key, shift=shift, norm=norm, scale_bytes=scale_bytes)
         return
     n, blocks = x.numel(), blocks_of(x.numel(), block)
-    scales, head = torch.empty(blocks, dtype=torch.float32, device=x.device), blocks * scale_bytes
+    scales, head, span = scales_to(out, blocks, scale_bytes), blocks * scale_bytes, triton.next_power_of_2(block)
     _quantize[(blocks,)](
         *(x, scales, out[head:], n, block, -(-n // 8), *halves(mix64(key)), shift, quantized.top_of(bits) / 2),
-        SPAN=triton.next_power_of_2(block),
+        SPAN=span,
         BITS=bits,
         SQUARED=norm == "l2",
         UP=scale_bytes == 2,
+        num_warps=num_warps(span),
         # A product fused with a sum would round once where the CPU rounds twice.
         enable_fp_fusion=False,
     )
-    write_scales(scales, out[:head], scale_bytes)
+    write_back(scales, out, scale_bytes)
 
 
 @on_its_device
@@ -101,11 +106,14 @@ def dequantize_(
 ) -> None:
     """Run `thinwire.core.kernels.dequantize_`, with the same bits."""
     n, blocks = out.numel(), blocks_of(out.numel(), block)
-    scales, planes = read_scales(payload, blocks, scale_bytes), payload[blocks * scale_bytes :]
-    _dequantize[(triton.cdiv(n, _SPAN),)](
+    scales = scales_of(payload, blocks) if scale_bytes == 4 else read_scales(payload, blocks, scale_bytes)
+    planes = payload[blocks * scale_bytes :]
+    _dequantize[(triton.cdiv(n, SPAN),)](
         *(planes, scales, out, n, block, -(-n // 8), *halves(mix64(key)), shift, quantized.top_of(bits) / 2),
-        SPAN=_SPAN,
+        SPAN=SPAN,
         BITS=bits,
+        PER=elements_per_scale(n, block),
         DITHER=dither,
+        num_warps=num_warps(SPAN),
         enable_fp_fusion=False,
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random numbers and packed bits for the GPU kernels. Pyright cannot check Triton code."""
+"""Random numbers for the GPU kernels. Pyright cannot check Triton code."""
 # pyright: basic, reportMissingImports=false, reportArgumentType=false, reportAttributeAccessIssue=false, reportIndexIssue=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
@@ -27,13 +27,6 @@ def draw_at(index, low, high, shift):
     """Return a multiple of 2^-24 in [0, 1), plus `shift` modulo 1."""
     draw = (word_at(index, low, high) >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08 + shift
     return tl.where(draw >= 1.0, draw - 1.0, draw)
-
-
-@triton.jit
-def packed(flags, SPAN: tl.constexpr):
-    """Pack flags of 0 and 1, uint32 [SPAN], into bytes [SPAN / 8], the first in the lowest bit."""
-    rows = tl.reshape(flags, (SPAN // 8, 8))
-    return tl.sum(rows << tl.arange(0, 8)[None, :].to(tl.uint32), axis=1).to(tl.uint8)
 
 
 def halves(seed: int) -> tuple[int, int]:

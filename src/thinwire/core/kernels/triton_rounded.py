@@ -13,17 +13,22 @@ from thinwire.core.kernels.base import on_its_device
 from thinwire.core.kernels.reference import rounded
 from thinwire.core.kernels.reference.bits import blocks_of
 from thinwire.core.kernels.triton_bits import (
+    SPAN,
+    elements_per_scale,
     fits,
+    in_groups,
     load_block,
     load_planes,
+    load_scale,
     num_warps,
     scales_of,
+    scales_to,
+    signed,
     store_block,
     store_planes,
     tree_sum,
+    write_back,
 )
-
-_SPAN = 2048
 
 
 @triton.jit
@@ -59,13 +64,6 @@ def fitted(half, sizes, steps, count, SPAN: tl.constexpr):
 
 
 @triton.jit
-def signed(values, x):
-    """Give positive numbers the signs of others."""
-    sign = x.to(tl.int32, bitcast=True) & -0x80000000
-    return (values.to(tl.int32, bitcast=True) | sign).to(tl.float32, bitcast=True)
-
-
-@triton.jit
 def _encode(
     x, residual, scales, planes, n, block, plane,
     SPAN: tl.constexpr, BITS: tl.constexpr, STEP: tl.constexpr, RESIDUAL: tl.constexpr,
@@ -93,23 +91,18 @@ def _encode(
 @triton.jit
 def _decode(
     payloads, scales, out, n, block, head, plane, number, stride, scale_stride,
-    SPAN: tl.constexpr, BITS: tl.constexpr, WHOLE: tl.constexpr, SUM: tl.constexpr,
+    SPAN: tl.constexpr, BITS: tl.constexpr, PER: tl.constexpr, SUM: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0).to(tl.int64) * SPAN
     count = tl.minimum(n - start, SPAN).to(tl.int32)
-    groups = tl.arange(0, SPAN // 8)
-    at = groups[:, None] * 8 + tl.arange(0, 8)[None, :]
     total = tl.zeros((SPAN // 8, 8), tl.float32)
     for w in range(number):
-        codes = load_planes(payloads + tl.cast(w, tl.int64) * stride + head + start // 8, plane, count, BITS, SPAN)
-        own = scales + tl.cast(w, tl.int64) * scale_stride
-        if WHOLE:
-            scale = tl.load(own + start // block)
-        else:
-            scale = tl.load(own + (start + groups * 8) // block, mask=groups * 8 < count, other=0.0)[:, None]
+        own = payloads + tl.cast(w, tl.int64) * stride + head + start // 8
+        codes = load_planes(own, plane, count, BITS, SPAN)
+        scale = load_scale(scales + tl.cast(w, tl.int64) * scale_stride, start, count, block, PER, SPAN)
         value = (2 * codes.to(tl.int32) - ((1 << BITS) - 1)).to(tl.float32) * scale
         total = total + value if SUM else value
-    store_block(out + start, at, total, count, SPAN)
+    store_block(out + start, in_groups(SPAN), total, count, SPAN)
 
 
 @on_its_device
@@ -119,7 +112,7 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
         rounded.encode_rounded_(x, residual, out, bits=bits, block=block)
         return
     n, blocks = x.numel(), blocks_of(x.numel(), block)
-    scales, span = scales_of(out, blocks), triton.next_power_of_2(block)
+    scales, span = scales_to(out, blocks, 4), triton.next_power_of_2(block)
     _encode[(blocks,)](
         *(x, x if residual is None else residual, scales, out[4 * blocks :], n, block, -(-n // 8)),
         SPAN=span,
@@ -130,27 +123,23 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
         # A product fused with a sum would round once where the CPU rounds twice.
         enable_fp_fusion=False,
     )
-    if scales.data_ptr() != out.data_ptr():
-        out[: 4 * blocks].copy_(scales.view(torch.uint8))
+    write_back(scales, out, 4)
 
 
 @on_its_device
 def sum_rounded_(payloads: Tensor, out: Tensor, *, bits: int, block: int, add: bool) -> None:
     """Decode the only payload of uint8 [1, bytes]; with `add`, sum the payloads of [m, bytes] in their order."""
-    if block % 8:
-        rounded.sum_rounded_(payloads, out, bits=bits, block=block, add=add)
-        return
     n, blocks, number = out.numel(), blocks_of(out.numel(), block), len(payloads)
     if number == 1:
         scales = scales_of(payloads[0], blocks)
     else:
         scales = payloads[:, : 4 * blocks].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    _decode[(triton.cdiv(n, _SPAN),)](
+    _decode[(triton.cdiv(n, SPAN),)](
         *(payloads, scales, out, n, block, 4 * blocks, -(-n // 8), number, payloads.stride(0), blocks),
-        SPAN=_SPAN,
+        SPAN=SPAN,
         BITS=bits,
-        WHOLE=block % _SPAN == 0,
+        PER=elements_per_scale(n, block),
         SUM=add,
-        num_warps=num_warps(_SPAN),
+        num_warps=num_warps(SPAN),
         enable_fp_fusion=False,
     )

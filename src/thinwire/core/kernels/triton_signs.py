@@ -15,11 +15,23 @@ from torch import Tensor
 
 from thinwire.core.kernels.base import on_its_device
 from thinwire.core.kernels.reference import signs
-from thinwire.core.kernels.reference.bits import blocks_of, write_scales
-from thinwire.core.kernels.triton_bits import fits
-from thinwire.core.kernels.triton_rng import packed
+from thinwire.core.kernels.reference.bits import blocks_of
+from thinwire.core.kernels.triton_bits import (
+    SPAN,
+    elements_per_scale,
+    fits,
+    in_groups,
+    load_block,
+    load_scale,
+    num_warps,
+    scales_of,
+    scales_to,
+    signed,
+    store_block,
+    store_planes,
+    write_back,
+)
 
-_SPAN = 1024
 _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 
@@ -37,44 +49,44 @@ def _encode(
     HALF: tl.constexpr,
 ):
     start = tl.program_id(0).to(tl.int64) * block
-    count = tl.minimum(n - start, block)
+    count = tl.minimum(n - start, block).to(tl.int32)
     at = tl.arange(0, SPAN)
-    real = at < count
-    total = tl.load(x + start + at, mask=real, other=0.0)
+    total = load_block(x + start, at, count, SPAN)
     if RESIDUAL:
-        total += tl.load(residual + start + at, mask=real, other=0.0)
+        total += load_block(residual + start, at, count, SPAN)
     scale = tl.sum(total * total if SQUARED else tl.abs(total), axis=0)
     scale = tl.div_rn(scale, tl.cast(count, tl.float32))
-    # After an overflow the sum is computed again from numbers 2**96 times smaller.
-    small = total * 1.262177448353619e-29
-    again = tl.sum(small * small if SQUARED else tl.abs(small), axis=0)
-    again = tl.div_rn(again, tl.cast(count, tl.float32))
-    if SQUARED:
+    if scale == float("inf"):
+        # After an overflow the sum is computed again from numbers 2**96 times smaller.
+        small = total * 1.262177448353619e-29
+        again = tl.div_rn(tl.sum(small * small if SQUARED else tl.abs(small), axis=0), tl.cast(count, tl.float32))
+        scale = (tl.sqrt_rn(again) if SQUARED else again) * 7.922816251426434e28
+    elif SQUARED:
         scale = tl.sqrt_rn(scale)
-        again = tl.sqrt_rn(again)
-    scale = tl.where(scale == float("inf"), again * 7.922816251426434e28, scale)
     if HALF:
         scale = scale.to(tl.bfloat16).to(tl.float32)
     tl.store(scales + tl.program_id(0), scale)
-    negative = tl.where(real, total.to(tl.uint32, bitcast=True) >> 31, 0)
-    bytes_at = tl.arange(0, SPAN // 8)
-    tl.store(stream + start // 8 + bytes_at, packed(negative, SPAN), mask=bytes_at * 8 < count)
+    store_planes(stream + start // 8, 0, total.to(tl.uint32, bitcast=True) >> 31, count, 1, SPAN)
     if RESIDUAL:
-        decoded = tl.where(scale == 0.0, 0.0, tl.where(negative != 0, -scale, scale))
-        tl.store(residual + start + at, total - decoded, mask=real)
+        decoded = tl.where(scale == 0.0, 0.0, signed(scale + tl.zeros_like(total), total))
+        store_block(residual + start, at, total - decoded, count, SPAN)
 
 
 @triton.jit
-def _sum(streams, scales, out, n, block, blocks, count, stride, SPAN: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    real = at < n
-    total = tl.zeros((SPAN,), tl.float32)
-    for w in range(count):
-        byte = tl.load(streams + tl.cast(w, tl.int64) * stride + at // 8, mask=real, other=0).to(tl.uint32)
-        scale = tl.load(scales + tl.cast(w, tl.int64) * blocks + at // block, mask=real, other=0.0)
-        negative = (byte >> (at % 8).to(tl.uint32)) & 1
-        total += tl.where(scale == 0.0, 0.0, tl.where(negative != 0, -scale, scale))
-    tl.store(out + at, total, mask=real)
+def _sum(streams, scales, out, n, block, blocks, number, stride, SPAN: tl.constexpr, PER: tl.constexpr):
+    start = tl.program_id(0).to(tl.int64) * SPAN
+    count = tl.minimum(n - start, SPAN).to(tl.int32)
+    groups = tl.arange(0, SPAN // 8)
+    shifts = (31 - tl.arange(0, 8))[None, :].to(tl.uint32)
+    total = tl.zeros((SPAN // 8, 8), tl.float32)
+    for w in range(number):
+        own = streams + tl.cast(w, tl.int64) * stride + start // 8
+        byte = tl.load(own + groups, mask=8 * groups < count, other=0).to(tl.uint32)
+        sign = (byte[:, None] << shifts) & 0x80000000
+        scale = load_scale(scales + tl.cast(w, tl.int64) * blocks, start, count, block, PER, SPAN)
+        # A zero with a sign adds nothing to the zero at the start.
+        total += (scale.to(tl.uint32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+    store_block(out + start, in_groups(SPAN), total, count, SPAN)
 
 
 @on_its_device
@@ -84,7 +96,8 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
         signs.encode_signs_(x, residual, out, block=block, norm=norm, scale_bytes=scale_bytes)
         return
     n, blocks = x.numel(), blocks_of(x.numel(), block)
-    scales, head = torch.empty(blocks, dtype=torch.float32, device=x.device), blocks * scale_bytes
+    head = blocks * scale_bytes
+    scales = scales_to(out, blocks, scale_bytes)
     span = triton.next_power_of_2(block)
     _encode[(blocks,)](
         *(x, x if residual is None else residual, scales, out[head:], n, block),
@@ -92,10 +105,11 @@ def encode_signs_(x: Tensor, residual: Tensor | None, out: Tensor, *, block: int
         RESIDUAL=residual is not None,
         SQUARED=norm == "l2",
         HALF=scale_bytes == 2,
+        num_warps=num_warps(span),
         # A product fused with a sum would round once where the CPU rounds twice.
         enable_fp_fusion=False,
     )
-    write_scales(scales, out[:head], scale_bytes)
+    write_back(scales, out, scale_bytes)
 
 
 @on_its_device
@@ -103,9 +117,14 @@ def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int) -
     """Run `thinwire.core.kernels.sum_signs_`, with the same bits."""
     n, blocks = out.numel(), blocks_of(out.numel(), block)
     head = blocks * scale_bytes
-    scales = payloads[:, :head].clone(memory_format=torch.contiguous_format).view(_DTYPES[scale_bytes]).float()
-    _sum[(triton.cdiv(n, _SPAN),)](
+    if len(payloads) == 1 and scale_bytes == 4:
+        scales = scales_of(payloads[0], blocks)
+    else:
+        scales = payloads[:, :head].clone(memory_format=torch.contiguous_format).view(_DTYPES[scale_bytes]).float()
+    _sum[(triton.cdiv(n, SPAN),)](
         *(payloads[:, head:], scales, out, n, block, blocks, len(payloads), payloads.stride(0)),
-        SPAN=_SPAN,
+        SPAN=SPAN,
+        PER=elements_per_scale(n, block),
+        num_warps=num_warps(SPAN),
         enable_fp_fusion=False,
     )
