@@ -14,7 +14,7 @@ from thinwire.core.validation import printable
 from thinwire.errors import CommError
 
 _ID = re.compile(r"[!-~]{1,64}")
-_ROW = re.compile(f"([0-9a-f]{{{2 * ROW_BYTES}}})?")
+_ROW = re.compile(f"([0-9a-f]{{{2 * ROW_BYTES}}})*")
 _REASON_LENGTH = 200
 
 
@@ -27,6 +27,11 @@ def is_worker(found: object) -> TypeGuard[Sequence[str]]:
         and _ID.fullmatch(found[0]) is not None
         and _ROW.fullmatch(found[1]) is not None
     )
+
+
+def rows_in(row: str) -> list[str]:
+    """Return the locations of a worker's processes: several if the worker is a group of ranks."""
+    return [row[start : start + 2 * ROW_BYTES] for start in range(0, len(row), 2 * ROW_BYTES)]
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,8 @@ class View:
         lost: members of the previous view that were lost.
         left: members of the previous view that left gracefully, with the reason.
         progress: the progress of each member that was in the previous view.
-        rows: the location of each member's process: `comm.liveness.own_row` in hexadecimal digits.
+        rows: the locations of each member's processes, one after the other: `comm.liveness.own_row` of each in
+            hexadecimal digits.
         requests: the number of join requests so far.
         donor: the worker that sent its state to the joining workers in advance; empty if they get it in this view.
         begins: the number of the run's first view: 0, unless all workers were lost before the first step.

@@ -4,16 +4,20 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import secrets
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+import torch
+
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.bucket import BucketConnector
+from thinwire.core.comm.liveness import own_row
 from thinwire.core.comm.rendezvous import view_store
 from thinwire.core.comm.roll_call import within
 from thinwire.core.comm.view_group import GlooConnector
@@ -22,9 +26,11 @@ from thinwire.elastic.elastic_comm import Connector
 from thinwire.elastic.late import LateMerging
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.objects import BucketObjects, Objects, StoreObjects
+from thinwire.elastic.ranks import Ranks
 from thinwire.elastic.records import ViewStore, hidden, run_token
 from thinwire.errors import CommTimeoutError, ConfigError
 from thinwire.worker.annexes import ElasticOptions
+from thinwire.worker.handshake import gather_texts
 
 BEAT_SECONDS = 5.0
 """Between two heartbeats of a worker of a run over a bucket."""
@@ -44,6 +50,7 @@ class Fleet:
         request_seconds: how long a message takes at least; 0 over connections.
         objects: carries the contributions of workers whose rounds close without late ones.
         late: how these rounds close; None for rounds that all workers end together.
+        ranks: the ranks of this worker if it is a group; None if it is one process.
     """
 
     membership: Membership
@@ -54,6 +61,7 @@ class Fleet:
     request_seconds: float = 0.0
     objects: Objects | None = None
     late: LateMerging | None = None
+    ranks: Ranks | None = None
 
     def connect(self, timeout: float) -> Comm:
         """Enter a fixed run, and return the comm of its workers.
@@ -86,7 +94,9 @@ class Fleet:
                 _entered[run] = before
 
 
-def fleet_from_environment(store: Any = None, *, late: LateMerging | None = None, timeout: float = 60.0) -> Fleet:
+def fleet_from_environment(
+    store: Any = None, *, late: LateMerging | None = None, timeout: float = 60.0, group: Comm | None = None
+) -> Fleet:
     """Make the entry of this process into the run of its environment.
 
     The variables: `THINWIRE_STORE`, the address of the store, unless torchrun's agent hosts one; `THINWIRE_RUN`, the
@@ -99,14 +109,31 @@ def fleet_from_environment(store: Any = None, *, late: LateMerging | None = None
         store: a `torch.distributed.Store` that outlives every worker; None uses the store of the variables.
         late: how rounds close without late workers; None for rounds that all workers end together.
         timeout: the limit for answers of the store and the other workers, in seconds.
+        group: the ranks of this worker, if it is a group. Then the variables of torchrun describe these ranks and not
+            the run: THINWIRE_STORE must be given, THINWIRE_WORKERS is the number of groups at the start (default 1),
+            and THINWIRE_RANK that of this group (default: the first free one).
 
     Raises:
         ConfigError: no store outlives the workers, or a variable is not a number.
         CommTimeoutError: the store cannot be reached.
     """
-    size = _number("THINWIRE_WORKERS", _number("WORLD_SIZE", 1))
-    rank = _number("THINWIRE_RANK", _number("RANK", 0))
-    if not 0 <= rank < size:
+    if group is not None and group.check_device.type != "cpu":
+        raise ConfigError(
+            f"elastic=True with a group over {group.check_device.type} only: its ranks exchange CPU tensors. "
+            "Start it with init_process_group('cpu:gloo,cuda:nccl')"
+        )
+    if group is None:
+        size = _number("THINWIRE_WORKERS", _number("WORLD_SIZE", 1))
+        rank = _number("THINWIRE_RANK", _number("RANK", 0))
+    else:
+        size = _number("THINWIRE_WORKERS", 1)
+        rank = _number("THINWIRE_RANK", 0) if "THINWIRE_RANK" in os.environ else None
+        if store is None and "THINWIRE_STORE" not in os.environ:
+            raise ConfigError(
+                "elastic=True with a group: THINWIRE_STORE is not set. The groups of a run need one store that "
+                "outlives all of them. Start `thinwire store` and set THINWIRE_STORE to the address that it prints"
+            )
+    if rank is not None and not 0 <= rank < size:
         raise ConfigError(f"rank {rank} of {size} workers: THINWIRE_RANK (or RANK) must lie in 0..{size - 1}")
     run = os.environ.get("THINWIRE_RUN", "run")
     if "THINWIRE_STORE" not in os.environ and store is None:
@@ -121,10 +148,34 @@ def fleet_from_environment(store: Any = None, *, late: LateMerging | None = None
         first = (str(error) or "no answer").splitlines()[0][:200]
         raise CommTimeoutError(f"the store of workers does not answer within {timeout:g} s ({first})") from None
     _entered[run] += 1  # not earlier, since a failed entry is repeated
-    membership = Membership(views, f"{rank}-{secrets.token_hex(4)}", timeout=timeout, token=token, meets=late is None)
-    connector = GlooConnector(views, lambda name: hidden(token, name))
-    objects = StoreObjects(cast(ViewStore, views), token)
-    return Fleet(membership, connector, rank, size, (run, before), objects=objects, late=late)
+    worker = f"{'group' if rank is None else rank}-{secrets.token_hex(4)}"
+    meets, objects = late is None, StoreObjects(cast(ViewStore, views), token)
+    if group is None or group.size == 1:  # a single rank is a worker like any other
+        membership = Membership(views, worker, timeout=timeout, token=token, meets=meets)
+        connector = GlooConnector(views, lambda name: hidden(token, name))
+        return Fleet(membership, connector, rank, size, (run, before), objects=objects, late=late)
+    worker, row = _same_in_group(group, worker, {"THINWIRE_RUN": run, "THINWIRE_WORKERS": size, "THINWIRE_RANK": rank})
+    membership = Membership(views, worker, timeout=timeout, token=token, rank=group.rank, row=row)
+    connector = GlooConnector(views, lambda name: hidden(token, f"{group.rank}/{name}"))
+    return Fleet(membership, connector, rank, size, (run, before), ranks=Ranks(group, worker))
+
+
+def _same_in_group(group: Comm, worker: str, settings: Mapping[str, object]) -> tuple[str, str]:
+    """Return the id that the first rank of a group has drawn for all, and the locations of all their processes.
+
+    Raises:
+        ConfigError: a variable differs between the ranks.
+    """
+    mine = json.dumps([worker, own_row().hex(), {name: str(value) for name, value in settings.items()}])
+    told = [json.loads(text) for text in gather_texts(group, mine.encode(), torch.device("cpu"))]
+    for rank, (_, _, theirs) in enumerate(told):
+        for name, value in theirs.items():
+            if value != told[0][2][name]:
+                raise ConfigError(
+                    f"{name} is {told[0][2][name]} on rank 0 and {value} on rank {rank} of one group. Set it to the "
+                    "same value on all ranks of the group"
+                )
+    return told[0][0], "".join(row for _, row, _ in told)
 
 
 def fleet_in_bucket(

@@ -32,6 +32,7 @@ from thinwire.core.storage.tree import from_bytes, to_bytes
 from thinwire.core.view import View, is_worker
 from thinwire.elastic.elastic_comm import Connector, ElasticComm
 from thinwire.elastic.membership import Membership
+from thinwire.elastic.ranks import Ranks
 from thinwire.errors import CommError, CommTimeoutError, PeerLostError
 from thinwire.methods.codecs.feedback import of_server, residual_sizes
 from thinwire.methods.strategies.base import codecs_of, nested
@@ -94,6 +95,8 @@ def _scaler_after_update(worker: WorkerState) -> dict[str, Any]:
 
 def _packed(worker: WorkerState, parts: Collection[str], keeps: Callable[[Replica, str], bool]) -> dict[str, Any]:
     """The state without messages in flight, which are not handed over, and may be of a worker that is lost."""
+    # In the strategy's hook, the vectors are newer than the shards, which `pack` reads.
+    worker.shards.write()
     packed = pack(worker, parts, keeps=keeps, inflight=False)
     if any(r.inflight for r in worker.replicas):
         # The others drop theirs, which `change_view` does where there are any.
@@ -187,13 +190,21 @@ class Arrivals:
         self._worker = worker
         self._sender: _Sender | None = None
         if self.donor == membership.worker:
+            worker.shards.write()  # as in `_packed`
             early = to_bytes(pack(worker, ("others", "optimizer"), inflight=False))
             self._sender = _Sender(membership, connector, upto, early)
             worker.comm.runtime.start_thread(self._sender.run)
 
-    def end_round(self) -> None:
-        """Start to send the late part after a round, if the early part has arrived."""
-        if self._sender is not None and self._sender.wants_late.is_set() and self._sender.late is None:
+    def end_round(self, ranks: Ranks | None) -> None:
+        """Start to send the late part after a round, if the early part has arrived.
+
+        Args:
+            ranks: of this worker, if it is a group: all of them send the state after the same round.
+        """
+        if self._sender is None or self._sender.late is not None:
+            return
+        wants_late = self._sender.wants_late.is_set()
+        if wants_late if ranks is None else all(wants for (wants,) in ranks.gather(wants_late)):
             self._sender.give(self._worker)
 
     def agree(self, comm: ElasticComm) -> None:

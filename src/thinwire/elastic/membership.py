@@ -10,6 +10,8 @@
                         that it could not start: it is gone, though its process may run
     join/NUMBER         the id and process of a worker that asks to join, or a note that it withdrew; from 1, no gaps
     offer/NUMBER/K      the K-th part of a state that a member offers to that worker, while the others train
+    group/ID            the number of the last request of a worker that is a group of ranks, or a note that it withdrew
+    fails/EPOCH/ID      a note that messages of view EPOCH have failed on a rank of that group
     beat/ID             a counter that increases while the worker's process runs, and the worker's report
     epoch               a recent view number; a joining worker searches from there
 
@@ -22,6 +24,9 @@ the view. A worker that is left out stops, like one that cannot reach the store,
 A run starts as view 0, when all its initial workers have registered. Before the first step there are no rounds: a
 loss ends the run on all of them. If all workers are gone, restarted workers start the run again, as the view after
 the last one, unless a step was taken before. The first of these two facts that is written is valid.
+
+A worker may be a group of ranks (see `Ranks`). The first rank writes its records, and the others follow it into each
+view. The group has ended if the process of any of its ranks has.
 
 The workers of a fixed run have no later views: a loss ends the run on all of them. Restarted workers start it again as
 soon as one of the old ones is gone, and continue from a checkpoint.
@@ -36,9 +41,9 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from thinwire.core.comm.liveness import Processes, State, own_row
+from thinwire.core.comm.liveness import ROW_BYTES, Processes, State, own_row
 from thinwire.core.comm.roll_call import within
-from thinwire.core.view import Progress, View, is_worker
+from thinwire.core.view import Progress, View, is_worker, rows_in
 from thinwire.elastic.records import Records, ViewStore
 from thinwire.errors import CommError, CommTimeoutError, ConfigError, PeerLostError
 
@@ -66,10 +71,12 @@ class Membership:
         connected: whether closed connections show the others that this worker has ended; otherwise `close` does.
         meets: whether workers agree on further views; otherwise a later worker only registers itself by its request.
         token: the secret of the run, which signs the workers' records.
+        rank: this process's rank in the group of ranks that is this worker; None if the worker is one process.
+        row: the location of the worker's processes; by default that of this process.
 
     Attributes:
         view: the current view; None before `enter`.
-        row: the location of this worker's process, as in `View.rows`.
+        row: the location of this worker's processes, as in `View.rows`.
         on_offer: called with each part of a state that this worker is offered while it waits to join.
         report: returns a text about this worker for `heartbeat`; called by the thread of heartbeats.
     """
@@ -87,6 +94,8 @@ class Membership:
         connected: bool = True,
         meets: bool = True,
         token: bytes = b"",
+        rank: int | None = None,
+        row: str = "",
     ) -> None:
         self.worker = worker
         self.view: View | None = None
@@ -95,7 +104,10 @@ class Membership:
         self.report: Callable[[], str] = str
         self._store = store
         self._records = Records(store, token)
-        self.row = own_row().hex()
+        self.row = row or own_row().hex()
+        self._follows = bool(rank)
+        self._is_group = rank is not None
+        self._part = "" if rank is None else f".{rank}"  # in the keys of what each rank of a group has by itself
         self._given_state = state
         self._beat_seconds, self._poll_seconds = beat_seconds, poll_seconds
         self._fixed, self._connected, self._meets = fixed, connected, meets
@@ -131,9 +143,11 @@ class Membership:
             PeerLostError: the run has ended, or the store cannot be reached.
             ConfigError: all workers of a fixed run are there already.
         """
-        threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
         end = time.monotonic() + self.timeout
         try:
+            if self._follows:
+                return self._follow(0)
+            threading.Thread(target=self._beat, daemon=True, name="thinwire-beat").start()
             while True:
                 last = self.newest()
                 if last is None or self._restarts(last):
@@ -255,6 +269,9 @@ class Membership:
         """Withdraw because this worker could not start; others do not wait for it, though its process may run."""
         if self.has_left:
             return
+        with suppress(StoreLostError):
+            if self._is_group and not self._follows:
+                self._write(f"group/{self.worker}", _WITHDRAWN)
         if self._place is None and not self._request_key and self.view is None:
             self.close()  # no other worker knows this one
             return
@@ -294,8 +311,7 @@ class Membership:
             if self._view(epoch + 1) is not None and self._view(epoch) is None:
                 epoch += 1  # another program has overwritten a view in between
                 continue
-            if self.on_offer and (offered := self._read(f"offer/{number}/{part}")) is not None:
-                self.on_offer(offered)
+            if self._takes_offer(number, part):
                 part, end = part + 1, time.monotonic() + self.timeout
             if last is not None and all(self.is_gone(each, last) for each in last.members):
                 raise RunEndedError(
@@ -308,6 +324,47 @@ class Membership:
                     f"its steps take longer. To start a new run, {self._fix}"
                 )
             time.sleep(self._poll_seconds)
+
+    def _takes_offer(self, number: int, part: int) -> bool:
+        """Receive a part of a state if it is offered to this worker, whose request has this number."""
+        if self.on_offer is None or (offered := self._read(self._offer_key(number, part))) is None:
+            return False
+        self.on_offer(offered)
+        return True
+
+    def _offer_key(self, number: int, part: int) -> str:
+        return f"offer/{number}{self._part}/{part}"
+
+    def _follow(self, epoch: int) -> View:
+        """Wait until the first rank of this group has entered a view.
+
+        Args:
+            epoch: the first view that counts.
+        """
+        number, part = 0, 0
+        while True:
+            # The first rank gives up in time, and the kernel reports its end.
+            end = time.monotonic() + 3 * self.timeout
+            while (view := self._view(epoch)) is None:
+                asked = self._read(f"group/{self.worker}")
+                if asked == _WITHDRAWN or self.has_lost_rank():
+                    raise PeerLostError(
+                        f"worker {self.worker}: another rank of this group has ended, or could not enter the run. See "
+                        "its error, and start all ranks of the group again"
+                    )
+                if isinstance(asked, int) and asked != number:
+                    number, part = asked, 0
+                if number and self._takes_offer(number, part):
+                    part, end = part + 1, time.monotonic() + 3 * self.timeout
+                if time.monotonic() > end:
+                    raise CommTimeoutError(
+                        f"worker {self.worker}: the first rank of this group did not enter the run within "
+                        f"{3 * self.timeout:g} s. Start all ranks of the group again"
+                    )
+                time.sleep(self._poll_seconds)
+            epoch += 1
+            if view.rank(self.worker) is not None:
+                return self._accept(view)
 
     def wait_for_step(self) -> int:
         """Wait for the next step of an earlier member of the run; return the number of its last round.
@@ -345,6 +402,8 @@ class Membership:
         while self._do(lambda key=f"join/{number}": self._records.propose(key, own)) != own:
             number += 1
         self._request_key, self._last_request = f"join/{number}", number
+        if self._is_group:
+            self._write(f"group/{self.worker}", number)
         return number
 
     def requested(self, number: int) -> tuple[str, str] | None:
@@ -365,7 +424,7 @@ class Membership:
     def offer(self, number: int, what: dict[str, str]) -> None:
         """Offer a part of a state to the worker of a request."""
         part = 0
-        while self._do(lambda key=f"offer/{number}/{part}": self._records.propose(key, what)) != what:
+        while self._do(lambda part=part: self._records.propose(self._offer_key(number, part), what)) != what:
             part += 1  # this one is of a donor that was lost since
 
     # -- a change of view ------------------------------------------------------------------------------------------
@@ -399,9 +458,18 @@ class Membership:
         before = self.view
         assert before is not None, "enter() comes first"
         epoch = before.epoch + 1
-        self._write(f"next/{epoch}/{self.worker}", asdict(progress))
+        if not self._follows:
+            self._write(f"next/{epoch}/{self.worker}", asdict(progress))
         end = time.monotonic() + (self.timeout if timeout is None else timeout)
         while self._view(epoch) is None:
+            if self._follows:
+                if self.has_lost_rank() or time.monotonic() > end + self.timeout:
+                    raise PeerLostError(
+                        f"worker {self.worker}: another rank of this group has ended, or has not entered view {epoch}. "
+                        "Start all ranks of the group again"
+                    )
+                time.sleep(self._poll_seconds)
+                continue
             here = [each for each in before.members if self._has_registered(each, epoch)]
             away = [each for each in before.members if each not in here and self.state(each) is not State.ENDED]
             if not away or time.monotonic() > end:
@@ -419,6 +487,8 @@ class Membership:
         view = self._view_of(epoch)
         if view.rank(self.worker) is None:
             if not progress.ready:
+                if self._follows:
+                    return self._follow(epoch)
                 self._count_try(before, view, problem)
                 return self._join(epoch)
             raise PeerLostError(
@@ -517,7 +587,7 @@ class Membership:
     def facts(self, own: str) -> str:
         """Return the settings of the run as its first worker recorded them; `own` if this is the first."""
         assert self.view is not None, "enter() comes first"
-        key = f"facts/{self.view.begins}"
+        key = f"facts/{self.view.begins}{self._part}"
         return str(self._do(lambda: self._records.propose(key, own)))
 
     # -- who runs --------------------------------------------------------------------------------------------------
@@ -535,6 +605,8 @@ class Membership:
         if self._store_is_lost:
             return any(self._state_by_process(each, rows[each]) is State.ENDED for each in others)
         try:
+            if self._is_group and (self.has_lost_rank() or self._read(self._failure_key()) is not None):
+                return True
             return any(
                 self.state_of(each, rows[each], self._given_up_seconds) is State.ENDED
                 or self._has_registered(each, epoch)
@@ -543,6 +615,18 @@ class Membership:
         except StoreLostError:
             self._store_is_lost = True  # ends the run at the next change of view, not earlier
             return False
+
+    def has_lost_rank(self) -> bool:
+        """Return True if the process of another rank of this worker's group is known to have ended."""
+        return self._is_group and self._state_by_process(self.worker, self.row) is State.ENDED
+
+    def report_failure(self) -> None:
+        """Let the other ranks of this worker's group know that messages in this view have failed."""
+        self._write(self._failure_key(), True)
+
+    def _failure_key(self) -> str:
+        assert self.view is not None, "enter() comes first"
+        return f"fails/{self.view.epoch}/{self.worker}"
 
     @property
     def _given_up_seconds(self) -> float:
@@ -559,7 +643,11 @@ class Membership:
     def _state_by_process(self, worker: str, row: str) -> State:
         if self._given_state is not None:
             return self._given_state(worker)
-        return Processes([bytes.fromhex(row), bytes.fromhex(row)], 1).state(0)
+        rows = [bytes.fromhex(each) for each in rows_in(row)]
+        processes = Processes([bytes(ROW_BYTES), *rows], 0)
+        states = {processes.state(rank) for rank in range(1, len(rows) + 1)}
+        order = (State.ENDED, State.UNKNOWN, State.STOPPED, State.RUNNING)
+        return next((each for each in order if each in states), State.UNKNOWN)
 
     def _state_by_beats(self, worker: str, silent: float) -> State:
         return State.ENDED if self.heartbeat(worker)[0] > silent else State.UNKNOWN

@@ -44,8 +44,8 @@ class Notice:
         signals: those that give notice.
 
     Raises:
-        ConfigError: `every` is less than 1, or there are signals and this is not the main thread, in which alone Python
-            handles them.
+        ConfigError: `every` is less than 1, the worker is a group of ranks, or there are signals and this is not the
+            main thread, in which alone Python handles them.
 
     Example:
         >>> import os, signal, tempfile, torch, thinwire
@@ -85,6 +85,11 @@ class Notice:
         self._worker = worker
         views = worker.elastic
         assert views is None or isinstance(views, Elastic | LateRounds)  # the only ones that `attach` can enter
+        if isinstance(views, Elastic) and views.is_group:
+            raise ConfigError(
+                "Notice with elastic=True and a group: a signal may reach some ranks of a group only. Let the group "
+                "end, and start it again: the other groups continue"
+            )
         self._views = views
         self._every = every
         self._asked_at = -1

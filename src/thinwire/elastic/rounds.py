@@ -6,13 +6,20 @@ that confirm the round's result. If a peer is lost, the survivors record in the 
 Either all have it and keep it, or all repeat the round from the state before it. Strategies that exchange with
 neighbors at every step have no common end of a step: their survivors continue from their current parameters at the step
 of the most advanced worker, and the others take their steps up to it without messages.
+
+If a worker is a group of ranks, each rank exchanges messages with the same rank of the other groups. After everything
+that may fail, the ranks of a group agree (`_attempt`): a group has the result of a round only if all its ranks have it.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
+import os
+import sys
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -21,11 +28,12 @@ import torch
 from torch import Tensor
 
 from thinwire.core.comm.base import Comm
+from thinwire.core.comm.group import first_sentence
 from thinwire.core.comm.work import Work
 from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.state import replace_entries
-from thinwire.core.view import Progress, View, last_kept_round
+from thinwire.core.view import Progress, View, last_kept_round, rows_in
 from thinwire.elastic.elastic_comm import ElasticComm
 from thinwire.elastic.fleet import Fleet, fleet_from_environment
 from thinwire.elastic.handover import Arrivals, Offered, can_copy, hand_over
@@ -33,6 +41,7 @@ from thinwire.elastic.late import LateMerging
 from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.membership import StoreLostError
 from thinwire.elastic.patience import Patience
+from thinwire.elastic.ranks import GroupLostError, Ranks
 from thinwire.elastic.sampler import MembershipInterval
 from thinwire.elastic.unconnected import Unconnected
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError
@@ -103,6 +112,8 @@ class Elastic:
         self._worker: WorkerState | None = None
         self._neighbours = False  # one that joins may meet another loss before `begin`
         self._patience = Patience(comm.timeout)
+        self._ranks = fleet.ranks
+        self._timed_out = False  # in the last attempt that failed
         self._round_ended = time.monotonic()
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -113,22 +124,27 @@ class Elastic:
         Raises:
             CommError: not all its workers connected; or this one joins, and did not connect in several views.
         """
+        _check_ranks(self.view, self.worker_id)
         while True:
-            try:
+            if not self.joins:
                 self._connect(self.view)
+                self._attempt(lambda: None)
                 return
-            except _LOST as error:
-                if not self.joins or isinstance(error, StoreLostError):
-                    raise
-                problem = str(error)
-                _LOGGER.warning("worker %s asks to join again: %s", self.worker_id, problem)
-            # Outside the handler: a traceback would keep the connections open. Another worker was lost just then.
+            if not (problem := self._attempt(lambda: self._connect(self.view))):
+                return
+            _LOGGER.warning("worker %s asks to join again: %s", self.worker_id, problem)
+            # Another worker was lost just then.
             self.view = self._membership.change(Progress(0, done=True, step=0, ready=False), problem=problem)
 
     @property
     def comm(self) -> ElasticComm:
         """Of the worker."""
         return self._comm
+
+    @property
+    def is_group(self) -> bool:
+        """Whether this worker is a group of ranks."""
+        return self._ranks is not None
 
     @property
     def joins(self) -> bool:
@@ -177,6 +193,8 @@ class Elastic:
         )
 
         worker.undo.callback(self.close)
+        if self._ranks is not None:
+            atexit.register(_close_at_exit, weakref.ref(self), os.getpid())
         if self.view.progress:
             # Of a run that has begun: its state comes from one of its workers.
             self._round = last_kept_round(self.view.ready.values())
@@ -186,21 +204,68 @@ class Elastic:
         """Get the state of the run, and wait until the other workers begin their next step."""
         while True:
             self._open_again()
-            try:
-                if self._newcomers:
-                    self._be_silent(after_step)
-                self.worker.wait_pending()
-                self._entered_round = self._membership.wait_for_step()
-                self._hold((self.worker_id,))
+            if not (problem := self._attempt(lambda: self._receive_round(after_step))):
                 self._has_just_joined = True
+                self.worker.shards.write()
                 return
-            except _LOST as error:
-                if isinstance(error, StoreLostError):
-                    raise
-                problem = str(error)
             # Without a part in the run it is not a member of the next view, and asks to join again.
             self._size = 0
             self._next_view(problem, None)
+
+    def _receive_round(self, after_step: Callable[[], None]) -> None:
+        if self._newcomers:
+            self._be_silent(after_step)
+        self.worker.wait_pending()
+        self._entered_round = self._membership.wait_for_step()
+        self._hold((self.worker_id,))
+
+    # -- attempts --------------------------------------------------------------------------------------------------
+
+    def _attempt(self, body: Callable[[], object]) -> str:
+        """Run calls that may fail; return the problem if a worker was lost meanwhile, else an empty text.
+
+        The ranks of a group agree: all of them have failed, or none has.
+
+        Raises:
+            StoreLostError: this worker cannot know whether the others continue without it.
+            GroupLostError: a rank of this worker's group is lost.
+        """
+        problem, self._timed_out = "", False
+        try:
+            body()
+        except _LOST as error:
+            if isinstance(error, StoreLostError):
+                raise
+            problem, self._timed_out = str(error), isinstance(error, CommTimeoutError)
+        # Outside the handler: a traceback would keep the connections open.
+        return problem if self._ranks is None else self._agree(self._ranks, problem)
+
+    def _agree(self, ranks: Ranks, problem: str) -> str:
+        """Return the problem of any rank of the group; take what the group knows and has, of all its ranks."""
+        if problem:
+            self._membership.report_failure()  # other ranks of the group may wait for messages in the same view
+        step = 0 if self._worker is None else self._worker.step
+        try:
+            rows = ranks.gather(
+                bool(problem), self._done, self._requests, self._timed_out, self._size > 0, self._round, step
+            )
+        except GroupLostError:
+            self._fleet.withdraw()
+            if self._worker is not None:
+                self.close()
+            raise
+        failed, done, requests, timed_out, ready, *places = zip(*rows, strict=True)
+        if len(set(zip(*places, strict=True))) > 1:
+            raise MismatchError(
+                f"the ranks of worker {self.worker_id} are in rounds {list(places[0])} at steps {list(places[1])}. "
+                "They train one model, and must make the same calls after the same steps"
+            )
+        # A rank that has the result of a round must not keep it alone: the parts of the model would not fit together.
+        self._done, self._requests, self._timed_out = all(done), max(requests), bool(any(timed_out))
+        self._size = self._size if all(ready) else 0
+        if any(failed) and not problem:
+            return f"messages of rank {failed.index(1)} of this group have failed"
+        return problem
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
@@ -263,21 +328,19 @@ class Elastic:
         elif self._arrivals is None:
             self._arrivals = Arrivals(self.worker, self._membership, self._connector, self._requests)
         elif round_ended:
-            self._arrivals.end_round()
+            self._arrivals.end_round(self._ranks)
 
     def _admit(self, arrivals: Arrivals) -> None:
         """Before a round: take in those that have the state in which it began."""
-        problem = ""
         self._comm.timeout = self._membership.timeout  # the one that sends waits until all has arrived
-        try:
-            arrivals.agree(self._comm)
-        except _LOST as error:
-            if isinstance(error, StoreLostError):
-                raise
-            problem = str(error)
-        if problem:
+        if problem := self._attempt(lambda: arrivals.agree(self._comm)):
             self._change(problem, [], repeats=False)
-        elif arrivals.complete:
+            return
+        if self._ranks is not None:
+            parts = self._ranks.gather(arrivals.complete, arrivals.failed)
+            arrivals.complete = all(complete for complete, _ in parts)
+            arrivals.failed = any(failed for _, failed in parts)
+        if arrivals.complete:
             self._change("a worker joins", [], repeats=False, requests=arrivals.upto, donor=arrivals.donor)
 
     def _be_silent(self, after_step: Callable[[], None]) -> None:
@@ -304,15 +367,13 @@ class Elastic:
         """End the round to which new workers did not contribute; they take part from the next step on."""
         self._newcomers.clear()
         self._comm.silent = frozenset()
-        try:
+
+        def hold() -> None:
             self.worker.wait_pending()
             self._hold(self._kept_members)
-            return
-        except _LOST as error:
-            if isinstance(error, StoreLostError):
-                raise
-            problem = str(error)
-        self._change(problem, [], repeats=False)
+
+        if problem := self._attempt(hold):
+            self._change(problem, [], repeats=False)
 
     # -- between two steps -----------------------------------------------------------------------------------------
 
@@ -429,20 +490,19 @@ class Elastic:
                 )
                 for r in self.worker.replicas
             ]
-            sent = self._comm.meter.messages
             result: Any = None
-            try:
+
+            def attempt(told: bool = told) -> None:
+                nonlocal result
+                sent = self._comm.meter.messages
                 if ends:
                     self._round, self._done = self._round + 1, False
                 result = body()
                 if ends:
                     self._end_round(told or self._comm.meter.messages > sent, uses)
+
+            if not (problem := self._attempt(attempt)):
                 return result
-            except _LOST as error:
-                if isinstance(error, StoreLostError):
-                    raise
-                problem = str(error)
-            # Outside the handler: a traceback would keep the connections open.
             keeps = self._change(problem, kept, repeats=ends)
             if keeps:
                 return result
@@ -598,11 +658,9 @@ class Elastic:
                 self._round = last_kept_round(view.ready.values())  # as begin() did in the view that has ended
             _LOGGER.warning("%s", _in_words(view, problem))
             self._stop_if_unconnected(view, problem)
-            try:
-                self._connect(view)
+            if not (problem := self._attempt(lambda view=view: self._connect(view))):
                 return
-            except _LOST as error:
-                problem, unconnected = str(error), isinstance(error, CommTimeoutError)
+            unconnected = self._timed_out
 
     def _stop_if_unconnected(self, view: View, problem: str) -> None:
         """Stop if this is the last of the workers that do not reach all others, which may continue without it."""
@@ -643,33 +701,31 @@ class Elastic:
     def _open_again(self) -> None:
         """Continue the strategy with the workers of the view; if one is lost meanwhile, in the next view."""
         while True:
-            strategy, comm = self.worker.strategy, self._comm
-            check_workers(strategy, comm.size)
-            problem = ""
-            try:
-                self._hand_over()
-                comm.step = self.worker.step
-                with torch.no_grad():
-                    for r in self.worker.replicas:
-                        r.active = comm.size
-                        for name, cost in strategy.change_view(r, self._size).items():
-                            self.costs[name] = self.costs.get(name, 0.0) + cost
-                rebase(self.worker)
-                joins, self._size, self._opens_at = self.joins, comm.size, None
-                # Where one has begun the next step already, none of them calls anything before it.
-                if self._has_newcomers() and not (joins or self._newcomers):
-                    if any(each.in_step and each.step == self.worker.step for each in self.view.ready.values()):
-                        self._membership.announce_step(self._round)
-                    else:
-                        self._hold(self._kept_members)
+            check_workers(self.worker.strategy, self._comm.size)
+            if not (problem := self._attempt(self._open_view)):
                 for call in self.on_view:
                     call(self.view)
                 return
-            except _LOST as error:
-                if isinstance(error, StoreLostError):
-                    raise
-                problem = str(error)
             self._next_view(problem, None)
+
+    def _open_view(self) -> None:
+        strategy, comm = self.worker.strategy, self._comm
+        self._hand_over()
+        comm.step = self.worker.step
+        with torch.no_grad():
+            for r in self.worker.replicas:
+                r.active = comm.size
+                for name, cost in strategy.change_view(r, self._size).items():
+                    self.costs[name] = self.costs.get(name, 0.0) + cost
+        self.worker.shards.write()
+        rebase(self.worker)
+        joins, self._size, self._opens_at = self.joins, comm.size, None
+        # Where one has begun the next step already, none of them calls anything before it.
+        if self._has_newcomers() and not (joins or self._newcomers):
+            if any(each.in_step and each.step == self.worker.step for each in self.view.ready.values()):
+                self._membership.announce_step(self._round)
+            else:
+                self._hold(self._kept_members)
 
     def _hand_over(self) -> None:
         """Give those that are new in the view the state of the worker that is furthest."""
@@ -729,12 +785,23 @@ class Elastic:
 
     def close(self) -> None:
         """Leave: the others' next call finds this worker gone."""
+        self._report_lost_rank()
         if self._whole is not None and not self._has_just_joined and not self._membership.has_left:
             self._membership.give_up_view()  # new workers wait for a step that does not come
         self._membership.close()
         if self._arrivals is not None:
             self._arrivals.close()
         self._disconnect()
+        if self._ranks is not None:
+            self._ranks.comm.disconnect()
+
+    def _report_lost_rank(self) -> None:
+        """Log why this group ends, where the loss of a rank made another call fail first, such as one of FSDP2."""
+        failed = sys.exc_info()[1] or getattr(sys, "last_value", None)
+        if self._ranks is None or not isinstance(failed, RuntimeError) or self._membership.has_left:
+            return
+        if self._membership.has_lost_rank():
+            _LOGGER.error("%s", self._ranks.in_words(first_sentence(failed)))
 
     def _disconnect(self) -> None:
         """Close all connections, so that the waits of all others in this view fail."""
@@ -756,15 +823,23 @@ class Elastic:
 # -- attach ------------------------------------------------------------------------------------------------------------
 
 
-def enter(elastic: Literal[True] | annexes.Fleet | annexes.ElasticOptions, timeout: float) -> Elastic | LateRounds:
+def enter(
+    elastic: Literal[True] | annexes.Fleet | annexes.ElasticOptions, timeout: float, group: Comm | None = None
+) -> Elastic | LateRounds:
     """Enter an elastic run, and connect with the workers of its current view.
+
+    Args:
+        elastic: which run.
+        timeout: the limit of each wait, in seconds.
+        group: the ranks of this worker, if it is a group.
 
     Raises:
         ConfigError: the environment names no store that outlives the workers, or `elastic` is something else.
         CommError: the other workers did not come, or do not accept this worker.
     """
     late = elastic if isinstance(elastic, LateMerging) else None
-    fleet = fleet_from_environment(late=late, timeout=timeout) if elastic is True or late else elastic
+    entering = elastic is True or late
+    fleet = fleet_from_environment(late=late, timeout=timeout, group=group) if entering else elastic
     if not isinstance(fleet, Fleet):
         raise ConfigError(f"elastic={fleet!r}: must be True, False, LateMerging() or a thinwire.elastic.fleet.Fleet")
     if fleet.late is not None and fleet.objects is not None:
@@ -784,6 +859,27 @@ def enter(elastic: Literal[True] | annexes.Fleet | annexes.ElasticOptions, timeo
         fleet.withdraw()
         raise
     return views
+
+
+def _close_at_exit(elastic: weakref.ref[Elastic], process: int) -> None:
+    if (found := elastic()) is not None and os.getpid() == process:
+        found.close()
+
+
+def _check_ranks(view: View, worker: str) -> None:
+    """Check that this worker has as many ranks as all others.
+
+    Raises:
+        MismatchError: another worker has another number.
+    """
+    numbers = {each: max(1, len(rows_in(row))) for each, row in view.rows.items()}
+    other = next((each for each in view.members if numbers[each] != numbers[worker]), None)
+    if other is not None:
+        raise MismatchError(
+            f"worker {worker} has {numbers[worker]} ranks, and worker {other} has {numbers[other]}. Each rank of a "
+            "worker averages its shard with the same rank of the others: start all workers with the same number of "
+            "ranks"
+        )
 
 
 def _silent(strategy: Strategy) -> bool:

@@ -8,13 +8,14 @@ import threading
 from collections.abc import Callable
 
 from thinwire.core.comm.base import Comm
-from thinwire.core.comm.liveness import State
+from thinwire.core.comm.liveness import State, own_row
 from thinwire.core.comm.rendezvous import memory_store
 from thinwire.core.comm.threads import Hub, ThreadComm
 from thinwire.elastic.fleet import Fleet
 from thinwire.elastic.late import LateMerging
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.objects import StoreObjects
+from thinwire.elastic.ranks import Ranks
 from thinwire.errors import PeerLostError
 
 
@@ -39,7 +40,14 @@ class ThreadNetwork:
         return State.ENDED if worker in self.ended else State.RUNNING
 
     def fleet(
-        self, worker: str, rank: int, size: int, *, late: LateMerging | None = None, timeout: float = 10.0
+        self,
+        worker: str,
+        rank: int,
+        size: int,
+        *,
+        late: LateMerging | None = None,
+        timeout: float = 10.0,
+        group: Comm | None = None,
     ) -> Fleet:
         """Make one thread's entry into the run.
 
@@ -49,6 +57,7 @@ class ThreadNetwork:
             size: the number of threads at the start.
             late: how rounds close without late workers; None for rounds that all workers end together.
             timeout: the limit for other workers to arrive, in seconds.
+            group: the ranks of this worker, if it is a group.
         """
         membership = Membership(
             self.store,
@@ -58,9 +67,14 @@ class ThreadNetwork:
             beat_seconds=0.02,
             token=self.token,
             meets=late is None,
+            rank=None if group is None else group.rank,
+            row=own_row().hex() * (1 if group is None else group.size),
         )
         objects = StoreObjects(self.store, self.token)
-        return Fleet(membership, ThreadConnector(self, worker), rank, size, objects=objects, late=late)
+        part = "" if group is None else f"{group.rank}/"
+        ranks = None if group is None else Ranks(group, worker)
+        connector = ThreadConnector(self, worker, part)
+        return Fleet(membership, connector, rank, size, objects=objects, late=late, ranks=ranks)
 
     def hub(self, name: int | str, size: int) -> Hub:
         """Return the hub of the threads of one view, or of a pair."""
@@ -73,17 +87,19 @@ class ThreadConnector:
 
     Args:
         network: shared by all threads.
-        worker: this thread's id.
+        worker: the id of this thread's worker.
+        part: the beginning of the names of hubs, where workers are groups.
     """
 
-    def __init__(self, network: ThreadNetwork, worker: str) -> None:
+    def __init__(self, network: ThreadNetwork, worker: str, part: str = "") -> None:
         self.worker = worker
+        self._part = part
         self._network = network
         self._comms: list[ThreadComm] = []
 
     def connect(self, name: int | str, rank: int, size: int, timeout: float, lost: Callable[[], bool]) -> Comm:
         """Make this worker's comm in the hub of the view, or of some of its members."""
-        comm = ThreadComm(self._network.hub(name, size), rank, timeout=timeout)
+        comm = ThreadComm(self._network.hub(f"{self._part}{name}", size), rank, timeout=timeout)
         self._comms.append(comm)
         if lost() or self.worker in self._network.ended:
             self.disconnect(comm)

@@ -150,8 +150,11 @@ class Elastic(Rounds, Protocol):
         ...
 
 
-Enter = Callable[["Literal[True] | Fleet | ElasticOptions", float], Elastic]
-"""Enters an elastic run, with a timeout in seconds; True reads from the environment which run it is."""
+Enter = Callable[["Literal[True] | Fleet | ElasticOptions", float, "Comm | None"], Elastic]
+"""Enters an elastic run, with a timeout in seconds; True reads from the environment which run it is.
+
+The comm is that of this worker's own ranks, if it is a group.
+"""
 
 
 class OpenRun(Protocol):
@@ -190,15 +193,20 @@ def choose_strategy(
     return chooser(optimizer, named, comm)
 
 
-def enter_run(elastic: Literal[True] | Fleet | ElasticOptions, timeout: float) -> Elastic:
+def enter_run(elastic: Literal[True] | Fleet | ElasticOptions, timeout: float, group: Comm | None = None) -> Elastic:
     """Enter an elastic run, and connect with the workers of its current view.
+
+    Args:
+        elastic: which run.
+        timeout: the limit of each wait, in seconds.
+        group: the ranks of this worker, if it is a group.
 
     Raises:
         ConfigError: the environment names no store that outlives the workers.
         CommError: the other workers did not come, or do not accept this worker.
     """
     enter: Enter = _registered["enter"]()
-    return enter(elastic, timeout)
+    return enter(elastic, timeout, group)
 
 
 def open_run(

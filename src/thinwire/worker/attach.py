@@ -30,6 +30,7 @@ from thinwire.worker.compatibility import (
     check_closures,
     check_compatible,
     check_elastic,
+    check_elastic_group,
     check_global_batch,
     check_mesh,
     check_policy,
@@ -89,6 +90,7 @@ def attach(
         group: the ranks that train together: a process group, or one dimension of a DeviceMesh; default all. Where
             there is no process group yet, it is made from the variables that torchrun sets (with NCCL for parameters on
             CUDA, otherwise Gloo), and destroyed when the process ends.
+            With `elastic=True`, the ranks of this one worker, which hold the shards of one model.
         comm: the ranks as a Comm, instead of `group` (threads, simulation).
         mesh: for a model split by `parallelize_2d`, the ranks of all its copies; instead of `group`.
         init: "broadcast" starts every rank from rank 0's parameters and buffers; "own" keeps each rank's, and refuses
@@ -184,8 +186,11 @@ def attach(
             )
         check_new(named, optimizer)
         if not url:
-            check_elastic(strategy, optimizer, named, (group, comm, mesh), scaled=scaled, find_unused=find_unused)
-        views = enter_run(elastic, timeout)
+            check_elastic(strategy, optimizer, named, (comm, mesh), scaled=scaled, find_unused=find_unused)
+            check_elastic_group(strategy, optimizer, named, elastic, grouped=group is not None, scaled=scaled)
+        # Ranks of a group wait for those that wait for other groups.
+        own_ranks = None if group is None else comm_for(group, timeout=2 * timeout)
+        views = enter_run(elastic, timeout, own_ranks)
         comm = views.comm
     with _leaving_on_failure(views) as on_failure:
         given = mesh.data if mesh is not None else comm

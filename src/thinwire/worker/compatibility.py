@@ -306,14 +306,7 @@ def check_elastic(
     """
     check_survives(strategy)
     if any(other is not None for other in others):
-        raise ConfigError(
-            "elastic=True with a group, a comm or a mesh: these have fixed ranks. Leave them out, or pass a Fleet"
-        )
-    if sharded := [name for name, p in parameters.items() if is_sharded(p)]:
-        raise ConfigError(
-            f"elastic=True with a sharded parameter: {sharded[0]}. Each worker must hold the whole model. Use "
-            "worker.save(), and resume when a worker is lost"
-        )
+        raise ConfigError("elastic=True with a comm or a mesh: these have fixed ranks. Leave them out, or pass a Fleet")
     if evaluates_several_gradients(optimizer):
         raise ConfigError(
             f"elastic=True with {type(optimizer).__name__}: its step evaluates several gradients, and could not be "
@@ -327,6 +320,55 @@ def check_elastic(
             f"elastic=True with a GradScaler and {type(strategy).__name__}: this strategy changes gradients in the "
             "step, so all workers would have to skip the same steps. Train in bfloat16, which needs no scaler, or use "
             "AllReduce() or LocalSGD()"
+        )
+
+
+def check_elastic_group(
+    strategy: Strategy,
+    optimizer: Optimizer,
+    parameters: Mapping[str, Tensor],
+    elastic: object,
+    *,
+    grouped: bool,
+    scaled: bool,
+) -> None:
+    """Check that an elastic worker holds a whole model, alone or as a group of ranks that can act as one.
+
+    Raises:
+        ConfigError: with the reason and what to use instead.
+    """
+    sharded = next((name for name, p in parameters.items() if is_sharded(p)), None)
+    if not grouped:
+        if sharded is not None:
+            raise ConfigError(
+                f"elastic=True with a sharded parameter: {sharded}. Each worker must hold the whole model. Give the "
+                'ranks that hold the shards of one model as group, such as group=mesh["shard"]'
+            )
+        return
+    if elastic is not True:
+        raise ConfigError(
+            f"elastic={elastic!r} with a group: a group of ranks needs elastic=True. Leave out one of them"
+        )
+    if sharded is None:
+        raise ConfigError(
+            "elastic=True with a group: no parameter is sharded. The group is the ranks that hold the shards of one "
+            "model. Leave it out where each process holds the whole model"
+        )
+    here = "with elastic=True and a group"
+    if scaled:
+        raise ConfigError(
+            f"a GradScaler {here}: ranks of a group would skip different steps. Train in bfloat16, which needs none"
+        )
+    for each in nested(strategy):
+        # Others may decide by themselves when to send, by times or by the values of a shard, which differ in a group.
+        if not each.traits.rounds.local:
+            raise ConfigError(
+                f"{type(each).__name__} {here}: only rounds of local steps that end with an average can be repeated. "
+                "Use LocalSGD(period=8), SlowMo(period=12) or DiLoCo(period=100)"
+            )
+    if getattr(optimizer, "needs_whole_tensors", False):
+        raise ConfigError(
+            f"{type(optimizer).__name__} {here}: its trust ratios need norms of whole tensors. Use Adam or SGD"
         )
 
 

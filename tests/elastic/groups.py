@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic workers that are groups of real processes: each group trains one model under FSDP2."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import thinwire
+from tests.core.replica.test_shards import adam, momentum, net, whole
+from tests.engine import batch
+from tests.pool import RankProcess, start_processes
+from thinwire.core.comm.rendezvous import host_store, view_store
+
+RANKS = 2
+
+
+@dataclass
+class Rank:
+    """How one rank's run ended.
+
+    Attributes:
+        trace: the whole model after each step, by the step.
+        views: the number and the size of each view.
+        agreed: the consensus at the end.
+        begins: the step at which it started.
+        seconds: the longest step.
+    """
+
+    trace: dict[int, list[float]] = field(default_factory=dict[int, list[float]])
+    views: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    agreed: list[float] | None = None
+    begins: int = 0
+    seconds: list[float] = field(default_factory=list[float])
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A rank ends itself by SIGKILL, in a call of its comm.
+
+    Attributes:
+        group: the number of its group.
+        rank: its rank in the group.
+        step: the number of steps before it.
+        call: the name of the call.
+        late: how long it waits before it ends, so that the other ranks of its group finish theirs.
+    """
+
+    group: int
+    rank: int
+    step: int
+    call: str = "_all_reduce_"
+    late: float = 0.0
+
+
+class Groups:
+    """Groups of processes around one store, which this process hosts.
+
+    Args:
+        recipe: of all of them.
+        size: groups at the start.
+        steps: optimizer steps of the run.
+        options: of the ranks: `kills`, which of them end; `wrong`, called before they attach, to break something;
+            `pause`, how long a step takes at least; `last_view`, after which they take `steps` steps more, instead of
+            in all; `traced`, whether they keep the model after each step; `adam`, in place of SGD; `timeout`, of waits.
+    """
+
+    def __init__(self, recipe: str, size: int, *, steps: int, **options: Any) -> None:
+        self.store = host_store("127.0.0.1", 0)
+        self._environment = {"THINWIRE_STORE": f"127.0.0.1:{self.store.port}", "THINWIRE_WORKERS": str(size)}
+        self._recipe, self._steps, self._options = recipe, steps, options
+        self.groups: list[list[RankProcess]] = []
+        for _ in range(size):
+            self.start()
+
+    def start(self, **options: Any) -> int:
+        """Start one more group; returns its number."""
+        number = len(self.groups)
+        environment = dict(self._environment)
+        if number < int(environment["THINWIRE_WORKERS"]):
+            environment["THINWIRE_RANK"] = str(number)
+        options = {**self._options, **options}
+        self.groups.append(
+            start_processes(RANKS, train, environment, number, self._recipe, self._steps, options, group_seconds=20.0)
+        )
+        return number
+
+    def until(self, number: int, step: int, *, seconds: float = 60.0) -> None:
+        """Wait until a group has done so many steps."""
+        end = time.monotonic() + seconds
+        while self.step(number) < step:
+            assert time.monotonic() < end, f"group {number} is at step {self.step(number)}"
+            time.sleep(0.01)
+
+    def step(self, number: int) -> int:
+        """The steps that a group has done; 0 before it has joined."""
+        key = f"test/{number}"  # as `view_store` has it
+        return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def kill(self, number: int, rank: int) -> None:
+        """SIGKILL one rank."""
+        self.groups[number][rank].process.kill()
+
+    def finish(self, *, seconds: float = 60.0) -> list[list[Rank | str]]:
+        """Wait until all have ended; returns how each rank of each group ended, or its error."""
+        end = time.monotonic() + seconds
+        for group in self.groups:
+            for rank in group:
+                rank.finish(end)
+        return [[rank.result or rank.error or "" for rank in group] for group in self.groups]
+
+
+def train(environment: dict[str, str], number: int, recipe: str, steps: int, options: dict[str, Any]) -> Rank:
+    """The script of one rank of a group; an error holds what it has logged."""
+    logged = list[str]()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("thinwire").addHandler(handler)
+    try:
+        return _train(environment, number, recipe, steps, options)
+    except RuntimeError as error:
+        raise AssertionError("\n".join(logged)) from error
+
+
+def _train(environment: dict[str, str], number: int, recipe: str, steps: int, options: dict[str, Any]) -> Rank:
+    os.environ.update(environment)
+    wrong: Callable[[], None] | None = options.get("wrong")
+    if wrong is not None:
+        wrong()
+    mesh = init_device_mesh("cpu", (int(os.environ["WORLD_SIZE"]),), mesh_dim_names=("shard",))
+    model = net()
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = (adam if options.get("adam") else momentum)(model)
+    worker = thinwire.attach(model, optimizer, recipe, elastic=True, group=mesh, timeout=options.get("timeout", 10.0))
+    assert worker.elastic is not None
+    end = Rank(begins=worker.step, views=[(worker.view.epoch, worker.size)])
+    worker.elastic.on_view.append(lambda view: end.views.append((view.epoch, view.size)))
+    for kill in options.get("kills", ()):
+        if (kill.group, kill.rank) == (number, mesh.get_local_rank()):
+            _trap(worker, kill)
+    store = view_store("test", None, several=True, timeout=10.0)
+    traced = options.get("traced", True)
+    last_view = options.get("last_view", 0)
+
+    def ended() -> bool:
+        if worker.view.epoch < last_view:
+            return False
+        begins = max((each.step for each in worker.view.progress.values()), default=0) if last_view else 0
+        return worker.step >= begins + steps
+
+    with worker:
+        while not ended():
+            start = time.monotonic()
+            x, y = batch(number, worker.step, classes=1)
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+            end.seconds.append(time.monotonic() - start)
+            if traced:
+                end.trace[worker.step] = whole(model).tolist()
+            if mesh.get_local_rank() == 0:
+                store.set(f"{number}", str(worker.step))
+            time.sleep(options.get("pause", 0.0))
+        with worker.consensus():
+            end.agreed = whole(model).tolist()
+    return end
+
+
+def _trap(worker: thinwire.Worker, kill: Kill) -> None:
+    assert worker.elastic is not None
+    comm: Any = worker.elastic.comm
+    call = getattr(comm, kill.call)
+
+    def run(*arguments: Any) -> Any:
+        if worker.step >= kill.step:
+            time.sleep(kill.late)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return call(*arguments)
+
+    setattr(comm, kill.call, run)

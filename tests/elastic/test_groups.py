@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elastic workers that are groups of processes: a lost rank ends its group, the others continue, a new group joins."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import thinwire
+from tests.core.replica.test_shards import data, expected, momentum, net, sharded, two_by_two, whole
+from tests.elastic.groups import Groups, Kill, Rank
+from tests.engine import flat
+from tests.grids import fast_where
+from tests.pool import run_processes
+from thinwire import ConfigError
+from thinwire.elastic.ranks import Ranks
+from thinwire.methods.strategies.recipe import parse
+
+RECIPES = ("LocalSGD(period=2)", "SlowMo(period=3)", "DiLoCo(period=3)")
+
+
+def alive(ended: list[Rank | str]) -> list[Rank]:
+    """The ranks of a group, all of which must have reached the end."""
+    for rank in ended:
+        assert isinstance(rank, Rank), rank
+    return [rank for rank in ended if isinstance(rank, Rank)]
+
+
+def fixed(recipe: str) -> list[list[float]]:
+    """A fixed run of the same groups."""
+    mesh = two_by_two()
+    worker = sharded(mesh, parse(recipe), momentum)  # type: ignore[arg-type]
+    found: list[list[float]] = []
+    for x, y in data(mesh.get_local_rank("replicate"), 7):
+        worker.optimizer.zero_grad()
+        (worker.model(x) - y).square().mean().backward()
+        worker.optimizer.step()
+        found.append(whole(worker.model).tolist())
+    worker.detach()
+    return found
+
+
+@pytest.mark.parametrize("recipe", fast_where(lambda recipe: recipe == "SlowMo(period=3)", RECIPES))
+def test_groups_without_faults_train_as_fixed_ranks_and_as_unsharded_workers(recipe: str) -> None:
+    ends = Groups(recipe, 2, steps=7).finish()
+    steps = run_processes(4, fixed, recipe)
+    unsharded = expected(parse(recipe), momentum)
+    for number, group in enumerate(ends):
+        for rank in alive(group):
+            assert [rank.trace[step] for step in range(1, 8)] == steps[2 * number]
+            assert rank.trace[7] == pytest.approx(unsharded[number][0].tolist(), rel=0, abs=1e-6)
+            assert rank.agreed == pytest.approx(unsharded[number][1].tolist(), rel=0, abs=1e-6)
+
+
+@pytest.mark.parametrize("rank", fast_where(lambda rank: rank == 0, range(2)))
+def test_a_lost_rank_ends_its_group_and_the_other_group_continues(rank: int) -> None:
+    groups = Groups("SlowMo(period=3)", 2, steps=12, last_view=1, pause=0.01)
+    groups.until(1, 4)
+    groups.kill(0, rank)
+    lost, left = groups.finish()
+    assert lost[rank] == "ended without an answer"
+    told = lost[1 - rank]
+    assert isinstance(told, str)
+    assert f"a group of 2 ranks, has lost rank {rank} (" in told
+    assert "Start all ranks of this group again to let it join" in told
+    for each in alive(left):
+        assert [size for _, size in each.views] == [2, 1]
+        assert each.agreed is not None and each.agreed == alive(left)[0].agreed
+
+
+def local(number: int, steps: int) -> Tensor:
+    """The parameters of a worker after steps that it takes alone."""
+    model = net()
+    optimizer = momentum(model)
+    for x, y in data(number, steps):
+        optimizer.zero_grad()
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    return flat(model)
+
+
+def keeps_its_own_shard() -> None:
+    """Let each rank of a group decide by itself whether it has the result of a round."""
+    gather = Ranks.gather
+
+    def own(self: Ranks, *numbers: int) -> list[list[int]]:
+        return [[row[0], numbers[1], *row[2:]] if len(row) > 2 else row for row in gather(self, *numbers)]
+
+    Ranks.gather = own  # type: ignore[method-assign]
+
+
+def after_a_loss_between_shards(wrong: Any) -> list[list[float]]:
+    """The first average of two groups; the third has lost a rank, which has averaged one shard and not the other."""
+    kill = Kill(group=1, rank=1, step=2, late=1.0)
+    ends = Groups("LocalSGD(period=2)", 3, steps=2, kills=(kill,), wrong=wrong).finish()
+    assert isinstance(ends[1][0], str)
+    return [rank.trace[2] for rank in (*alive(ends[0]), *alive(ends[2]))]
+
+
+def test_no_shard_of_a_round_is_kept_where_another_shard_was_not_averaged() -> None:
+    survivors = ((local(0, 2) + local(2, 2)) / 2).tolist()
+    for found in after_a_loss_between_shards(None):
+        assert found == pytest.approx(survivors, rel=0, abs=1e-6)
+
+
+@pytest.mark.slow
+def test_ranks_that_decide_alone_would_keep_one_shard_of_a_round() -> None:
+    survivors = ((local(0, 2) + local(2, 2)) / 2).tolist()
+    all_three = ((local(0, 2) + local(1, 2) + local(2, 2)) / 3).tolist()
+    for found in after_a_loss_between_shards(keeps_its_own_shard):
+        assert found != pytest.approx(survivors, rel=0, abs=1e-6)
+        assert found != pytest.approx(all_three, rel=0, abs=1e-6)
+
+
+@pytest.mark.parametrize("recipe", fast_where(lambda recipe: recipe == "DiLoCo(period=3)", RECIPES))
+def test_a_new_group_joins_in_place_of_a_lost_one(recipe: str) -> None:
+    groups = Groups(recipe, 2, steps=12, last_view=2, pause=0.02)
+    groups.until(1, 4)
+    groups.kill(0, 1)
+    groups.start()
+    _, *ends = groups.finish()
+    old, new = (alive(group) for group in ends)
+    for each in (*old, *new):
+        assert each.views[-1][1] == 2 and each.agreed is not None and each.agreed == old[0].agreed
+    assert [each.trace for each in new] == [new[0].trace] * 2
+    averages = [step for step in new[0].trace if step % parse(recipe).traits.period == 0]  # type: ignore[operator]
+    assert new[0].begins > 0 and len(averages) >= 3
+    assert [new[0].trace[step] for step in averages] == [old[0].trace[step] for step in averages]
+
+
+def refused(environment: dict[str, str]) -> list[str]:
+    """What a group of two ranks is told."""
+    os.environ.update(environment)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
+
+    def model(*, shards: bool) -> nn.Module:
+        return fully_shard(net(), mesh=mesh) if shards else net()
+
+    def told(recipe: str, *, shards: bool = True, **settings: Any) -> str:
+        given = model(shards=shards)
+        with pytest.raises(ConfigError) as error:
+            thinwire.attach(given, momentum(given), recipe, elastic=True, timeout=5, **settings)
+        return str(error.value)
+
+    scaler = torch.amp.GradScaler("cpu")
+    return [
+        told("LocalSGD(period=2)"),
+        told("LocalSGD(period=2)", shards=False, group=mesh),
+        told("Gossip()", group=mesh),
+        told("Paced(LocalSGD(period=2))", group=mesh),
+        told("AllReduce()", group=mesh),
+        told("LocalSGD(period=2)", group=mesh, scaler=scaler),
+        told("LocalSGD(period=2)", group=mesh),
+    ]
+
+
+def test_what_a_group_cannot_do_is_refused_on_all_its_ranks() -> None:
+    words = [
+        "group=mesh",
+        "no parameter is sharded",
+        "Gossip with elastic=True and a group",
+        "Paced with elastic=True and a group",
+        "AllReduce with elastic=True and a group",
+        "a GradScaler with elastic=True and a group",
+        "THINWIRE_STORE is not set",
+    ]
+    for told in run_processes(2, refused, {"THINWIRE_WORKERS": "1"}):
+        assert [word in text for word, text in zip(words, told, strict=True)] == [True] * len(words), told
