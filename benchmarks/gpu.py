@@ -29,13 +29,28 @@ ROOT = Path(__file__).parents[1]
 _MARKED = sorted(
     str(file.relative_to(ROOT)) for file in ROOT.glob("tests/**/test_*.py") if "mark.gpu" in file.read_text()
 )
-_PYTEST = ["-m", "pytest", "-n", "14", "--dist", "worksteal", "-rfEs", "--tb=short", "-p", "no:benchmark", "-p", "no:randomly"]
+_ELASTIC = "tests/gpu/test_elastic.py"  # by itself, since it prints how long the survivors of a loss wait
+_PYTEST = [
+    "-m",
+    "pytest",
+    "-n",
+    "14",
+    "--dist",
+    "worksteal",
+    "-rfEs",
+    "--tb=short",
+    "-p",
+    "no:benchmark",
+    "-p",
+    "no:randomly",
+]
 HEADLINE = "OverlapLocalSGD(period=8, codec=ErrorFeedback(Nearest(bits=4)))"
 _GRACE_SECONDS = 10.0
 # 131,072 tokens a step, which take some 0.5 s where two workers share an H200.
 _LINK = ["--bytes", "--device", "cuda", "--link", "100mbit", "--context", "1024", "--batch", "32", "--micro", "4"]
 PARTS: dict[str, tuple[list[str], int]] = {
-    "tests": ([*_PYTEST, "-m", "gpu", *_MARKED], 110),
+    "tests": ([*_PYTEST, "-m", "gpu", *_MARKED, f"--ignore={_ELASTIC}"], 110),
+    "elastic": (["-m", "pytest", "-m", "gpu", "-s", "-rfE", "--tb=short", "-p", "no:benchmark", _ELASTIC], 60),
     "pretended": ([*_PYTEST, "tests/battery/test_on_gpu.py", "tests/gpu/test_waits.py"], 40),
     "codes": (["-m", "benchmarks.kernels", "--device", "cuda"], 30),
     "link": (

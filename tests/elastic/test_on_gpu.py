@@ -26,8 +26,9 @@ from tests.elastic.test_elastic import agree
 from tests.elastic.test_kills import finished
 from tests.faults import kills
 from tests.grids import fast_where
+from tests.pool import run_processes
 from tests.pretend_gpu import REAL, Pretended, host_waits, pretend_gpu
-from thinwire import Comm, Worker
+from thinwire import Comm, GroupComm, Worker
 from thinwire.core.comm.view_group import ViewComm
 from thinwire.elastic.notice import Notice
 from thinwire.elastic.rounds import Elastic
@@ -253,6 +254,17 @@ def test_messages_from_a_gpu_go_through_the_host_s_memory(size: int) -> None:
     for mine, theirs in zip(found, expected, strict=True):
         assert len(mine) == len(theirs)
         assert all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+def in_group() -> list[Any]:
+    with pretend_gpu():
+        return [x.tolist() for x in calls(GroupComm(timeout=20), ON_GPU)]
+
+
+def test_messages_over_the_gloo_of_a_group_go_through_the_host_s_memory_too() -> None:
+    expected = in_view(2, lambda comm: calls(comm, "cpu"))
+    for mine, theirs in zip(run_processes(2, in_group), expected, strict=True):
+        assert mine == [x.tolist() for x in theirs]
 
 
 @pytest.mark.parametrize("size", [2, 3])

@@ -8,12 +8,14 @@ import hashlib
 import logging
 import os
 import re
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import NoReturn, TypeVar, cast
 from weakref import WeakSet
 
@@ -37,6 +39,7 @@ from thinwire.core.comm.roll_call import Failure, Findings, RollCall, within
 from thinwire.core.comm.send_times import SendTimes
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.comm.work import Work
+from thinwire.core.kernels.decisions import host_copy_later, to_device
 from thinwire.core.torch_internals import default_store, process_groups, sequence_number
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError, PeerLostError, ThinwireError, error_named
 
@@ -103,7 +106,9 @@ class GroupComm(Comm):
         self._send_times = SendTimes()
         self._inflight: dict[int, Handles] = {}
         self._fault: ThinwireError | None = None
-        self._gloo_devices = gloo_devices
+        self._launcher: _Launcher | None = None
+        self._arrived: Callable[[], None] | None = None
+        self._gloo_devices = gloo_devices | {"cpu"} if gloo_devices else gloo_devices
         self._tag = 0
         self.checks_calls = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"  # like torch's own groups
         # At most one entry: connections close with their last reference, so one call must be able to drop it.
@@ -140,19 +145,37 @@ class GroupComm(Comm):
         self._start("connecting", own, lambda group: group.all_gather(own, rows), lambda: None).wait()
         return [bytes(each.tolist()) for each in rows]
 
+    # Over Gloo a tensor of a GPU goes through pinned host memory. Gloo's own calls on GPUs do so too, but some send
+    # before they receive; see `exchange`. The copy to the host is asynchronous: a thread waits for it and launches the
+    # call, so the training thread waits in the call's `wait` only.
+
+    def _through_host(self, x: Tensor) -> bool:
+        return x.device.type != "cpu" and x.device.type in self._gloo_devices
+
+    def _on_host(self, x: Tensor) -> Tensor:
+        """Return a contiguous copy in host memory, whose arrival the next call awaits."""
+        x, self._arrived = host_copy_later(x.contiguous())
+        return x
+
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
+        if self._through_host(x):
+            return self._all_reduce_(self._on_host(x)).then(lambda found: copied_back(x, found))
         return self._start("all_reduce", x, lambda group: group.all_reduce(x), lambda: x)
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
+        if self._through_host(x):
+            return self._all_reduce_min_(self._on_host(x)).then(lambda found: copied_back(x, found))
         return self._start("all_reduce_min", x, lambda group: group.all_reduce_min(x), lambda: x)
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
+        if self._through_host(x):
+            return self._broadcast_(self._on_host(x), src).then(lambda found: copied_back(x, found))
         if not x.is_contiguous():  # chunks are views of the flat vector
             return self._broadcast_(x.contiguous(), src).then(x.copy_)
 
         def launch(group: _Connections) -> Handles:
             chained = self.size > 2 and x.nbytes > _MIN_CHUNK_BYTES
-            if group.timed and chained and x.device.type == "cpu":
+            if group.timed and chained:
                 position = (self.rank - src) % self.size
                 return group.chain_broadcast(x, position, self.rank, self.size, tag=self._next_tag())
             return group.broadcast(x, src)
@@ -164,11 +187,13 @@ class GroupComm(Comm):
         return self._send_times.since_last()
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        if self._through_host(x):
+            return self._all_gather(self._on_host(x)).then(lambda found: _moved(found, x.device))
         flat, rows = x.contiguous().view(-1), list(x.new_empty((self.size, x.numel())))
 
         def launch(group: _Connections) -> Handles:
             direct = self.size == 2 or x.nbytes <= DIRECT_GATHER_BYTES
-            if group.timed and direct and x.device.type == "cpu":
+            if group.timed and direct:
                 # Gloo's ring needs a hop for each rank, and each rank sends before it receives; see `exchange`.
                 rows[self.rank].copy_(flat)
                 return group.exchange([flat] * self.size, rows, self.rank, tag=self._next_tag())
@@ -177,10 +202,14 @@ class GroupComm(Comm):
         return self._start("all_gather", x, launch, lambda: [r.view(x.shape) for r in rows])
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
+        if self._through_host(xs[0]):
+            device, flat = xs[0].device, self._on_host(torch.cat(list(xs)))
+            parts = flat.split([x.numel() for x in xs])
+            return self._all_to_all(parts, sizes).then(lambda found: _moved(found, device))
         parts, received = [x.contiguous() for x in xs], xs[0].new_empty(sum(sizes))
 
         def launch(group: _Connections) -> Handles:
-            if not group.timed or received.device.type != "cpu":
+            if not group.timed:
                 counts = [part.numel() for part in parts]
                 return group.all_to_all(torch.cat(parts), counts, received, list(sizes))
             into = received.split(list(sizes))
@@ -196,18 +225,18 @@ class GroupComm(Comm):
         return self._tag + 1
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        # Gloo passes the address to the network unchanged, and an address in GPU memory crashes the process.
-        through_host = x.device.type in self._gloo_devices and x.device.type != "cpu"
-        sent = x.cpu() if through_host else x
-        received = [torch.empty_like(sent) for _ in src]
+        if self._through_host(x):
+            # Gloo itself would pass the address to the network, and an address in GPU memory crashes the process.
+            return self._send_recv(self._on_host(x), dst, src).then(lambda found: _moved(found, x.device))
+        received = [torch.empty_like(x) for _ in src]
         peers = ", ".join(str(j) for j in sorted({*dst, *src}))
         # Messages of different steps never match, so that the wait for a rank out of step fails and names it.
         tag = 2 * self.step % _TAGS if self.in_step else 0
         return self._start(
             f"send_recv with ranks {peers}",
             x,
-            lambda group: group.send_recv(sent, dst, received, src, tag=tag),
-            lambda: [y.to(x.device) for y in received] if through_host else received,
+            lambda group: group.send_recv(x, dst, received, src, tag=tag),
+            lambda: received,
         )
 
     def duplicate(self) -> Comm:
@@ -283,8 +312,15 @@ class GroupComm(Comm):
 
     def _begin(self, launch: Callable[[], None]) -> Callable[[], str]:
         """Launch a call, now or later; the result waits until it is launched, and returns the problem as text."""
-        launch()
-        return _no_problem
+        arrived, self._arrived = self._arrived, None
+        if self._launcher is None:
+            if arrived is None:
+                launch()
+                return _no_problem
+            self._launcher = _Launcher(self.runtime.start_thread)
+            weakref.finalize(self, self._launcher.end)
+        # From here on all calls, so that their order stays the same on all workers.
+        return self._launcher.launch(arrived, launch, self.timeout)
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
         """Wait for all handles; return the problem as text, empty if there is none."""
@@ -401,6 +437,8 @@ class GroupComm(Comm):
 
     def _close_connections(self) -> None:
         """Drop the last references to the group and to its handles, which closes the connections."""
+        if self._launcher is not None:
+            self._launcher.end()
         for handles in self._inflight.values():
             handles.clear()
         self._inflight.clear()
@@ -483,6 +521,61 @@ class _Connections:
         sends = [dist.P2POp(dist.isend, x, group=self._group, group_peer=j) for j in dst]
         receives = [dist.P2POp(dist.irecv, y, group=self._group, group_peer=j) for j, y in pairs]
         return list(dist.batch_isend_irecv(sends + receives))
+
+
+class _Launcher:
+    """Launches calls in order on a thread, each after its message has arrived in host memory."""
+
+    def __init__(self, start_thread: Callable[[Callable[[], None]], object]) -> None:
+        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        start_thread(self._run)
+
+    def launch(
+        self, arrived: Callable[[], None] | None, launch: Callable[[], None], seconds: float
+    ) -> Callable[[], str]:
+        """Add a call; the result waits until it is launched, and returns the problem as text."""
+        ended, failed = threading.Event(), list[Exception]()
+
+        def run() -> None:
+            try:
+                if arrived is not None:
+                    arrived()
+                launch()
+            except Exception as error:
+                failed.append(error)
+            ended.set()
+
+        def begun() -> str:
+            if not ended.wait(seconds):
+                return "timed out before the message had arrived from the GPU"
+            if not failed:
+                return ""
+            error = failed[0]
+            if isinstance(error, IndexError):
+                return "the connections were closed"
+            if isinstance(error, RuntimeError):
+                return network_problem(error)
+            raise error
+
+        self._calls.put(run)
+        return begun
+
+    def end(self) -> None:
+        """End the thread after the calls that it has got."""
+        self._calls.put(None)
+
+    def _run(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+            del call
+
+
+def copied_back(x: Tensor, found: Tensor) -> Tensor:
+    return x.copy_(found, non_blocking=x.is_cuda)
+
+
+def _moved(found: list[Tensor], device: torch.device) -> list[Tensor]:
+    return [to_device(x, device) for x in found]
 
 
 def _of_size(tag: int, x: Tensor) -> int:

@@ -7,11 +7,10 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -20,10 +19,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store  # pyright: ignore[reportPrivateImportUsage]
 
 from thinwire.core.comm.base import Comm
-from thinwire.core.comm.group import GroupComm, Handles, first_sentence, network_problem, try_wait
+from thinwire.core.comm.group import GroupComm, Handles, copied_back, first_sentence, try_wait
 from thinwire.core.comm.roll_call import Failure, within
 from thinwire.core.comm.work import Work
-from thinwire.core.kernels.decisions import host_copy_later, to_device
 from thinwire.core.torch_internals import operation_of
 from thinwire.errors import CommTimeoutError, PeerLostError, ThinwireError, error_named
 
@@ -59,8 +57,6 @@ class ViewComm(GroupComm):
         Comm.__init__(self, rank, size, timeout=timeout)
         self._lost = lost
         self._first = store
-        self._launcher: _Launcher | None = None
-        self._arrived: Callable[[], None] | None = None
         self._connect(_with_own_connection(store), range(size), {"cpu"})
 
     def _connected(self, connect: Callable[[], T]) -> T:
@@ -108,48 +104,23 @@ class ViewComm(GroupComm):
     # Messages are received into separate memory, and copied to the caller's after a successful wait. An abandoned call
     # continues, and may end when a frozen worker wakes up. It would overwrite parameters or gradients that have been
     # restored and trained on. It also sends from that memory, whose content does not change. For tensors of a GPU that
-    # memory is the host's, so an abandoned call holds no memory of the GPU. The copy to the host is asynchronous: a
-    # thread waits for it and launches the call, so the training thread waits in the call's `wait` only.
+    # memory is the host's, so an abandoned call holds no memory of the GPU.
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        return super()._all_reduce_(self._copied(x)).then(lambda found: _copied_back(x, found))
+        return super()._all_reduce_(self._copied(x)).then(lambda found: copied_back(x, found))
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        return super()._all_reduce_min_(self._copied(x)).then(lambda found: _copied_back(x, found))
+        return super()._all_reduce_min_(self._copied(x)).then(lambda found: copied_back(x, found))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
-        return super()._broadcast_(self._copied(x), src).then(lambda found: _copied_back(x, found))
-
-    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        return super()._all_gather(self._on_host(x)).then(lambda found: _moved(found, x.device))
-
-    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        device = xs[0].device
-        if device.type != "cpu":
-            xs = self._on_host(torch.cat(list(xs))).split([x.numel() for x in xs])
-        return super()._all_to_all(xs, sizes).then(lambda found: _moved(found, device))
-
-    def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        return super()._send_recv(self._on_host(x), dst, src).then(lambda found: _moved(found, x.device))
+        return super()._broadcast_(self._copied(x), src).then(lambda found: copied_back(x, found))
 
     def _copied(self, x: Tensor) -> Tensor:
         """Return a contiguous copy in host memory."""
         return x.clone(memory_format=torch.contiguous_format) if x.device.type == "cpu" else self._on_host(x)
 
-    def _on_host(self, x: Tensor) -> Tensor:
-        """Return a tensor of the CPU unchanged; of a GPU's a contiguous copy, whose arrival the next call awaits."""
-        if x.device.type != "cpu":
-            x, self._arrived = host_copy_later(x.contiguous())
-        return x
-
-    def _begin(self, launch: Callable[[], None]) -> Callable[[], str]:
-        arrived, self._arrived = self._arrived, None
-        if self._launcher is None:
-            if arrived is None:
-                return super()._begin(launch)
-            self._launcher = _Launcher(self.runtime.start_thread)
-        # From here on all calls, so that their order stays the same on all workers.
-        return self._launcher.launch(arrived, launch, self.timeout)
+    def _through_host(self, x: Tensor) -> bool:
+        return x.device.type != "cpu"
 
     def _wait_for(self, handles: Handles, seconds: float | None) -> str:
         """Wait, and check regularly that the awaited workers still run.
@@ -233,8 +204,6 @@ class ViewComm(GroupComm):
 
         A collective that waits for a silently lost worker ends at the timeout; no caller waits that long.
         """
-        if self._launcher is not None:
-            self._launcher.end()
         held: list[Any] = [*self._own, *(handle for handles in self._inflight.values() for handle in handles)]
         super()._close_connections()
         closed = threading.Event()
@@ -294,61 +263,6 @@ class GlooConnector:
         """Close the connections of a comm."""
         assert isinstance(comm, ViewComm)
         comm.disconnect()
-
-
-class _Launcher:
-    """Launches calls in order on a thread, each after its message has arrived in host memory."""
-
-    def __init__(self, start_thread: Callable[[Callable[[], None]], object]) -> None:
-        self._calls: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        start_thread(self._run)
-
-    def launch(
-        self, arrived: Callable[[], None] | None, launch: Callable[[], None], seconds: float
-    ) -> Callable[[], str]:
-        """Add a call; the result waits until it is launched, and returns the problem as text."""
-        ended, failed = threading.Event(), list[Exception]()
-
-        def run() -> None:
-            try:
-                if arrived is not None:
-                    arrived()
-                launch()
-            except Exception as error:
-                failed.append(error)
-            ended.set()
-
-        def begun() -> str:
-            if not ended.wait(seconds):
-                return "timed out before the message had arrived from the GPU"
-            if not failed:
-                return ""
-            error = failed[0]
-            if isinstance(error, IndexError):
-                return "the connections were closed"
-            if isinstance(error, RuntimeError):
-                return network_problem(error)
-            raise error
-
-        self._calls.put(run)
-        return begun
-
-    def end(self) -> None:
-        """End the thread after the calls that it has got."""
-        self._calls.put(None)
-
-    def _run(self) -> None:
-        while (call := self._calls.get()) is not None:
-            call()
-            del call
-
-
-def _copied_back(x: Tensor, found: Tensor) -> Tensor:
-    return x.copy_(found, non_blocking=x.is_cuda)
-
-
-def _moved(found: list[Tensor], device: torch.device) -> list[Tensor]:
-    return [to_device(x, device) for x in found]
 
 
 def _is_message(handle: Any) -> bool:
