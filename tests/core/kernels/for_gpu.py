@@ -10,6 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from thinwire.core.kernels import (
+    triton_chunks,
     triton_floats,
     triton_quantized,
     triton_rounded,
@@ -23,6 +24,8 @@ KINDS = {
     **dict.fromkeys(("stream", "streams", "planes", "payload", "payloads"), "*u8"),
     **dict.fromkeys(("shift", "half", "scale"), "fp32"),
     **dict.fromkeys(("low", "high"), "i64"),
+    **dict.fromkeys(("places", "wrong"), "*i32"),
+    "values": "*fp32",
     "seeds": "*i64",
     **dict.fromkeys(("gradient", "mean", "square", "most", "momentum"), "*fp32"),
     "numbers": "*fp64",
@@ -44,6 +47,14 @@ FIXED: list[tuple[Any, dict[str, object]]] = [
         (triton_rounded._decode, {"SPAN": 2048, "BITS": bits, "PER": per, "SUM": add})
         for bits, per, add in ((4, 2048, False), (8, 8, True))
     ),
+    *(
+        (
+            triton_chunks._encode,
+            {"SPAN": span, "KEPT": kept, "BYTES": 128, "BITS": bits, "STEP": 0.5, "RESIDUAL": residual},
+        )
+        for span, kept, bits, residual in ((4096, 64, 2, True), (64, 1, 5, False))
+    ),
+    *((triton_chunks._add, {"SPAN": 4096, "KEPT": 64, "BITS": 2, "FRESH": fresh}) for fresh in (True, False)),
     (triton_floats._encode, {"SPAN": 2048}),
     (triton_floats._decode, {"SPAN": 2048}),
     (triton_floats._decode, {"SPAN": 2048, "n": 1}),
@@ -76,7 +87,7 @@ def compiled(kernel: Any, fixed: dict[str, object], double: bool = False) -> str
     names = list(kernel.arg_names)
     kinds = {**KINDS, **dict.fromkeys(DOUBLE, "*fp64")} if double else KINDS
     signature = {name: "constexpr" if name in fixed else kinds.get(name, "i32") for name in names}
-    if kernel is triton_floats._encode:
+    if kernel in (triton_floats._encode, triton_chunks._encode):
         signature["out"] = "*u8"
     source = ASTSource(kernel, signature, {(names.index(name),): value for name, value in fixed.items()})
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from thinwire.core.kernels import (
+    chunked_nbytes,
     floats,
     quantized_nbytes,
     sign_nbytes,
+    triton_chunks,
     triton_floats,
     triton_quantized,
     triton_rounded,
@@ -19,7 +21,7 @@ from thinwire.core.kernels import (
     triton_signs,
     triton_sketched,
 )
-from thinwire.core.kernels.reference import quantized, rounded, signs, sketched
+from thinwire.core.kernels.reference import chunks, quantized, rounded, signs, sketched
 from thinwire.core.kernels.reference.rows import adam_rows_, sgd_rows_
 
 SIZES = (1, 9, 500)
@@ -115,6 +117,32 @@ def check_powers(n: int) -> None:
     assert same_bits(triton_floats.decode_powers(payload, n), floats.decode_powers(payload, n))
 
 
+def check_chunks(n: int, chunk: int, kept: int, bits: int) -> None:
+    """Ordinary numbers with equal ones, chunks of zeros, tiny and infinite numbers; NaN, and a damaged payload."""
+    x, how = special(n).mul(4).round().div(4), {"chunk": chunk, "kept": kept, "bits": bits}
+    x[: n // 3] += 0.01 * special(n, 2)[: n // 3]
+    x[-2:] = torch.inf
+    x[n // 4 : n // 4 + chunk] *= 1e-33
+    rest = 0.3 * special(n, 1)
+    rest[n // 4 :] = 0
+    payload, expected = torch.full((2, chunked_nbytes(n, **how)), 7, dtype=torch.uint8)
+    for ours, theirs in ((rest.clone(), rest.clone()), (None, None)):
+        assert triton_chunks.encode_chunks_(x, ours, payload, **how)
+        chunks.encode_chunks_(x, theirs, expected, **how)
+        assert payload.equal(expected)
+        assert ours is None or theirs is None or same_values(ours, theirs)
+    ours, theirs = rest.clone(), rest.clone()
+    for fresh in (False, True):
+        assert triton_chunks.add_chunks_(ours, payload, fresh=fresh, **how)
+        chunks.add_chunks_(payload, theirs.zero_() if fresh else theirs, **how)
+        assert same_values(ours, theirs)
+    x[n // 2] = torch.nan
+    assert not triton_chunks.encode_chunks_(x, ours, payload, **how)
+    if n % chunk and n % chunk < chunk // 2:
+        payload.fill_(255)
+        assert not triton_chunks.add_chunks_(ours, payload, fresh=True, **how)
+
+
 def check_sketch(n: int, rows: int, columns: int) -> None:
     x, ours, theirs = special(n), torch.ones(rows, columns), torch.ones(rows, columns)
     triton_sketched.sketch_(x, ours, key=n, scale=0.3)
@@ -172,6 +200,9 @@ def main() -> None:
                 check_sketch(n, rows, columns)
                 count += 1
     check_nearest(2500, 2048, 4)
+    for n, chunk, kept, bits in ((500, 64, 5, 2), (300, 100, 7, 6), (1100, 1024, 64, 2), (9, 8, 8, 1), (40, 2, 1, 8)):
+        check_chunks(n, chunk, kept, bits)
+        count += 1
     print(f"{count} agree")
 
 

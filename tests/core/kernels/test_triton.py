@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thinwire.core import kernels
+from thinwire.errors import NonFiniteError
 
 HERE = Path(__file__).parent
 
@@ -39,7 +40,7 @@ def test_interpreted_kernels_give_what_torch_gives(tmp_path: Path) -> None:
 
 @needs_triton
 def test_kernels_compile_for_a_gpu_and_fuse_no_product_with_a_sum(tmp_path: Path) -> None:
-    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "25 compiled"
+    assert output_of("for_gpu.py", tmp_path, TRITON_INTERPRET="0") == "29 compiled"
 
 
 # -- on a GPU ----------------------------------------------------------------------------------------------------------
@@ -103,4 +104,27 @@ def test_the_nearest_levels_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) -> 
             kernels.encode_rounded_(x.to(device), None, payload, **how)
             kernels.sum_rounded_(torch.stack([payload, payload, payload]), decoded, **how)
             made += [payload, decoded]
+    assert all(mine.equal(theirs.cpu()) for mine, theirs in zip(found["cpu"], found["cuda"], strict=True))
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1, 9, 5000, 1 << 20])
+def test_the_largest_of_chunks_on_a_gpu_are_bit_by_bit_those_on_the_cpu(n: int) -> None:
+    found = dict[str, list[Tensor]](cpu=[], cuda=[])
+    # Some elements are equal, so that the first of them must be sent.
+    x = torch.where(torch.arange(n) % 3 == 0, drawn(n), drawn(n).mul(4).round())
+    for device, made in found.items():
+        for chunk, kept, bits in ((4096, 64, 2), (100, 7, 6), (16384, 500, 8)):
+            how = {"chunk": chunk, "kept": kept, "bits": bits}
+            payload = torch.zeros(kernels.chunked_nbytes(n, **how), dtype=torch.uint8, device=device)
+            rest, decoded = 0.1 * x.to(device), torch.full((n,), 5.0, device=device)
+            kernels.encode_chunks_(x.to(device), rest, payload, **how)
+            kernels.add_chunks_(payload, decoded, **how)
+            made += [payload, rest, decoded.clone()]
+            kernels.encode_chunks_(x.to(device), None, payload, **how)
+            kernels.add_chunks_(payload, decoded, fresh=True, **how)
+            made += [payload, decoded]
+        with pytest.raises(NonFiniteError, match="NaN"):
+            kernels.encode_chunks_(torch.full((n,), torch.nan, device=device), None, payload, **how)
     assert all(mine.equal(theirs.cpu()) for mine, theirs in zip(found["cpu"], found["cuda"], strict=True))

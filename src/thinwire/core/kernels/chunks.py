@@ -15,6 +15,7 @@ from thinwire.core.kernels.base import (
     check_payload,
     check_same_device,
     compiled,
+    on_gpu,
     writable,
 )
 from thinwire.core.kernels.reference import chunks
@@ -77,7 +78,11 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
     with writable(out, torch.uint8) as target, writable(x if residual is None else residual, read=True) as left:
         given = None if residual is None else left
         if library is None:
-            finite = chunks.encode_chunks_(x, given, target, chunk=chunk, kept=kept, bits=bits)
+            encode_by = chunks.encode_chunks_
+            if on_gpu(x):
+                # Triton is optional, so its kernels are imported at use.
+                from thinwire.core.kernels.triton_chunks import encode_chunks_ as encode_by
+            finite = encode_by(x, given, target, chunk=chunk, kept=kept, bits=bits)
         else:
             how = _Chunking(x.numel(), chunk, kept, bits, (chunk - 1).bit_length())
             at = None if given is None else given.data_ptr()
@@ -86,8 +91,8 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
         raise NonFiniteError(f"some of {x.numel()} elements are NaN: their order is undefined")
 
 
-def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> None:
-    """Add the elements of a payload to `out`, fp32 [n].
+def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int, fresh: bool = False) -> None:
+    """Add the elements of a payload to `out`, fp32 [n]; with `fresh`, to zeros, whatever `out` contains.
 
     Raises:
         ConfigError: sizes do not fit, an argument is out of range, or a position is outside its chunk.
@@ -97,10 +102,18 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
     if out.numel() == 0 or out.is_meta:
         return
     payload, library = payload.contiguous(), compiled(out)
-    with writable(out, read=True) as target:
-        if library is None:
+    with writable(out, read=not fresh) as target:
+        if on_gpu(out):
+            from thinwire.core.kernels import triton_chunks
+
+            valid = triton_chunks.add_chunks_(target, payload, chunk=chunk, kept=kept, bits=bits, fresh=fresh)
+        elif library is None:
+            if fresh:
+                target.zero_()
             valid = chunks.add_chunks_(payload, target, chunk=chunk, kept=kept, bits=bits)
         else:
+            if fresh:
+                target.zero_()
             how = _Chunking(out.numel(), chunk, kept, bits, (chunk - 1).bit_length())
             valid = library.thinwire_decode_chunks(payload.data_ptr(), target.data_ptr(), ctypes.byref(how)) == 0
     if not valid:

@@ -90,9 +90,9 @@ class ChunkedTopK(Codec):
 
     def decode_sum(self, payloads: Sequence[Tensor], like: Tensor, keys: Sequence[int]) -> Tensor:
         """Decode and add the sent elements only."""
-        total = torch.zeros_like(like, dtype=torch.float32)
-        for payload in payloads:
-            add_chunks_(payload, total, chunk=self.chunk, kept=self.kept, bits=self.bits)
+        total = torch.empty_like(like, dtype=torch.float32)
+        for i, payload in enumerate(payloads):
+            add_chunks_(payload, total, chunk=self.chunk, kept=self.kept, bits=self.bits, fresh=i == 0)
         return total.to(like.dtype)
 
     def count(self, n: int) -> int:
