@@ -52,7 +52,7 @@ PARTS: dict[str, tuple[list[str], int]] = {
     "tests": ([*_PYTEST, "-m", "gpu", *(file for file in _MARKED if file != _ELASTIC)], 110),
     "elastic": (["-m", "pytest", "-m", "gpu", "-s", "-rfE", "--tb=short", "-p", "no:benchmark", _ELASTIC], 60),
     "pretended": ([*_PYTEST, "tests/battery/test_on_gpu.py", "tests/gpu/test_waits.py"], 40),
-    "codes": (["-m", "benchmarks.kernels", "--device", "cuda"], 30),
+    "codes": (["-m", "benchmarks.kernels", "--device", "cuda"], 50),
     "link": (
         ["-m", "benchmarks.gpt124m", *_LINK, "--steps", "24", "--strategy", "LocalSGD(period=1000)", HEADLINE],
         100,
