@@ -241,13 +241,12 @@ class Comm(ABC):
         try:
             if self.check_device != row.device:
                 row = to_device(row, self.check_device)
-            return self._all_gather(row).then(self._compare)
+            return self._all_gather_rows(row).then(self._compare)
         finally:
             self.calling = ""
 
-    def _compare(self, rows: Sequence[Tensor]) -> list[int]:
+    def _compare(self, gathered: Tensor) -> list[int]:
         """Return the number of each row; raise if what comes before it differs."""
-        gathered = torch.stack(list(rows))
         if gathered.device.type != "cpu":
             gathered = read_host(gathered)
         if self.reporter is not None:
@@ -474,6 +473,10 @@ class Comm(ABC):
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]: ...
 
+    def _all_gather_rows(self, x: Tensor) -> Work[Tensor]:
+        """Gather every rank's vector as a row of one tensor, which the caller only reads."""
+        return self._all_gather(x).then(lambda rows: torch.stack(list(rows)))
+
     @abstractmethod
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]: ...
 
@@ -483,6 +486,8 @@ class Comm(ABC):
 
 def _odd_ones(numbers: Sequence[int]) -> list[int]:
     """Return the ranks whose number differs from the majority's."""
+    if numbers.count(numbers[0]) == len(numbers):
+        return []
     most = Counter(numbers).most_common(1)[0][0]
     return [rank for rank, number in enumerate(numbers) if number != most]
 

@@ -31,7 +31,7 @@ def all_finite_each(tensors: Sequence[Tensor]) -> bool:
     if not tensors or tensors[0].is_meta:
         return True
     read = tensors
-    if tensors[0].device.type == "cpu":
+    if len(tensors) > 1 and tensors[0].device.type == "cpu":
         # One call per small tensor takes longer than a copy of all of them.
         small: list[Tensor] = []
         read = []

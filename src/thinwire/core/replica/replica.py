@@ -265,10 +265,10 @@ class Replica:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]
         # In fp64, because squares of many small differences are added.
-        squares = [(y - sample).square_().sum(dtype=torch.float64) for y in samples[1:]]
-        if squares:
+        distances = [torch.linalg.vector_norm(y - sample, dtype=torch.float64) for y in samples[1:]]
+        if distances:
             scale = own.numel() / sample.numel()
-            mean = squares[0] if len(squares) == 1 else torch.stack(squares).mean()
+            mean = distances[0].square_() if len(distances) == 1 else torch.stack(distances).square_().mean()
             self.metrics["consensus_distance"] = mean.mul_(scale / 2).sqrt_()
 
     def wait_pending(self) -> None:

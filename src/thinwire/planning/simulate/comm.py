@@ -188,14 +188,17 @@ class SimulatedComm(Comm):
         return done.then(lambda chosen: x if x.is_meta or self.rank == src else x.copy_(chosen))
 
     def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
+        return self._all_gather_rows(x).then(lambda rows: list(rows.clone().unbind()))
+
+    def _all_gather_rows(self, x: Tensor) -> Work[Tensor]:
+        # All ranks read one tensor: copies for each would take time that grows with the square of their number.
         nbytes = x.nbytes
 
         def stacked(xs: list[Tensor]) -> Tensor:
             return x.new_empty((self.size, *x.shape)) if x.is_meta else torch.stack(xs)
 
         label = f"all_gather of {describe(x)}"
-        gathered = self._join(label, x, stacked, lambda times: self._wires.all_gather(times, nbytes))
-        return gathered.then(lambda rows: list(rows.clone().unbind()))
+        return self._join(label, x, stacked, lambda times: self._wires.all_gather(times, nbytes))
 
     def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
         def own_column(rows: list[list[Tensor]]) -> list[Tensor]:
