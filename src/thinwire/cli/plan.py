@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -71,6 +71,9 @@ class Plan:
         prices: with --bucket, dollars for 1,000 writes, for 1,000 reads, and for 1 GB that is read; those of S3 unless
             given, 0.005,0.0004,0.09.
         within: with --bucket, how many times as long a step may take as one without communication.
+        published: instead of --link, a table of measurements with its models and links, NAME.toml and NAME.tsv: its
+            numbers are fitted as the file says, and its cells predicted. With --link NAME, plan on that fitted link.
+        cell: with --published, explain this cell: model, workers, link, method.
         step_seconds: what a training step takes without communication, instead of timing it here; a third is taken as
             the forward pass.
         optimizer: sgd or adamw, which is timed with the step, and which some strategies do not serve; unless given,
@@ -97,6 +100,8 @@ class Plan:
     bucket: str | None = None
     prices: str | None = None
     within: float = 1.05
+    published: Path | None = None
+    cell: str | None = None
     step_seconds: float | None = None
     optimizer: str | None = None
     strategies: str | None = None
@@ -114,6 +119,8 @@ class Plan:
         self._check()
         if self.bucket is not None:
             return self._over_bucket(self.bucket)
+        if self.published is not None and self.link is None:
+            return self._published(self.published)
         from thinwire.planning.doctor.host import load_average, usable_cores
         from thinwire.planning.plan.candidates import CANDIDATES
         from thinwire.planning.plan.decision import decide
@@ -157,6 +164,27 @@ class Plan:
             _print(found, step, counted=self.link is None)
         return 0
 
+    def _published(self, path: Path) -> int:
+        """Predict the cells of a source, or explain one."""
+        from thinwire.planning.plan.published import explain_cell, load_source
+
+        source = load_source(path)
+        with Parts("planning: the cells are predicted, which may take minutes"):
+            if self.cell is not None:
+                found, lines = None, explain_cell(source, self.cell)
+            else:
+                found = source.predict()
+                lines = "\n".join(
+                    f"{each.error:+7.1%}  predicted {each.seconds:.4g} s, published {each.cell.seconds:.4g} s  "
+                    f"{each.cell.name}" + ", calibrates" * each.calibrates
+                    for each in found
+                )
+        if self.json and found is not None:
+            print_json({"cells": [asdict(each) | {"error": each.error} for each in found]})
+        else:
+            out.print(lines, markup=False)
+        return 0
+
     def _over_bucket(self, text: str) -> int:
         """Plan for a bucket, by the objects that `thinwire explain --bucket` counts."""
         from math import prod
@@ -198,9 +226,18 @@ class Plan:
             ConfigError: with the two.
         """
         given = [name for name in ("link", "network", "doctor", "bucket") if getattr(self, name) is not None]
+        if self.cell is not None and (self.published is None or given or self.json):
+            raise ConfigError(f"--cell {self.cell}: goes with --published alone, and is printed as text")
+        if self.published is not None and given in ([], ["link"]):
+            self._check_published()
+            given = ["published"]
         if len(given) != 1:
             words = f"--{given[0]} and --{given[1]}: give one of them" if given else "no network: give --link 100mbit"
             raise ConfigError(f"{words}. A network is --link, --network FILE, --doctor FILE or --bucket")
+        if self.published is not None and given != ["published"]:
+            raise ConfigError(
+                f"--published {self.published} with --{given[0]}: its links are in its own file. Leave it out"
+            )
         if self.bucket is None and (self.prices is not None or self.within != Plan.within):
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
         if self.bucket is not None and self.plot is not None:
@@ -231,6 +268,17 @@ class Plan:
         if self.plot is not None:
             _check_plot(self.plot)
 
+    def _check_published(self) -> None:
+        """Refuse options that predictions of a table, or links of its file, do not use."""
+        unused = ("latency",) if self.link is not None else tuple(each.name for each in fields(self))
+        for name in unused:
+            value = getattr(self, name)
+            if name not in ("published", "cell", "json") and value != getattr(Plan, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {value} with --published {self.published}: its cells and links are in "
+                    "its own files. Leave it out, or add --link NAME to plan on one of its links"
+                )
+
     def _examination(self) -> Examination | None:
         from thinwire.planning.doctor.reading import read_examination
 
@@ -242,6 +290,12 @@ class Plan:
         from thinwire.planning.plan.networks import LATENCY, check_entries, network_of_links
         from thinwire.planning.simulate import load_network
 
+        if self.published is not None and self.link is not None:
+            from thinwire.planning.plan.published import load_source
+
+            network = load_source(self.published).calibrated().network(self.link)
+            check_entries(network, f"--published {self.published}: {self.link}", _NOT_PLANNED)
+            return network
         if self.network is not None:
             network = load_network(self.network, name=f"--network {self.network}")
             check_entries(network, f"--network {self.network}", _NOT_PLANNED)

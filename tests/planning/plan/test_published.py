@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from benchmarks.published import page
 from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load
 from thinwire import ConfigError
+from thinwire.cli import main
 from thinwire.planning.plan.published import Cell, Predicted, explain_cell, load_source, order_errors
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 
@@ -110,3 +113,41 @@ def test_the_page_has_the_committed_verdict() -> None:
     text = (HERE.parents[1] / "docs" / "scale.md").read_text(encoding="utf-8")
     assert page.verdict() in text
     assert all(abs(each.error) < 0.005 for cells in all_predictions().values() for each in cells if each.calibrates)
+
+
+def test_the_command_predicts_explains_and_plans_on_a_fitted_link(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(write(tmp_path))
+    assert main(["plan", "--published", source, "--json"]) == 0
+    found = {each["cell"]["method"]: each for each in reversed(json.loads(capsys.readouterr().out)["cells"])}
+    assert found["dense"]["calibrates"]
+    assert abs(found["local"]["error"]) < 0.01
+    assert main(["plan", "--published", source, "--cell", "mlp, 8, slow, dense"]) == 0
+    told = capsys.readouterr().out
+    assert "recipe     AllReduce()" in told
+    assert "fitted     links/slow/network/bandwidth = 50" in told
+    given = ["plan", "--published", source, "--link", "slow", "--step-seconds", "0.1", "--strategies", "AllReduce()"]
+    assert main(given) == 0
+    # The network file says 1 Gbit/s; the measurement was made with half of it.
+    assert "500 Mbit/s" in capsys.readouterr().out
+    for wrong, words in (
+        (["--published", source, "--workers", "4"], "--workers 4 with --published"),
+        (["--published", source, "--link", "slow", "--latency", "1ms"], "--latency 1ms with --published"),
+        (["--published", source, "--network", "a.toml"], "its links are in its own file"),
+        (["--link", "1gbit", "--cell", "mlp, 8, slow, dense"], "goes with --published alone"),
+        (["--published", source, "--link", "fast"], "has no link 'fast'"),
+    ):
+        assert main(["plan", *wrong]) == 2
+        assert words in " ".join(capsys.readouterr().err.split())
+
+
+def test_the_printed_command_explains_its_cell(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = HERE.parents[1]
+    monkeypatch.chdir(root)
+    lines = (root / "docs" / "scale.md").read_text(encoding="utf-8").splitlines()
+    (command,) = [shlex.split(line) for line in lines if line.startswith("thinwire plan --published")]
+    assert main(command[1:]) == 0
+    assert "published  20.87 s" in capsys.readouterr().out

@@ -149,7 +149,7 @@ class Source:
 
     def seconds(self, cell: Cell) -> float:
         """Predict what a cell measured."""
-        model, network = self._entry("models", cell.model), _network(self, cell.link)
+        model, network = self._entry("models", cell.model), self.network(cell.link)
         buckets = [_WHOLE] if not cell.bucket else [int(float(each) * _MEGABYTE) for each in cell.bucket.split("|")]
         steps = cell.steps * float(model.get("steps", 1))
         if cell.recipe.startswith("call:"):
@@ -173,6 +173,10 @@ class Source:
             for bucket in buckets
         ]
         return steps * min(found)
+
+    def network(self, link: str) -> Network:
+        """Return the network of a link of the file."""
+        return read_network(self._entry("links", link), name=f"{self.name}.toml: {link}")
 
     def predict(self) -> list[Predicted]:
         """Calibrate, then predict every cell that has a class."""
@@ -246,7 +250,7 @@ def explain_cell(source: Source, name: str) -> str:
     """Describe one prediction: what was measured, what is predicted, and on what."""
     source = source.calibrated()
     cell = source.cell(name)
-    seconds, network = source.seconds(cell), _network(source, cell.link)
+    seconds, network = source.seconds(cell), source.network(cell.link)
     lines = [
         f"{cell.name}",
         f"  published  {cell.seconds:.4g} s ({cell.note})",
@@ -255,10 +259,6 @@ def explain_cell(source: Source, name: str) -> str:
         f"  network    {network.bits_per_second / 1e9:.4g} Gbit/s, {network.latency * 1e3:g} ms",
     ]
     return "\n".join([*lines, *(f"  fitted     {path} = {value}" for path, value in source.numbers().items())])
-
-
-def _network(source: Source, link: str) -> Network:
-    return read_network(source._entry("links", link), name=f"{source.name}.toml: {link}")  # pyright: ignore[reportPrivateUsage]
 
 
 def _elements(model: Mapping[str, Any]) -> int:
