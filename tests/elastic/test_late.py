@@ -23,7 +23,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import Process
-from tests.oracles.late import Arrival, train
+from tests.oracles.late import Arrival, train, train_fragments
 from thinwire import (
     AllReduce,
     ConfigError,
@@ -40,6 +40,7 @@ from thinwire import (
     PowerSGD,
     SlowMo,
     Strategy,
+    Streaming,
     Worker,
     attach,
 )
@@ -77,6 +78,7 @@ def run(
     rounds: int,
     *,
     size: int = SIZE,
+    period: int = PERIOD,
     pause: Callable[[int, int], float] = lambda name, step: 0.0,
 ) -> list[tuple[Tensor, list[Closing]]]:
     """Train threads up to a round; returns the consensus and the log of each."""
@@ -87,7 +89,7 @@ def run(
         with attach(model, optimizer, strategy, timeout=30, **fleet(rank)) as worker:
             assert isinstance(worker.elastic, LateRounds)
             name, own = int(name_of(worker)), 0
-            while worker.step < rounds * PERIOD:
+            while worker.step < rounds * period:
                 model.x.grad = gradient(name, own, model.x.detach())
                 worker.record_batch(1 + name)
                 time.sleep(pause(name, own))
@@ -134,12 +136,65 @@ def random_log(seed: int, rounds: int, delay: int, carry: str) -> tuple[Closing,
     return tuple(log)
 
 
+def random_log_of_fragments(
+    seed: int, rounds: int, fragments: int, ends: Sequence[int], period: int, delay: int, carry: str
+) -> tuple[Closing, ...]:
+    """Closings of rounds that alternate between fragments, as workers of random speeds could cause them."""
+    draw, log = random.Random(seed), list[Closing]()
+    steps, at = [0] * SIZE, [list(range(fragments)) for _ in range(SIZE)]
+    tokens, waits = [[0.0] * fragments for _ in range(SIZE)], [-1] * SIZE
+    sent: list[Contribution] = []
+
+    def restart(name: int, f: int) -> None:
+        at[name][f] = len(log) + (f - len(log)) % fragments
+        waits[name] = -1
+        if carry == "off":
+            tokens[name][f] = 0.0
+
+    while len(log) < rounds:
+        running = [name for name in range(SIZE) if waits[name] < 0]
+        due = [each for each in sent if (len(log) - each.started) % fragments == 0]
+        if due and (not running or draw.random() < 0.3):
+            slow = {str(name) for name in range(SIZE) if draw.random() < 0.3}
+            taken = [each for each in due if each.worker not in slow] or due
+            sent = [each for each in sent if each not in taken]
+            log.append(Closing(len(log), tuple(sorted(taken))))
+            continue
+        for name in range(SIZE):  # a worker that waits continues from the newest point that it knows
+            if waits[name] >= 0 and len(log) > at[name][waits[name]] and draw.random() < 0.7:
+                restart(name, waits[name])
+        if not running:
+            continue
+        name = draw.choice(running[: draw.randint(1, len(running))])
+        steps[name] += 1
+        for f in range(fragments):
+            tokens[name][f] += 1.0 + name
+        for f, end in enumerate(ends):
+            left = (end - steps[name]) % period
+            if left == delay:
+                others = tuple(x for g, x in enumerate(at[name]) if g != f)
+                sent.append(Contribution(at[name][f], str(name), tokens[name][f], others))
+                tokens[name][f] = 0.0
+            if left == 0:
+                waits[name] = f
+                if len(log) > at[name][f]:
+                    restart(name, f)
+    return tuple(log)
+
+
+def starts_of(each: Contribution) -> tuple[int, ...]:
+    """Of all fragments, in their order."""
+    starts = list(each.others)
+    starts.insert(each.started % (1 + len(starts)), each.started)
+    return tuple(starts)
+
+
 def arrivals(log: Sequence[Closing]) -> list[list[Arrival]]:
     return [[(int(each.worker), each.started, each.tokens) for each in closing.contributions] for closing in log]
 
 
 def nesterov(rate: float = 0.7, momentum: float = 0.9) -> Callable[[Tensor, Tensor], Tensor]:
-    velocity = torch.zeros(NUMEL, dtype=torch.float64)
+    velocity = torch.zeros((), dtype=torch.float64)
 
     def step(x: Tensor, mean: Tensor) -> Tensor:
         nonlocal velocity
@@ -150,7 +205,7 @@ def nesterov(rate: float = 0.7, momentum: float = 0.9) -> Callable[[Tensor, Tens
 
 
 def slow(momentum: float = 0.5) -> Callable[[Tensor, Tensor], Tensor]:
-    velocity = torch.zeros(NUMEL, dtype=torch.float64)
+    velocity = torch.zeros((), dtype=torch.float64)
 
     def step(x: Tensor, mean: Tensor) -> Tensor:
         nonlocal velocity
@@ -203,6 +258,84 @@ def test_any_order_of_arrivals_equals_the_oracle(base: str, late: Any, delayed: 
         assert torch.equal(x, found[0][0])
         assert closings == list(log)
     assert torch.allclose(found[0][0], expected, atol=1e-4 if coded else 1e-10), (found[0][0] - expected).abs().max()
+
+
+LONG = 6
+"""A period that has room for a delay between the rounds of three fragments."""
+FRAGMENTED: dict[str, tuple[Strategy, int, Callable[[], Callable[[Tensor, Tensor], Tensor]]]] = {
+    "DiLoCo": (DiLoCo(period=LONG, fragments=2), 2, nesterov),
+    "three": (DiLoCo(period=LONG, fragments=3), 3, nesterov),
+    "Streaming": (Streaming(SlowMo(period=LONG, momentum=0.5), fragments=2), 2, slow),
+}
+FRAGMENT_CASES = list(
+    itertools.product(
+        FRAGMENTED, ["off", "discounted", "full"], [(0, "off"), (1, "off"), (1, "full"), (1, "adaptive")], [False, True]
+    )
+)
+
+
+@pytest.mark.parametrize(("base", "late", "delayed", "coded"), FRAGMENT_CASES)
+def test_fragments_in_any_order_of_arrivals_equal_the_oracle(
+    base: str, late: Any, delayed: tuple[int, Any], coded: bool
+) -> None:
+    strategy, count, outer = FRAGMENTED[base]
+    delay, carry = delayed
+    # The fragments in the order in which their rounds end: those of Streaming from the last one.
+    cuts = [slice(f * NUMEL // count, (f + 1) * NUMEL // count) for f in range(count)]
+    cuts = cuts[::-1] if base == "Streaming" else cuts
+    ends = [(f + 1) * LONG // count for f in range(count)]
+    seed = FRAGMENT_CASES.index((base, late, delayed, coded))
+    log = random_log_of_fragments(seed, 4 * count, count, ends, LONG, delay, carry)
+    codec = ErrorFeedback(Nearest(bits=8)) if coded else None
+    options = LateMerging(late=late, codec=codec, delay=delay, carry=carry, replay=log)
+    found = run(in_bucket(options), strategy, options, 4, period=LONG)
+    expected = train_fragments(
+        gradient,
+        START,
+        [[(int(c.worker), c.started, c.tokens, starts_of(c)) for c in closing.contributions] for closing in log],
+        period=LONG,
+        rate=RATE,
+        cuts=cuts,
+        ends=ends,
+        outers=[outer() for _ in cuts],
+        exponent={"off": None, "discounted": 0.5, "full": 0.0}[late],
+        code=code if coded else None,
+        delay=delay,
+        carry=carry,
+    )
+    for x, closings in found:
+        assert torch.equal(x, found[0][0])
+        assert closings == list(log)
+    assert torch.allclose(found[0][0], expected, atol=1e-4 if coded else 1e-10), (found[0][0] - expected).abs().max()
+
+
+def test_random_logs_of_fragments_have_late_work() -> None:
+    logs = [random_log_of_fragments(seed, 12, 3, (2, 4, 6), LONG, 0, "off") for seed in range(20)]
+    ages = [each.age(closing.round) for log in logs for closing in log for each in closing.contributions]
+    assert max(ages) >= 2 and sum(age > 0 for age in ages) > 50
+
+
+@pytest.mark.parametrize("carrier", [in_bucket, in_store])
+@pytest.mark.parametrize("carry", ["off", "full"])
+def test_a_slow_worker_with_fragments_counts_late_and_the_log_replays_bitwise(carrier: Any, carry: Any) -> None:
+    delay = int(carry == "full")
+    options = LateMerging(quorum=0.5, deviations=0.0, delay=delay, carry=carry)
+    strategy = DiLoCo(period=LONG, fragments=3)
+    found = run(carrier(options), strategy, options, 6, period=LONG, pause=lambda name, _: 0.04 if name == 2 else 0.004)
+    log = max((closings for _, closings in found), key=len)
+    for _, closings in found:
+        assert closings == log[: len(closings)]
+    taken = [each for closing in log for each in closing.contributions]
+    assert any(each.worker == "2" and each.age(closing.round) for closing in log for each in closing.contributions)
+    assert {each.started % 3 for each in taken if each.worker == "2"} == {0, 1, 2}  # none of its fragments is left out
+    assert len({(each.worker, each.started) for each in taken}) == len(taken)
+    by_round = {len(closings): x for x, closings in found}
+    replay = LateMerging(delay=delay, carry=carry, replay=tuple(log))
+    again = run(carrier(replay), strategy, replay, 6, period=LONG)
+    assert max(len(closings) for _, closings in again) == len(log)
+    for x, closings in again:
+        if len(closings) in by_round:
+            assert torch.equal(x, by_round[len(closings)])
 
 
 def test_random_logs_have_late_work() -> None:
@@ -264,10 +397,11 @@ def test_a_slow_worker_is_named_while_the_others_wait_for_it(caplog: pytest.LogC
     assert sum("rank 1 costs the other workers" in record.message for record in caplog.records) == 1
 
 
+@pytest.mark.parametrize("fragments", [1, 2])
 @pytest.mark.parametrize("codec", [None, ErrorFeedback(Nearest(bits=8))])
-def test_explain_has_the_bytes_of_a_round(codec: Any) -> None:
+def test_explain_has_the_bytes_of_a_round(codec: Any, fragments: int) -> None:
     options = LateMerging(codec=codec, quorum=0.5, tokens=9.0)
-    strategy = DiLoCo(period=PERIOD)
+    strategy = DiLoCo(period=PERIOD, fragments=fragments)
     card = explain(strategy, parameters=Model(), workers=SIZE, late=options)
     assert card.late is not None and "2 of 3 workers and 9 tokens" in card.late.closes
     with attach(
@@ -281,11 +415,14 @@ def test_explain_has_the_bytes_of_a_round(codec: Any) -> None:
             model.x.grad = gradient(0, step, model.x.detach())
             worker.record_batch(3)
             worker.optimizer.step()
-        assert worker.stats().payload_bytes == 2 * card.late.sent_bytes_per_round
+        assert worker.stats().payload_bytes == 2 * fragments * card.late.sent_bytes_per_round
     assert card.late.received_bytes_per_round == 2 * card.late.sent_bytes_per_round
     store = parse_store("40ms,20mbit,50mbit")
     over = explain(strategy, parameters=Model(), workers=SIZE, late=options, store=store).bucket
-    assert over is not None and (over.puts_per_step, over.gets_per_step) == (1 / PERIOD, SIZE / PERIOD)
+    assert over is not None and (over.puts_per_step, over.gets_per_step) == (
+        fragments / PERIOD,
+        fragments * SIZE / PERIOD,
+    )
     with pytest.raises(ConfigError, match="one plain mean"):
         explain(AllReduce(), parameters=10, workers=2, late=options)
 
@@ -299,11 +436,11 @@ def test_a_log_survives_json() -> None:
 # -- processes that come and go ----------------------------------------------------------------------------------------
 
 
-def train_process(outbox: Any, settings: dict[str, Any], stop: Path, seconds: float) -> None:
+def train_process(outbox: Any, settings: dict[str, Any], stop: Path, seconds: float, fragments: int = 1) -> None:
     """Train until the file `stop` names a step; reports the start, and in the end the consensus and the log."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    worker = attach(model, optimizer, DiLoCo(period=PERIOD), timeout=40, **settings)
+    worker = attach(model, optimizer, DiLoCo(period=PERIOD, fragments=fragments), timeout=40, **settings)
     notice = Notice(worker, every=1, signals=[signal.SIGUSR1])
     name, own, until = int(name_of(worker)) % len(TARGETS), 0, 1_000_000
     outbox.send((name, worker.step))
@@ -341,14 +478,15 @@ def ends_of(workers: Sequence[Process], stop: Path, step: int) -> list[tuple[lis
 
 
 @pytest.mark.slow
-def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path, fragments: int) -> None:
     late = LateMerging(quorum=0.5)
     settings = {"rendezvous": f"file://{tmp_path}/run", "workers": 3, "elastic": late}
     extra, stop = {KEY: new_key()}, tmp_path / "stop"
     workers: list[Process] = []
 
     def add(count: int = 1) -> None:
-        workers.extend([Process(train_process, settings, stop, 0.01, extra=extra) for _ in range(count)])
+        workers.extend([Process(train_process, settings, stop, 0.01, fragments, extra=extra) for _ in range(count)])
 
     try:
         add(3)
@@ -358,10 +496,11 @@ def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path) -> No
         os.kill(names["1"].process.pid, signal.SIGSTOP)
         add()
         name, step = workers[3].receive(60)
-        assert name == 3 and step > 0 and step % PERIOD == 0
+        assert name == 3 and step > 0 and step % (PERIOD // fragments) == 0
         os.kill(names["1"].process.pid, signal.SIGCONT)
         add()
-        assert workers[4].receive(60)[0] == 4
+        name, step = workers[4].receive(60)
+        assert name == 4
         os.kill(names["2"].process.pid, signal.SIGUSR1)
         assert names["2"].receive(60) == "left"
         ends = ends_of([names["1"], *workers[3:]], stop, step + 20 * PERIOD)
@@ -369,7 +508,7 @@ def test_workers_are_killed_and_stopped_and_join_and_leave(tmp_path: Path) -> No
         for worker in workers:
             worker.process.kill()
             worker.end()
-    taken = {worker for _, _, log in ends for closing in log for _, worker, _ in closing}
+    taken = {worker for _, _, log in ends for closing in log for _, worker, *_ in closing}
     assert taken >= {"1", "2", "3", "4"}
 
 
@@ -391,12 +530,13 @@ def test_a_store_of_an_elastic_run_carries_late_work_too(tmp_path: Path) -> None
         add(0)
         name, step = workers[2].receive(60)
         assert name == 2 and step > 0
-        ends = ends_of(workers[1:], stop, step + 10 * PERIOD)
+        # Others look for the work of new workers once a second.
+        ends = ends_of(workers[1:], stop, step + 60 * PERIOD)
     finally:
         for worker in workers:
             worker.process.kill()
             worker.end()
-    assert {worker for _, _, log in ends for closing in log for _, worker, _ in closing} >= {"1", "2"}
+    assert {worker for _, _, log in ends for closing in log for _, worker, *_ in closing} >= {"1", "2"}
 
 
 def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:
@@ -435,7 +575,13 @@ def test_a_worker_that_leaves_hands_over_its_unfinished_round() -> None:
     ("strategy", "options", "words"),
     [
         (AllReduce(), {}, "need local steps and one plain mean"),
-        (DiLoCo(period=4, fragments=2), {}, "delay, fragments"),
+        (DiLoCo(period=4, fragments=2, delay=1), {}, "LateMerging has its own codec and delay"),
+        (DiLoCo(period=4, fragments=2, mixing=0.5), {}, "to which all workers return"),
+        (DiLoCo(period=4, fragments=2, weights="samples"), {}, "weights work by tokens"),
+        (DiLoCo(period=4, fragments=2, outliers="clip"), {}, "outliers"),
+        (Streaming(LocalSGD(period=4, weights="samples"), fragments=2), {}, "weights work by tokens"),
+        (Streaming(OverlapLocalSGD(period=4), fragments=2), {}, "to which all workers return"),
+        (DiLoCo(period=4, fragments=2), {"delay": 2}, "delay=2 with period=4 and fragments=2: must be less than the 2"),
         (DiLoCo(period=4, codec=Nearest(bits=8)), {}, "LateMerging has its own codec"),
         (DiLoCo(period=4, weights="samples"), {}, "weights work by tokens"),
         (DiLoCo(period=4, outliers="clip"), {}, "outliers"),
@@ -452,7 +598,7 @@ def test_strategies_that_cannot_be_late_are_refused(strategy: Strategy, options:
         attach(model, optimizer, strategy, rendezvous="memory://refused", elastic=LateMerging(**options))
 
 
-@pytest.mark.parametrize("strategy", [DiLoCo(period=4, fragments=2), OverlapLocalSGD(period=4)])
+@pytest.mark.parametrize("strategy", [DiLoCo(period=4, mixing=0.5), OverlapLocalSGD(period=4)])
 def test_every_worker_is_refused_and_keeps_its_model(strategy: Strategy) -> None:
     fleet = in_store(LateMerging())
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -111,3 +112,82 @@ def train(
             total, weight = total + share * found, weight + share
         points.append(outer(points[-1], total / weight if weight else total))
     return points[-1]
+
+
+FragmentArrival = tuple[int, int, float, tuple[int, ...]]
+"""The worker, the round in which it started the fragment, its tokens, and the rounds in which it started each."""
+
+
+def train_fragments(
+    gradient: Gradient,
+    start: Tensor,
+    log: Sequence[Sequence[FragmentArrival]],
+    *,
+    period: int,
+    rate: float,
+    cuts: Sequence[slice],
+    ends: Sequence[int],
+    outers: Sequence[Callable[[Tensor, Tensor], Tensor]],
+    exponent: float | None,
+    code: Callable[[Tensor], Tensor] | None = None,
+    delay: int = 0,
+    carry: str = "off",
+) -> Tensor:
+    """As `train`, with rounds that merge one fragment after the other.
+
+    Args:
+        gradient: of a worker.
+        start: the first point.
+        log: what each round takes.
+        period: steps of a worker between two messages of a fragment.
+        rate: of the local steps.
+        cuts: the fragments.
+        ends: the first step after which each ends a round.
+        outers: of each fragment, the next point from a point and the mean displacement of its round.
+        exponent: of one plus the age, in the discount; None drops late work.
+        code: of messages, whose errors each worker adds to its next one of the same fragment.
+        delay: the steps between a message and the end of its round.
+        carry: what becomes of them.
+    """
+    count = len(cuts)
+    points = [[start[cut]] for cut in cuts]  # of each fragment, after so many of its rounds
+
+    def messages(worker: int) -> Iterator[tuple[int, Tensor]]:
+        x, at, launched, errors = start.clone(), list(range(count)), dict[int, Tensor](), dict[int, Tensor]()
+        known = [starts for arrivals in log for name, _, _, starts in arrivals if name == worker]
+        for step in itertools.count():
+            x = x - rate * gradient(worker, step, x)
+            for f, cut in enumerate(cuts):
+                left = (ends[f] - step - 1) % period
+                if left == delay:
+                    sent = x[cut] - points[f][at[f] // count] + errors.get(f, 0.0)
+                    if code is not None:
+                        errors[f], sent = sent - code(sent), code(sent)
+                    launched[f] = x[cut].clone()
+                    yield at[f], sent
+                if left == 0:
+                    before, at[f] = at[f], min(starts[f] for starts in known if starts[f] > at[f])
+                    old, new, kept = points[f][before // count], points[f][at[f] // count], x[cut] - launched[f]
+                    if carry == "off":
+                        kept = torch.zeros_like(kept)
+                    elif carry == "adaptive":
+                        kept = kept * torch.nn.functional.cosine_similarity(kept, new - old, dim=0).clamp(min=0)
+                    x[cut] = new + kept
+
+    workers = {worker: messages(worker) for arrivals in log for worker, *_ in arrivals}
+    made: dict[tuple[int, int], Tensor] = {}
+    for number, arrivals in enumerate(log):
+        total, weight = torch.zeros_like(points[number % count][0]), 0.0
+        for worker, started, tokens, _ in sorted(arrivals, key=lambda each: (each[1], each[0])):
+            while (worker, started) not in made:
+                at, message = next(workers[worker])
+                made[worker, at] = message
+            age = (number - started) // count
+            share = tokens * (0.0 if age and exponent is None else (1 + age) ** -(exponent or 0.0))
+            total, weight = total + share * made[worker, started], weight + share
+        found = points[number % count]
+        found.append(outers[number % count](found[-1], total / weight if weight else total))
+    result = start.clone()
+    for cut, found in zip(cuts, points, strict=True):
+        result[cut] = found[-1]
+    return result

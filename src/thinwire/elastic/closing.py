@@ -3,7 +3,8 @@
 
 A worker contributes the displacement of its local steps, and says in which round it started them. A round closes when
 enough contributions have arrived and a grace window is over. What arrives later belongs to a later round, with a weight
-that falls with its age.
+that falls with its age. With F fragments of the parameters rounds alternate between them: round n takes only work that
+was started in round n, n - F, n - 2F and so on.
 
 This is a state machine: its inputs are arrivals, losses, joins and times, and its output is a closing. It holds no
 tensor, reads no clock and sends nothing. Each worker has one. For each round one worker, its owner, proposes a
@@ -18,7 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any, Literal
 
@@ -72,11 +73,17 @@ class Contribution:
         started: the round in which the worker started it.
         worker: its id.
         tokens: the tokens or samples that it used.
+        others: with fragments, the rounds in which the worker had started the other ones, in their order.
     """
 
     started: int
     worker: str
     tokens: float
+    others: tuple[int, ...] = field(default=(), repr=False)
+
+    def age(self, round: int) -> int:
+        """Return the number of rounds of its fragment that had closed without it before this one."""
+        return (round - self.started) // (1 + len(self.others))
 
 
 @dataclass(frozen=True)
@@ -93,7 +100,7 @@ class Closing:
 
     def content(self) -> list[list[Any]]:
         """Return the contributions as JSON values."""
-        return [[each.started, each.worker, each.tokens] for each in self.contributions]
+        return [[each.started, each.worker, each.tokens, *each.others] for each in self.contributions]
 
     @classmethod
     def read(cls, round: int, content: Iterable[Sequence[Any]]) -> Closing:
@@ -104,7 +111,11 @@ class Closing:
             >>> Closing.read(3, closing.content()) == closing
             True
         """
-        return cls(round, tuple(Contribution(int(at), str(who), float(tokens)) for at, who, tokens in content))
+        found = (
+            Contribution(int(started), str(worker), float(tokens), tuple(map(int, others)))
+            for started, worker, tokens, *others in content
+        )
+        return cls(round, tuple(found))
 
     def weights(self, late: LateRule = "discounted") -> dict[Contribution, float]:
         """Return the weights of the contributions in the round's mean; they add up to one.
@@ -122,7 +133,7 @@ class Closing:
             >>> list(closing.weights("off").values())
             [0.0, 1.0]
         """
-        found = {each: each.tokens * discount(self.round - each.started, late) for each in self.contributions}
+        found = {each: each.tokens * discount(each.age(self.round), late) for each in self.contributions}
         total = sum(found.values())
         return {each: weight / total if total else 0.0 for each, weight in found.items()}
 
@@ -148,6 +159,7 @@ class Closer:
         workers: the ids of the present workers.
         now: the time in seconds.
         round: the number of the open round, for a worker that joins.
+        fragments: the number of fragments.
 
     Attributes:
         round: the number of the open round.
@@ -165,14 +177,24 @@ class Closer:
         (1, None)
     """
 
-    def __init__(self, rule: CloseRule, own: str, workers: Iterable[str], *, now: float, round: int = 0) -> None:
+    def __init__(
+        self,
+        rule: CloseRule,
+        own: str,
+        workers: Iterable[str],
+        *,
+        now: float,
+        round: int = 0,
+        fragments: int = 1,
+    ) -> None:
         self.rule, self.own, self.workers, self.round = rule, own, set(workers), round
         self.waiting: dict[tuple[str, int], Contribution] = {}
         self._taken: set[tuple[str, int]] = set()
         self._durations: dict[str, deque[float]] = {}
         self._window: float | None = None
         self._slow: set[str] = set()
-        self._opened = now
+        # The last closing of each fragment, that of the open round first.
+        self._opened = deque([now] * fragments, maxlen=fragments)
 
     def arrive(self, contribution: Contribution, seconds: float) -> None:
         """Record a contribution, in time or late; a repeated message changes nothing.
@@ -196,18 +218,28 @@ class Closer:
         """Wait for one more worker."""
         self.workers.add(worker)
 
+    def _takes(self) -> list[Contribution]:
+        """Return the contributions that have arrived for the fragment of the open round."""
+        fragments = len(self._opened)
+        return [each for each in self.waiting.values() if (self.round - each.started) % fragments == 0]
+
+    def missing(self) -> list[str]:
+        """Return the present workers whose contribution to the open round has not arrived."""
+        return sorted(self.workers - {each.worker for each in self._takes()})
+
     def seconds_to_wait(self, now: float) -> float | None:
         """Return the seconds until the round may close: 0 now, None for an unknown time."""
         # Work that has arrived late counts for the tokens, but a quorum is one of workers.
-        arrived = {worker for worker, _ in self.waiting}
-        tokens = sum(each.tokens for each in self.waiting.values())
+        takes = self._takes()
+        arrived = {each.worker for each in takes}
+        tokens = sum(each.tokens for each in takes)
         if self.workers <= arrived:
             return 0.0 if arrived else None
         if len(arrived) < max(1.0, self.rule.quorum * len(self.workers)) or tokens < self.rule.tokens:
             return None
         if self._window is None or self.workers <= arrived | self._slow:
             return 0.0
-        return max(0.0, self._opened + self._window - now)
+        return max(0.0, self._opened[0] + self._window - now)
 
     @property
     def owner(self) -> str | None:
@@ -219,7 +251,7 @@ class Closer:
         """Return a closing of the open round if it is due and this worker is its owner."""
         if self.seconds_to_wait(now) != 0.0 or self.owner != self.own:
             return None
-        return Closing(self.round, tuple(sorted(self.waiting.values())))
+        return Closing(self.round, tuple(sorted(self._takes())))
 
     def apply(self, closing: Closing, now: float) -> None:
         """Close the open round as the record says; contributions that it does not have wait for the next one.
@@ -235,7 +267,8 @@ class Closer:
         for each in closing.contributions:
             self.waiting.pop((each.worker, each.started), None)
             self._taken.add((each.worker, each.started))
-        self.round, self._opened = self.round + 1, now
+        self.round += 1
+        self._opened.append(now)
         if self.round % _REMEMBERED == 0:
             self._taken = {each for each in self._taken if each[1] > self.round - _REMEMBERED}
         known = [seconds for each in self._durations.values() for seconds in each]

@@ -29,6 +29,9 @@ class LateMerging(CloseRule, ElasticOptions):
     sends its contribution, takes the closings that it has missed, and continues in the newest round. Workers wait for
     each other only as long as the closing rule says. All messages are objects that any worker can read later.
 
+    With `fragments`, as in `DiLoCo(fragments=4)` or `Streaming(SlowMo(), fragments=4)`, each fragment has rounds of its
+    own, which close one after the other; ages are in rounds of the same fragment.
+
     `worker.step` counts the group's steps, as under `Paced`: loop while it is below a number. Save and evaluate at the
     end of a round. `worker.elastic.closings` is the log of the run.
 
@@ -100,17 +103,23 @@ class LateMerging(CloseRule, ElasticOptions):
         traits = strategy.traits
         rounds, period = traits.rounds, traits.period or 0
         ends = [step for step in range(1, period + 1) if traits.averages_at(step)]
-        plain = rounds.local and ends == [period] and not traits.skips_steps and rounds.optimizer_state == "maintain"
+        whole = ends == [period] or (rounds.fragments > 1 and not rounds.ends)
+        plain = rounds.local and whole and not traits.skips_steps and rounds.optimizer_state == "maintain"
         coded = any(True for each in nested(strategy) for _ in codecs_of(each))
-        if not plain or rounds.weight or coded or rounds.guarded:
+        weighted = any(each.traits.rounds.weight for each in nested(strategy))
+        if not plain or weighted or coded or rounds.guarded:
             raise ConfigError(
                 f"{strategy} with elastic={self}: rounds that close without late workers need local steps and one "
-                "plain mean of the parameters after each period. Use DiLoCo(period=100), SlowMo or LocalSGD without "
-                "codec, delay, fragments, weights, outliers and moments. LateMerging has its own codec and delay, and "
-                "weights work by tokens"
+                "plain mean of the parameters after each period, to which all workers return. Use DiLoCo(period=100), "
+                "SlowMo or LocalSGD without codec, delay, mixing, weights, outliers and moments. LateMerging has its "
+                "own codec and delay, and weights work by tokens"
             )
-        if self.delay >= period:
-            raise ConfigError(f"delay={self.delay} with period={period}: must be less than the period. Use 0 for none")
+        if self.delay >= period // rounds.fragments:
+            many = f" and fragments={rounds.fragments}" * (rounds.fragments > 1)
+            raise ConfigError(
+                f"delay={self.delay} with period={period}{many}: must be less than the "
+                f"{period // rounds.fragments} steps between two rounds. Use 0 for none"
+            )
         if init != "broadcast" or global_batch is not None:
             raise ConfigError(
                 f"init={init!r}, global_batch={global_batch} with elastic={self}: all workers start from the first "

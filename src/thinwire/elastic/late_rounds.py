@@ -10,14 +10,17 @@
 A worker is named by its rank at the start of the run, or by the next free number if it joins. All workers apply the
 same closings in the same order, so that their common parameters have the same bits, and none of them waits for a
 message of a worker that is not in a closing.
+
+If a strategy has F fragments, each has its own local steps, contributions and common parameters, and round n is the
+next one of the fragment n modulo F. All of a model is one fragment otherwise.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +39,7 @@ from thinwire.elastic.membership import Membership, RunEndedError
 from thinwire.elastic.objects import Objects
 from thinwire.elastic.sampler import MembershipInterval
 from thinwire.errors import CheckpointError, CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError
-from thinwire.methods.codecs.base import draw_key
+from thinwire.methods.codecs.base import Codec, draw_key
 from thinwire.methods.codecs.feedback import residual_sizes
 from thinwire.worker.handshake import Facts, first_difference
 from thinwire.worker.replica_state import PARTS, check, pack, unpack
@@ -52,9 +55,37 @@ _KEPT_ROUNDS = 8  # whose contributions stay, for workers that were considered l
 
 
 @dataclass
-class _Message:
-    """A contribution with its displacement of each replica."""
+class _Fragment:
+    """The part of the parameters that a round merges, and this worker's steps on it.
 
+    Attributes:
+        parts: of each replica, the vector.
+        end: the step of a period, from 1, after which its round ends.
+        points: the common parameters.
+        codec_states: of each replica, such as the errors of earlier messages.
+        started: the round for which this worker trains it.
+        starts: the common parameters from which this worker has started.
+        launched: the parameters that it has sent, if it continues from them.
+        tokens: the tokens or samples of its steps since it last sent.
+        began: the time at which it started.
+    """
+
+    parts: list[Replica]
+    end: int
+    points: list[Tensor]
+    codec_states: list[dict[str, Tensor]]
+    started: int = 0
+    starts: list[Tensor] = field(default_factory=list[Tensor])
+    launched: list[Tensor] = field(default_factory=list[Tensor])
+    tokens: float = 0.0
+    began: float = 0.0
+
+
+@dataclass
+class _Message:
+    """A contribution with its displacement of each replica, and its number among those of its worker."""
+
+    number: int
     contribution: Contribution
     seconds: float
     lr: float
@@ -69,7 +100,8 @@ class _Other:
         id: its id in the membership.
         row: the location of its process.
         read: the number of its contributions that this worker has read.
-        taken: the number of its contributions in closings.
+        open: the numbers of those that no closing has taken.
+        closed: the numbers of those that closings had taken before this worker joined.
         round: the newest round that it is known to have reached.
         times: the report of its times in its last contribution, as `Report.pack` returns it.
     """
@@ -77,7 +109,8 @@ class _Other:
     id: str
     row: str
     read: int = 0
-    taken: int = 0
+    open: set[int] = field(default_factory=set[int])
+    closed: set[int] = field(default_factory=set[int])
     round: int = 0
     times: tuple[int, int] | None = None
 
@@ -130,12 +163,8 @@ class LateRounds:
         self._closer = Closer(options, self._name, map(str, range(first.size)), now=time.monotonic())
         self._messages: dict[tuple[str, int], _Message] = {}
         self._sent: dict[int, tuple[int, int | None]] = {}  # by number: the started round, and the round that took it
-        self._started = 0
-        self._tokens = 0.0
-        self._began = self._looked = time.monotonic()
-        self._points: list[Tensor] = []
-        self._launched: list[Tensor] = []
-        self._codec_states: list[dict[str, Tensor]] = []
+        self._looked = time.monotonic()
+        self._fragments: list[_Fragment] = []
         self._step = 0
         self._known: tuple[str, ...] = first.members
         self._awaited: list[int] = []
@@ -189,28 +218,79 @@ class LateRounds:
         self._worker = worker
         worker.undo.callback(self.close)
         self.options.check(worker.strategy, worker.optimizer, init="broadcast", global_batch=None)
-        worker.common = lambda: self._points
+        worker.common = self._common
         worker.awaited = lambda: self._awaited
-        self._codec_states = [{} for _ in worker.replicas]
+        # Of each replica, the fragments; of each fragment, the parts in all replicas.
+        for pairs in zip(*(worker.strategy.fragments_in(r) for r in worker.replicas), strict=True):
+            parts = [part for part, _ in pairs]
+            points = [part.x.clone() for part in parts]
+            self._fragments.append(_Fragment(parts, pairs[0][1], points, [{} for _ in parts]))
         if not self.joins:
+            self._restart_all(0, map(str, range(self._first.size)))
             self._write_state(["state/first"])
         elif int(self._name) < self._first.size:
             self._adopt("state/first")
         else:
             self._adopt(f"state/{self._membership.last_request}")
-        self._begin_round()
 
-    def _begin_round(self) -> None:
-        """Start a round of local steps at the common parameters."""
-        self._started, self._step = self._closer.round, self.worker.step
-        self._points = [r.x.clone() for r in self.worker.replicas]
-        if self.options.carry == "off":  # steps since the last message are dropped
-            self._tokens = 0.0
-        self._began = time.monotonic()
+    def _common(self) -> list[Tensor]:
+        """Return the common parameters of each replica."""
+        found = list[Tensor]()
+        for i in range(len(self.worker.replicas)):
+            in_order = sorted(self._fragments, key=lambda each: each.parts[i].x.storage_offset())
+            found.append(torch.cat([each.points[i] for each in in_order]))
+        return found
 
     @property
     def _period(self) -> int:
         return self.worker.strategy.traits.period or 1
+
+    def _step_after(self, round: int) -> int:
+        """Return the step at which a worker that is in time ends a round."""
+        periods, number = divmod(round, len(self._fragments))
+        return periods * self._period + self._fragments[number].end
+
+    def _next_round_of(self, number: int) -> int:
+        """Return the round that merges a fragment next."""
+        return self._closer.round + (number - self._closer.round) % len(self._fragments)
+
+    def _restart(self, number: int) -> None:
+        """Start local steps on a fragment at its common parameters."""
+        fragment, carry = self._fragments[number], self.options.carry
+        for i, (part, point) in enumerate(zip(fragment.parts, fragment.points, strict=True)):
+            if not fragment.launched:
+                part.x.copy_(point)
+                continue
+            late = _exact(part.x).sub_(_exact(fragment.launched[i]))
+            if carry == "adaptive":
+                change = _exact(point).sub_(_exact(fragment.starts[i]))
+                late.mul_(nn.functional.cosine_similarity(late, change, dim=0).clamp_(min=0))
+            part.x.copy_(late.add_(_exact(point)))
+        fragment.starts, fragment.launched = fragment.points, []
+        fragment.started = self._next_round_of(number)
+        if carry == "off":  # steps since the last message are dropped
+            fragment.tokens = 0.0
+        fragment.began = time.monotonic()
+
+    def _restart_all(self, round: int, workers: Iterable[str]) -> None:
+        """Start all fragments at the common parameters, with this round open."""
+        self._closer = Closer(
+            self.options,
+            self._name,
+            workers,
+            now=time.monotonic(),
+            round=round,
+            fragments=len(self._fragments),
+        )
+        for number, fragment in enumerate(self._fragments):
+            fragment.launched, fragment.tokens = [], 0.0
+            self._restart(number)
+        self._set_step(self._step_after(round - 1) if round else 0)
+
+    def _set_step(self, step: int) -> None:
+        for r in self.worker.replicas:
+            r.step = step
+        self._step = self.comm.step = step
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
@@ -259,18 +339,23 @@ class LateRounds:
                 f"elastic={self.options} must not be set from outside. Leave out load_state_dict"
             )
         self._membership.take_step()
-        self._tokens += self.worker.replicas[0].samples
-        left = -step % self._period
-        if left == self.options.delay:
-            self._send()
-        if left == 0:
-            self._end_round()
+        for fragment in self._fragments:
+            fragment.tokens += self.worker.replicas[0].samples
+        for number, left in enumerate(self._steps_left()):
+            if left == self.options.delay:
+                self._send(number)
+            if left == 0:
+                self._end_round(number)
+
+    def _steps_left(self) -> list[int]:
+        """Return the steps until the end of each fragment's round."""
+        return [(fragment.end - self._step) % self._period for fragment in self._fragments]
 
     # -- contributions -------------------------------------------------------------------------------------------------
 
-    def _send(self, *, leaves: bool = False) -> None:
-        """Send this worker's displacement since the start of its round."""
-        worker, codec, payloads = self.worker, self.options.codec, list[Tensor]()
+    def _send(self, number: int, *, leaves: bool = False) -> None:
+        """Send this worker's displacement of a fragment since it has started."""
+        worker, payloads, fragment = self.worker, list[Tensor](), self._fragments[number]
         rate: Any = worker.replicas[0].lr
         if isinstance(rate, Tensor) and rate.ndim:
             if bool((rate != rate[0]).any()) and worker.strategy.traits.lr_factor is None:
@@ -279,23 +364,27 @@ class LateRounds:
                     "divide by one. Use one learning rate"
                 )
             rate = rate.flatten()[0]
-        for number, (r, point) in enumerate(zip(worker.replicas, self._points, strict=True)):
-            delta = _exact(r.x).sub_(_exact(point)) if r.x.dtype != torch.float64 else r.x - point
+        for i, (part, start) in enumerate(zip(fragment.parts, fragment.starts, strict=True)):
+            x, codec = part.x, self._codec_for(part)
+            delta = _exact(x).sub_(_exact(start)) if x.dtype != torch.float64 else x - start
             if not all_finite(delta):
                 raise NonFiniteError(
                     f"worker {self.worker_id}, step {worker.step}: its parameters are not finite, and it sends "
                     "nothing. The others continue without it. Lower the learning rate, and start this worker again"
                 )
-            key = self._key(self._name, self._started, number)
-            payloads.append(delta if codec is None else codec.encode(delta, self._codec_states[number], key))
+            key = self._key(self._name, fragment.started, i)
+            payloads.append(delta if codec is None else codec.encode(delta, fragment.codec_states[i], key))
         own, now = self._others[self._name], time.monotonic()
         # The link of a worker is as slow as its last upload.
         own.times = replace(Report.unpack(worker.account.times.row()), sending=self._upload_seconds).pack()
-        contribution = Contribution(self._started, self._name, self._tokens)
+        others = tuple(each.started for each in self._fragments if each is not fragment)
+        contribution, seconds = (
+            Contribution(fragment.started, self._name, fragment.tokens, others),
+            now - fragment.began,
+        )
         header = {
-            "started": self._started,
-            "tokens": self._tokens,
-            "seconds": now - self._began,
+            "contribution": Closing(0, (contribution,)).content()[0],
+            "seconds": seconds,
             "round": self._closer.round,
             "lr": float(rate),
             "leaves": leaves,
@@ -307,16 +396,25 @@ class LateRounds:
         self._upload_seconds = end - now
         self.comm.meter.waited("contribution", now, now, end, worker.step)
         self.comm.meter.sent("contribution", float(sum(x.nbytes for x in payloads)))
-        self._sent[own.read] = self._started, None
-        own.read += 1
-        self._messages[self._name, self._started] = _Message(contribution, now - self._began, float(rate), payloads)
-        self._closer.arrive(contribution, now - self._began)
-        self._tokens = 0.0
-        if self.options.delay:
-            self._launched = [r.x.clone() for r in worker.replicas]
+        self._sent[own.read] = fragment.started, None
+        self._keep(self._name, _Message(own.read, contribution, seconds, float(rate), payloads))
+        fragment.tokens = 0.0
+        if self.options.carry != "off":
+            fragment.launched = [part.x.clone() for part in fragment.parts]
 
-    def _key(self, name: str, started: int, number: int) -> int:
-        return draw_key(self.worker.seed, started, rank=int(name), stage=number)
+    def _keep(self, name: str, message: _Message) -> None:
+        """Keep a contribution until a closing takes it."""
+        other = self._others[name]
+        other.read = max(other.read, message.number + 1)
+        other.open.add(message.number)
+        self._messages[name, message.contribution.started] = message
+        self._closer.arrive(message.contribution, message.seconds)
+
+    def _codec_for(self, part: Replica) -> Codec | None:
+        return self.options.codec if part.x.numel() else None
+
+    def _key(self, name: str, started: int, replica: int) -> int:
+        return draw_key(self.worker.seed, started, rank=int(name), stage=replica)
 
     def _look(self) -> bool:
         """Read the contributions that have arrived, and notice workers that come and go; return True for any news."""
@@ -361,17 +459,23 @@ class LateRounds:
         Raises:
             CommError: it has another form than expected.
         """
-        other, template = self._others[name], self.worker.replicas
+        other = self._others[name]
         try:
             found = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
             header, payloads = found["header"], found["payloads"]
-            contribution = Contribution(int(header["started"]), name, float(header["tokens"]))
+            contribution = Closing.read(0, [header["contribution"]]).contributions[0]
+            if contribution.worker != name or 1 + len(contribution.others) != len(self._fragments):
+                raise ValueError(f"it is {contribution}")
             seconds, lr, leaves = float(header["seconds"]), float(header["lr"]), bool(header["leaves"])
             other.round = max(other.round, int(header["round"]))
             data, addresses = map(int, header["times"])
             other.times = data, addresses
-            codec = self.options.codec
-            sizes = [(_exact_bytes(r.x) if codec is None else codec.nbytes(r.x.numel())) for r in template]
+            parts = self._fragments[contribution.started % len(self._fragments)].parts
+            codecs = [self._codec_for(part) for part in parts]
+            sizes = [
+                _exact_bytes(part.x) if codec is None else codec.nbytes(part.x.numel())
+                for part, codec in zip(parts, codecs, strict=True)
+            ]
             if [x.nbytes for x in payloads] != sizes:
                 raise ValueError(f"payloads of {[x.nbytes for x in payloads]} bytes, not {sizes}")
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
@@ -379,33 +483,28 @@ class LateRounds:
                 f"late/{name}/{other.read}: the contribution of worker {other.id} cannot be read ({error}). All "
                 "workers need the same version of thinwire, the same model and the same recipe"
             ) from None
-        other.read += 1
-        payloads = [x.to(r.x.device) for x, r in zip(payloads, template, strict=True)]
-        self._messages[name, contribution.started] = _Message(contribution, seconds, lr, payloads)
+        payloads = [x.to(part.x.device) for x, part in zip(payloads, parts, strict=True)]
+        if other.read in other.closed:
+            other.read += 1
+        else:
+            self._keep(name, _Message(other.read, contribution, seconds, lr, payloads))
         if name not in self._closer.workers:
             self._closer.join(name)
-        self._closer.arrive(contribution, seconds)
         if leaves:
             self._closer.lose(name)
 
     # -- the end of a round --------------------------------------------------------------------------------------------
 
-    def _end_round(self) -> None:
-        """Wait for the closing of the own round, apply later ones, and start the next round."""
-        own = [r.x.clone() for r in self.worker.replicas] if self.options.carry != "off" else []
-        before = self._points
-        began = launched = time.monotonic()
-        self._advance()
-        self.comm.meter.waited("closing", launched, began, time.monotonic(), self.worker.step)
-        after = [r.x.clone() for r in self.worker.replicas]
-        for r, x, start, sent, point in zip(self.worker.replicas, own, before, self._launched, after, strict=bool(own)):
-            late = _exact(x) - _exact(sent)
-            if self.options.carry == "adaptive":
-                change = _exact(point) - _exact(start)
-                late.mul_(nn.functional.cosine_similarity(late, change, dim=0).clamp_(min=0))
-            r.x.copy_(late.add_(_exact(point)))
-        self._begin_round()
-        self._points = after
+    def _end_round(self, number: int) -> None:
+        """Wait for the closing of a fragment's round, apply later ones, and start its next round."""
+        fragment, began = self._fragments[number], time.monotonic()
+        started = fragment.started
+        self._advance(number)
+        self.comm.meter.waited("closing", began, began, time.monotonic(), self.worker.step)
+        if fragment.started == started:  # no other worker's state was copied
+            self._restart(number)
+            # A late worker skips whole periods, so that it sends every fragment equally often.
+            self._set_step(max(self._step, self._step_after(fragment.started - len(self._fragments))))
         self.worker.account.exchanged = True
         self._compare_times()
 
@@ -417,17 +516,18 @@ class LateRounds:
         if len(rows) == len(names):  # every worker has contributed
             self.worker.account.times.take(rows, late_rank=names.index(self._name))
 
-    def _advance(self) -> None:
-        """Apply the closings up to the newest one, and at least that of the own round."""
-        closer, until = self._closer, self._next_of_replay()
+    def _advance(self, number: int) -> None:
+        """Apply the closings up to the newest one, and at least that of a fragment's own round."""
+        started, until = self._fragments[number].started, self._end_in_replay(number)
         news = begin = time.monotonic()
         while True:
-            record = self._closing()
+            closer = self._closer
+            record = self._closing(until)
             if record is not None:
                 news = begin = time.monotonic()
                 self._apply(record)
                 continue
-            if closer.round == until or (until is None and closer.round > self._started):
+            if closer.round > started if until is None else closer.round >= until:
                 self._awaited = []
                 return
             if self._look():
@@ -438,7 +538,7 @@ class LateRounds:
                     f"closing/{closing.round}", {"by": self._name, "taken": closing.content()}
                 )
                 continue
-            missing = sorted(closer.workers - {name for name, _ in closer.waiting}, key=int)
+            missing = sorted(closer.missing(), key=int)
             if now - begin >= AWAITED_SECONDS:
                 self._awaited = [int(name) for name in missing]
             if now - news > self.comm.timeout:
@@ -451,23 +551,25 @@ class LateRounds:
             wait = closer.seconds_to_wait(now)
             time.sleep(pause if not wait else min(pause, wait))
 
-    def _next_of_replay(self) -> int | None:
-        """Return the round that this worker starts next in the replayed run; None if this is no replay."""
+    def _end_in_replay(self, number: int) -> int | None:
+        """Return the round before which this worker starts a fragment again in a replay; None if this is no replay."""
         if not self.options.replay:
             return None
-        started = (
-            each.started
+        count, now = len(self._fragments), self._fragments[number].started
+        rounds = (
+            started
             for closing in self.options.replay
             for each in closing.contributions
-            if each.worker == self._name and each.started > self._started
+            if each.worker == self._name
+            for started in (each.started, *each.others)
+            if started > now and started % count == number
         )
-        return min(started, default=len(self.options.replay))
+        return min((started - count + 1 for started in rounds), default=len(self.options.replay))
 
-    def _closing(self) -> tuple[Closing, str] | None:
+    def _closing(self, until: int | None) -> tuple[Closing, str] | None:
         """Return the closing of the open round, and the worker that has proposed it; None while it is open."""
         number = self._closer.round
-        if self.options.replay:
-            until = self._next_of_replay() or 0
+        if until is not None:
             return (self.options.replay[number], "") if number < min(until, len(self.options.replay)) else None
         found = self._membership.records.read(f"closing/{number}")
         if found is None:
@@ -482,30 +584,35 @@ class LateRounds:
             self._adopt(f"state/{self._membership.request()}")
             return
         weights = closing.weights(self.options.late)
-        for number, (r, point) in enumerate(zip(worker.replicas, self._points, strict=True)):
+        fragment = self._fragments[closing.round % len(self._fragments)]
+        own = [part.x.clone() for part in fragment.parts]
+        for i, (part, point) in enumerate(zip(fragment.parts, fragment.points, strict=True)):
             mean = torch.zeros_like(_exact(point))
             for each, message in zip(closing.contributions, messages, strict=True):
                 if weights[each]:
-                    mean.add_(self._decoded(message, mean, number), alpha=weights[each])
-            r.x.copy_(mean.add_(point))
-        step = (closing.round + 1) * self._period
+                    mean.add_(self._decoded(message, part, mean, i), alpha=weights[each])
+            part.x.copy_(mean.add_(point))
         for r in worker.replicas:
-            r.step = step
+            r.step = self._step_after(closing.round)
             # Outer steps may divide by the rate, which must be the same on all workers.
             r.override_lr(messages[0].lr)
             try:
                 worker.strategy.after_step(r)
             finally:
                 r.override_lr(None)
-        self.comm.step = step
-        self._points = [r.x.clone() for r in worker.replicas]
+        fragment.points = [part.x.clone() for part in fragment.parts]
+        for part, x in zip(fragment.parts, own, strict=True):
+            part.x.copy_(x)
+        self._set_step(self._step)
         closer.apply(closing, time.monotonic())
         self.closings.append(closing)
-        for each in closing.contributions:
-            self._messages.pop((each.worker, each.started), None)
-            self._others[each.worker].taken += 1
+        for each, message in zip(closing.contributions, messages, strict=True):
+            del self._messages[each.worker, each.started]
+            self._others[each.worker].open.discard(message.number)
+            if each.worker == self._name:
+                self._sent[message.number] = each.started, closing.round
         self._others[self._name].round = closer.round
-        self._sweep(closing)
+        self._sweep()
         if by == self._name:
             self._serve()
 
@@ -540,16 +647,12 @@ class LateRounds:
             )
         return found
 
-    def _decoded(self, message: _Message, like: Tensor, number: int) -> Tensor:
-        payload, codec, each = message.payloads[number], self.options.codec, message.contribution
-        return payload if codec is None else codec.decode(payload, like, self._key(each.worker, each.started, number))
+    def _decoded(self, message: _Message, part: Replica, like: Tensor, replica: int) -> Tensor:
+        payload, codec, each = message.payloads[replica], self._codec_for(part), message.contribution
+        return payload if codec is None else codec.decode(payload, like, self._key(each.worker, each.started, replica))
 
-    def _sweep(self, closing: Closing) -> None:
+    def _sweep(self) -> None:
         """Delete own contributions that all present workers have applied."""
-        for each in closing.contributions:
-            if each.worker == self._name:
-                number = next(n for n, (started, _) in self._sent.items() if started == each.started)
-                self._sent[number] = each.started, closing.round
         slowest = min(self._others[name].round for name in self._closer.workers | {self._name})
         before = max(slowest - _KEPT_ROUNDS, self._closer.round - 8 * _KEPT_ROUNDS)
         old = [n for n, (_, taken) in self._sent.items() if taken is not None and taken < before]
@@ -562,11 +665,17 @@ class LateRounds:
 
     def _write_state(self, keys: list[str]) -> None:
         """Write the common state at the start of the open round, and name it under keys."""
+        own = [part.x.clone() for each in self._fragments for part in each.parts]
+        for fragment in self._fragments:
+            for part, point in zip(fragment.parts, fragment.points, strict=True):
+                part.x.copy_(point)
         packed = pack(self.worker, PARTS, keeps=_is_common, inflight=False)
+        for part, x in zip((part for each in self._fragments for part in each.parts), own, strict=True):
+            part.x.copy_(x)
         late = {
             "round": self._closer.round,
             "workers": sorted(self._closer.workers),
-            "taken": {name: other.taken for name, other in self._others.items()},
+            "read": {name: [other.read, *sorted(other.open)] for name, other in self._others.items()},
         }
         name = f"late/state/{self._closer.round}/{self._name}"
         self._objects.put(name, to_bytes({**packed, "late": late}).numpy().tobytes())
@@ -611,24 +720,27 @@ class LateRounds:
         late = packed.pop("late")
         check(packed, self.worker, ranks=False)
         unpack(packed, self.worker)
-        self._points = [r.x.clone() for r in self.worker.replicas]
-        # Own contributions that no closing has taken still count.
-        taken = late["taken"].get(self._name, 0)
-        own = {(self._name, started) for number, (started, _) in self._sent.items() if number >= taken}
-        self._messages = {key: message for key, message in self._messages.items() if key in own}
-        for name, taken in late["taken"].items():
-            if name in self._others:
-                self._others[name].taken = taken
-                self._others[name].read = taken if name != self._name else self._others[name].read
-        workers = {*late["workers"], self._name} & self._others.keys()
-        self._closer = Closer(self.options, self._name, workers, now=time.monotonic(), round=late["round"])
-        for message in self._messages.values():
-            self._closer.arrive(message.contribution, message.seconds)
+        for fragment in self._fragments:
+            fragment.points = [part.x.clone() for part in fragment.parts]
+        self._restart_all(late["round"], {*late["workers"], self._name} & self._others.keys())
+        messages, self._messages = self._messages.values(), {}
+        for name, other in self._others.items():
+            read, *waiting = late["read"].get(name, [0])
+            if name == self._name:  # own contributions that no closing has taken still count
+                other.open = set[int]()
+                for message in messages:
+                    if message.contribution.worker == name and (message.number >= read or message.number in waiting):
+                        self._keep(name, message)
+                continue
+            other.read, other.open = min(waiting, default=read), set[int]()
+            other.closed = set(range(other.read, read)).difference(waiting)
 
     def release(self, leaving: Mapping[str, str]) -> bool:
         """Leave the run; the work of the unfinished round is sent first, and counts in the next round that closes."""
-        if self._tokens > 0 and -self.worker.step % self._period >= self.options.delay:
-            self._send(leaves=True)
+        left = self._steps_left()
+        numbers = [n for n, each in enumerate(self._fragments) if each.tokens > 0 and left[n] >= self.options.delay]
+        for number in numbers:
+            self._send(number, leaves=number == numbers[-1])
         self.close()
         return True
 

@@ -101,6 +101,13 @@ class Strategy(Recipe, ABC):
     def after_step(self, r: Replica) -> None:
         """Run after the optimizer has changed `r.x`; `r.step` includes this step."""
 
+    def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
+        """Return the parts of the vector that have rounds of their own, in the order in which these end.
+
+        Each comes with the step of a period, from 1, after which its round ends. Together they are the whole vector.
+        """
+        return [(r, self.traits.period or 1)]
+
     def ends_round(self, r: Replica) -> bool:
         """Return True if the step just taken ends this worker's round; asked before `after_step`."""
         return self.traits.averages_at(r.step)

@@ -20,7 +20,7 @@ class Rounds:
             or if workers never continue from one average.
         warmup: each of these first steps ends a round, if `ends` is not empty.
         local: a round consists of local steps only, and ends with a mean of all workers' parameters. A wrapper may also
-            change the parameters during the round.
+            change the parameters during the round. With `fragments` this holds for each of them, at its own steps.
         weight: the name in `r.state` of this worker's weight in averages; empty if all weights are equal.
         estimates: each worker's own parameters are its estimate of the average, as `SlowMo(exact=False)` assumes. False
             if a part of the average is in flight or in the state, or if the state refers to a point that all workers

@@ -45,6 +45,7 @@ SOURCES: dict[str, Literal["base", "both", "own"]] = {
     "on_gradient": "base",
     "before_step": "base",
     "after_step": "base",
+    "fragments_in": "base",
     "ends_round": "own",  # it reads the wrapper's traits
     "restart": "base",
     "regroup": "base",

@@ -189,8 +189,10 @@ def explain(
         vectors = Counter[torch.dtype]()
         for shape, own in zip(shapes, dtypes, strict=True):
             vectors[own] += prod(shape)
-        merging = late_cost(late, [(numel, own.itemsize) for own, numel in vectors.items()], workers)
-        objects = late_objects(merging, strategy.traits.period or 1, workers)
+        sizes = [(numel, own.itemsize) for own, numel in vectors.items()]
+        fragments = strategy.traits.rounds.fragments
+        merging = late_cost(late, sizes, workers, fragments=fragments)
+        objects = late_objects(merging, strategy.traits.period or 1, workers, fragments=fragments)
     steps = least = found.busiest.steps
     if strategy.traits.data_dependent_bytes:
         with assume_least():

@@ -28,7 +28,7 @@ class LateCost:
     """What rounds send that close without late workers.
 
     Attributes:
-        sent_bytes_per_round: one contribution of one worker.
+        sent_bytes_per_round: one contribution of one worker; with fragments, to a round of one of them, on average.
         received_bytes_per_round: those of the others, if all are present.
         closes: when a round closes.
         late: what becomes of late work.
@@ -40,13 +40,14 @@ class LateCost:
     late: str
 
 
-def late_cost(late: LateMerging, numels: Sequence[tuple[int, int]], workers: int) -> LateCost:
+def late_cost(late: LateMerging, numels: Sequence[tuple[int, int]], workers: int, *, fragments: int = 1) -> LateCost:
     """Compute the bytes of a round.
 
     Args:
         late: the options.
         numels: of each vector of parameters, the number of its elements, and the bytes of one.
         workers: number of workers.
+        fragments: number of fragments.
 
     Example:
         >>> from thinwire import LateMerging
@@ -54,7 +55,9 @@ def late_cost(late: LateMerging, numels: Sequence[tuple[int, int]], workers: int
         4000.0
     """
     codec = late.codec
-    sent = float(sum(n * max(size, 4) if codec is None else codec.nbytes(n) for n, size in numels))
+    # Evenly cut; without a codec the mean over fragments of any sizes is the same.
+    cut = [((f + 1) * n // fragments - f * n // fragments, size) for n, size in numels for f in range(fragments)]
+    sent = sum(n * max(size, 4) if codec is None or not n else codec.nbytes(n) for n, size in cut) / fragments
     needed = max(1, ceil(late.quorum * workers))
     tokens = f" and {late.tokens:g} tokens" * (late.tokens > 0)
     window = f"the median time of one plus {late.deviations:g} deviations is over, or all usual ones have"
@@ -67,10 +70,15 @@ def late_cost(late: LateMerging, numels: Sequence[tuple[int, int]], workers: int
     )
 
 
-def late_objects(cost: LateCost, period: int, workers: int) -> list[Objects]:
-    """Return the objects of a bucket in each step of a round: a contribution, those of the others, and the closing."""
+def late_objects(cost: LateCost, period: int, workers: int, *, fragments: int = 1) -> list[Objects]:
+    """Return the objects of a bucket in each step of a period.
+
+    Each round has a contribution, those of the others, and the closing.
+    """
     up, down = cost.sent_bytes_per_round + _HEADER_BYTES, cost.received_bytes_per_round + workers * _HEADER_BYTES
-    return [Objects()] * (period - 1) + [Objects(puts=1, gets=workers, up=up, down=down, stages=2)]
+    ends = {(f + 1) * period // fragments for f in range(fragments)}
+    end = Objects(puts=1, gets=workers, up=up, down=down, stages=2)
+    return [end if step in ends else Objects() for step in range(1, period + 1)]
 
 
 @dataclass(frozen=True)

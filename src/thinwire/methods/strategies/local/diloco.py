@@ -157,7 +157,9 @@ class DiLoCo(OuterStep):
             rounds=replace(
                 super().traits.rounds,
                 ends=super().traits.rounds.ends if self.ends_together else (),
-                local=self.base.traits.rounds.local and self.ends_together,
+                # Weights of single fragments have no name in common.
+                local=self.base.traits.rounds.local
+                and (self.ends_together or (self.delay == 0 and self.mixing == 0 and self.weights == "equal")),
                 weight="samples" if self.weights == "samples" and self.fragments == 1 else "",
                 fragments=self.fragments,
                 delay=self.delay or self.base.traits.rounds.delay,
@@ -274,6 +276,10 @@ class DiLoCo(OuterStep):
                 self._end_round(fragment, where)
         if self.moments and not r.postponed:
             average_due_(r.moments, r.comm, self.moments, r.step)
+
+    def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
+        """Return the fragments, each with the step of a period at which its round ends."""
+        return list(self._fragments(r))
 
     def step_(self, state: MutableMapping[str, Tensor], start: Tensor, average: Tensor) -> None:
         """Take a step of the outer optimizer with the displacement of the average as gradient."""

@@ -168,6 +168,10 @@ class OuterStep(Wrapper):
         r.state["anchor"] = where.part_of(r.comm, start).to(where.device_for(r.x), exact, copy=True)
         self.begin_round(r)
 
+    def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
+        """Return the whole vector, whose round ends with the period."""
+        return [(r, self.period)]
+
     def begin_round(self, r: Replica) -> None:
         """Run when a round begins at the anchor."""
 

@@ -68,7 +68,8 @@ class Streaming(Wrapper):
         """See `Traits`."""
         found = super().traits
         # Each fragment is averaged at its own steps, with its own weight.
-        rounds = replace(found.rounds, ends=(), local=False, weight="", fragments=self.fragments)
+        local = found.rounds.local and found.rounds.ends == (found.period,)
+        rounds = replace(found.rounds, ends=(), local=local, weight="", fragments=self.fragments)
         return replace(found, rounds=rounds)
 
     def __post_init__(self) -> None:
@@ -115,6 +116,12 @@ class Streaming(Wrapper):
         """Run the base's hook for each fragment."""
         for fragment in self._fragments(r):
             self.base.after_step(fragment)
+
+    def fragments_in(self, r: Replica) -> list[tuple[Replica, int]]:
+        """Return the fragments, the last one first, since it is ahead of the others."""
+        period = self.base.traits.period or 1
+        ends = [period - f * period // self.fragments for f in range(self.fragments)]
+        return list(zip(self._fragments(r), ends, strict=True))[::-1]
 
     def restart(self, r: Replica) -> None:
         """Restart the base for each fragment."""
