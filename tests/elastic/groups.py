@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import thinwire
-from tests.core.replica.test_shards import adam, momentum, net, whole
+from tests.core.replica.test_shards import momentum, net, whole
 from tests.engine import batch
 from tests.pool import RankProcess, start_processes
 from thinwire.core.comm.rendezvous import host_store, view_store
@@ -70,7 +70,8 @@ class Groups:
         steps: optimizer steps of the run.
         options: of the ranks: `kills`, which of them end; `wrong`, called before they attach, to break something;
             `pause`, how long a step takes at least; `last_view`, after which they take `steps` steps more, instead of
-            in all; `traced`, whether they keep the model after each step; `adam`, in place of SGD; `timeout`, of waits.
+            in all; `ends_by_store`, whether they end at the step that `test/end` in the store has; `traced`, whether
+            they keep the model after each step; `timeout`, of waits.
     """
 
     def __init__(self, recipe: str, size: int, *, steps: int, **options: Any) -> None:
@@ -104,6 +105,22 @@ class Groups:
         """The steps that a group has done; 0 before it has joined."""
         key = f"test/{number}"  # as `view_store` has it
         return int(self.store.get(key)) if self.store.check([key]) else 0
+
+    def longest(self, numbers: list[int], since: float, enough: Callable[[], bool]) -> list[float]:
+        """The longest interval between two steps of each group, from a time on."""
+        last, step, found = (
+            dict.fromkeys(numbers, since),
+            {each: self.step(each) for each in numbers},
+            dict[int, float](),
+        )
+        while not enough() or any(last[each] == since for each in numbers):
+            assert time.time() < since + 60.0, "a group has taken no step for a minute"
+            for each in numbers:
+                if (now := self.step(each)) != step[each]:
+                    found[each] = max(found.get(each, 0.0), time.time() - last[each])
+                    last[each], step[each] = time.time(), now
+            time.sleep(0.005)
+        return list(found.values())
 
     def kill(self, number: int, rank: int) -> None:
         """SIGKILL one rank."""
@@ -140,7 +157,7 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
     for layer in model:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = (adam if options.get("adam") else momentum)(model)
+    optimizer = momentum(model)
     worker = thinwire.attach(model, optimizer, recipe, elastic=True, group=mesh, timeout=options.get("timeout", 10.0))
     assert worker.elastic is not None
     end = Rank(begins=worker.step, views=[(worker.view.epoch, worker.size)])
@@ -153,6 +170,8 @@ def _train(environment: dict[str, str], number: int, recipe: str, steps: int, op
     last_view = options.get("last_view", 0)
 
     def ended() -> bool:
+        if options.get("ends_by_store"):
+            return store.check(["end"]) and worker.step >= int(store.get("end"))
         if worker.view.epoch < last_view:
             return False
         begins = max((each.step for each in worker.view.progress.values()), default=0) if last_view else 0

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,3 +175,18 @@ def test_what_a_group_cannot_do_is_refused_on_all_its_ranks() -> None:
     ]
     for told in run_processes(2, refused, {"THINWIRE_WORKERS": "1"}):
         assert [word in text for word, text in zip(words, told, strict=True)] == [True] * len(words), told
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_random_ranks_are_killed_and_the_others_continue_with_one_model() -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "benchmarks.group_kills", "--kills", "4", "--groups", "3", "--seed", "3"],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "4 kills, 3 groups of 2" in found.stdout and "one consensus at the end" in found.stdout
