@@ -223,3 +223,20 @@ def test_large_fleets_with_losses_keep_closing_rounds(size: int) -> None:
     assert found.rounds == 12
     assert found.goodput > 0.6
     assert found.dropped == 0
+
+
+def test_a_round_takes_only_work_on_its_fragment() -> None:
+    closer = Closer(CloseRule(quorum=0.5), "a", ["a", "b"], now=0.0, fragments=2)
+    early = Contribution(1, "b", 4.0, (0,))
+    closer.arrive(early, seconds=1.0)
+    assert closer.seconds_to_wait(1.0) is None and closer.missing() == ["a", "b"]
+    own = Contribution(0, "a", 4.0, (1,))
+    closer.arrive(own, seconds=1.0)
+    closing = closer.propose(now=1.0)
+    assert closing == Closing(0, (own,))
+    closer.apply(closing, now=1.0)
+    assert closer.missing() == ["a"] and list(closer.waiting.values()) == [early]
+    late = Closing(5, (early, Contribution(5, "a", 4.0, (4,))))
+    assert [each.age(5) for each in late.contributions] == [2, 0]
+    assert late.weights()[early] == pytest.approx(3**-0.5 / (1 + 3**-0.5))
+    assert Closing.read(5, late.content()) == late
