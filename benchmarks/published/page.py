@@ -65,15 +65,15 @@ def _outside() -> Iterator[str]:
 
 
 def _causes() -> Iterator[str]:
-    yield "| Source | What is changed | Cells | Errors then | Within their bound | Orders right |"
+    yield "| Source | What is changed | Cells | Errors then | Within their bound | Wrong pairs before, then |"
     yield "| --- | --- | --- | --- | --- | --- |"
     for name in all_predictions():
         title = load_source(HERE / "sources" / name).table["title"]
         for each in load(name).get("causes", []):
             errors = sorted(each["errors"])
             span = "" if not errors else f"{errors[0]:+.0%} to {errors[-1]:+.0%}"
-            right = f"{each['right']} of {each['orders']}" if each["orders"] else ""
-            yield f"| {title} | {each['cause']} | {len(errors)} | {span} | {each['within']} | {right} |"
+            pairs = f"{each['wrong_pairs']}, {each['wrong_pairs_then']}" if each["wrong_pairs"] else ""
+            yield f"| {title} | {each['cause']} | {len(errors)} | {span} | {each['within']} | {pairs} |"
 
 
 def _orders() -> Iterator[str]:
