@@ -138,9 +138,53 @@ def gnu_openmp() -> Callable[..., None] | None:
     return found
 
 
-def on_gpu(x: Tensor) -> bool:
-    """Return True if the tensor is on a GPU and Triton is installed."""
-    return x.is_cuda and _has_triton()
+Sample = Callable[[torch.device], list[Tensor]]
+_SAMPLE_SIZE = 5000
+_agreeing: dict[tuple[Sample, torch.device], bool] = {}
+
+
+def on_gpu(x: Tensor, sample: Sample | None = None) -> bool:
+    """Return True if the tensor is on a GPU whose Triton kernels can be used.
+
+    A compiler's fault would make codes wrong in silence. So with `sample` the kernels' first results on each GPU are
+    compared with those on the CPU. If they differ, torch computes instead, and a warning says so.
+
+    Args:
+        x: the tensor.
+        sample: computes something by the kernels on a device; its results may differ in the order of floating sums.
+    """
+    return x.is_cuda and _has_triton() and (sample is None or _agrees(sample, x.device))
+
+
+def sample_of(device: torch.device) -> Tensor:
+    """Return a vector for a `Sample`, equal on all devices."""
+    draw = torch.Generator().manual_seed(0)
+    return torch.randn(_SAMPLE_SIZE, generator=draw, dtype=torch.float32, device="cpu").to(device)
+
+
+def _agrees(sample: Sample, device: torch.device) -> bool:
+    if (sample, device) not in _agreeing:
+        _agreeing[sample, device] = True  # for the calls of the sample itself
+        try:
+            pairs = zip(sample(device), sample(torch.device("cpu")), strict=True)
+            same = all(_close(found.cpu(), expected) for found, expected in pairs)
+            problem = "" if same else "their results differ from the CPU's"
+        except Exception as error:  # a compiler may raise anything
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            _agreeing[sample, device] = False
+            kind = sample.__module__.rpartition(".")[2]
+            native.warn_of_slow_path(
+                f"thinwire's GPU kernels of {kind} are not used on {device}: {problem}. "
+                "PyTorch computes the same, more slowly. Try another version of Triton"
+            )
+    return _agreeing[sample, device]
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    if expected.is_floating_point():
+        return torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+    return torch.equal(found, expected)
 
 
 def on_its_device(launch: Callable[Concatenate[Tensor, P], T]) -> Callable[Concatenate[Tensor, P], T]:

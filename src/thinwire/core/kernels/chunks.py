@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from thinwire.core.kernels.base import (
     check_same_device,
     compiled,
     on_gpu,
+    sample_of,
     writable,
 )
 from thinwire.core.kernels.reference import chunks
@@ -79,7 +81,7 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
         given = None if residual is None else left
         if library is None:
             encode_by = chunks.encode_chunks_
-            if on_gpu(x):
+            if on_gpu(x, _sample):
                 # Triton is optional, so its kernels are imported at use.
                 from thinwire.core.kernels.triton_chunks import encode_chunks_ as encode_by
             finite = encode_by(x, given, target, chunk=chunk, kept=kept, bits=bits)
@@ -103,7 +105,7 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
         return
     payload, library = payload.contiguous(), compiled(out)
     with writable(out, read=not fresh) as target:
-        if on_gpu(out):
+        if on_gpu(out, _sample):
             from thinwire.core.kernels import triton_chunks
 
             valid = triton_chunks.add_chunks_(target, payload, chunk=chunk, kept=kept, bits=bits, fresh=fresh)
@@ -127,3 +129,18 @@ def _check(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> None
         raise ConfigError(f"kept={kept}: must lie in 1..{chunk}, the elements of a chunk. 64 is usual")
     check_bits(bits)
     check_payload(payload, chunked_nbytes(x.numel(), chunk, kept, bits))
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x, found = sample_of(device).mul_(4).round_(), list[Tensor]()  # some elements are equal
+    for chunk, kept, bits in ((4096, 64, 2), (512, 40, 6)):
+        how: dict[str, Any] = {"chunk": chunk, "kept": kept, "bits": bits}
+        payload = torch.empty(chunked_nbytes(x.numel(), **how), dtype=torch.uint8, device=device)
+        rest, decoded = 0.1 * x, torch.ones_like(x)
+        encode_chunks_(x, rest, payload, **how)
+        add_chunks_(payload, decoded, **how)
+        found += [payload, rest, decoded.clone()]
+        add_chunks_(payload, decoded, fresh=True, **how)
+        found.append(decoded)
+    return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, blocks_as_rows, on_gpu
+from thinwire.core.kernels.base import as_fp32, blocks_as_rows, on_gpu, sample_of
 from thinwire.core.kernels.reading import join
 from thinwire.core.kernels.rng import uniform
 from thinwire.core.kernels.signs import pack_signs, unpack_signs
@@ -22,7 +22,7 @@ def encode_powers(x: Tensor, *, key: int) -> Tensor:
     x, n = as_fp32(x), x.numel()
     if x.is_meta:
         return torch.empty(n + -(-n // 8), dtype=torch.uint8, device=x.device)
-    if n and on_gpu(x):
+    if n and on_gpu(x, _sample):
         from thinwire.core.kernels import triton_floats
 
         return triton_floats.encode_powers(x, key=key)
@@ -38,7 +38,7 @@ def decode_powers(payload: Tensor, n: int) -> Tensor:
     """Reverse `encode_powers`; fp32 [n]. Exponent 0 decodes to zero."""
     if payload.is_meta:
         return torch.empty(n, dtype=torch.float32, device=payload.device)
-    if n and on_gpu(payload):
+    if n and on_gpu(payload, _sample):
         from thinwire.core.kernels import triton_floats
 
         return triton_floats.decode_powers(payload.contiguous(), n)
@@ -74,3 +74,10 @@ def decode_fp8(payload: Tensor, n: int, kind: torch.dtype, *, block: int) -> Ten
         rows.mul_(scales.clone().view(torch.float32)[start : start + count, None])
         start += count
     return x
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x = sample_of(device)
+    payload = encode_powers(x, key=1)
+    return [payload, decode_powers(payload, x.numel())]

@@ -20,6 +20,8 @@ from thinwire.core.kernels.base import (
     check_norm,
     compiled,
     on_gpu,
+    quantized_nbytes,
+    sample_of,
     writable,
 )
 from thinwire.core.kernels.reference import quantized
@@ -80,7 +82,7 @@ def quantize_(
             return
         # Triton is optional, so its kernels are imported at use.
         quantize_by = quantized.quantize_
-        if on_gpu(x):
+        if on_gpu(x, _sample):
             from thinwire.core.kernels.triton_quantized import quantize_ as quantize_by
         quantize_by(x, target, bits=bits, block=block, key=key, shift=shift, norm=norm, scale_bytes=scale_bytes)
 
@@ -116,7 +118,7 @@ def dequantize_(
             library.thinwire_dequantize(payload.data_ptr(), target.data_ptr(), ctypes.byref(coding))
             return
         dequantize_by = quantized.dequantize_
-        if on_gpu(out):
+        if on_gpu(out, _sample):
             from thinwire.core.kernels.triton_quantized import dequantize_ as dequantize_by
         dequantize_by(
             payload, target, bits=bits, block=block, key=key, dither=dither, shift=shift, scale_bytes=scale_bytes
@@ -144,3 +146,17 @@ def clip_outliers(x: Tensor, *, block: int, deviations: float) -> Tensor:
         torch.minimum(rows, bound, out=out)
         torch.maximum(out, -bound, out=out)
     return clipped
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x, found = sample_of(device), list[Tensor]()
+    for bits in (4, 8):
+        payload = torch.empty(quantized_nbytes(x.numel(), bits, 2048), dtype=torch.uint8, device=device)
+        decoded = torch.empty_like(x)
+        quantize_(x, payload, bits=bits, block=2048, key=1)
+        found.append(payload)
+        for dither in (False, True):
+            dequantize_(payload, decoded, bits=bits, block=2048, key=1, dither=dither)
+            found.append(decoded.clone())
+    return found

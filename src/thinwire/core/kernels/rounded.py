@@ -11,7 +11,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, check_code, compiled, on_gpu, writable
+from thinwire.core.kernels.base import as_fp32, check_code, compiled, on_gpu, quantized_nbytes, sample_of, writable
 from thinwire.core.kernels.reference import rounded
 
 _SCALE_BYTES = 4
@@ -56,7 +56,7 @@ def encode_rounded_(x: Tensor, residual: Tensor | None, out: Tensor, *, bits: in
             return
         # Triton is optional, so its kernels are imported at use.
         encode_by = rounded.encode_rounded_
-        if on_gpu(x):
+        if on_gpu(x, _sample):
             from thinwire.core.kernels.triton_rounded import encode_rounded_ as encode_by
         encode_by(x, rest, target, bits=bits, block=block)
 
@@ -96,6 +96,18 @@ def _sum(payloads: Tensor, out: Tensor, *, bits: int, block: int, add: bool) -> 
                     target.add_(part)
             return
         sum_by = rounded.sum_rounded_
-        if on_gpu(out):
+        if on_gpu(out, _sample):
             from thinwire.core.kernels.triton_rounded import sum_rounded_ as sum_by
         sum_by(payloads, target, bits=bits, block=block, add=add)
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x, found = sample_of(device), list[Tensor]()
+    for bits in (4, 7):
+        payload = torch.empty(quantized_nbytes(x.numel(), bits, 2048), dtype=torch.uint8, device=device)
+        rest, decoded = 0.1 * x, torch.empty_like(x)
+        encode_rounded_(x, rest, payload, bits=bits, block=2048)
+        sum_rounded_(torch.stack([payload, payload]), decoded, bits=bits, block=2048)
+        found += [payload, rest, decoded]
+    return found

@@ -11,7 +11,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.core.kernels.base import as_fp32, check_code, check_norm, compiled, on_gpu, quantized_nbytes, writable
+from thinwire.core.kernels.base import (
+    as_fp32,
+    check_code,
+    check_norm,
+    compiled,
+    on_gpu,
+    quantized_nbytes,
+    sample_of,
+    writable,
+)
 from thinwire.core.kernels.reading import join
 from thinwire.core.kernels.reference import signs
 
@@ -77,7 +86,7 @@ def encode_signs_(
             library.thinwire_encode_signs(x.data_ptr(), left, target.data_ptr(), n, block, norm == "l2", scale_bytes)
             return
         encode_by = signs.encode_signs_
-        if on_gpu(x):
+        if on_gpu(x, _sample):
             from thinwire.core.kernels.triton_signs import encode_signs_ as encode_by
         encode_by(x, rest, target, block=block, norm=norm, scale_bytes=scale_bytes)
 
@@ -107,9 +116,20 @@ def sum_signs_(payloads: Tensor, out: Tensor, *, block: int, scale_bytes: int = 
             target.zero_()
         elif library is not None:
             library.thinwire_sum_signs(payloads.data_ptr(), count, nbytes, target.data_ptr(), n, block, scale_bytes)
-        elif on_gpu(out):
+        elif on_gpu(out, _sample):
             from thinwire.core.kernels import triton_signs
 
             triton_signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)
         else:
             signs.sum_signs_(payloads, target, block=block, scale_bytes=scale_bytes)
+
+
+def _sample(device: torch.device) -> list[Tensor]:
+    """See `on_gpu`."""
+    x = sample_of(device)
+    payload = torch.empty(sign_nbytes(x.numel(), 2048), dtype=torch.uint8, device=device)
+    rest, decoded = 0.1 * x, torch.empty_like(x)
+    encode_signs_(x, rest, payload, block=2048)
+    sum_signs_(torch.stack([payload, payload]), decoded, block=2048)
+    # The scales are sums in another order.
+    return [payload[4 * -(-x.numel() // 2048) :], rest, decoded]
