@@ -25,6 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from thinwire.core.replica.shards import MOST_NUMBERS
 from thinwire.core.storage.files import local_path
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
@@ -160,7 +161,8 @@ def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
 
 def exists(worker: WorkerState, folder: Path) -> bool:
     """Return True if any rank sees a checkpoint in a folder, complete or not; the same on all ranks."""
-    return any(gathered(worker, together(worker, folder, lambda: bool(_visible_steps(folder, worker.comm.rank)))))
+    seen = gathered(worker, together(worker, folder, lambda: _visible_steps(folder, worker.comm.rank)))
+    return any(_of_parts(worker, sorted(set[int]().union(*seen), reverse=True)))
 
 
 def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
@@ -176,17 +178,32 @@ def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
     comm = worker.comm
     mine = together(worker, folder, lambda: _visible_steps(folder, comm.rank))
     everyone = gathered(worker, mine)
-    # Without a shared disk, ranks may see different steps. All go through the same ones, and make the same calls.
-    for step in sorted(set[int]().union(*everyone), reverse=True):
+
+    def ranks_of(step: int) -> tuple[list[int], set[int]]:
         home = folder / f"step-{step:08d}"
-        seen = together(worker, home, partial(_survey, home, comm.rank))
-        rows = gathered(worker, seen)
+        rows = gathered(worker, together(worker, home, partial(_survey, home, comm.rank)))
         sizes = {row["size"] for row in rows if row["size"] is not None}
         if sizes == {comm.size}:
-            ranks = [comm.rank] if all(row["own"] for row in rows) else []
-        else:
-            ranks = list(range(*sizes)) if len(sizes) == 1 and all(row["all"] for row in rows) else []
+            return ([comm.rank] if all(row["own"] for row in rows) else []), sizes
+        return (list(range(*sizes)) if len(sizes) == 1 and all(row["all"] for row in rows) else []), sizes
+
+    # Without a shared disk, ranks may see different steps. All go through the same ones, and make the same calls.
+    steps = sorted(set[int]().union(*everyone), reverse=True)
+    if worker.own_folder("").name:
+        # A run that ends while it saves may leave a newer step of some parts of the model than of others.
+        complete = _of_parts(worker, [step for step in steps if ranks_of(step)[0]])
+        common = set(complete[0]).intersection(*complete)
+        if any(complete) and not common:
+            each = "; ".join(sorted({", ".join(map(str, sorted(own))) or "none" for own in complete}))
+            raise CheckpointError(
+                f"{folder.parent}: the parts of the model have no complete checkpoint of the same step ({each}). Every "
+                "rank must see the checkpoints of its part. Check the path on every rank"
+            )
+        steps = sorted(common, reverse=True)
+    for step in steps:
+        ranks, sizes = ranks_of(step)
         if ranks:
+            home = folder / f"step-{step:08d}"
             contents = together(worker, home, partial(read_parts, home, ranks, step, *sizes))
             _check_one_save(worker, home, contents)
             return home, contents
@@ -195,6 +212,14 @@ def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
         f"{folder} holds no complete checkpoint for {comm.names(lacking)}. Every rank must see its own part in a "
         "step-* folder, or all parts if another number of workers wrote it. Check the path on every rank"
     )
+
+
+def _of_parts(worker: WorkerState, steps: list[int]) -> list[list[int]]:
+    """Gather steps from the ranks that hold the other parts of this copy of the model, if it is cut into parts."""
+    if worker.mesh is not None:
+        texts = gather_texts(worker.mesh.block.whole, json.dumps(steps).encode(), worker.replicas[0].x.device)
+        return [json.loads(text) for text in texts]
+    return worker.shards.gather(steps[:MOST_NUMBERS])
 
 
 def read_parts(home: Path, ranks: Sequence[int], step: int, size: int) -> list[Content]:

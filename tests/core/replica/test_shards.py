@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -148,8 +149,14 @@ def saved_and_refused(folder: str) -> dict[str, Any]:
         worker = steps(sharded(mesh, strategy, make), data(group, 3))
         worker.save(where)
         through = whole(steps(worker, data(group, 4, first=3)).model)
+        worker.save(where)
         worker.detach()
         again = sharded(mesh, strategy, make)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            # As if the run had ended after it had saved one shard of the two.
+            shutil.rmtree(where / "shard-1-of-2/step-00000007")
+        dist.barrier()
         again.load(where)
         found["resumed"].append(torch.equal(whole(steps(again, data(group, 4, first=3)).model), through))
         again.detach()

@@ -16,10 +16,13 @@ from torch.optim import Optimizer
 
 from thinwire.core.replica.flat import copy_each_
 
+MOST_NUMBERS = 64
+
 
 class _Mesh(Protocol):
     def size(self, mesh_dim: int | None = None) -> int: ...
     def get_local_rank(self, mesh_dim: int) -> int: ...
+    def get_group(self, mesh_dim: int) -> Any: ...
 
 
 class _DTensor(Protocol):
@@ -99,6 +102,28 @@ class Shards:
         # After a forward pass without a backward pass FSDP2 keeps the gathered parameters, which would hide a write.
         found = (module for module in model.modules() if pairs and hasattr(module, "reshard"))
         self._gathered = [cast(Any, module) for module in found]
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Gather at most 64 numbers without negative ones from the ranks with the other shards of this copy."""
+        rows = torch.full((1, MOST_NUMBERS), -1, dtype=torch.int64, device="cpu")
+        rows[0, : len(numbers)] = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        for group in self._groups():
+            mine = rows.to(local(self._parameters[0]).device)
+            found = [torch.empty_like(mine) for _ in range(group.size())]
+            torch.distributed.all_gather(found, mine, group=group)
+            rows = torch.cat(found).cpu()
+        return [[number for number in row if number >= 0] for row in rows.tolist()]
+
+    def _groups(self) -> list[Any]:
+        """The process groups of the ranks among which parameters are cut."""
+        found: dict[int, Any] = {}
+        for parameter in self._parameters:
+            mesh, placements = cast(_DTensor, parameter).device_mesh, cast(_DTensor, parameter).placements
+            for dimension, placement in enumerate(placements):
+                if placement.is_shard() and mesh.size(dimension) > 1:
+                    group = mesh.get_group(dimension)
+                    found.setdefault(id(group), group)
+        return list(found.values())
 
     def read(self) -> None:
         """Copy this rank's shards into the vectors."""
