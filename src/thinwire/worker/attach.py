@@ -296,7 +296,7 @@ def start(worker: WorkerState, init: Literal["broadcast", "own"]) -> None:
         if init == "broadcast":
             broadcast(worker)
         else:
-            equal = not different(worker, _vectors(worker))
+            equal = not different(worker, _vectors(worker), at_start=True)
             check_start(worker.strategy, equal=equal)
             for replica in worker.replicas:
                 replica.equal_start = equal
@@ -310,7 +310,7 @@ def _vectors(worker: WorkerState) -> dict[str, Tensor]:
 
 def broadcast(worker: WorkerState) -> None:
     """Start every rank from rank 0's parameters (frozen ones too) and buffers; only those that differ are sent."""
-    for x in different(worker, _vectors(worker)).values():
+    for x in different(worker, _vectors(worker), at_start=True).values():
         worker.comm.broadcast_(x, 0).wait()
     worker.shards.write()
     broadcast_others(worker)

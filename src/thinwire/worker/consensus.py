@@ -168,7 +168,7 @@ def broadcast_others(worker: WorkerState) -> None:
     flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
     others = {name: local(p.data) for name, p in named_parameters(worker.model).items() if id(p) not in flat}
     others |= named_buffers(worker.model)
-    others = different(worker, others)
+    others = different(worker, others, at_start=True)
     _refuse_fixed(others)
     for group in by_kind(others.values()).values():
         _broadcast_(worker.comm, group)
@@ -215,15 +215,21 @@ def _broadcast_(comm: Comm, group: list[Tensor]) -> None:
     copy_each_(group, views(vector, layout))
 
 
-def different(worker: WorkerState, named: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message."""
+def different(worker: WorkerState, named: Mapping[str, Tensor], *, at_start: bool = False) -> dict[str, Tensor]:
+    """The tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message.
+
+    Args:
+        worker: of this rank.
+        named: the tensors.
+        at_start: whether these are the initial ones, which are equal in a dry run, since all ranks make one model.
+    """
     if not named or worker.comm.size == 1:
         return {}
     device = worker.replicas[0].x.device
     hashes = torch.stack([_hash_of(name, x).to(device) for name, x in named.items()])
     n = len(named)
     least = worker.comm.all_reduce_(torch.cat([hashes, ~hashes]), op="min").wait()
-    equal = decide(least, lambda: (least[:n] == ~least[n:]).tolist(), most=[False] * n, least=[True] * n)
+    equal = decide(least, lambda: (least[:n] == ~least[n:]).tolist(), most=[at_start] * n, least=[True] * n)
     return {name: x for (name, x), same in zip(named.items(), equal, strict=True) if not same}
 
 
