@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import sys
+import threading
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,6 +48,27 @@ def test_kernels_that_agree_are_used_and_compared_once(monkeypatch: pytest.Monke
         assert torch.equal(encoded(GPU), encoded("cpu"))
         assert torch.equal(encoded(GPU), encoded("cpu"))
     assert sizes == [base._SAMPLE_SIZE, base._SAMPLE_SIZE, 300, 300]
+
+
+def test_other_threads_wait_for_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_end = threading.Event(), threading.Event()
+
+    def encode(x: Tensor, residual: Tensor | None, out: Tensor, **how: Any) -> None:
+        begun.set()
+        assert may_end.wait(20)
+        one_wrong_bit(x, residual, out, **how)
+
+    with pretend_gpu(), warnings.catch_warnings(), ThreadPoolExecutor(2) as threads:
+        warnings.simplefilter("ignore")
+        replace_kernels(monkeypatch, encode)
+        first = threads.submit(encoded, GPU)
+        assert begun.wait(20)
+        second = threads.submit(encoded, GPU)
+        with pytest.raises(TimeoutError):
+            second.result(0.3)
+        may_end.set()
+        assert torch.equal(first.result(20), encoded("cpu"))
+        assert torch.equal(second.result(20), encoded("cpu"))
 
 
 def one_wrong_bit(x: Tensor, residual: Tensor | None, out: Tensor, **how: Any) -> None:

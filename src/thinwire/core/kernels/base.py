@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache, wraps
 from importlib.util import find_spec
 from itertools import pairwise
-from threading import Lock
+from threading import Lock, RLock
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -141,6 +141,7 @@ def gnu_openmp() -> Callable[..., None] | None:
 Sample = Callable[[torch.device], list[Tensor]]
 _SAMPLE_SIZE = 5000
 _agreeing: dict[tuple[Sample, torch.device], bool] = {}
+_comparing = RLock()
 
 
 def on_gpu(x: Tensor, sample: Sample | None = None) -> bool:
@@ -163,22 +164,27 @@ def sample_of(device: torch.device) -> Tensor:
 
 
 def _agrees(sample: Sample, device: torch.device) -> bool:
-    if (sample, device) not in _agreeing:
-        _agreeing[sample, device] = True  # for the calls of the sample itself
-        try:
-            pairs = zip(sample(device), sample(torch.device("cpu")), strict=True)
-            same = all(_close(found.cpu(), expected) for found, expected in pairs)
-            problem = "" if same else "their results differ from the CPU's"
-        except Exception as error:  # a compiler may raise anything
-            problem = f"{type(error).__name__}: {error}"
-        if problem:
-            _agreeing[sample, device] = False
-            kind = sample.__module__.rpartition(".")[2]
-            native.warn_of_slow_path(
-                f"thinwire's GPU kernels of {kind} are not used on {device}: {problem}. "
-                "PyTorch computes the same, more slowly. Try another version of Triton"
-            )
-    return _agreeing[sample, device]
+    # Other threads wait, so that none uses the kernels before. The calls of the sample itself are of this thread.
+    with _comparing:
+        if (sample, device) not in _agreeing:
+            _agreeing[sample, device] = True
+            if problem := _problem_of(sample, device):
+                _agreeing[sample, device] = False
+                kind = sample.__module__.rpartition(".")[2]
+                native.warn_of_slow_path(
+                    f"thinwire's GPU kernels of {kind} are not used on {device}: {problem}. PyTorch computes the same, "
+                    "more slowly. Try another version of Triton"
+                )
+        return _agreeing[sample, device]
+
+
+def _problem_of(sample: Sample, device: torch.device) -> str:
+    try:
+        pairs = zip(sample(device), sample(torch.device("cpu")), strict=True)
+        same = all(_close(found.cpu(), expected) for found, expected in pairs)
+    except Exception as error:  # a compiler may raise anything
+        return f"{type(error).__name__}: {error}"
+    return "" if same else "their results differ from the CPU's"
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
