@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import thinwire
 from tests.coreset.test_selection import alike, same
@@ -276,6 +277,26 @@ def test_quality_of_everything_is_perfect_and_of_a_coreset_better_than_chance() 
     assert own.mean_distance * 300 == pytest.approx(cost(apart(x), found.indices.tolist()), rel=1e-4)
     everything = quality(x, torch.arange(300), torch.ones(300).double(), labels=labels)
     assert everything.largest_distance == 0 and everything.gradient_error < 1e-6
+
+
+@pytest.mark.parametrize("classes", [None, 3])
+def test_the_gradient_error_is_that_of_eight_random_linear_models(classes: int | None) -> None:
+    x, labels = points(40), None if classes is None else torch.arange(40) % classes
+    indices, weights = torch.tensor([3, 8, 17, 31]), torch.tensor([7.0, 12.0, 9.0, 12.0], dtype=torch.float64)
+    rows = ((x - x.mean(0)) / x.std(0)).double()
+    draws, errors = torch.Generator().manual_seed(5), []
+    torch.randperm(len(x), generator=draws)  # the points whose distances are measured
+    for _ in range(8):
+        model = torch.randn(x.shape[1], classes or 1, generator=draws).double() / x.shape[1] ** 0.5
+        model.requires_grad_()
+        logits = rows @ model
+        losses = logits.cosh().log().sum(1) if labels is None else F.cross_entropy(logits, labels, reduction="none")
+        truth, found = (
+            torch.autograd.grad(each, model, retain_graph=True)[0] for each in (losses.sum(), weights @ losses[indices])
+        )
+        errors.append(float((truth - found).norm() / truth.norm()))
+    measured = quality(x, indices, weights, labels=labels, seed=5).gradient_error
+    assert measured == pytest.approx(float(np.mean(errors)), rel=1e-3)
 
 
 def test_a_projection_shows_the_two_widest_directions() -> None:

@@ -140,6 +140,25 @@ def test_connections_are_made_under_keys_that_strangers_cannot_tell(monkeypatch:
 
 
 @pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        ({"WORLD_SIZE": "4", "RANK": "2"}, (2, 4)),
+        ({"WORLD_SIZE": "4", "RANK": "2", "THINWIRE_WORKERS": "6", "THINWIRE_RANK": "5"}, (5, 6)),
+    ],
+)
+def test_the_variables_of_the_run_go_before_those_of_torchrun(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[int, int]
+) -> None:
+    for name in ("THINWIRE_WORKERS", "THINWIRE_RANK", "WORLD_SIZE", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    found = fleet.fleet_from_environment(memory_store())
+    assert (found.rank, found.size) == expected
+
+
+@pytest.mark.parametrize(
     "stored",
     [b"{nonsense", b"[1]", b'{"cause": "lost"}', b'{"cause": "x", "rank": 0, "step": 0}', b"[" * 100_000, b"\xff",
      b'{"cause": "lost", "rank": "0", "step": 0}', b'{"cause": "lost", "rank": 0, "step": 0, "text": 1}'],

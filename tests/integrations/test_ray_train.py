@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from tests.integrations.small import HALF, STEPS, Net, batch_of, equal, optimizer_of, plain_loop, weights
+from thinwire import LocalSGD
 from thinwire.errors import ConfigError
-
-pytest.importorskip("ray.train", reason="needs ray[train]")
-pytestmark = pytest.mark.slow
 
 
 def loop(settings: dict[str, Any]) -> None:
@@ -48,8 +46,7 @@ def loop(settings: dict[str, Any]) -> None:
 @pytest.fixture
 def ray() -> Any:
     warnings.simplefilter("ignore")  # Ray's own
-    import ray
-
+    ray = pytest.importorskip("ray", reason="needs ray[train]")
     os.environ["RAY_TRAIN_V2_ENABLED"] = "1"
     os.environ["RAY_ENABLE_UV_RUN_RUNTIME_ENV"] = "0"
     ray.init(num_cpus=3, include_dashboard=False, logging_level="error", object_store_memory=80 << 20)
@@ -74,6 +71,30 @@ def run(ray: Any, folder: Path, name: str, steps: int) -> Any:
     return trainer.fit()
 
 
+@pytest.mark.parametrize(
+    ("given", "configured", "period"),
+    [(None, "LocalSGD(period=3)", 3), ("LocalSGD(period=2)", None, 2), ("LocalSGD(period=2)", "LocalSGD(period=3)", 2)],
+)
+def test_the_strategy_is_the_given_one_or_that_of_the_configuration(
+    monkeypatch: pytest.MonkeyPatch, given: str | None, configured: str | None, period: int
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray's own
+        train = pytest.importorskip("ray.train", reason="needs ray[train]")
+        from thinwire.integrations.ray_train import attach
+    monkeypatch.setattr(train, "get_checkpoint", lambda: None)
+    monkeypatch.delenv("THINWIRE_RAY_STRATEGY", raising=False)
+    model = Net()
+    with pytest.raises(ConfigError, match="no strategy: pass TorchTrainer"):
+        attach(model, optimizer_of(model))
+    if configured is not None:
+        monkeypatch.setenv("THINWIRE_RAY_STRATEGY", configured)
+    worker = attach(model, optimizer_of(model), given)
+    assert worker.strategy == LocalSGD(period=period)
+    worker.detach()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_training_and_resuming_are_the_plain_loop_bit_for_bit(ray: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file

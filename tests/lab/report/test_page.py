@@ -151,6 +151,13 @@ def test_the_figures_in_the_table_are_those_of_the_summaries(comparison, page):
     assert [cell.removesuffix(" (best)") for cell in page.cells] == expected
 
 
+def test_marks_are_explained_where_runs_are_compared(tmp_path: Path) -> None:
+    small, dots = "Small figures compare with ddp.", "Dots mark the best of a column"
+    compared, alone = (words_of(write_comparison(tmp_path / str(k), THREE[:k], steps=20)) for k in (2, 1))
+    assert small in compared and dots in compared
+    assert "Small figures" not in alone and dots not in alone
+
+
 def test_the_best_of_each_column_is_marked_in_words_too(page):
     marked = [cell for cell in page.cells if cell.endswith(" (best)")]
     assert sum(attributes.get("class") == "best" for tag, attributes in page.tags if tag == "td") == len(marked)
