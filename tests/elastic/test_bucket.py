@@ -7,6 +7,7 @@ import asyncio
 import os
 import random
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ pytest.importorskip("cryptography")
 from tests.buckets import Process, environment, serve
 from tests.worker.test_rendezvous import build, flat
 from thinwire import attach
+from thinwire.core.comm.bucket import BucketConnector
 from thinwire.core.comm.liveness import State
 from thinwire.core.storage.bucket import KEY, Bucket, BucketStore, new_key
+from thinwire.core.view import Progress
 from thinwire.elastic import membership
 from thinwire.elastic.fleet import fleet_in_bucket
+from thinwire.elastic.handover import Offered
 from thinwire.elastic.membership import Membership
 from thinwire.elastic.notice import Notice
 from thinwire.errors import ConfigError
@@ -240,6 +244,33 @@ def test_a_fixed_run_starts_again_when_a_worker_of_another_machine_is_silent(mon
     fourth = member("d", 20)
     assert fourth.enter(None, 1).epoch == 2  # at once, since the last one has announced its end
     fourth.close()
+
+
+def test_a_joiner_does_not_wait_for_a_state_whose_sender_has_entered_another_view() -> None:
+    bucket, entered = Bucket.open("memory://withdrawn"), threading.Event()
+
+    def member(name: str) -> Membership:
+        return Membership(BucketStore(bucket, "0"), name, timeout=600, beat_seconds=0.02, connected=False)
+
+    donor, joiner = member("a"), member("b")
+    connector = BucketConnector(bucket, "0/calls", lambda: "")
+    assert donor.enter(None, 1).epoch == 0
+    joiner.on_offer = Offered(joiner, connector).take
+
+    def join() -> None:
+        joiner.enter(None, 1)
+        entered.set()
+
+    threading.Thread(target=join, daemon=True).start()
+    while donor.requests(now=True) < 1:
+        time.sleep(0.01)
+    early = {"name": "0/a/1/early", "kind": "early", "donor": "a", "row": donor.row, "epoch": 0}
+    donor.offer(1, early)
+    donor.change(Progress(0, done=True, step=0))
+    assert donor.change(Progress(0, done=True, step=0), requests=1).members == ("a", "b")
+    assert entered.wait(20)
+    donor.close()
+    joiner.close()
 
 
 def test_a_number_of_the_environment_is_the_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -297,7 +297,7 @@ class _Sender:
     def _send(self, number: int, worker: str, row: str, kind: str, content: Tensor) -> None:
         own = self._membership
         name = f"{self._epoch}/{own.worker}/{number}/{kind}"
-        own.offer(number, {"name": name, "kind": kind, "donor": own.worker, "row": own.row})
+        own.offer(number, {"name": name, "kind": kind, "donor": own.worker, "row": own.row, "epoch": self._epoch})
         comm = self._connector.pair(name, 0, own.timeout, lambda: own.state_of(worker, row) is State.ENDED)
         self._open.append(comm)
         try:
@@ -336,14 +336,19 @@ class Offered:
         fields = ("name", "kind", "donor", "row")
         if not isinstance(told, dict) or not is_worker([told.get(name) for name in fields[2:]]):
             return
+        if not isinstance(told.get("epoch"), int):
+            return
         if told["kind"] == "early":
             self._parts.clear()
         self._donor = told["donor"]
         own = self._membership
+
+        def is_withdrawn() -> bool:
+            # A donor closes its offers at the end of its view, and an object store has no connection that shows it.
+            return own.has_view(told["epoch"] + 1) or own.state_of(told["donor"], told["row"]) is State.ENDED
+
         try:
-            comm = self._connector.pair(
-                told["name"], 1, own.timeout, lambda: own.state_of(told["donor"], told["row"]) is State.ENDED
-            )
+            comm = self._connector.pair(told["name"], 1, own.timeout, is_withdrawn)
             try:
                 self._parts[told["kind"]] = receive(comm, 0)
                 comm.send_recv(torch.zeros(1, dtype=torch.float32, device=comm.check_device), [0], []).wait()

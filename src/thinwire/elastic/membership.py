@@ -421,7 +421,7 @@ class Membership:
                 found[number] = asks[0], asks[1]
         return found
 
-    def offer(self, number: int, what: dict[str, str]) -> None:
+    def offer(self, number: int, what: dict[str, str | int]) -> None:
         """Offer a part of a state to the worker of a request."""
         part = 0
         while self._do(lambda part=part: self._records.propose(self._offer_key(number, part), what)) != what:
@@ -712,6 +712,10 @@ class Membership:
         """Return the view with a number; None if it does not exist yet."""
         found = self._read(f"view/{epoch}")
         return None if found is None else View.read(found)
+
+    def has_view(self, epoch: int) -> bool:
+        """Return True if the view with this number exists."""
+        return self._view(epoch) is not None
 
     def _view_of(self, epoch: int) -> View:
         """Return a view that has been agreed on.

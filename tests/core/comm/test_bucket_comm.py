@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from tests.buckets import run_workers
 from thinwire import Comm, run_threads
 from thinwire.core.comm import bucket as module
 from thinwire.core.comm.bucket import SCATTER_BYTES, BucketComm
-from thinwire.core.storage.bucket import KEY, Bucket, new_key
+from thinwire.core.storage.bucket import KEY, Bucket, loop, new_key
 from thinwire.errors import (
     CommError,
     CommTimeoutError,
@@ -71,6 +72,24 @@ def test_every_call_returns_the_bits_that_threads_return(size: int, tmp_path: Pa
     found = run_workers(f"file://{tmp_path}/run", size, _every_call)
     for ours, theirs in zip(found, expected, strict=True):
         assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(ours, theirs, strict=True))
+
+
+def test_a_call_that_is_launched_just_before_the_comm_closes_ends() -> None:
+    comm, held = BucketComm(Bucket.open("memory://closes"), "0", 0, 2), threading.Event()
+    loop().call_soon_threadsafe(held.wait)
+    work = comm.all_gather(torch.ones(1))  # its task cannot start yet
+    comm.disconnect()
+    held.set()
+    with pytest.raises(ConfigError, match="was disconnected"):
+        work.wait()
+
+    async def others() -> int:
+        return len(asyncio.all_tasks()) - 1
+
+    end = time.monotonic() + 10
+    while comm.bucket.wait(others()):
+        assert time.monotonic() < end, "it still reads"
+        time.sleep(0.05)
 
 
 def test_a_call_is_one_write_and_one_read_of_each_other_rank() -> None:

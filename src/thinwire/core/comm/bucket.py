@@ -326,6 +326,9 @@ class BucketComm(Comm):
             assert task is not None
             self._tasks.add(task)
             try:
+                if self._fault is not None:  # since the launch: `_cancel` has not seen this task
+                    body.close()
+                    raise self._closed(self._fault)
                 return await body
             finally:
                 self._tasks.discard(task)
