@@ -229,13 +229,14 @@ class Closer:
 
     def seconds_to_wait(self, now: float) -> float | None:
         """Return the seconds until the round may close: 0 now, None for an unknown time."""
-        # Work that has arrived late counts for the tokens, but a quorum is one of workers.
+        # Work that has arrived late counts for the tokens, but a quorum is one of present workers.
         takes = self._takes()
         arrived = {each.worker for each in takes}
         tokens = sum(each.tokens for each in takes)
         if self.workers <= arrived:
             return 0.0 if arrived else None
-        if len(arrived) < max(1.0, self.rule.quorum * len(self.workers)) or tokens < self.rule.tokens:
+        present = len(arrived & self.workers)
+        if present < max(1.0, self.rule.quorum * len(self.workers)) or tokens < self.rule.tokens:
             return None
         if self._window is None or self.workers <= arrived | self._slow:
             return 0.0

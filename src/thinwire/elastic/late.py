@@ -32,8 +32,9 @@ class LateMerging(CloseRule, ElasticOptions):
     With `fragments`, as in `DiLoCo(fragments=4)` or `Streaming(SlowMo(), fragments=4)`, each fragment has rounds of its
     own, which close one after the other; ages are in rounds of the same fragment.
 
-    `worker.step` counts the group's steps, as under `Paced`: loop while it is below a number. Save and evaluate at the
-    end of a round. `worker.elastic.closings` is the log of the run.
+    `worker.step` counts the group's steps, as under `Paced`: loop while it is below a number. Evaluate at the end of a
+    round. Each worker saves alone, at any step; `load` on all workers, directly after `attach`, continues from the
+    newest round that any of them has saved. `worker.elastic.closings` lists the rounds that this worker has applied.
 
     The discount is that of Xie, Koyejo and Gupta, Asynchronous Federated Optimization, 2019, arXiv:1903.03934,
     Section 5.2. Rounds with a quorum and a grace window: Decoupled DiLoCo, 2026.

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rounds that close without late workers, over objects that every worker reads when it has time.
 
-    late/NAME/N         the N-th contribution of a worker: its displacement, its tokens, and its progress
-    late/state/K/NAME   the state at the start of round K, for workers that join
-    closing/K           the contributions that round K takes, and the worker that has proposed them; written once
-    state/first         the object with the state of the first worker
-    state/NUMBER        the same, for the worker of this request to join
+    late/NAME/N             the N-th contribution of a worker: its displacement, its tokens, and its progress
+    late/state/K/NAME       the state at the start of round K, for workers that join
+    closing/K               the contributions that round K takes, and the worker that has proposed them; written once
+    state/first/EPOCH       the object with the state of the first worker of the run that started as view EPOCH
+    state/NUMBER            the same, for the worker of this request to join
+    load/EPOCH/L/WHAT/NAME  what a worker knows of checkpoints in the L-th call of `load`; "state" is the object with
+                            the state from which all continue
 
 A worker is named by its rank at the start of the run, or by the next free number if it joins. All workers apply the
 same closings in the same order, so that their common parameters have the same bits, and none of them waits for a
@@ -18,9 +20,12 @@ next one of the fragment n modulo F. All of a model is one fragment otherwise.
 from __future__ import annotations
 
 import json
+import logging
+import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -30,23 +35,35 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.comm.bucket import AWAITED_SECONDS
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.kernels import all_finite
+from thinwire.core.kernels.decisions import host_copy
 from thinwire.core.replica.replica import Replica
 from thinwire.core.storage.tree import from_bytes, to_bytes
 from thinwire.core.view import View
 from thinwire.elastic.closing import Closer, Closing, Contribution
 from thinwire.elastic.late import LateMerging
+from thinwire.elastic.late_saves import Plan, extra_of_newest, find, folder_of, missing, plan, taken_of
 from thinwire.elastic.membership import Membership, RunEndedError
 from thinwire.elastic.objects import Objects
 from thinwire.elastic.sampler import MembershipInterval
-from thinwire.errors import CheckpointError, CommError, CommTimeoutError, ConfigError, MismatchError, NonFiniteError
+from thinwire.errors import (
+    CheckpointError,
+    CommError,
+    CommTimeoutError,
+    ConfigError,
+    MismatchError,
+    NonFiniteError,
+    PeerLostError,
+)
 from thinwire.methods.codecs.base import Codec, draw_key
 from thinwire.methods.codecs.feedback import residual_sizes
+from thinwire.worker.checkpoint import check_random, restore_random
 from thinwire.worker.handshake import Facts, first_difference
-from thinwire.worker.replica_state import PARTS, check, pack, unpack
+from thinwire.worker.replica_state import PARTS, check, mapping_of, pack, same_names, unpack
 from thinwire.worker.state import WorkerState
 from thinwire.worker.times import Report
 
 T = TypeVar("T")
+_LOGGER = logging.getLogger("thinwire")
 _HEADER_BYTES = 1 << 16
 _STATE_BYTES = 1 << 40
 _LOOK_SECONDS = 1.0  # between looks for lost workers
@@ -83,13 +100,39 @@ class _Fragment:
 
 @dataclass
 class _Message:
-    """A contribution with its displacement of each replica, and its number among those of its worker."""
+    """A contribution with its displacement of each replica.
+
+    Attributes:
+        number: its number among those of its worker.
+        contribution: the worker, the round in which it started, and its tokens.
+        seconds: how long its worker took for it.
+        lr: the learning rate of its worker.
+        drawn: the rank in the random draws of its codec: the worker's name in the run that has sent it.
+        payloads: of each replica.
+    """
 
     number: int
     contribution: Contribution
     seconds: float
     lr: float
+    drawn: int
     payloads: list[Tensor]
+
+    def header(self) -> dict[str, Any]:
+        """Return all but the payloads as JSON values."""
+        return {
+            "contribution": Closing(0, (self.contribution,)).content()[0],
+            "seconds": self.seconds,
+            "lr": self.lr,
+            "drawn": self.drawn,
+        }
+
+    @classmethod
+    def read(cls, number: int, header: Mapping[str, Any], payloads: list[Tensor]) -> _Message:
+        """Restore a message from its header."""
+        contribution = Closing.read(0, [header["contribution"]]).contributions[0]
+        seconds, lr, drawn = float(header["seconds"]), float(header["lr"]), int(header["drawn"])
+        return cls(number, contribution, seconds, lr, drawn, payloads)
 
 
 @dataclass
@@ -113,6 +156,10 @@ class _Other:
     closed: set[int] = field(default_factory=set[int])
     round: int = 0
     times: tuple[int, int] | None = None
+
+    def counts(self) -> list[list[int]]:
+        """Return which contributions this worker has read, for `taken_of`."""
+        return [[self.read], sorted(self.open), sorted(self.closed)]
 
 
 class LateRounds:
@@ -170,6 +217,8 @@ class LateRounds:
         self._awaited: list[int] = []
         self._upload_seconds = 0.0
         self._worker: WorkerState | None = None
+        self._run = secrets.token_hex(8)  # the id of the run, which the first worker draws
+        self._loads, self._has_stepped = 0, False
 
     # -- set-up --------------------------------------------------------------------------------------------------------
 
@@ -220,6 +269,7 @@ class LateRounds:
         self.options.check(worker.strategy, worker.optimizer, init="broadcast", global_batch=None)
         worker.common = self._common
         worker.awaited = lambda: self._awaited
+        worker.folder, worker.pack_rounds, worker.load_alone = folder_of(self._name), self._pack_rounds, self._load
         # Of each replica, the fragments; of each fragment, the parts in all replicas.
         for pairs in zip(*(worker.strategy.fragments_in(r) for r in worker.replicas), strict=True):
             parts = [part for part, _ in pairs]
@@ -227,9 +277,9 @@ class LateRounds:
             self._fragments.append(_Fragment(parts, pairs[0][1], points, [{} for _ in parts]))
         if not self.joins:
             self._restart_all(0, map(str, range(self._first.size)))
-            self._write_state(["state/first"])
+            self._write_state([f"state/first/{self._first.begins}"])
         elif int(self._name) < self._first.size:
-            self._adopt("state/first")
+            self._adopt(f"state/first/{self._first.begins}")
         else:
             self._adopt(f"state/{self._membership.last_request}")
 
@@ -306,15 +356,7 @@ class LateRounds:
         return body()
 
     def drop_newcomers(self) -> None:
-        """Refuse to load a state, which the others would not have.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(
-            f"load() with elastic={self.options}: the other workers would not load the same state. Load the model's "
-            "parameters before attach on the first worker. The others copy them"
-        )
+        """Do nothing: a worker starts with the state of the run."""
 
     def crews(self) -> list[MembershipInterval]:
         """Refuse to assign batches by step.
@@ -339,6 +381,7 @@ class LateRounds:
                 f"elastic={self.options} must not be set from outside. Leave out load_state_dict"
             )
         self._membership.take_step()
+        self._has_stepped = True
         for fragment in self._fragments:
             fragment.tokens += self.worker.replicas[0].samples
         for number, left in enumerate(self._steps_left()):
@@ -372,7 +415,7 @@ class LateRounds:
                     f"worker {self.worker_id}, step {worker.step}: its parameters are not finite, and it sends "
                     "nothing. The others continue without it. Lower the learning rate, and start this worker again"
                 )
-            key = self._key(self._name, fragment.started, i)
+            key = self._key(int(self._name), fragment.started, i)
             payloads.append(delta if codec is None else codec.encode(delta, fragment.codec_states[i], key))
         own, now = self._others[self._name], time.monotonic()
         # The link of a worker is as slow as its last upload.
@@ -382,39 +425,40 @@ class LateRounds:
             Contribution(fragment.started, self._name, fragment.tokens, others),
             now - fragment.began,
         )
-        header = {
-            "contribution": Closing(0, (contribution,)).content()[0],
-            "seconds": seconds,
-            "round": self._closer.round,
-            "lr": float(rate),
-            "leaves": leaves,
-            "times": list(own.times),
-        }
-        content = to_bytes({"header": header, "payloads": payloads}).numpy().tobytes()
-        self._objects.put(f"late/{self._name}/{own.read}", content)
+        self._put(_Message(own.read, contribution, seconds, float(rate), int(self._name), payloads), leaves=leaves)
         end = time.monotonic()
         self._upload_seconds = end - now
         self.comm.meter.waited("contribution", now, now, end, worker.step)
-        self.comm.meter.sent("contribution", float(sum(x.nbytes for x in payloads)))
-        self._sent[own.read] = fragment.started, None
-        self._keep(self._name, _Message(own.read, contribution, seconds, float(rate), payloads))
         fragment.tokens = 0.0
         if self.options.carry != "off":
             fragment.launched = [part.x.clone() for part in fragment.parts]
+
+    def _put(self, message: _Message, *, leaves: bool = False) -> None:
+        """Send a contribution of this worker."""
+        times = self._others[self._name].times
+        more = {"round": self._closer.round, "leaves": leaves, "times": times and list(times)}
+        content = to_bytes({"header": {**message.header(), **more}, "payloads": message.payloads}).numpy().tobytes()
+        self._objects.put(f"late/{self._name}/{message.number}", content)
+        self.comm.meter.sent("contribution", float(sum(x.nbytes for x in message.payloads)))
+        self._sent[message.number] = message.contribution.started, None
+        self._keep(self._name, message)
 
     def _keep(self, name: str, message: _Message) -> None:
         """Keep a contribution until a closing takes it."""
         other = self._others[name]
         other.read = max(other.read, message.number + 1)
         other.open.add(message.number)
-        self._messages[name, message.contribution.started] = message
+        self._hold(message)
+
+    def _hold(self, message: _Message) -> None:
+        self._messages[message.contribution.worker, message.contribution.started] = message
         self._closer.arrive(message.contribution, message.seconds)
 
     def _codec_for(self, part: Replica) -> Codec | None:
         return self.options.codec if part.x.numel() else None
 
-    def _key(self, name: str, started: int, replica: int) -> int:
-        return draw_key(self.worker.seed, started, rank=int(name), stage=replica)
+    def _key(self, rank: int, started: int, replica: int) -> int:
+        return draw_key(self.worker.seed, started, rank=rank, stage=replica)
 
     def _look(self) -> bool:
         """Read the contributions that have arrived, and notice workers that come and go; return True for any news."""
@@ -462,36 +506,46 @@ class LateRounds:
         other = self._others[name]
         try:
             found = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-            header, payloads = found["header"], found["payloads"]
-            contribution = Closing.read(0, [header["contribution"]]).contributions[0]
-            if contribution.worker != name or 1 + len(contribution.others) != len(self._fragments):
-                raise ValueError(f"it is {contribution}")
-            seconds, lr, leaves = float(header["seconds"]), float(header["lr"]), bool(header["leaves"])
+            header = found["header"]
+            message = self._checked(_Message.read(other.read, header, found["payloads"]))
+            if message.contribution.worker != name:
+                raise ValueError(f"it is {message.contribution}")
+            leaves = bool(header["leaves"])
             other.round = max(other.round, int(header["round"]))
-            data, addresses = map(int, header["times"])
-            other.times = data, addresses
-            parts = self._fragments[contribution.started % len(self._fragments)].parts
-            codecs = [self._codec_for(part) for part in parts]
-            sizes = [
-                _exact_bytes(part.x) if codec is None else codec.nbytes(part.x.numel())
-                for part, codec in zip(parts, codecs, strict=True)
-            ]
-            if [x.nbytes for x in payloads] != sizes:
-                raise ValueError(f"payloads of {[x.nbytes for x in payloads]} bytes, not {sizes}")
+            if header["times"] is not None:
+                data, addresses = map(int, header["times"])
+                other.times = data, addresses
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
             raise CommError(
                 f"late/{name}/{other.read}: the contribution of worker {other.id} cannot be read ({error}). All "
                 "workers need the same version of thinwire, the same model and the same recipe"
             ) from None
-        payloads = [x.to(part.x.device) for x, part in zip(payloads, parts, strict=True)]
         if other.read in other.closed:
             other.read += 1
         else:
-            self._keep(name, _Message(other.read, contribution, seconds, lr, payloads))
+            self._keep(name, message)
         if name not in self._closer.workers:
             self._closer.join(name)
         if leaves:
             self._closer.lose(name)
+
+    def _checked(self, message: _Message) -> _Message:
+        """Return a message on this worker's devices.
+
+        Raises:
+            ValueError: it is of another number of fragments, or has another size.
+        """
+        if 1 + len(message.contribution.others) != len(self._fragments):
+            raise ValueError(f"it is {message.contribution}")
+        parts = self._fragments[message.contribution.started % len(self._fragments)].parts
+        codecs = [self._codec_for(part) for part in parts]
+        sizes = [
+            _exact_bytes(part.x) if codec is None else codec.nbytes(part.x.numel())
+            for part, codec in zip(parts, codecs, strict=True)
+        ]
+        if (found := [x.nbytes for x in message.payloads]) != sizes:
+            raise ValueError(f"payloads of {found} bytes, not {sizes}")
+        return replace(message, payloads=[x.to(p.x.device) for x, p in zip(message.payloads, parts, strict=True)])
 
     # -- the end of a round --------------------------------------------------------------------------------------------
 
@@ -608,7 +662,8 @@ class LateRounds:
         self.closings.append(closing)
         for each, message in zip(closing.contributions, messages, strict=True):
             del self._messages[each.worker, each.started]
-            self._others[each.worker].open.discard(message.number)
+            if each.worker in self._others:
+                self._others[each.worker].open.discard(message.number)
             if each.worker == self._name:
                 self._sent[message.number] = each.started, closing.round
         self._others[self._name].round = closer.round
@@ -648,8 +703,9 @@ class LateRounds:
         return found
 
     def _decoded(self, message: _Message, part: Replica, like: Tensor, replica: int) -> Tensor:
-        payload, codec, each = message.payloads[replica], self._codec_for(part), message.contribution
-        return payload if codec is None else codec.decode(payload, like, self._key(each.worker, each.started, replica))
+        payload, codec = message.payloads[replica], self._codec_for(part)
+        key = self._key(message.drawn, message.contribution.started, replica)
+        return payload if codec is None else codec.decode(payload, like, key)
 
     def _sweep(self) -> None:
         """Delete own contributions that all present workers have applied."""
@@ -665,6 +721,18 @@ class LateRounds:
 
     def _write_state(self, keys: list[str]) -> None:
         """Write the common state at the start of the open round, and name it under keys."""
+        known = set(self._others)
+        late = {
+            "run": self._run,
+            "round": self._closer.round,
+            "workers": sorted(self._closer.workers),
+            "read": {name: [other.read, *sorted(other.open)] for name, other in self._others.items()},
+            # Those of a stopped run, which no object holds.
+            "carried": [_as_tree(each) for (name, _), each in self._messages.items() if name not in known],
+        }
+        self._publish({**self._common_state(), "late": late}, keys)
+
+    def _common_state(self) -> dict[str, Any]:
         own = [part.x.clone() for each in self._fragments for part in each.parts]
         for fragment in self._fragments:
             for part, point in zip(fragment.parts, fragment.points, strict=True):
@@ -672,13 +740,11 @@ class LateRounds:
         packed = pack(self.worker, PARTS, keeps=_is_common, inflight=False)
         for part, x in zip((part for each in self._fragments for part in each.parts), own, strict=True):
             part.x.copy_(x)
-        late = {
-            "round": self._closer.round,
-            "workers": sorted(self._closer.workers),
-            "read": {name: [other.read, *sorted(other.open)] for name, other in self._others.items()},
-        }
-        name = f"late/state/{self._closer.round}/{self._name}"
-        self._objects.put(name, to_bytes({**packed, "late": late}).numpy().tobytes())
+        return packed
+
+    def _publish(self, state: dict[str, Any], keys: list[str]) -> None:
+        name = f"late/state/{state['late']['round']}/{self._name}"
+        self._objects.put(name, to_bytes(state).numpy().tobytes())
         for key in keys:
             self._membership.records.propose(key, {"name": name})
 
@@ -690,7 +756,26 @@ class LateRounds:
         self._served = self._requests
 
     def _adopt(self, key: str) -> None:
-        """Wait for a state of the run, and continue from it.
+        """Wait for a state of the run, and continue from it."""
+        packed, late = self._wait_for_state(key)
+        self._run = late["run"]
+        self._start_from(packed, late["round"], {*late["workers"], self._name} & self._others.keys())
+        messages, self._messages = self._messages.values(), {}
+        for each in late["carried"]:
+            self._hold(self._checked(_from_tree(each)))
+        for name, other in self._others.items():
+            read, *waiting = late["read"].get(name, [0])
+            if name == self._name:  # own contributions that no closing has taken still count
+                other.open = set[int]()
+                for message in messages:
+                    if message.contribution.worker == name and (message.number >= read or message.number in waiting):
+                        self._keep(name, message)
+                continue
+            other.read, other.open = min(waiting, default=read), set[int]()
+            other.closed = set(range(other.read, read)).difference(waiting)
+
+    def _wait_for_state(self, key: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return a common state of the run, and what belongs to its rounds.
 
         Raises:
             PeerLostError: no worker is left.
@@ -717,23 +802,211 @@ class LateRounds:
                 )
             time.sleep(0.0 if content is not None else self._membership.poll_seconds)
         packed: dict[str, Any] = from_bytes(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-        late = packed.pop("late")
+        return packed, packed.pop("late")
+
+    def _start_from(self, packed: dict[str, Any], round: int, workers: Iterable[str]) -> None:
+        """Start all fragments from a common state, with this round open."""
         check(packed, self.worker, ranks=False)
         unpack(packed, self.worker)
         for fragment in self._fragments:
             fragment.points = [part.x.clone() for part in fragment.parts]
-        self._restart_all(late["round"], {*late["workers"], self._name} & self._others.keys())
-        messages, self._messages = self._messages.values(), {}
-        for name, other in self._others.items():
-            read, *waiting = late["read"].get(name, [0])
-            if name == self._name:  # own contributions that no closing has taken still count
-                other.open = set[int]()
-                for message in messages:
-                    if message.contribution.worker == name and (message.number >= read or message.number in waiting):
-                        self._keep(name, message)
-                continue
-            other.read, other.open = min(waiting, default=read), set[int]()
-            other.closed = set(range(other.read, read)).difference(waiting)
+        self._restart_all(round, workers)
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def _pack_rounds(self) -> dict[str, Any]:
+        """Return what this worker needs to continue its rounds from a checkpoint, besides its state."""
+        return {
+            "run": self._run,
+            "name": self._name,
+            "round": self._closer.round,
+            "sent": self._others[self._name].read,
+            "rule": self._rule,
+            "counts": {name: other.counts() for name, other in self._others.items()},
+            "fragments": [
+                {
+                    "points": [host_copy(x) for x in each.points],
+                    # Usually the same tensors.
+                    "starts": [] if each.starts is each.points else [host_copy(x) for x in each.starts],
+                    "launched": [host_copy(x) for x in each.launched],
+                    "codec_states": [{name: host_copy(x) for name, x in y.items()} for y in each.codec_states],
+                    "started": each.started,
+                    "tokens": each.tokens,
+                }
+                for each in self._fragments
+            ],
+            "messages": [_as_tree(each) for each in self._messages.values()],
+        }
+
+    @property
+    def _rule(self) -> str:
+        """The options that a checkpoint belongs to."""
+        return f"codec={self.options.codec}, delay={self.options.delay}, carry={self.options.carry}"
+
+    def _load(self, folder: Path, missing_ok: bool) -> dict[str, Any]:
+        """Continue from the checkpoints of a stopped run, with all workers of the start.
+
+        Raises:
+            ConfigError: this worker has taken a step.
+            CheckpointError: on all workers: there is no checkpoint, or one is damaged or of another run.
+        """
+        if int(self._name) >= self._first.size:
+            return extra_of_newest(folder, missing_ok=missing_ok)  # it has joined, with the state of the run
+        if self._has_stepped:
+            raise ConfigError(
+                f"load() at step {self.worker.step} with elastic={self.options}: the other workers do not wait for it. "
+                "Call load directly after attach, on all workers"
+            )
+        self._loads += 1
+        found = plan(self._with_all("saves", lambda: find(folder)))
+        if found is None:
+            if missing_ok:
+                return {}
+            raise missing(folder)
+        content: dict[str, Any] = {}
+
+        def read() -> None:
+            if self._name in found.saves:
+                content.update(found.saves[self._name].read(folder))
+                self._check_saved(content)
+
+        self._with_all("read", read)
+        key = f"load/{self._first.begins}/{self._loads}/state"
+        if found.saves.get(self._name) == found.newest:
+            self._publish(self._state_of_save(content, found), [key])
+        packed, late = self._wait_for_state(key)
+        self._start_from(packed, late["round"], map(str, range(self._first.size)))
+        self._messages, self._sent = {}, {}
+        self._others = {name: _Other(each.id, each.row, round=late["round"]) for name, each in self._others.items()}
+        for each in late["carried"]:
+            self._hold(self._checked(_from_tree(each)))
+        for fragment in self._fragments:
+            fragment.codec_states = [{} for _ in fragment.parts]
+        extra = dict[str, Any](late["extra"])
+        if content:
+            self._continue(content, packed, late["round"])
+            self._send_again(content["late"], late["taken"][content["late"]["name"]])
+            extra = content["extra"]
+        else:
+            _LOGGER.warning(
+                "worker %s starts at the parameters of round %d, without a checkpoint of its own",
+                self._name,
+                late["round"],
+            )
+        for why, names in (
+            ("is older than work of it that the newest one contains", found.outdated),
+            ("is not continued, since there are fewer workers", found.dropped),
+        ):
+            if self._name == "0" and names:
+                _LOGGER.warning("the checkpoint of worker %s %s. Its unfinished round is lost", ", ".join(names), why)
+        return extra
+
+    def _with_all(self, what: str, call: Callable[[], T]) -> dict[str, T]:
+        """Make a call on all workers of the start; return their results, which are JSON values, by name.
+
+        Raises:
+            CheckpointError: on all workers, if the call fails on one of them.
+            PeerLostError: one of them has ended.
+            CommTimeoutError: one of them does not call `load`.
+        """
+        records, mine, cause = self._membership.records, dict[str, Any](), None
+        try:
+            mine["found"] = call()
+        except Exception as error:
+            cause = error
+            known = isinstance(error, OSError | CheckpointError | ConfigError)
+            mine["problem"] = str(error) if known else f"it does not fit ({type(error).__name__}: {error})"
+        place = f"load/{self._first.begins}/{self._loads}/{what}"
+        records.propose(f"{place}/{self._name}", mine)
+        rows, end = dict[str, dict[str, Any]](), time.monotonic() + self.comm.timeout
+        while absent := [str(rank) for rank in range(self._first.size) if str(rank) not in rows]:
+            rows.update({name: row for name in absent if (row := records.read(f"{place}/{name}")) is not None})
+            for name in (name for name in absent if name not in rows):
+                other = self._others[name]
+                if self._membership.has_ended(other.id, other.row, self._first.epoch):
+                    raise PeerLostError(f"worker {other.id} was lost in load(). Start all workers again")
+                if time.monotonic() > end:
+                    raise CommTimeoutError(
+                        f"worker {self.worker_id}: worker {other.id} has not called load() within "
+                        f"{self.comm.timeout:g} s. All workers of the start must call it directly after attach"
+                    )
+            if len(rows) < self._first.size:
+                time.sleep(self._membership.poll_seconds)
+        for name in sorted(rows, key=int):
+            if "problem" in rows[name]:
+                raise CheckpointError(f"worker {name}: {rows[name]['problem']}") from cause
+        return {name: row["found"] for name, row in rows.items()}
+
+    def _check_saved(self, content: dict[str, Any]) -> None:
+        """Refuse a checkpoint of another run or of other options."""
+        same_names("a part", content, ("save", "state", "names", "extra", "random", "late"))
+        mapping_of(content["extra"], "extra")
+        check_random(content["random"])
+        check(content["state"], self.worker, finite=True)
+        late = mapping_of(content["late"], "the rounds")
+        if late["rule"] != self._rule:
+            raise CheckpointError(
+                f"the checkpoint has {late['rule']}, and this run {self._rule}. Contributions depend on them. Use the "
+                "same options of LateMerging; quorum, tokens, deviations and late may change"
+            )
+        if len(late["fragments"]) != len(self._fragments):
+            raise CheckpointError(f"the checkpoint has {len(late['fragments'])} fragments, not {len(self._fragments)}")
+        for fragment, saved in zip(self._fragments, late["fragments"], strict=True):
+            like = [(x.dtype, x.shape) for x in fragment.points]
+            for name in ("points", "starts", "launched"):
+                if (found := [(x.dtype, x.shape) for x in saved[name]]) != like and (found or name == "points"):
+                    raise CheckpointError(f"{name} of a fragment are {found}: must be {like}. Use the same model")
+            if len(saved["codec_states"]) != len(fragment.parts):
+                raise CheckpointError(f"a fragment has {len(saved['codec_states'])} codec states")
+        for each in late["messages"]:
+            self._checked(_from_tree(each))
+
+    def _state_of_save(self, content: dict[str, Any], found: Plan) -> dict[str, Any]:
+        """Return the common state of the newest checkpoint, which this worker continues."""
+        saved = content["late"]
+        unpack(content["state"], self.worker)
+        for fragment, each in zip(self._fragments, saved["fragments"], strict=True):
+            fragment.points = [x.to(part.x.device) for x, part in zip(each["points"], fragment.parts, strict=True)]
+        none: list[list[int]] = [[0], [], []]
+        taken = {each.name: sorted(taken_of(saved["counts"].get(each.name, none))) for each in found.saves.values()}
+        carried = list[dict[str, Any]]()
+        for message in map(_from_tree, saved["messages"]):
+            worker = message.contribution.worker
+            if worker not in taken:  # others send their contributions again
+                name = worker if "." in worker else f"{worker}.{saved['run'][:8]}"
+                carried.append(_as_tree(replace(message, contribution=replace(message.contribution, worker=name))))
+        late = {"round": saved["round"], "taken": taken, "carried": carried, "extra": content["extra"]}
+        return {**self._common_state(), "late": late}
+
+    def _continue(self, content: dict[str, Any], packed: dict[str, Any], round: int) -> None:
+        """Continue this worker's own steps, from the checkpoint that it has saved in the middle of them."""
+        state, saved = content["state"], content["late"]
+        unpack({**state, "replicas": packed["replicas"]}, self.worker)
+        for fragment, each in zip(self._fragments, saved["fragments"], strict=True):
+            devices = [part.x.device for part in fragment.parts]
+            starts, launched = (
+                [x.to(device) for x, device in zip(found, devices, strict=bool(found))]
+                for found in (each["starts"] or each["points"], each["launched"])
+            )
+            fragment.starts = fragment.points if saved["round"] == round and not each["starts"] else starts
+            fragment.launched = launched
+            fragment.codec_states = [
+                {name: x.to(device) for name, x in found.items()}
+                for found, device in zip(each["codec_states"], devices, strict=True)
+            ]
+            fragment.started, fragment.tokens = int(each["started"]), float(each["tokens"])
+        restore_random(self.worker, content["random"])
+        self._set_step(state["step"])
+
+    def _send_again(self, saved: dict[str, Any], taken: Iterable[int]) -> None:
+        """Send the contributions of a checkpoint that no closing has taken."""
+        own, before = self._others[self._name], set(taken)
+        for message in sorted(map(_from_tree, saved["messages"]), key=lambda each: each.number):
+            if message.contribution.worker == saved["name"] and message.number not in before:
+                contribution = replace(message.contribution, worker=self._name)
+                self._put(self._checked(replace(message, number=own.read, contribution=contribution)))
+
+    # -- the end -------------------------------------------------------------------------------------------------------
 
     def release(self, leaving: Mapping[str, str]) -> bool:
         """Leave the run; the work of the unfinished round is sent first, and counts in the next round that closes."""
@@ -753,6 +1026,16 @@ class LateRounds:
     def close(self) -> None:
         """Leave: the others no longer wait for this worker."""
         self._membership.close()
+
+
+def _as_tree(message: _Message) -> dict[str, Any]:
+    """Return a message for a checkpoint or a joining worker."""
+    payloads = [host_copy(x) for x in message.payloads]
+    return {"header": message.header(), "number": message.number, "payloads": payloads}
+
+
+def _from_tree(tree: Mapping[str, Any]) -> _Message:
+    return _Message.read(int(tree["number"]), tree["header"], tree["payloads"])
 
 
 def _exact(x: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def save(worker: WorkerState, folder: Path, extra: dict[str, Any], *, keep: int 
         "names": _names_in_state_dict(worker),
         "extra": extra,
         "random": _random_of(worker),
+        **({} if worker.pack_rounds is None else {"late": worker.pack_rounds()}),
     }
     _refuse_non_finite(worker)
     return write_together(worker, folder, content, keep=keep)
@@ -358,6 +359,8 @@ def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict
         CheckpointError: there is none, parts are damaged or do not belong together, they belong to another run, or
             something in them cannot be given to another number of workers. Nothing has changed then, on any rank.
     """
+    if worker.load_alone is not None:
+        return worker.load_alone(folder.parent, missing_ok)
     if missing_ok and not exists(worker, folder):
         return {}
     home, contents = newest(worker, folder)

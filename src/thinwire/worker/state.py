@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -60,6 +60,10 @@ class WorkerState:
         global_batch: the samples of each step, which all workers share; None where each chooses its own number.
         members: returns the workers that train together, and this one among them.
         common: returns the parameters that all workers agree on, of each replica; None where the strategy has them.
+        folder: the name of the folder of this worker's checkpoints, if workers save at steps of their own; else empty.
+        pack_rounds: returns what such a worker saves besides its state; None where all workers save together.
+        load_alone: continues from such checkpoints in a folder, and returns the saved `extra`; with True, returns {} if
+            there are none.
         survives: runs the exchange of a backward pass, again where a worker was lost in it; None where that ends it.
         resumed: whether a saved state of the worker was loaded.
         frozen: parameters that no optimizer trained at `attach`; empty after the first step.
@@ -110,6 +114,9 @@ class WorkerState:
         self.members: Callable[[], tuple[Sequence[object], object]] = lambda: (range(comm.size), comm.rank)
         self.common: Callable[[], Sequence[Tensor]] | None = None
         self.awaited: Callable[[], list[int]] | None = None
+        self.folder = ""
+        self.pack_rounds: Callable[[], dict[str, Any]] | None = None
+        self.load_alone: Callable[[Path, bool], dict[str, Any]] | None = None
         self.survives: Callable[[Callable[[], None]], None] | None = None
 
     @property
@@ -166,5 +173,6 @@ class WorkerState:
             self.backward.end_failed(stepped=stepped)
 
     def own_folder(self, folder: str | Path) -> Path:
-        """The subfolder for checkpoints of the ranks that hold the same part of the model as this one."""
-        return Path(folder) / (self.block or shard_folder(p for parameters, _ in self.layouts for p in parameters))
+        """The subfolder for checkpoints of this worker, or of the ranks that hold the same part of the model."""
+        shards = (p for parameters, _ in self.layouts for p in parameters)
+        return Path(folder) / (self.folder or self.block or shard_folder(shards))
