@@ -35,6 +35,16 @@ from thinwire.methods.topology.certificate import (
 )
 
 DOUBLE = torch.float64
+
+
+def mixing_matrix(graph: Topology, n: int, step: int) -> np.ndarray:
+    found = np.zeros((n, n))
+    for rank in range(n):
+        peers = graph.peers(rank, n, step)
+        found[rank, [rank, *peers.src]] = [peers.own, *peers.weights]
+    return found
+
+
 Oracle = Callable[..., Tensor]
 
 
@@ -289,6 +299,29 @@ def test_the_certificate_of_many_workers_is_quick_enough_for_every_run() -> None
         DecentLaM().check(n)
     assert growth(Ring(), 128, decentlam(0.9)) < 1
     assert abs(growth(Ring(), 128, exact_diffusion()) - 1) < 1e-2
+
+
+@pytest.mark.parametrize("graph", [Matching(), OnePeerExponential()], ids=str)
+def test_growth_that_is_measured_on_many_workers_is_that_of_the_whole_matrix(graph: Topology) -> None:
+    n = 150
+    apart = np.kron(np.eye(2), np.eye(n) - 1 / n)
+    for method in (decentlam(0.9), decentlam(0.3), quasi_global(0.9, memory=0.9), exact_diffusion()):
+        period = apart
+        for step in range(graph.period(n)):
+            mixing = mixing_matrix(graph, n, step)
+            one = np.kron(np.array(method.mixed), mixing) + np.kron(np.array(method.kept), np.eye(n))
+            period = one @ period
+        whole = np.abs(np.linalg.eigvals(period)).max() ** (1 / graph.period(n))
+        assert abs(growth(graph, n, method) / whole - 1) < 0.02
+        assert (growth(graph, n, method) < 1) == (whole < 1)
+
+
+def test_a_static_symmetric_graph_has_the_growth_of_its_eigenvalues() -> None:
+    # A ring's eigenvalues are (1 + 2 cos(2 pi k / n)) / 3.
+    n, beta = 200, 0.9
+    eigenvalues = (1 + 2 * np.cos(2 * np.pi * np.arange(1, n) / n)) / 3
+    roots = [np.abs(np.roots([1, -(each + beta), beta])).max() for each in eigenvalues]
+    assert abs(growth(Ring(), n, decentlam(beta)) - max(roots)) < 1e-9
 
 
 def test_oracles_mix_with_the_same_matrices_as_the_strategies() -> None:
