@@ -260,7 +260,7 @@ class Replica:
             # A dry run has no data, and a rank's part of sharded parameters may be empty.
             return
         stride = -(-own.numel() // _SAMPLE_SIZE)
-        samples = [y[::stride] for y in (own, *others)]
+        samples = [own, *others] if stride == 1 else [y[::stride] for y in (own, *others)]
         if weights:
             samples = [y / weight for y, weight in zip(samples, weights, strict=True)]
         sample = samples[0]

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs of exponentially growing hops around a circle: few messages reach all ranks in log(n) steps."""
 
+from functools import lru_cache
 from typing import ClassVar
 
 from thinwire.core.validation import check_ranges
@@ -9,13 +10,14 @@ from thinwire.methods.topology.base import Peers, Topology, uniform
 from thinwire.registry import registered
 
 
-def powers_below(base: int, limit: int) -> list[int]:
+@lru_cache(maxsize=256)  # the period of a graph is asked for at every step
+def powers_below(base: int, limit: int) -> tuple[int, ...]:
     """Return 1, base, base squared, ... below a limit."""
     # Multiplied out, because logarithms round: math.log(243, 3) is less than 5.
     powers = [1]
     while powers[-1] < limit:
         powers.append(powers[-1] * base)
-    return powers[:-1]
+    return tuple(powers[:-1])
 
 
 def _along(rank: int, size: int, hops: set[int]) -> Peers:
@@ -102,7 +104,7 @@ class PPeerExponential(Topology):
 
     def peers(self, rank: int, size: int, step: int) -> Peers:
         """Return the ranks j (p+1)^i ahead, for the i of this step, and those as far behind."""
-        hops = powers_below(self.degree + 1, size) or [1]
+        hops = powers_below(self.degree + 1, size) or (1,)
         hop = hops[step % len(hops)]
         return _along(rank, size, {j * hop % size for j in range(1, self.degree + 1)})
 

@@ -78,7 +78,7 @@ class AlikeComm(SimulatedComm):
         for end in ends:
             pending.know(self._world.times, end, self.rank, self.now)
         where = self._where(label)
-        return Work(lambda: self._world.wait(self._group, pending, where, self.timeout))
+        return Work(lambda: self._world.wait(self._group, pending, lambda: where, self.timeout))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         if self._step_began is not None:
@@ -124,7 +124,7 @@ class AlikeComm(SimulatedComm):
         where = self._where(label)
 
         def finish() -> list[Tensor]:
-            world.wait(self._group, pending, where, self.timeout)
+            world.wait(self._group, pending, lambda: where, self.timeout)
             return [content] * len(src)
 
         return Work(finish)

@@ -238,7 +238,7 @@ class SimulatedComm(Comm):
         return Work(lambda: self._finish(collective, pending))
 
     def _enter(self, label: str, own: Any) -> tuple[Collective, Pending]:
-        self._check_open(label)
+        self._check_open(lambda: self._where(label))
         group, call = self._group, self._calls
         self._calls += 1
         collective = group.collectives.setdefault(call, Collective(label, self.rank))
@@ -258,7 +258,7 @@ class SimulatedComm(Comm):
         return collective, pending
 
     def _finish(self, collective: Collective, pending: Pending) -> Any:
-        self._world.wait(self._group, pending, self._where(collective.label), self.timeout)
+        self._world.wait(self._group, pending, lambda: self._where(collective.label), self.timeout)
         return collective.result
 
     def _solve_broadcast(self, collective: Collective, src: int, nbytes: float) -> None:
@@ -298,8 +298,10 @@ class SimulatedComm(Comm):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def _send_recv(self, x: Tensor, dst: Sequence[int], src: Sequence[int]) -> Work[list[Tensor]]:
-        label = f"send_recv with ranks {', '.join(map(str, sorted({*dst, *src})))}"
-        self._check_open(label)
+        def where() -> str:
+            return self._where(f"send_recv with ranks {', '.join(map(str, sorted({*dst, *src})))}")
+
+        self._check_open(where)
         self._world.check_step(self.worker, self.step)
         pending = Pending(self.worker, len(dst) + len(src), list)
         unmatched: list[tuple[int, Exchange]] = []
@@ -322,7 +324,7 @@ class SimulatedComm(Comm):
         )
 
         def finish() -> list[Tensor]:
-            self._world.wait(self._group, pending, self._where(label), self.timeout)
+            self._world.wait(self._group, pending, where, self.timeout)
             return [_checked(self.rank, peer, each.content, x) for peer, each in zip(src, received, strict=True)]
 
         return Work(finish)
@@ -418,10 +420,10 @@ class SimulatedComm(Comm):
             self._join(label, None, lambda _: None, lambda times: wires.all_gather(times, _CONTROL_BYTES)).wait()
         return box
 
-    def _check_open(self, label: str) -> None:
+    def _check_open(self, where: Callable[[], str]) -> None:
         self._world.check_heard()
         if (fault := self._group.fault) is not None:
-            raise type(fault)(f"{self._where(label)}: {fault}")
+            raise type(fault)(f"{where()}: {fault}")
 
     def name(self, rank: int) -> str:
         """A worker, by its number among all of them."""

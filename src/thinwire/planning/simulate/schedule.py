@@ -193,6 +193,9 @@ class Schedule:
         actor.waiting_for, actor.patient, actor.woken = waiting_for, patient, False
         if until < inf:
             heappush(self._deadlines, (until, next(self._numbers), actor, actor.waits))
+            if len(self._deadlines) > _FEW_DEADLINES + 4 * len(self._actors):
+                self._deadlines[:] = [each for each in self._deadlines if not _is_old(each)]
+                heapify(self._deadlines)
         self._hand_over(actor)
         actor.waiting_for = None
         self._check_doomed(actor)
@@ -281,30 +284,24 @@ class Schedule:
         return self._main
 
     def _next_event(self) -> None:
-        self._forget_old_deadlines()
-        if self._events and not (self._deadlines and self._deadlines[0][0] < self._events[0][0]):
-            self.now, _, call = heappop(self._events)
+        events, deadlines = self._events, self._deadlines
+        while deadlines and not (events and events[0][0] <= deadlines[0][0]) and _is_old(deadlines[0]):
+            heappop(deadlines)
+        if events and not (deadlines and deadlines[0][0] < events[0][0]):
+            self.now, _, call = heappop(events)
             if self.before_event is not None:
                 self.before_event(self.now)
             call()
             return
-        if not self._events:
+        if not events:
             self._check_deadlock()
-        self.now, _, actor, _ = heappop(self._deadlines)
+        self.now, _, actor, _ = heappop(deadlines)
         # `woken` stays False: the wait has ended by its deadline.
         self._queue(actor)
 
     def _queue(self, actor: Actor) -> None:
         actor.queued = True
         self._ready.append(actor)
-
-    def _forget_old_deadlines(self) -> None:
-        deadlines = self._deadlines
-        while deadlines and _is_old(deadlines[0]):
-            heappop(deadlines)
-        if len(deadlines) > _FEW_DEADLINES + 4 * len(self._actors):
-            deadlines[:] = [each for each in deadlines if not _is_old(each)]
-            heapify(deadlines)
 
     def _check_deadlock(self) -> None:
         """Raise if no event is due, and each worker waits for another one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 from thinwire.core.comm.mailbox.base import Mailbox
 from thinwire.core.comm.work import Interval
@@ -224,13 +225,13 @@ class World:
 
     # -- waits for operations ------------------------------------------------------------------------------------
 
-    def wait(self, group: Connections, pending: Pending, where: str, timeout: float) -> None:
+    def wait(self, group: Connections, pending: Pending, where: Callable[[], str], timeout: float) -> None:
         """Wait until an operation is over.
 
         Args:
             group: its connections.
             pending: the operation.
-            where: the rank, its step and the call, for errors.
+            where: returns the rank, its step and the call, for errors.
             timeout: in virtual seconds.
 
         Raises:
@@ -242,21 +243,24 @@ class World:
             if pending.missing:
                 self.check_heard()
             if pending.missing and group.fault is not None:
-                raise type(group.fault)(f"{where}: {group.fault}")
+                raise type(group.fault)(f"{where()}: {group.fault}")
             actor = times.current
             assert actor is not None, "only workers wait"
+            until = start + timeout
             if not pending.missing:
+                if pending.done_at <= until:
+                    until = inf  # the event comes before, so no deadline is needed
                 wait = actor.waits + 1
                 times.at(pending.done_at, lambda actor=actor, wait=wait: times.wake(actor, wait))
             pending.actor = actor
             group.waiting[actor] = pending
             try:
-                in_time = times.wait(lambda: self._stuck(where, pending), until=start + timeout)
+                in_time = times.wait(lambda: self._stuck(where(), pending), until=until)
             finally:
                 pending.actor = None
                 del group.waiting[actor]
             if not in_time and (pending.missing or pending.done_at > times.now):
-                raise self._timed_out(group, pending, where, timeout)
+                raise self._timed_out(group, pending, where(), timeout)
         self.record.wait(pending.rank, pending.cause, start, pending.came, times.now)
 
     def _timed_out(self, group: Connections, pending: Pending, where: str, timeout: float) -> CommTimeoutError:

@@ -179,7 +179,8 @@ class PushSum(Strategy):
         else:
             received = r.comm.send_recv(mass, now.dst, now.src).wait()
         # In the first `staleness` steps no message is due yet, and a worker keeps only its own share.
-        shares = now._replace(weights=() if received is None else self._shares(r, due).weights)
+        then = now if due == step else self._shares(r, due)
+        shares = now._replace(weights=() if received is None else then.weights)
         if mass is r.x:
             r.record_distance(mass, received or [])
         else:
