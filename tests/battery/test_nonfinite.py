@@ -60,14 +60,19 @@ def test_it_ends_all_ranks_with_an_error_that_names_the_rank_and_the_parameter(e
 def test_it_is_left_out_and_all_ranks_go_on_with_finite_parameters(each: Case) -> None:
     setting = Poisoned(each, size=smallest(each), dtype=torch.float32)
 
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
+    def body(comm: Comm) -> tuple[Tensor, Tensor, float]:
         worker = go_on(begun(comm, setting, "skip"), setting)
+        skipped = worker.metrics().get("skipped_steps", 0.0)
         with worker.consensus():
             agreed = flat(worker.model)
         worker.detach()
-        return flat(worker.model), agreed
+        return flat(worker.model), agreed, skipped
 
     found = thinwire.run_threads(setting.size, body, timeout=20)
-    for x, agreed in found:
+    for x, agreed, _ in found:
         assert x.isfinite().all()
         assert torch.equal(agreed, found[0][1])
+    if not each.strategy.traits.skips_steps:
+        # Counted once, by all ranks that leave it out.
+        assert found[BAD_RANK][2] == 1
+        assert {skipped for *_, skipped in found} <= {0, 1}

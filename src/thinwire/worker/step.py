@@ -272,10 +272,12 @@ class Step:
             if common and not strategy.traits.skips_steps:
                 raise error  # as all ranks do
             worker.comm.raise_on_all(error)
+        # The strategy skips the step on all ranks together, and counts it.
+        if not common and strategy.traits.skips_nonfinite:
+            return False
         for replica in worker.replicas:
             replica.count("skipped_steps")
-        if common or not strategy.traits.skips_nonfinite:
-            drop_gradients(worker)
+        drop_gradients(worker)
         return common
 
 

@@ -127,20 +127,23 @@ def check_chunks(n: int, chunk: int, kept: int, bits: int) -> None:
     rest[n // 4 :] = 0
     payload, expected = torch.full((2, chunked_nbytes(n, **how)), 7, dtype=torch.uint8)
     for ours, theirs in ((rest.clone(), rest.clone()), (None, None)):
-        assert triton_chunks.encode_chunks_(x, ours, payload, **how)
+        triton_chunks.encode_chunks_(x, ours, payload, **how)
         chunks.encode_chunks_(x, theirs, expected, **how)
         assert payload.equal(expected)
         assert ours is None or theirs is None or same_values(ours, theirs)
     ours, theirs = rest.clone(), rest.clone()
     for fresh in (False, True):
-        assert triton_chunks.add_chunks_(ours, payload, fresh=fresh, **how)
+        triton_chunks.add_chunks_(ours, payload, fresh=fresh, **how)
         chunks.add_chunks_(payload, theirs.zero_() if fresh else theirs, **how)
         assert same_values(ours, theirs)
-    x[n // 2] = torch.nan
-    assert not triton_chunks.encode_chunks_(x, ours, payload, **how)
-    if n % chunk and n % chunk < chunk // 2:
-        payload.fill_(255)
-        assert not triton_chunks.add_chunks_(ours, payload, fresh=True, **how)
+    # More NaNs than are sent, and any positions: nothing beyond the end is written.
+    x[n // 2 :] = torch.nan
+    guarded = torch.full((payload.numel() + 64,), 7, dtype=torch.uint8)
+    triton_chunks.encode_chunks_(x, ours, guarded[: payload.numel()], **how)
+    assert guarded[payload.numel() :].eq(7).all()
+    ours = torch.full((n + chunk,), 7.0)
+    triton_chunks.add_chunks_(ours[:n], payload.fill_(255), fresh=True, **how)
+    assert ours[n:].eq(7).all()
 
 
 def check_sketch(n: int, rows: int, columns: int) -> None:

@@ -278,7 +278,6 @@ def plain(model: nn.Module) -> torch.optim.Optimizer:
 # -- faults, saving, other sizes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow  # tests/battery asks it of each class
 @pytest.mark.parametrize("bad", [nan, inf])
 @pytest.mark.parametrize(
     "strategy", [SKETCH(), SKETCH(recovery="gather"), FetchSGD(0.2), FetchSGD(0.2, conserving=True)]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,7 +68,8 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
 
     Raises:
         ConfigError: sizes do not fit, or an argument is out of range.
-        NonFiniteError: the vector contains NaN, which cannot be ordered.
+        NonFiniteError: the vector contains NaN, which cannot be ordered; on a GPU, where the host does not wait to
+            learn it, the payload is then of no use.
     """
     _check(x, out, chunk, kept, bits)
     check_same_device(x, out, residual)
@@ -80,11 +82,12 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
     with writable(out, torch.uint8) as target, writable(x if residual is None else residual, read=True) as left:
         given = None if residual is None else left
         if library is None:
-            encode_by = chunks.encode_chunks_
+            encode_by: Callable[..., Tensor | None] = chunks.encode_chunks_
             if on_gpu(x, _sample):
                 # Triton is optional, so its kernels are imported at use.
                 from thinwire.core.kernels.triton_chunks import encode_chunks_ as encode_by
-            finite = encode_by(x, given, target, chunk=chunk, kept=kept, bits=bits)
+            flag = encode_by(x, given, target, chunk=chunk, kept=kept, bits=bits)
+            finite = x.is_cuda or bool(flag)
         else:
             how = _Chunking(x.numel(), chunk, kept, bits, (chunk - 1).bit_length())
             at = None if given is None else given.data_ptr()
@@ -97,7 +100,8 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
     """Add the elements of a payload to `out`, fp32 [n]; with `fresh`, to zeros, whatever `out` contains.
 
     Raises:
-        ConfigError: sizes do not fit, an argument is out of range, or a position is outside its chunk.
+        ConfigError: sizes do not fit, an argument is out of range, or a position is outside its chunk; on a GPU, where
+            the host does not wait to learn it, such elements are left out.
     """
     _check(out, payload, chunk, kept, bits)
     check_same_device(out, payload)
@@ -108,11 +112,13 @@ def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: in
         if on_gpu(out, _sample):
             from thinwire.core.kernels import triton_chunks
 
-            valid = triton_chunks.add_chunks_(target, payload, chunk=chunk, kept=kept, bits=bits, fresh=fresh)
+            triton_chunks.add_chunks_(target, payload, chunk=chunk, kept=kept, bits=bits, fresh=fresh)
+            valid = True
         elif library is None:
             if fresh:
                 target.zero_()
-            valid = chunks.add_chunks_(payload, target, chunk=chunk, kept=kept, bits=bits)
+            flag = chunks.add_chunks_(payload, target, chunk=chunk, kept=kept, bits=bits)
+            valid = out.is_cuda or bool(flag)
         else:
             if fresh:
                 target.zero_()

@@ -23,14 +23,16 @@ def top_k(x: Tensor, k: int) -> Tensor:
     The first of equal values are chosen.
 
     Raises:
-        NonFiniteError: the vector contains NaN, which cannot be ordered.
+        NonFiniteError: the vector contains NaN, which cannot be ordered; on a GPU, where the host does not wait to
+            learn it, the indices are then any below n.
     """
     x = as_fp32(x)
     k, library = min(k, x.numel()), compiled(x)
     if x.is_meta:
         return torch.empty(max(k, 0), dtype=torch.int64, device=x.device)
     if k < 1 or library is None:
-        refuse_nan(x)
+        if not x.is_cuda:
+            refuse_nan(x)
         return largest.top_k(x, k) if k > 0 else torch.empty(0, dtype=torch.int64, device=x.device)
     sizes, indices, counts = candidate_buffers(x.numel(), k)
     buffers = [each.data_ptr() for each in (sizes, indices, counts)]
@@ -90,7 +92,8 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     """Reverse `pack_indices`; int64 [k].
 
     Raises:
-        ConfigError: the number of bytes is wrong, or an index is not below n.
+        ConfigError: the number of bytes is wrong, or an index is not below n; on a GPU, where the host does not wait to
+            learn it, such an index becomes n - 1.
     """
     check_payload(packed, packed_nbytes(k, n))
     width, library = _index_bits(n), compiled(packed)
@@ -101,6 +104,8 @@ def unpack_indices(packed: Tensor, n: int, k: int) -> Tensor:
     else:
         packed, out = packed.contiguous(), torch.empty(k, dtype=torch.int64, device="cpu")
         library.thinwire_unpack_indices(packed.data_ptr(), k, width, out.data_ptr())
+    if packed.is_cuda:
+        return out.clamp_(max=n - 1)
     if k and int(out.max()) >= n:
         raise ConfigError(
             f"index {int(out.max())}: must be below {n}. The payload is damaged or belongs to another vector"

@@ -137,7 +137,7 @@ def heavy(table: Tensor, n: int, k: int, *, key: int) -> Tensor:
 
     Raises:
         ConfigError: the table is empty.
-        NonFiniteError: an estimate is NaN.
+        NonFiniteError: an estimate is NaN; not on a GPU, as in `top_k`.
     """
     _check(table)
     table, k = as_fp32(table), min(k, n)

@@ -28,7 +28,7 @@ def _number_at(stream, index, number, width):
 
 @triton.jit
 def _encode(
-    x, residual, out, places, values, wrong, n, chunk, kept, record, width,
+    x, residual, out, places, values, n, chunk, kept, record, width,
     SPAN: tl.constexpr, KEPT: tl.constexpr, BYTES: tl.constexpr,
     BITS: tl.constexpr, STEP: tl.constexpr, RESIDUAL: tl.constexpr,
 ):  # fmt: skip
@@ -44,8 +44,6 @@ def _encode(
     keys = tl.where(at < count, total.to(tl.int32, bitcast=True) & 0x7FFFFFFF, -1)
     groups = tl.max(tl.reshape(keys, (KEPT, SPAN // KEPT)), axis=1)
     largest = tl.max(groups, axis=0)
-    if largest > 0x7F800000:
-        tl.store(wrong, 1)
     # At least k elements reach the smallest maximum of as many groups. From there bisect until k elements are left, or
     # until the k-th largest is found, which several elements equal.
     low = tl.maximum(tl.min(groups, axis=0), 0)
@@ -65,6 +63,8 @@ def _encode(
     needed = k - tl.sum(above.to(tl.int32), axis=0)
     chosen = above | (equal & ((sums >> 16) <= needed))
     rank = (sums & 0xFFFF) + tl.minimum(sums >> 16, needed) - 1
+    # The bisection does not separate NaNs, of which there may be more than k.
+    chosen = chosen & (rank >= 0) & (rank < k)
     own_places, own_values = places + pid * KEPT, values + pid * KEPT
     tl.store(own_places + rank, at, mask=chosen)
     tl.store(own_values + rank, total, mask=chosen)
@@ -105,7 +105,7 @@ def _encode(
 
 @triton.jit
 def _add(
-    payload, out, wrong, n, chunk, kept, record, width,
+    payload, out, n, chunk, kept, record, width,
     SPAN: tl.constexpr, KEPT: tl.constexpr, BITS: tl.constexpr, FRESH: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0).to(tl.int64)
@@ -119,9 +119,6 @@ def _add(
     place = _number_at(own + 4, ranks, k, width)
     code = _number_at(own + 4 + (k * width + 7) // 8, ranks, k, BITS)
     value = (2 * code - ((1 << BITS) - 1)).to(tl.float32) * scale.to(tl.float32, bitcast=True)
-    outside = tl.max(tl.where((ranks < k) & (place >= count), 1, 0), axis=0)
-    if outside > 0:
-        tl.store(wrong, 1)
     mask = (ranks < k) & (place < count)
     if FRESH:
         at = tl.arange(0, SPAN)
@@ -139,15 +136,14 @@ def _sizes(chunk: int, kept: int, bits: int) -> tuple[int, int]:
 
 
 @on_its_device
-def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
-    """Run `thinwire.core.kernels.encode_chunks_`; return False if there is a NaN, for which the host waits."""
+def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> None:
+    """Run `thinwire.core.kernels.encode_chunks_`; of a chunk with NaN the record and the residual are of no use."""
     n, (width, record) = x.numel(), _sizes(chunk, kept, bits)
     chunks, span, most = triton.cdiv(n, chunk), triton.next_power_of_2(chunk), triton.next_power_of_2(kept)
     places = torch.empty(chunks * most, dtype=torch.int32, device=x.device)
     values = torch.empty(chunks * most, dtype=torch.float32, device=x.device)
-    wrong = torch.zeros(1, dtype=torch.int32, device=x.device)
     _encode[(chunks,)](
-        *(x, x if residual is None else residual, out, places, values, wrong, n, chunk, kept, record, width),
+        *(x, x if residual is None else residual, out, places, values, n, chunk, kept, record, width),
         SPAN=span,
         KEPT=most,
         BYTES=triton.next_power_of_2(triton.cdiv(kept * width, 8)),
@@ -158,16 +154,15 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
         # A product fused with a sum would round once where the CPU rounds twice.
         enable_fp_fusion=False,
     )
-    return not bool(wrong)
 
 
 @on_its_device
-def add_chunks_(out: Tensor, payload: Tensor, *, chunk: int, kept: int, bits: int, fresh: bool) -> bool:
-    """Run `thinwire.core.kernels.add_chunks_`; return False if a position is outside its chunk."""
+def add_chunks_(out: Tensor, payload: Tensor, *, chunk: int, kept: int, bits: int, fresh: bool) -> None:
+    """Run `thinwire.core.kernels.add_chunks_`; elements outside their chunk are left out."""
     n, (width, record) = out.numel(), _sizes(chunk, kept, bits)
-    wrong, span = torch.zeros(1, dtype=torch.int32, device=out.device), triton.next_power_of_2(chunk)
+    span = triton.next_power_of_2(chunk)
     _add[(triton.cdiv(n, chunk),)](
-        *(payload, out, wrong, n, chunk, kept, record, width),
+        *(payload, out, n, chunk, kept, record, width),
         SPAN=span,
         KEPT=triton.next_power_of_2(kept),
         BITS=bits,
@@ -175,4 +170,3 @@ def add_chunks_(out: Tensor, payload: Tensor, *, chunk: int, kept: int, bits: in
         num_warps=num_warps(span),
         enable_fp_fusion=False,
     )
-    return not bool(wrong)

@@ -65,10 +65,10 @@ class Codec(Recipe, ABC):
     elementwise: ClassVar[bool] = False
     """Whether every element is encoded by itself, so that one vector may hold several models."""
     takes_nan: ClassVar[bool] = False
-    """Whether `encode` takes NaN, and `decode` any bytes, without an error.
+    """Whether on a GPU `encode` takes NaN, and `decode` any bytes, without an error.
 
-    The result may then be anything, since all ranks know of it. On a GPU the host then does not wait to learn whether a
-    vector is finite before it is encoded.
+    The result may then be anything, since all ranks know of it. The host then does not wait to learn whether a vector
+    is finite before it is encoded.
     """
     growing: ClassVar[tuple[str, ...]] = ()
     """Names or prefixes in the codec's state of tensors whose shape may change."""

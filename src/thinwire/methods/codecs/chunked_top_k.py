@@ -49,6 +49,8 @@ class ChunkedTopK(Codec):
     chunk: int = 4096
     bits: int = 2
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_ranges(
             self,

@@ -41,6 +41,8 @@ class TopK(Codec):
 
     fraction: float = 0.01
 
+    takes_nan = True
+
     def __post_init__(self) -> None:
         check_ranges(self, fraction=("(0, 1]", "0.01 is usual"))
 
@@ -71,7 +73,7 @@ class TopK(Codec):
         """Encode without decoding: the sent elements leave no residual."""
         indices = top_k(x.add_(residual), self.count(x.numel()))
         payload = _payload(x, indices)
-        x[indices] = 0.0
+        x.index_fill_(0, indices, 0.0)
         return payload
 
     def count(self, n: int) -> int:

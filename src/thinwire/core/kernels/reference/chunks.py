@@ -12,15 +12,15 @@ from thinwire.core.kernels.reference.bits import pack_bits, read_scales, unpack_
 from thinwire.core.kernels.reference.rounded import levels_of
 
 
-def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
-    """Write a record for each chunk; return False if one contains NaN."""
+def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: int, kept: int, bits: int) -> Tensor:
+    """Write a record for each chunk; return whether none contains NaN, as a tensor."""
     if residual is not None:
         x = residual.add_(x)
+    finite = torch.ones((), dtype=torch.bool, device=x.device)
     for rows, k, records in _records(x, out, chunk, kept, bits):
         places = torch.sort(rows.abs(), dim=1, descending=True, stable=True).indices[:, :k].sort(1).values
         values = rows.gather(1, places)
-        if bool(values.isnan().any()):
-            return False
+        finite &= values.isnan().logical_not().all()
         counts = torch.full((len(rows),), float(k), dtype=torch.float32, device=x.device)
         scales, codes, decoded = levels_of(values, counts, bits)
         width = (chunk - 1).bit_length()
@@ -30,23 +30,28 @@ def encode_chunks_(x: Tensor, residual: Tensor | None, out: Tensor, *, chunk: in
         records.copy_(torch.cat(parts, 1))
         if residual is not None:
             rows.scatter_(1, places, values - decoded)
-    return True
+    return finite
 
 
-def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> bool:
-    """Add the elements of the records; return False if a position is outside its chunk."""
+def add_chunks_(payload: Tensor, out: Tensor, *, chunk: int, kept: int, bits: int) -> Tensor:
+    """Add the elements of the records; return whether all positions are inside their chunks, as a tensor.
+
+    Elements outside their chunk are left out.
+    """
     width = (chunk - 1).bit_length()
+    valid = torch.ones((), dtype=torch.bool, device=out.device)
     for rows, k, records in _records(out, payload, chunk, kept, bits):
         middle = 4 + -(-k * width // 8)
         scales = read_scales(records[:, :4].reshape(-1), len(rows), 4)
         places = _unpacked(records[:, 4:middle], width, k)
-        if bool((places >= rows.shape[1]).any()):
-            return False
+        inside = places < rows.shape[1]
+        valid &= inside.all()
         values = (2 * _unpacked(records[:, middle:], bits, k) - (2**bits - 1)).float() * scales[:, None]
+        places, values = places.clamp(max=rows.shape[1] - 1), values.where(inside, 0.0)
         # Column by column, since positions may repeat in a damaged payload.
         for place, value in zip(places.T, values.T, strict=True):
             rows[torch.arange(len(rows), device=rows.device), place] += value
-    return True
+    return valid
 
 
 def _records(x: Tensor, payload: Tensor, chunk: int, kept: int, bits: int) -> Iterator[tuple[Tensor, int, Tensor]]:

@@ -10,12 +10,18 @@ from thinwire.core.kernels.reference.bits import pack_bits, unpack_bits
 
 
 def top_k(x: Tensor, k: int) -> Tensor:
-    """Return the indices of the k largest absolute values of [n], the first of equal ones; k <= n, and no NaN."""
-    sizes = x.abs()
+    """Return the indices of the k largest absolute values of [n], the first of equal ones; k <= n.
+
+    With a NaN among them the indices are any below n.
+    """
+    sizes, n = x.abs(), x.numel()
     least = torch.topk(sizes, k, sorted=False).values.min()
-    above = (sizes > least).nonzero().flatten()
-    equal = (sizes == least).nonzero().flatten()[: k - len(above)]
-    return torch.cat([above, equal]).sort().values
+    above, equal = sizes > least, sizes == least
+    # Sizes that are known, so that the host need not wait for a GPU; n stands for none.
+    first, rest = (torch.nonzero_static(each, size=k, fill_value=n).flatten() for each in (above, equal))
+    missing = k - above.sum()
+    rest = rest.where(torch.arange(k, device=x.device) < missing, n)
+    return torch.cat([first, rest]).sort().values[:k].clamp(max=n - 1)
 
 
 def pack_indices(indices: Tensor, width: int) -> Tensor:

@@ -192,10 +192,11 @@ class DQSGD(Strategy):
         sizes, bits = [stop - start for start, stop, _ in buckets], [each for _, _, each in buckets]
         ledger, (lr, error) = BitLedger.read(state.ledger), state.lr_and_error.tolist()
         unknown = Step([], sizes, lr, error)
+        squares = on_host(squares)
         if not all_finite(squares):
             ledger = skipped_step(ledger, unknown, bits)
         else:
-            state.last_squares = on_host(squares)
+            state.last_squares = squares
             ledger = self.rule.settle(
                 ledger, Step(state.last_squares.tolist(), sizes, lr, self._error_share(error)), bits
             )

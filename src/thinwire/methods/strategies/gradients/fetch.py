@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from thinwire.core.kernels import top_k
+from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.displacement import check_momentum
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
@@ -153,7 +154,7 @@ class FetchSGD(Strategy):
         fresh, k, key = gradient_share(r, self.lr_in_residual), self.num_updated(r.x.numel()), draw_key(r.seed, 0)
         fresh_table, _ = Table.of(fresh, (self.rows, self.columns * k), key).all_reduced(r, fresh[:0])
         r.g.zero_()
-        if not fresh_table.finite:
+        if not holds(fresh_table.finite):
             r.count("skipped_steps")
             return
         velocity, error = r.state["momentum_sketch"], Table(r.state["error_sketch"], fresh.numel(), key)
@@ -167,8 +168,8 @@ class FetchSGD(Strategy):
         update = Update([(chosen, error.estimates(chosen).to(fresh.dtype))], chosen, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)
         occupied = error.cells_of(applied)
-        error.cells[occupied] = 0.0
-        velocity[occupied] = 0.0
+        error.cells.masked_fill_(occupied, 0.0)
+        velocity.masked_fill_(occupied, 0.0)
 
     def _update_exactly(self, r: Replica, fresh: Tensor, error: Table) -> None:
         """Apply the largest of the candidates' exact sums, and subtract exactly those from the table."""
@@ -182,7 +183,7 @@ class FetchSGD(Strategy):
         applied = write_update_(r, update, inside=self.lr_in_residual)
         # Elements with a learning rate of zero were not applied, and stay in the table.
         error.subtract_(applied, exact[largest][torch.searchsorted(where, applied)])
-        unsent[applied] = 0.0
+        unsent.index_fill_(0, applied, 0.0)
 
     def before_leave(self, r: Replica, leaving: Sequence[int]) -> None:
         """Pass the residual and momentum of leaving workers to neighbors, which preserves their sums."""

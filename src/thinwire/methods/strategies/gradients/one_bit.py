@@ -233,6 +233,7 @@ class CompressedMomentum(Strategy):
         # All entries of a mean that is not finite are NaN, so the first one suffices.
         if not all_finite(torch.cat([mean[:1] for mean, *_ in means.values()])):
             view.optimizer.skip_next_step()
+            r.count("skipped_steps")
             return
         parameters, momenta = view.within(slice(0, r.x.numel()), self._target(r))
         view.optimizer.set_next_momenta(momenta, parameters, rescale=self.rescale)

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.kernels import top_k
-from thinwire.core.kernels.decisions import holds
+from thinwire.core.kernels import both, is_finite, read_flags, top_k
 from thinwire.core.replica.displacement import check_momentum
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
@@ -22,7 +21,6 @@ from thinwire.methods.strategies.gradients.sketches import (
     Split,
     Table,
     Update,
-    all_finite,
     begin_without_shares_,
     check_plain_sgd,
     check_table,
@@ -160,8 +158,8 @@ class SketchedSGD(Strategy):
         applied = write_update_(r, update, inside=self.lr_in_residual)
         r.state["momentum"].copy_(momentum)
         if self.masking:
-            r.state["momentum"][applied] = 0.0
-        unsent[applied] = 0.0
+            r.state["momentum"].index_fill_(0, applied, 0.0)
+        unsent.index_fill_(0, applied, 0.0)
         # Small tensors were sent completely; masking must not change their momentum.
         for part in split.small:
             unsent[part] = 0.0
@@ -204,7 +202,7 @@ class SketchedSGD(Strategy):
         large = split.large_of(unsent)
         mine = Table.of(large, (self.rows, self.columns * k), key)
         table, dense = mine.all_reduced(r, split.small_of(unsent))
-        if not table.finite or not all_finite(dense):
+        if not all(read_flags([table.finite, is_finite(dense)])):
             return None
         r.metrics["unsent_norm"] = table.norm
         chosen = table.largest(self.second_round * k or k)
@@ -222,22 +220,23 @@ class SketchedSGD(Strategy):
         k, large = self.num_updated(split), split.large_of(unsent)
         dense = r.comm.all_reduce_(split.small_of(unsent)) if split.small else None
         # A rank reports a non-finite gradient, and all ranks skip the step together.
-        finite = all_finite(large)
-        mine = top_k(large, k) if finite else torch.arange(k, device=large.device)
+        finite = is_finite(large)
+        mine = torch.arange(k, device=large.device) if finite is False else top_k(large, k)
         header = Header(codec_number(repr(self), large.numel()), r.comm.step)
         # Values and indices in one message, which takes one latency.
         message = torch.cat([large[mine].view(torch.uint8), mine.to(torch.int32).view(torch.uint8)])
         gathered = r.comm.all_gather(seal(message, header._replace(finite=finite))).wait()
         received = unseal_all(gathered, header, torch.uint8, r.comm.name)
-        if not holds(received.valid):
+        small = unsent[:0] if dense is None else dense.wait()
+        valid, usable = read_flags([received.valid, both(received.finite, is_finite(small))])
+        if not valid:
             problem = received.problem()
             where = f"{r.comm.name(r.comm.rank)}, step {r.comm.step}, largest entries"
             raise CommError(f"{where}: {problem}. All ranks must run the same recipe and be at the same step")
         rows = torch.stack(received.payloads)
         sent, where = (part.contiguous() for part in rows.tensor_split([rows.shape[1] - _INDEX_BYTES * k], dim=1))
         values, positions = sent.view(large.dtype).flatten(), split.positions(where.view(torch.int32).flatten().long())
-        small = unsent[:0] if dense is None else dense.wait()
-        if not holds(received.finite) or not all_finite(small):
+        if not usable:
             return None
         # On a CPU index_add_ adds repeated positions in order. Elsewhere the order varies, so each worker's entries,
         # whose positions differ, are added separately.

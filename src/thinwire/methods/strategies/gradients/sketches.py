@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.core.kernels import all_finite, cells_at, heavy, sketch_, unsketch
-from thinwire.core.kernels.decisions import decide
+from thinwire.core.kernels import Flag, cells_at, heavy, is_finite, sketch_, unsketch
+from thinwire.core.kernels.decisions import decide, to_device
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
@@ -56,9 +56,9 @@ class Table:
         return Table(cells.view(self.cells.shape).float(), self.length, self.key), rest
 
     @property
-    def finite(self) -> bool:
-        """True if no cell is NaN or infinite."""
-        return all_finite(self.cells)
+    def finite(self) -> Flag:
+        """Whether no cell is NaN or infinite."""
+        return is_finite(self.cells)
 
     @property
     def norm(self) -> Tensor:
@@ -124,10 +124,10 @@ class Split(NamedTuple):
         """Return the positions in the vector of these elements of `large_of`."""
         if not self.small or not self.large:
             return indices
-        lengths = torch.tensor([part.stop - part.start for part in self.large], dtype=torch.int64, device="cpu")
-        stops = lengths.cumsum(0)
-        shifts = torch.tensor([part.start for part in self.large], dtype=torch.int64, device="cpu") - (stops - lengths)
-        return indices + shifts.to(indices.device)[torch.bucketize(indices, stops.to(indices.device), right=True)]
+        starts, ends = torch.tensor([[p.start, p.stop] for p in self.large], dtype=torch.int64, device="cpu").T
+        stops = (ends - starts).cumsum(0)
+        stops, shifts = to_device(torch.stack([stops, ends - stops]), indices.device)
+        return indices + shifts[torch.bucketize(indices, stops, right=True)]
 
 
 def split_of(r: Replica, dense_below: int) -> Split:
@@ -172,7 +172,10 @@ def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
 
     Parameters with a learning rate of zero do not change, and their update stays in the residual.
     """
-    lr = torch.as_tensor(r.lr, dtype=torch.float64, device=r.g.device)
+    rate_of_all = r.lr
+    known = not isinstance(rate_of_all, Tensor)
+    # A number is filled in, since a copy of it would wait for a GPU.
+    lr = torch.full((), rate_of_all, dtype=torch.float64, device=r.g.device) if known else rate_of_all.double()
 
     def at(where: Tensor | slice) -> Tensor:
         return lr[where] if lr.ndim else lr
@@ -190,7 +193,10 @@ def write_update_(r: Replica, update: Update, *, inside: bool) -> Tensor:
     sizes = [part.stop - part.start for part in update.small]
     for part, values in zip(update.small, update.dense.split(sizes) if sizes else (), strict=True):
         r.g[part] = gradients(part, values)
-    mine, moves = update.mine, at(update.mine) > 0
+    mine = update.mine
+    if known:
+        return mine if rate_of_all > 0 else mine[:0]
+    moves = at(mine) > 0
     return decide(moves, lambda: mine[moves.expand_as(mine)], most=mine, least=mine)
 
 
