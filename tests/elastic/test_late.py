@@ -598,6 +598,13 @@ def test_strategies_that_cannot_be_late_are_refused(strategy: Strategy, options:
         attach(model, optimizer, strategy, rendezvous="memory://refused", elastic=LateMerging(**options))
 
 
+@pytest.mark.parametrize("period", [1, 2])
+def test_rounds_may_have_one_step(period: int) -> None:
+    optimizer = torch.optim.SGD(Model().parameters(), lr=RATE)
+    for strategy in (LocalSGD(period=period), DiLoCo(period=period)):
+        LateMerging().check(strategy, optimizer, init="broadcast", global_batch=None)
+
+
 @pytest.mark.parametrize("strategy", [DiLoCo(period=4, mixing=0.5), OverlapLocalSGD(period=4)])
 def test_every_worker_is_refused_and_keeps_its_model(strategy: Strategy) -> None:
     fleet = in_store(LateMerging())

@@ -31,6 +31,7 @@ from thinwire import (
     Strategy,
     Worker,
 )
+from thinwire.worker.compatibility import check_policy
 
 BAD_STEP = 2
 Damage = Callable[[Worker], None]
@@ -233,3 +234,11 @@ def test_steps_of_several_gradients_cannot_be_left_out_in_part() -> None:
     optimizer = thinwire.Svrg(model.parameters(), lr=0.1)
     with pytest.raises(ConfigError, match="a step has several gradients"):
         thinwire.attach(model, optimizer, AllReduce(), nonfinite="skip")
+
+
+def test_blocks_of_one_model_leave_out_no_steps() -> None:
+    model = net()
+    with pytest.raises(ConfigError, match="a model in 2 blocks: each rank sees its own part"):
+        check_policy("skip", model.parameters(), 2, adamw(model))
+    for policy, blocks in (("skip", 1), ("raise", 2), ("ignore", 2)):
+        check_policy(policy, model.parameters(), blocks, adamw(model))

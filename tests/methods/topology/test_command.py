@@ -169,6 +169,11 @@ def test_what_cannot_be_shown_is_refused_with_the_fix(capsys: Capture, arguments
     assert words in refused(capsys, *arguments)
 
 
+@pytest.mark.parametrize("parameters", ["1", "7", "8", "6.5e6"])
+def test_any_whole_number_of_parameters_is_taken(capsys: Capture, parameters: str) -> None:
+    assert f"{float(parameters):,.0f} parameters in fp32" in printed(capsys, "Ring", "--parameters", parameters)
+
+
 @pytest.mark.parametrize(
     ("graph", "workers", "words"),
     [
