@@ -8,8 +8,8 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 # Code that is checked and formatted.
 CODE := src tests benchmarks thin_gpt examples reproductions tools conftest.py
-# Tests that run side by side.
-JOBS   ?= 2
+# Tests that run side by side. Half of their time is waiting, so there are more of them than cores.
+JOBS   ?= 4
 
 .PHONY: demo test core test-all matrix gpu coverage check lint types layout format bench race reproduce docs dist clean help
 help:            ## list the commands
@@ -26,7 +26,7 @@ demo: $(VENV)/ok  ## a language model over an emulated 100 Mbit link, several st
 	$(BIN)/thinwire demo
 
 # A sample of the tests: none that is slow, and CASES cases of each grid. `make test-all` runs all of them.
-CASES  ?= 3
+CASES  ?= 2
 
 test: $(VENV)/ok lint core  ## set-up, format, lint and a sample of the tests
 

@@ -25,6 +25,7 @@ _GRACE_SECONDS = 3.0
 torch.set_num_threads(1)
 # No test asserts how long something takes.
 hypothesis.settings.register_profile("thinwire", deadline=None)
+hypothesis.settings.register_profile("sample", deadline=None, max_examples=30)
 hypothesis.settings.load_profile("thinwire")
 # pytest adds its handlers, several times in each test, to every logger that keeps its records from the root; torch has
 # tens of them, and this took a third of the time that pytest needs for an empty test.
@@ -34,8 +35,13 @@ for name in list(logging.root.manager.loggerDict):
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--cases N` runs N cases of each grid."""
+    """`--cases N` runs N cases of each grid, and fewer examples of each property."""
     parser.addoption("--cases", type=int, metavar="N", help="run N cases of each parametrized test, spread over all")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("cases") is not None:
+        hypothesis.settings.load_profile("sample")
 
 
 @pytest.hookimpl(trylast=True)  # what other options leave out is no case

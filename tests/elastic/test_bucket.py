@@ -156,10 +156,11 @@ def test_workers_join_leave_and_are_killed_over_s3(recipe: str, tmp_path: Path) 
         check_changes("s3://bucket/run", environment(endpoint), recipe, tmp_path)
 
 
-def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed: int) -> None:
+def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed: int, more: int = 120) -> None:
     """Kill a worker at any instant while two join at once, and pause another; the others must end up equal.
 
-    Meanwhile requests fail, and a worker with another model and one with another key try to join.
+    They train `more` steps after that. Meanwhile requests fail, and a worker with another model and one with another
+    key try to join.
     """
     draw = random.Random(seed)
     share = draw.choice((0.0, 0.02, 0.05))
@@ -167,8 +168,8 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
     workers: list[Process] = []
 
     def add(count: int, width: int = 6, key: str = "") -> list[Process]:
-        extended, more = {**extra, KEY: key or os.environ[KEY]}, (recipe, stop, width, share)
-        workers.extend(Process(train, f"{url}/{seed}", *more, extra=extended) for _ in range(count))
+        extended, given = {**extra, KEY: key or os.environ[KEY]}, (recipe, stop, width, share)
+        workers.extend(Process(train, f"{url}/{seed}", *given, extra=extended) for _ in range(count))
         return workers[-count:]
 
     try:
@@ -190,7 +191,7 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
         refused = [each.receive(60) for each in (other_model, other_key)]
         assert refused[0].startswith("MismatchError: ") and "was started otherwise" in refused[0], refused
         assert refused[1].startswith("ConfigError: ") and "not the key of the run" in refused[1], refused
-        stop.with_suffix(".new").write_text(str(step + 120))
+        stop.with_suffix(".new").write_text(str(step + more))
         stop.with_suffix(".new").rename(stop)
         found = [each.receive(100) for each in rest]
         while any(not isinstance(each[0], list) for each in found):  # a report of a view
@@ -206,7 +207,7 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
 
 
 def test_a_run_survives_chaos(tmp_path: Path) -> None:
-    check_chaos(f"file://{tmp_path}/run", {}, "DiLoCo(period=8, delay=3)", tmp_path, seed=5)
+    check_chaos(f"file://{tmp_path}/run", {}, "DiLoCo(period=8, delay=3)", tmp_path, seed=5, more=40)
 
 
 @pytest.mark.slow

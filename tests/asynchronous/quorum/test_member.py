@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as some
 
 from tests.asynchronous.quorum.world import NUMEL, World, gradient_of, mean_of
@@ -66,7 +66,6 @@ def world_of(sizes: tuple[int, int], coordinator: int, choice: Choice, reduction
     return World(QuorumRule(*sizes, choice), reduction == "all_reduce", coordinator=coordinator, steps=STEPS)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     sizes=some.sampled_from([(2, 1), (3, 2), (4, 3), (4, 2), (5, 3)]),
     coordinator=some.integers(0, 1),
