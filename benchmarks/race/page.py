@@ -55,13 +55,13 @@ _PLACES = {
 
 def page() -> str:
     """Return the page of the docs: who is first where, the verdicts, pictures and commands."""
-    return _joined(_HEAD, _standing(), _asked(), _planned(), _drawn(), _absent(), _commands())
+    return _joined(_HEAD, _standing(), _missed(), _planned(), _drawn(), _absent(), _commands())
 
 
 def tables() -> str:
     """Return every table, rate and check, and the rule that was committed before the runs."""
     head = "# The race: tables, rates and the rule\n\n`docs/race.md` has the results in short.\n"
-    return _joined(head, _tables(), _rates(), _predicted(), _TRIED, _checks(), _rule())
+    return _joined(head, _asked(), _tables(), _rates(), _predicted(), _TRIED, _checks(), _rule())
 
 
 def _joined(*parts: str) -> str:
@@ -170,6 +170,21 @@ def _asked() -> str:
         "| --- | --- | ---: | ---: | --- |",
     ]
     return "\n".join([*lines, *(bar.line() for bar in bars())])
+
+
+def _missed() -> str:
+    """The limits that are not met; all of them are in the tables."""
+    rows = [bar.line() for bar in bars()]
+    missed = [row for row in rows if not row.endswith("| met |")]
+    if not missed:
+        return f"All {len(rows)} limits that were set before the runs are met."
+    lines = [
+        f"Of {len(rows)} limits that were set before the runs, {len(rows) - len(missed)} are met. These are not:",
+        "",
+        "| Where | What | Asked | Measured | |",
+        "|---|---|---:|---:|---|",
+    ]
+    return "\n".join([*lines, *missed])
 
 
 def _planned() -> str:

@@ -17,7 +17,7 @@ from reproductions.shared.quick import told
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 RULES = Path(__file__).parents[1] / "claims.md"
-_MARKS = {"holds": "✓ holds", "does not hold": "✗ does not hold", "within noise": "~ within noise"}
+_MARKS = {"holds": "✓", "does not hold": "✗", "within noise": "~"}
 _HEAD = """# The papers' claims
 
 Each method of thinwire comes from a paper that claims something. A protocol says what is run and when each part of the
@@ -56,7 +56,7 @@ def _verdicts(which: Claim, result: dict[str, Any] | None) -> str:
     rows = "".join(f"| {part} | {_marked(outcome)} |\n" for part, outcome in _outcomes(which, result).items())
     figure = f"Measured: {result['measured']}.\n\n" if result else ""
     return (
-        f"\n## {which.name}\n\n{which.sentence}\n\n{figure}| Part | Outcome |\n| --- | --- |\n{rows}\n"
+        f"\n## {which.name}\n\n{which.sentence}\n\n{figure}| Part | Outcome |\n|---|---|\n{rows}\n"
         f"Where it does not pay: {which.costs}.\n"
     )
 
