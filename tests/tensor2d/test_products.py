@@ -62,6 +62,24 @@ def test_products_and_their_gradients_are_those_of_whole_matrices(
         torch.testing.assert_close(joined([each[k] for each in found], rows, columns), whole, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("frozen", [0, 1])
+@pytest.mark.parametrize("kind", PRODUCTS)
+def test_a_frozen_operand_gets_no_gradient_and_the_other_gets_its_own(kind: str, frozen: int) -> None:
+    *whole, weight = operands(kind)
+    whole[1 - frozen].requires_grad_()
+    (PRODUCTS[kind][3](*whole) * weight).sum().backward()
+
+    def work(mesh: Mesh2D) -> list[Tensor | None]:
+        *own, given = (block_of(x, mesh) for x in operands(kind))
+        own[1 - frozen].requires_grad_()
+        (PRODUCTS[kind][0](*own, mesh, Panels(2)) * given).sum().backward()
+        return [x.grad for x in own]
+
+    found = run(2, 3, work)
+    assert all(each[frozen] is None for each in found)
+    torch.testing.assert_close(joined([each[1 - frozen] for each in found], 2, 3), whole[1 - frozen].grad)
+
+
 @pytest.mark.parametrize("kind", PRODUCTS)
 def test_products_in_single_precision_are_exact_to_its_rounding(kind: str) -> None:
     a, b, _ = operands(kind)
