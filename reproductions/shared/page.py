@@ -25,7 +25,8 @@ claim holds. It is committed before its runs. ✓ holds; ✗ does not hold; ~ is
 rule, others do not; ? cannot be decided on this machine.
 
 `python -m reproductions NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
-`reproductions/claims.md` has the protocols, the rule of each part, and earlier rules with their verdicts.
+`reproductions/claims.md` has the protocols, the rule of each part, earlier rules with their verdicts, and where each
+method does not pay.
 `python -m reproductions.shared.page` writes both pages from the claims and their committed results.
 Speeds at the size of the papers' own clusters are predicted on [a page of their own](scale.md).
 """
@@ -38,12 +39,12 @@ decides them.
 
 
 def page() -> str:
-    """Return the page of the docs: the figure, the outcome of each part, and where the method does not pay."""
+    """Return the page of the docs: the figure, and the outcome of each part."""
     return _HEAD + "".join(_verdicts(which, last_result(which.name)) for which in map(claim, MODULES))
 
 
 def rules() -> str:
-    """Return the page with protocols, rules and earlier rules."""
+    """Return the page with protocols, rules, earlier rules, and where each method does not pay."""
     return _RULES_HEAD + "".join(_section(which, last_result(which.name)) for which in map(claim, MODULES))
 
 
@@ -55,10 +56,7 @@ def _outcomes(which: Claim, result: dict[str, Any] | None) -> dict[str, str]:
 def _verdicts(which: Claim, result: dict[str, Any] | None) -> str:
     rows = "".join(f"| {part} | {_marked(outcome)} |\n" for part, outcome in _outcomes(which, result).items())
     figure = f"Measured: {result['measured']}.\n\n" if result else ""
-    return (
-        f"\n## {which.name}\n\n{which.sentence}\n\n{figure}| Part | Outcome |\n|---|---|\n{rows}\n"
-        f"Where it does not pay: {which.costs}.\n"
-    )
+    return f"\n## {which.name}\n\n{which.sentence}\n\n{figure}| Part | Outcome |\n|---|---|\n{rows}"
 
 
 def _marked(outcome: str) -> str:
@@ -79,7 +77,8 @@ def _section(which: Claim, result: dict[str, Any] | None) -> str:
         f"Protocol: {which.protocol}.\n\n| Part | Holds when | Outcome |\n| --- | --- | --- |\n{parts}\n"
         f"`python -m reproductions {which.name}` takes about {full:g} minutes, with `--quick` {quick:g}. Committed "
         f"result: {made}; `reproductions/{which.name.replace('-', '_')}/report.md` has all figures.\n\n"
-        f"{words[0].upper()}{words[1:]}.\n" + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
+        f"{words[0].upper()}{words[1:]}. Where it does not pay: {which.costs}.\n"
+        + (f"\nEarlier rules:\n\n{earlier}" if earlier else "")
     )
 
 
