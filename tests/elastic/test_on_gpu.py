@@ -67,7 +67,7 @@ def arrive(worker: Worker) -> None:
 
 
 def run(recipe: str, device: str, **events: Any) -> list[End]:
-    return run_fleet(3, thinwire.parse(recipe), device=device, steps=18, before=arrive, **events)
+    return run_fleet(3, thinwire.parse(recipe), device=device, steps=24, before=arrive, **events)
 
 
 def check_equal(found: list[End], expected: list[End]) -> None:
