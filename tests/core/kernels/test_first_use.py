@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tests.pretend_gpu import GPU, REAL, pretend_gpu
 from thinwire.core import kernels
-from thinwire.core.kernels import base
+from thinwire.core.kernels import base, native
 from thinwire.core.kernels.reference import rounded
 
 pytestmark = pytest.mark.skipif(REAL, reason="there is a GPU, with kernels of its own")
@@ -32,6 +32,7 @@ def encoded(device: str) -> Tensor:
 def replace_kernels(monkeypatch: pytest.MonkeyPatch, encode: Any) -> None:
     monkeypatch.setattr(base, "_has_triton", lambda: True)
     monkeypatch.setattr(base, "_agreeing", {})
+    native.warn_of_slow_path.cache_clear()  # each text is a warning once
     module = SimpleNamespace(encode_rounded_=encode, sum_rounded_=rounded.sum_rounded_)
     monkeypatch.setitem(sys.modules, "thinwire.core.kernels.triton_rounded", module)
 
