@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Goodput under published schedules of faults, simulated with the closing rule and the patience of elastic runs.
 
-    python -m benchmarks.published.faults
+    python -m benchmarks.published.faults [SIZE ...]
 
-takes under a minute and writes benchmarks/results/published/faults.json. The rules were written before the first run:
+writes benchmarks/results/published/faults.json: the storms, and a kill a minute on so many workers (all sizes unless
+given), for minutes a size. The rules were written before the first run, which showed one difference from the
+runtime, marked below:
 
 - Simulated are rounds of equal workers: `Closer` closes them, and `Patience` decides how long a round waits for workers
   that stand still, as in a run. A killed worker loses its work since the last round. The others notice after a quarter
   of a second, which is how often waiting workers look. Transfers, copies of the state and the change of members take no
-  time, and a worker that is back trains at once.
+  time. A worker that is back joins at the end of the open round, and at once under "late". (Corrected after the first
+  run, which let it join at once everywhere, so that all waited for it. The runtime changes its members between rounds.)
 - Contenders: "all-reduce" is a round for each step, which needs all present workers; "elastic" is a round of many steps
   that needs them all, as `DiLoCo(elastic=True)`; "late" is the same with the default `CloseRule()`, as `LateMerging()`.
 - Goodput is the work in closed rounds in the window, divided by that of the same contender without faults. "Effective"
@@ -30,8 +33,10 @@ from __future__ import annotations
 import heapq
 import json
 import random
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import count
 from pathlib import Path
 from statistics import fmean
@@ -122,6 +127,7 @@ def work(
     frozen: dict[str, list[tuple[str, int]]] = {}  # by worker, what waits for the end of its stop or cut
     frozen_by = dict.fromkeys(names, 0)
     events: list[tuple[float, int, str, str, int, int]] = []
+    joining = set[str]()  # at the end of the open round
     opened, useful, effective, numbers = 0.0, 0.0, 0.0, count()
 
     def push(at: float, kind: str, name: str = "", life: int = 0, started: int = 0) -> None:
@@ -131,6 +137,14 @@ def work(
         share = storm.alone if len(alive) < storm.workers else 1.0
         took = storm.round_seconds * share * (1 + _SPREAD * draw.random())
         push(now + took, "done", name, lives[name], closer.round)
+
+    def join(name: str, now: float) -> None:
+        if late or not closer.workers & alive - {name}:
+            closer.join(name)
+            start(name, now)
+        else:
+            closer.lose(name)
+            joining.add(name)
 
     for name in names:
         start(name, 0.0)
@@ -144,6 +158,7 @@ def work(
         if kind == "kill" and name in alive and len(alive) > 1:
             alive.discard(name)
             idle.discard(name)
+            joining.discard(name)
             lives[name] += 1
             push(now + notice_seconds, "lose", name, lives[name])
             push(now + max(storm.back_seconds, notice_seconds), "back", name, lives[name])
@@ -151,11 +166,11 @@ def work(
             closer.lose(name)
         elif kind == "back":
             alive.add(name)
-            closer.join(name)
-            start(name, now)
+            join(name, now)
         elif kind in ("stop", "partition"):
             frozen_by[name] += 1
             frozen.setdefault(name, [])
+            push(max(now, opened + patience.seconds), "patience", started=closer.round)
         elif kind in ("cont", "heal"):
             frozen_by[name] -= 1
             if not frozen_by[name]:
@@ -166,18 +181,19 @@ def work(
                 frozen[name].append((life, started))
             elif started != closer.round and not late:
                 # A round has closed without it: it gets the state of the others, and its work is lost.
-                closer.join(name)
-                start(name, now)
+                join(name, now)
             else:
                 closer.arrive(Contribution(started, name, 1.0), storm.round_seconds)
                 if started == closer.round:
                     idle.add(name)
                 else:
                     start(name, now)
-        elif kind == "patience" and started == closer.round and not late:
+        elif kind == "patience" and started == closer.round and not late and idle:
             for each in closer.missing():
                 if each in frozen:
                     closer.lose(each)
+        if len(closer.waiting) < rule.quorum * len(closer.workers):
+            continue  # too few for a quorum
         wait = closer.seconds_to_wait(now)
         if wait == 0.0:
             closer.own = closer.owner or ""
@@ -189,9 +205,12 @@ def work(
             opened = now
             useful += len(closing.contributions)
             effective += sum(discount(closing.round - each.started, "discounted") for each in closing.contributions)
-            for each in sorted(idle):
+            for each in sorted(joining):
+                closer.join(each)
+            for each in sorted(idle | joining):
                 start(each, now)
             idle.clear()
+            joining.clear()
             push(now + patience.seconds, "patience", started=closer.round)
         elif wait is not None:
             push(now + wait, "grace")
@@ -204,16 +223,20 @@ def contenders(storm: Storm) -> dict[str, tuple[Storm, CloseRule]]:
     return {"all-reduce": (step, ALL), "elastic": (storm, ALL), "late": (storm, LATE)}
 
 
+@lru_cache
+def undisturbed(storm: Storm, rule: CloseRule) -> tuple[float, float]:
+    """The work without faults."""
+    return work(replace(storm, alone=1.0), [], rule)
+
+
 def goodput(storm: Storm, faults: Sequence[Fault], rule: CloseRule, **options: Any) -> tuple[float, float]:
     """Work under faults over that without, and the same of discounted work."""
-    calm = replace(storm, alone=1.0)
-    undisturbed = work(calm, [], rule, **options)
-    found = work(storm, faults, rule, **options)
-    return found[0] / undisturbed[0], found[1] / undisturbed[1]
+    calm, found = undisturbed(storm, rule), work(storm, faults, rule, **options)
+    return found[0] / calm[0], found[1] / calm[1]
 
 
-def measure() -> dict[str, Any]:
-    """Simulate all schedules."""
+def measure_storms() -> dict[str, Any]:
+    """Simulate the published storms."""
     storms: dict[str, Any] = {}
     for name, storm in STORMS.items():
         faults, own = schedule(name), replace(storm, alone=1.0)
@@ -223,16 +246,17 @@ def measure() -> dict[str, Any]:
         for contender, (each, rule) in contenders(own).items():
             row[contender] = goodput(each, faults, rule)
         storms[name] = row
-    grown: list[dict[str, Any]] = []
-    base = replace(STORMS["k120"], alone=1.0)
-    for size in SIZES:
-        row = {"workers": size}
-        for contender, (each, rule) in contenders(replace(base, workers=size)).items():
-            runs = [goodput(each, kills(size, each.seconds, 60.0, seed), rule, seed=seed) for seed in SEEDS]
-            row[contender] = [fmean(run[i] for run in runs) for i in range(2)]
-            print(size, contender, row[contender], flush=True)
-        grown.append(row)
-    return {"storms": storms, "kill_a_minute": grown}
+    return storms
+
+
+def measure_kills(size: int) -> dict[str, Any]:
+    """Simulate a kill a minute."""
+    row: dict[str, Any] = {"workers": size}
+    for contender, (each, rule) in contenders(replace(STORMS["k120"], alone=1.0, workers=size)).items():
+        runs = [goodput(each, kills(size, each.seconds, 60.0, seed), rule, seed=seed) for seed in SEEDS]
+        row[contender] = [fmean(run[i] for run in runs) for i in range(2)]
+        print(size, contender, row[contender], flush=True)
+    return row
 
 
 def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
@@ -243,16 +267,61 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, bool]]:
     for contender in ("elastic", "late"):
         for name, row in found["storms"].items():
             yield f"{contender}, {name}: at least the published efficiency", row[contender][0] >= row["published"]
-        yield f"{contender}, a kill a minute, 1,024 workers: 0.90", found["kill_a_minute"][-1][contender][0] >= 0.9
+        for row in found["kill_a_minute"]:
+            if row["workers"] == SIZES[-1]:
+                yield f"{contender}, a kill a minute, 1,024 workers: 0.90", row[contender][0] >= 0.9
+
+
+def section() -> Iterator[str]:
+    """The section of the page."""
+    found = json.loads((RESULTS / "faults.json").read_text(encoding="utf-8"))
+    yield (
+        "## Goodput under published faults\n\n"
+        "The closing rule and the learned patience of elastic runs under schedules of faults, simulated by\n"
+        "`python -m benchmarks.published.faults`. Goodput is the work in closed rounds over that without faults.\n"
+        "[ft-diloco](https://github.com/Neumann-Labs/ft-diloco) publishes each fault of its storms, the time of\n"
+        "a round, and the time until a killed worker is back. The bars were committed before the first run.\n"
+    )
+    yield "| Schedule | Workers | Faults | Published | torchft | All-reduce | Elastic | Late |"
+    yield "| --- | --- | --- | --- | --- | --- | --- | --- |"
+    for name, row in found["storms"].items():
+        figures = " | ".join(f"{row[each][0]:.1%}" for each in ("all-reduce", "elastic", "late"))
+        published = f"{row['published']:.1%} | {row['torchft']:.1%}"
+        yield f"| ft-diloco, {name} | {row['workers']} | {row['faults']} | {published} | {figures} |"
+    for row in found["kill_a_minute"]:
+        figures = " | ".join(f"{row[each][0]:.1%}" for each in ("all-reduce", "elastic", "late"))
+        yield f"| a kill a minute | {row['workers']:,} | 45 | | | {figures} |"
+    yield (
+        "\n`torchft` is simulated with its measured times until survivors commit. The last three columns are\n"
+        "thinwire's rules on machines of their own.\n"
+    )
+    yield from (f"- {bar}: {'met' if met else 'failed'}." for bar, met in verdicts(found))
+    yield (
+        "\nThe bars of the storms cannot be met by machines of their own: 25 kills of 73 s are 34 % of the time of\n"
+        "two workers (k120), and 28 of 149 s are 7 % of that of 32 (n32), and only the rest can be kept. The\n"
+        "published figures are higher since all replicas share one GPU or 16 cores, and those that are left are\n"
+        "faster. k120 and k60 take this from the median round of a lone replica (30.4 s instead of 41.5 s), which is\n"
+        "not enough, so this simulation does not explain them.\n\n"
+        "The sources lack what these need: torchft's 82.3 % with a failure a minute on 30 groups (no time of a step\n"
+        "or a recovery), and Decoupled DiLoCo's 88 % against 27 % (no rates of faults and repairs are known here).\n"
+        "The rows of a kill a minute take both times from k120, so they predict nobody's run. Sizes without a row\n"
+        "were not run. Transfers and changes of members take no time here, and loss is not simulated.\n\n"
+        "The first run let workers that were back join the open round, so that all waited for them. The runtime\n"
+        "changes its members between rounds. That was corrected after the rules were committed."
+    )
 
 
 def main() -> None:
     """Simulate, print the verdicts, and write the figures."""
-    found = measure()
+    sizes = [int(each) for each in sys.argv[1:]] or list(SIZES)
+    path = RESULTS / "faults.json"
+    before = json.loads(path.read_text(encoding="utf-8"))["kill_a_minute"] if path.exists() else []
+    rows = [each for each in before if each["workers"] not in sizes] + [measure_kills(size) for size in sizes]
+    found = {"storms": measure_storms(), "kill_a_minute": sorted(rows, key=lambda each: each["workers"])}
     print(json.dumps(found["storms"], indent=1))
     for bar, met in verdicts(found):
         print("met   " if met else "failed", bar)
-    (RESULTS / "faults.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

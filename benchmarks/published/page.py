@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.published import growth
+from benchmarks.published import faults, growth
 from benchmarks.published.papers import papers
 from benchmarks.published.results import BOUNDS, HERE, all_predictions, classes, load, num_groups, wrong_orders
 from thinwire.lab.report.palette import GRID, INK, MUTED, looks
@@ -149,6 +149,7 @@ def write() -> None:
         "orders": list(_orders()) or ["None."],
         "papers": papers(),
         "growth": growth.section(),
+        "faults": faults.section(),
         "cells": [str(sum(len(each) for each in found.values()))],
     }.items():
         text = text.replace(f"<!-- {name} -->", "\n".join(lines))
