@@ -299,8 +299,9 @@ def section() -> Iterator[str]:
     yield (
         "\nThe bars of the storms cannot be met by machines of their own: 25 kills of 73 s are 34 % of the time of\n"
         "two workers (k120), and 28 of 149 s are 7 % of that of 32 (n32), and only the rest can be kept. The\n"
-        "published figures are higher since all replicas share one GPU or 16 cores, and those that are left are\n"
-        "faster. k120 and k60 take this from the median round of a lone replica (30.4 s instead of 41.5 s), which is\n"
+        "replicas share one GPU or 16 cores, so those that are left are probably faster. Some kills are left out, as\n"
+        "no other replica was alive. `torchft` in k120 and k60 takes the sharing from\n"
+        "the median round of a lone replica (30.4 s instead of 41.5 s), which is\n"
         "not enough, so this simulation does not explain them.\n\n"
         "The sources lack what these need: torchft's 82.3 % with a failure a minute on 30 groups (no time of a step\n"
         "or a recovery), and Decoupled DiLoCo's 88 % against 27 % (no rates of faults and repairs are known here).\n"
