@@ -13,6 +13,9 @@ from thinwire.core.comm.bucket import BucketComm
 from thinwire.core.storage.bucket import Bucket
 from thinwire.errors import ConfigError
 from thinwire.planning.plan import Store, explain, parse_store, plan_bucket
+from thinwire.planning.plan.traffic import DryRun
+from thinwire.registry import recipe_classes
+from thinwire.worker.compatibility import check_carried
 
 STORE = Store(0.04, 20e6, 50e6, put_price=5.0, get_price=0.4, out_price=0.1)
 
@@ -23,6 +26,8 @@ STORE = Store(0.04, 20e6, 50e6, put_price=5.0, get_price=0.4, out_price=0.1)
         ("LocalSGD(period=4)", 1000),
         ("LocalSGD(period=4)", 1_200_000),  # of two stages
         ("DiLoCo(period=4, codec=Quantize(4))", 1000),
+        ("DiLoCo(period=4, codec=ErrorFeedback(OneBit()))", 200_000),
+        ("DiLoCo(period=4, codec=ErrorFeedback(Gathered(Nearest(bits=4))))", 200_000),
         ("SlowMo(period=4)", 1000),
     ],
 )
@@ -59,6 +64,43 @@ def test_predicted_objects_are_those_of_a_run(recipe, parameters, workers):
     assert puts == cost.puts_per_step * steps
     assert up == pytest.approx(cost.up_bytes_per_step * steps, rel=0.05)
     assert gets >= cost.gets_per_step * steps
+
+
+def sends_at(recipe, rank, steps=48):
+    """Whether a rank writes or reads at each step, in a dry run."""
+    run = DryRun(recipe, [1000], workers=4, rank=rank, dtype=torch.float32, bucket_bytes=1 << 20)
+    return [found.puts + found.gets > 0 for found in (run.step().objects for _ in range(steps))]
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *(name for name, kind in sorted(recipe_classes().items()) if issubclass(kind, thinwire.Strategy)),
+        "PushSum(staleness=2)",
+        "LocalSGD(period=1)",
+        "LocalSGD(period=8, warmup_steps=3)",
+        "DiLoCo(period=8, fragments=4, delay=1)",
+        "DiLoCo(period=4, fragments=4)",
+        "SlowMo(base=Gossip(), period=48)",
+        'Budget(AllReduce(ErrorFeedback(Nearest())), "20kB/s")',
+    ],
+)
+def test_exactly_the_strategies_that_send_at_every_step_are_refused_on_all_ranks(recipe):
+    strategy = thinwire.parse(recipe if "(" in recipe else f"{recipe}()")
+    ranks = [sends_at(strategy, rank) for rank in range(4)]
+    try:
+        check_carried(strategy, 0.25)
+        refusal = ""
+    except ConfigError as error:
+        refusal = str(error)
+    if not refusal:
+        assert not any(all(sends) for sends in ranks)
+    elif "no other rank waits for" in refusal:
+        assert strategy.traits.timing_dependent
+    else:
+        assert "it sends at every step" in refusal and "took 0.25 s" in refusal
+        # The first steps of 0/1 Adam, which `steady_from` skips here.
+        assert strategy.traits.steady_from > 1 or all(all(sends) for sends in ranks)
 
 
 def test_a_day_is_what_its_steps_are():

@@ -30,6 +30,7 @@ RECIPES = [
     f"DiLoCo(period=4, delay=2, {FOUR_BITS})",
     f"OverlapLocalSGD(period=4, {FOUR_BITS})",
     "NoLoCo(period=4)",
+    "Budget(LocalSGD(period=2, codec=ErrorFeedback(Nearest())), '100B/step')",
 ]
 STEPS, SAVED_AT = 14, 6  # in the middle of a round
 
@@ -127,6 +128,19 @@ def test_a_second_strategy_and_an_export_work_over_a_bucket(tmp_path: Path) -> N
     assert torch.equal(first, second) and (tmp_path / "model.safetensors").exists()
 
 
+def test_workers_at_different_paces_equal_threads() -> None:
+    def work(rank: int, comm: Comm | None) -> Tensor:
+        model, optimizer = build()
+        given: dict[str, Any] = {"comm": comm} if comm else {"rendezvous": "memory://paced", "workers": 2}
+        worker = attach(model, optimizer, "Paced(LocalSGD(period=4), steps=(4, 2))", timeout=30, **given)
+        train(worker, model, optimizer, 12)
+        worker.detach()
+        return flat(model)
+
+    expected = run_threads(2, lambda comm: work(comm.rank, comm))
+    assert all(torch.equal(found, expected[0]) for found in on_threads(2, lambda rank: work(rank, None)))
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -135,6 +149,7 @@ def test_a_second_strategy_and_an_export_work_over_a_bucket(tmp_path: Path) -> N
     [
         ("AllReduce()", r"sends at every step.*took 0\.\d\d s, so that every step would take at least"),
         ("PushSum()", "sends at every step"),
+        ("PushSum(staleness=3)", r"took 0\.\d\d s, .* longer where it waits for them\. Use"),
         ("LocalSGD(period=1)", "sends at every step"),
         ("SlowMo(base=PushSum(), period=48)", "sends at every step"),
         ("DiLoCo(period=4, fragments=4)", "sends at every step"),

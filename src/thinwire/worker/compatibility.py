@@ -217,7 +217,8 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
     if not request_seconds or _is_local(traits):
         return
     use = "Use a strategy with rounds, such as DiLoCo(period=100) or LocalSGD(period=50)"
-    if traits.timing_dependent:
+    # `Budget` and `Paced` depend on timing, too, but all their workers make the same calls together.
+    if traits.timing_dependent and traits.inelastic_reason:
         raise ConfigError(
             f"{strategy} over a bucket: its workers send messages that no other rank waits for, and a bucket carries "
             f"calls that all ranks make together. {use}"
@@ -226,7 +227,10 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
     if any(not _is_local(each) and (each.period or 1) <= each.rounds.fragments for each in parts):
         # Ranks that refuse together compare their words, so that a time of one rank must not be in them.
         seconds = f"{request_seconds:.2f} s"
-        times = f" Just now these took {seconds}, so that every step would take at least {seconds} longer."
+        times = (
+            f" Just now these took {seconds}, so that every step would take at least {seconds} longer where it waits "
+            "for them."
+        )
         raise ConfigError(
             f"{strategy} over a bucket: it sends at every step, and each message takes a write and a read."
             f"{times if math.isfinite(request_seconds) else ''} {use}"

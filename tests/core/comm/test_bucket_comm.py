@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
 from tests.buckets import run_workers
-from thinwire import Comm, run_threads
+from thinwire import Comm, attach, run_threads
 from thinwire.core.comm import bucket as module
 from thinwire.core.comm.bucket import SCATTER_BYTES, BucketComm
 from thinwire.core.storage.bucket import KEY, Bucket, loop, new_key
@@ -75,19 +76,19 @@ def test_every_call_returns_the_bits_that_threads_return(size: int, tmp_path: Pa
 
 
 def test_a_call_that_is_launched_just_before_the_comm_closes_ends() -> None:
+    async def tasks() -> set[Any]:
+        return asyncio.all_tasks() - {asyncio.current_task()}
+
     comm, held = BucketComm(Bucket.open("memory://closes"), "0", 0, 2), threading.Event()
+    before = comm.bucket.wait(tasks())
     loop().call_soon_threadsafe(held.wait)
     work = comm.all_gather(torch.ones(1))  # its task cannot start yet
     comm.disconnect()
     held.set()
     with pytest.raises(ConfigError, match="was disconnected"):
         work.wait()
-
-    async def others() -> int:
-        return len(asyncio.all_tasks()) - 1
-
     end = time.monotonic() + 10
-    while comm.bucket.wait(others()):
+    while comm.bucket.wait(tasks()) - before:
         assert time.monotonic() < end, "it still reads"
         time.sleep(0.05)
 
@@ -300,3 +301,52 @@ def test_the_layout_of_a_header_survives() -> None:
     assert (found.call, found.finished, tuple(found.received), bytes(data)) == (*header[:2], (1, 2, 3), b"data")
     with pytest.raises(ValueError, match="requires a buffer"):
         module._Header.unpack(b"short", 3)
+
+
+# -- a store with latency ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("recipe", "hidden"), [("DiLoCo(period=16, delay=12)", True), ("DiLoCo(period=16)", False)])
+def test_reads_start_with_the_round_and_are_hidden_by_its_delay(
+    recipe: str, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request takes two steps, by a clock that counts steps, and goes on while a worker is blocked."""
+    clock, slow, barrier = [0], [False], threading.Barrier(2)
+    blocked = list[int]()
+    request = Bucket._request
+
+    async def late(bucket: Bucket, call: Any, nbytes: int) -> Any:
+        begin = clock[0]
+        while slow[0] and clock[0] < begin + 2:
+            await asyncio.sleep(0.001)
+        return await request(bucket, call, nbytes)
+
+    def ticking(futures: Any, timeout: float) -> Any:
+        while slow[0] and not futures[0].done():
+            blocked.append(clock[0])
+            clock[0] += 1
+            time.sleep(0.001)
+        return wait(futures, timeout)
+
+    monkeypatch.setattr(Bucket, "_request", late)
+    monkeypatch.setattr(module, "wait", ticking)
+    monkeypatch.setattr(module, "_POLL_SECONDS", 0.001)
+
+    def work(comm: BucketComm) -> Tensor:
+        model = torch.nn.ParameterList([torch.zeros(9)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = attach(model, optimizer, recipe, comm=comm)
+        for _ in range(48):
+            model[0].grad = torch.full((9,), float(comm.rank))
+            optimizer.step()
+            barrier.wait(20)
+            slow[0] = worker.step > 3  # the first steps have messages of their own
+            clock[0] += comm.rank
+            time.sleep(0.02)  # for the thread of requests
+        barrier.wait(20)
+        slow[0] = False
+        worker.detach()
+        return model[0].detach()
+
+    run_workers(f"memory://{recipe.replace(' ', '')}", 2, work)
+    assert (not blocked) is hidden
