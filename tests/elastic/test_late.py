@@ -241,7 +241,7 @@ def test_any_order_of_arrivals_equals_the_oracle(base: str, late: Any, delayed: 
     codec = ErrorFeedback(Nearest(bits=8)) if coded else None
     options = LateMerging(late=late, codec=codec, delay=delay, carry=carry, replay=log)
     strategy, outer = STRATEGIES[base]
-    found = run(in_bucket(options), strategy, options, len(log))
+    found = run(in_store(options), strategy, options, len(log))
     expected = train(
         gradient,
         START,
@@ -288,7 +288,7 @@ def test_fragments_in_any_order_of_arrivals_equal_the_oracle(
     log = random_log_of_fragments(seed, 4 * count, count, ends, LONG, delay, carry)
     codec = ErrorFeedback(Nearest(bits=8)) if coded else None
     options = LateMerging(late=late, codec=codec, delay=delay, carry=carry, replay=log)
-    found = run(in_bucket(options), strategy, options, 4, period=LONG)
+    found = run(in_store(options), strategy, options, 4, period=LONG)
     expected = train_fragments(
         gradient,
         START,

@@ -43,7 +43,7 @@ DEFAULT_FILE = "thinwire.toml"
 _GROUPS = {
     "Model and data": "task model-size model loss data batch-size split coreset seed parameters dtype labels "
     "adapters targets",
-    "Strategy": "strategy strategies switch tensor-parallel elastic on-notice restarts",
+    "Strategy": "strategy strategies switch tensor-parallel elastic late on-notice restarts",
     "Workers and links": "workers processes rendezvous link slow stall stop latency network doctor bucket prices "
     "simulate compute-time step-seconds timeout device threads",
     "Optimizer": "optimizer lr momentum weight-decay warmup-steps schedule nonfinite beta1 beta2 eps alpha rho "
@@ -82,12 +82,29 @@ def parse_command(program: str, kind: type[Any], words: Sequence[str]) -> Callab
         # Most recipes that were given without an option stand in the first place.
         if option in kind.__dataclass_fields__ and words and words[0].endswith(")") and not words[0].startswith("-"):
             raise ConfigError(f"{words[0]}: recipes are given with an option: {program} --{option} '{words[0]}'")
+    if "late" in kind.__dataclass_fields__ and "elastic" in kind.__dataclass_fields__:
+        words = _elastic_words(words)
     try:
         _, bound, _ = app.parse_args(list(words))
     except CycloptsError as error:
         raise ConfigError(_explain(error, program)) from None
     bound.arguments.pop("config", None)
     return kind(**bound.arguments)
+
+
+def _elastic_words(words: Sequence[str]) -> list[str]:
+    """Write `--elastic VALUE` as flags: `on`, `off`, or how rounds close without late workers."""
+    found = list[str]()
+    for word in words:
+        before, after = found[-1:] == ["--elastic"], word.removeprefix("--elastic=")
+        if before and not word.startswith("-"):
+            after = word
+            found.pop()
+        elif after == word:
+            found.append(word)
+            continue
+        found += {"on": ["--elastic"], "off": ["--no-elastic"]}.get(after, ["--elastic", "--late", after])
+    return found
 
 
 def make_app(program: str, kind: type[Any]) -> App:

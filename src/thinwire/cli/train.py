@@ -194,8 +194,8 @@ class Train(settings_as_options(without=["timeline_steps"])):
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:
                 raise ConfigError(f"{name}={now!r}: the run to resume has {was!r}, which cannot change. Leave it out")
-        # An elastic run is refused with its own reason.
-        if not settings.elastic:
+        # Other elastic runs are refused with their own reason.
+        if not settings.elastic or settings.late is not None:
             check_saved(folder, f"--resume {folder}")
         return replace(settings, command=before.command)
 

@@ -228,6 +228,11 @@ class LateRounds:
         return self._name != "0"
 
     @property
+    def number(self) -> int:
+        """This worker's number in the run: its rank at the start, or the next free number if it joins."""
+        return int(self._name)
+
+    @property
     def worker_id(self) -> str:
         """The id of this worker."""
         return self._membership.worker
@@ -923,7 +928,9 @@ class LateRounds:
             rows.update({name: row for name in absent if (row := records.read(f"{place}/{name}")) is not None})
             for name in (name for name in absent if name not in rows):
                 other = self._others[name]
-                if self._membership.has_ended(other.id, other.row, self._first.epoch):
+                ended = self._membership.has_ended(other.id, other.row, self._first.epoch)
+                # It may have written its row, and raised the error of another one, since the look above.
+                if ended and records.read(f"{place}/{name}") is None:
                     raise PeerLostError(f"worker {other.id} was lost in load(). Start all workers again")
                 if time.monotonic() > end:
                     raise CommTimeoutError(

@@ -127,6 +127,16 @@ def extra_of_newest(folder: Path, *, missing_ok: bool) -> dict[str, Any]:
     raise missing(folder)
 
 
+def saved_step(folder: Path) -> int | None:
+    """Return the step of the newest visible checkpoint; None if there is none.
+
+    Raises:
+        CheckpointError: one of them is damaged.
+    """
+    found = [Saved(*each) for each in find(folder)["saves"]]
+    return max(found, key=lambda each: each.age).step if found else None
+
+
 def missing(folder: Path) -> CheckpointError:
     """Return the error if no worker sees a checkpoint."""
     return CheckpointError(

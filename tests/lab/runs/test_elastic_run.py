@@ -4,14 +4,18 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from thinwire.cli.commands import parse
 from thinwire.cli.progress import restart_in_words, view_in_words
+from thinwire.cli.train import Train
 from thinwire.errors import ConfigError, ThinwireError
 from thinwire.lab.report.page import write
 from thinwire.lab.runs import RunFolder, launch, resolve
@@ -136,3 +140,63 @@ def test_a_restart_is_told_in_words() -> None:
     event = {"how": "worker 1 was ended by SIGKILL", "after": 2.0, "left": 1}
     assert restart_in_words(event).endswith("SIGKILL; it is started again in 2 s, and 1 more restart is left")
     assert "not started again" in restart_in_words({**event, "after": None, "left": 0})
+
+
+LATE = {**QUICK, "strategy": "LocalSGD(period=4)", "late": "late(quorum=0.5)", "eval_every": 40}
+
+
+@pytest.mark.slow
+def test_a_slow_worker_counts_late_and_the_run_resumes(tmp_path: Path) -> None:
+    folder, events = tmp_path / "run", list[dict[str, Any]]()
+    settings = resolve({**LATE, "steps": 120, "stall": "1:10ms", "slow": "2:5x", "save_every": 20})
+    summary = launch(settings, folder, listener=events.append)
+    assert summary["steps"] >= 120 and summary["eval_loss"] < 2.0 and 0 < summary["goodput"] < 1.2
+    assert len(summary["views"][0]["members"]) == 3
+    taken = {name for line in RunFolder(folder).lines("workers.jsonl") for name in line["workers"]}
+    assert {name.partition("-")[0] for name in taken} == {"0", "1", "2"}  # all workers have taken steps
+    saves = RunFolder(folder).checkpoints
+    assert sorted(each.name for each in saves.iterdir()) == ["worker-0000", "worker-0001", "worker-0002"]
+    steps = [row["step"] for row in RunFolder(folder).lines("metrics.jsonl") if "loss" in row]
+    assert steps == sorted(set(steps))
+    page = write(folder).report.read_text()
+    assert "Who came and went" in page and "Goodput" in page
+
+    events.clear()
+    more = launch(replace(settings, steps=200), folder, listener=events.append, resume=True)
+    assert next(each["step"] for each in events if each["event"] == "start") >= 80
+    rows = [row for row in RunFolder(folder).lines("metrics.jsonl") if "loss" in row]
+    assert more["steps"] >= 200 and [row["step"] for row in rows] == sorted({row["step"] for row in rows})
+    assert rows[0]["step"] == steps[0] and rows[-1]["step"] >= 200  # those of the first part are kept
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+
+
+def test_late_rounds_are_read_from_the_command_line() -> None:
+    for words, elastic, late in (
+        (["--elastic", "late"], True, "late"),
+        (["--elastic=late(quorum=0.5)"], True, "late(quorum=0.5)"),
+        (["--elastic", "--late", "late"], True, "late"),
+        (["--elastic", "on", "--steps", "3"], True, None),
+        (["--elastic", "off"], False, None),
+        (["--elastic", "--steps", "3"], True, None),
+        ([], False, None),
+    ):
+        found = parse(["train", *words])
+        assert isinstance(found, Train)
+        assert (found.elastic, found.late) == (elastic, late)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"late": "late(quorum=2)"}, "quorum=2"),
+        ({"late": "never"}, "late 'never'"),
+        ({"late": "late(grace=1)"}, "has no 'grace'"),
+        ({"strategy": "AllReduce()"}, "need local steps and one plain mean"),
+        ({"elastic": False}, "Add elastic"),
+        ({"late": None, "save_every": 5}, "checkpoints are of a fixed number of workers"),
+    ],
+)
+def test_late_rounds_that_do_not_fit_are_refused(settings: dict[str, Any], words: str) -> None:
+    assert resolve({**LATE, "save_every": 5}).late == "late(quorum=0.5)"
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        resolve({**LATE, **settings})

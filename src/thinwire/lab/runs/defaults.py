@@ -17,7 +17,7 @@ from thinwire.lab.emulate import available, parse_links, parse_stops, parse_stra
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.coreset import check_policy
 from thinwire.lab.runs.own_functions import complete_own
-from thinwire.lab.runs.recipes import describe, parse_recipe
+from thinwire.lab.runs.recipes import describe, parse_late, parse_recipe
 from thinwire.lab.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.lab.runs.switches import check_switches
 from thinwire.lab.runs.tensor import check_tensor_parallel, size_for
@@ -86,6 +86,9 @@ def check_recipe_survives(settings: Settings) -> None:
     if isinstance(recipe, Baseline):
         raise ConfigError(f"{settings.strategy} with elastic: torch's own methods end with any worker. Use AllReduce()")
     check_survives(recipe)
+    if settings.late is not None:
+        optimizer = torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0)
+        parse_late(settings.late).check(recipe, optimizer, init="broadcast", global_batch=None)
 
 
 def check_can_save(settings: Settings) -> None:

@@ -11,6 +11,7 @@ from statistics import fmean, median
 from typing import Any
 
 from thinwire.core.comm.rendezvous import host_store
+from thinwire.elastic.late_saves import saved_step
 from thinwire.elastic.records import TOKEN
 from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import Record, worker_times
@@ -38,23 +39,30 @@ class ElasticRecord:
         folder: of the run.
         settings: of the run.
         listener: called with each step, evaluation and view as a fixed run has them.
+        resume: whether the run continues from its checkpoints.
     """
 
-    def __init__(self, folder: RunFolder, settings: Settings, listener: Callable[[Fields], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, settings: Settings, listener: Callable[[Fields], None], *, resume: bool = False
+    ) -> None:
         self.views: list[Fields] = []
         self.ended = 0
         self.left = 0
         self.restarts: list[Fields] = []
-        self._writer = Writer(folder, settings, load_task(settings), 0)
+        self._late = settings.late is not None
+        self._done = (saved_step(folder.checkpoints) or 0) if resume else 0
+        self._writer = Writer(folder, settings, load_task(settings), self._done)
         self._paper, self._listener = parse_recipe(settings.strategy, imports=False).paper, listener
         self._rows: dict[int, dict[str, Fields]] = {}
         self._evaluations: dict[int, Evaluation] = {}
         self._latest: dict[str, int] = {}
         self._origin: float | None = None
-        self._payload = self._seconds = 0.0
+        before = self._writer.totals.records[-1:]
+        self._payload = before[0].payload_bytes if before else 0.0
+        self._before = self._seconds = before[0].seconds if before else 0.0
         self._memory = self._parameters = 0
         self._batches = 0
-        self._first_pace: list[float] = []
+        self._first_pace: dict[str, list[float]] = {}
         self._costs: dict[str, float] = {}
 
     def add(self, event: Fields) -> None:
@@ -96,10 +104,14 @@ class ElasticRecord:
     @property
     def goodput(self) -> float | None:
         """Batches trained on in a second, over those of as many workers as the run began with, undisturbed."""
-        if not (self.views and self._first_pace and self._seconds):
+        if not (self.views and self._first_pace and self._seconds > self._before):
             return None
-        undisturbed = len(self.views[0]["members"]) / median(self._first_pace)
-        return self._batches / self._seconds / undisturbed
+        if self._late:  # workers do not wait for each other, so that each has a pace of its own
+            undisturbed = sum(1 / median(seconds) for seconds in self._first_pace.values())
+        else:
+            every = [each for seconds in self._first_pace.values() for each in seconds]
+            undisturbed = len(self.views[0]["members"]) / median(every)
+        return self._batches / (self._seconds - self._before) / undisturbed
 
     def add_restart(self, event: Fields) -> None:
         """Take in that the launcher starts a worker again."""
@@ -111,6 +123,15 @@ class ElasticRecord:
         self._listener(event)
 
     def _add_view(self, event: Fields) -> None:
+        if self._late:
+            # Each worker notices at a round of its own who comes and goes.
+            before = self.views[-1]["members"] if self.views else event["members"]
+            if self.views and before == event["members"]:
+                return
+            joined, lost = (
+                [x for x in a if x not in b] for a, b in ((event["members"], before), (before, event["members"]))
+            )
+            event = {**event, "epoch": len(self.views), "joined": joined, "lost": lost}
         if event["epoch"] in {view["epoch"] for view in self.views}:
             return
         view: Fields = {name: event[name] for name in ("epoch", "step", "members", "joined", "lost", "left")}
@@ -120,11 +141,12 @@ class ElasticRecord:
 
     def _add_rows(self, worker: str, rows: list[Fields]) -> None:
         if self._origin is None:
-            self._origin = rows[0]["end"] - rows[0]["step_seconds"]
+            self._origin = rows[0]["end"] - rows[0]["step_seconds"] - self._before
         for row in rows:
-            self._rows.setdefault(row["step"], {})[worker] = row
+            if row["step"] > self._done:  # a worker may have saved in an earlier round than others
+                self._rows.setdefault(row["step"], {})[worker] = row
             if len(self.views) == 1:
-                self._first_pace.append(row["step_seconds"])
+                self._first_pace.setdefault(worker, []).append(row["step_seconds"])
         self._latest[worker] = rows[-1]["step"]
         members = self.views[-1]["members"] if self.views else []
         if members:

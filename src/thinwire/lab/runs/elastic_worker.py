@@ -11,24 +11,50 @@ from typing import Any
 import torch
 
 from thinwire.core.view import View
+from thinwire.elastic.late_rounds import LateRounds
 from thinwire.elastic.notice import Notice
 from thinwire.elastic.sampler import ElasticSampler
 from thinwire.errors import NonFiniteError
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs.engine import ThinwireEngine
-from thinwire.lab.runs.folder import Fields
+from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import peak_memory
 from thinwire.lab.runs.optimizer import make_optimizer
 from thinwire.lab.runs.own_functions import load_task
-from thinwire.lab.runs.recipes import parse_recipe
+from thinwire.lab.runs.recipes import parse_late, parse_recipe
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Shard, Task
+from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker
 
 _REPORT_SECONDS = 0.25
 _NOTICE_STEPS = 10  # between two messages about signals
+
+
+class _OwnOrder:
+    """The order in which one worker takes the batches: a permutation of all of them in each epoch.
+
+    Attributes:
+        taken: the number of batches that it has taken.
+    """
+
+    def __init__(self, batches: int, *, seed: int, worker: int) -> None:
+        self._batches, self._seed, self._worker = batches, seed, worker
+        self.taken = 0
+
+    def next(self) -> int:
+        """Return the number of the next batch, from 0."""
+        epoch, at = divmod(self.taken, self._batches)
+        self.taken += 1
+        draws = torch.Generator("cpu").manual_seed(draw_key(self._seed, epoch, rank=self._worker))
+        return int(torch.randperm(self._batches, generator=draws, device="cpu")[at])
+
+
+def _passes(every: int | None, before: int, step: int) -> bool:
+    """Return True if a multiple of `every` lies after one step and not after another."""
+    return every is not None and step // every > before // every
 
 
 class ElasticTraining:
@@ -40,9 +66,13 @@ class ElasticTraining:
     Args:
         settings: equal on all workers.
         emit: sends an event to the launcher.
+        folder: of the run.
+        resume: continue from its checkpoints, which only workers save whose rounds close without late ones.
     """
 
-    def __init__(self, settings: Settings, emit: Callable[[Fields], None]) -> None:
+    def __init__(
+        self, settings: Settings, emit: Callable[[Fields], None], folder: RunFolder, *, resume: bool = False
+    ) -> None:
         recipe = parse_recipe(settings.strategy, imports=False)
         assert isinstance(recipe, Strategy), "resolve() refuses torch's own methods"
         self._settings, self._emit = settings, emit
@@ -55,7 +85,7 @@ class ElasticTraining:
             model,
             optimizer,
             recipe,
-            elastic=True,
+            elastic=True if settings.late is None else parse_late(settings.late, imports=False),
             seed=settings.seed,
             nonfinite=settings.nonfinite,
             timeout=settings.timeout,
@@ -68,8 +98,16 @@ class ElasticTraining:
         # A batch is named by its number in the epoch, and always holds the same examples.
         batches = self._task.steps_per_epoch(self._shard, settings.batch_size)
         self._sampler = ElasticSampler(batches, seed=settings.seed)
+        # Workers that take steps at their own pace each have an order of their own.
+        self._own = None
+        if isinstance(self._views, LateRounds):
+            self._own = _OwnOrder(batches, seed=settings.seed, worker=self._views.number)
+            extra = self.worker.load(folder.checkpoints) if resume else {}
+            self._own.taken = int(extra.get("batches", 0))
+        self._folder = folder
         self._rows: list[Fields] = []
         self._told_at = 0.0
+        self._evaluated, self._saved = -1, self.worker.step
 
     def run(self) -> None:
         """Train to the last step.
@@ -84,14 +122,15 @@ class ElasticTraining:
         self._tell_view(worker.view)
         notice = Notice(worker, every=_NOTICE_STEPS) if settings.on_notice is not None else None
         # The others have evaluated after the step at whose end this worker joined.
-        steps, evaluated = settings.steps or 0, worker.step if self._views.has_just_joined else -1
+        steps, self._evaluated = settings.steps or 0, worker.step if self._views.has_just_joined else -1
         while True:
-            if worker.step != evaluated and self._evaluation_is_due(steps):
-                evaluated = worker.step
+            if worker.step != self._evaluated and self._evaluation_is_due(steps):
+                self._evaluated = worker.step
                 self._evaluate()
             if worker.step >= steps:
                 break
             self._take_step()
+            self._save_if_due()
             if notice is not None and notice.leave():
                 self._tell_rows()
                 self._emit({"event": "left", "step": worker.step, "worker": self._views.worker_id})
@@ -103,14 +142,21 @@ class ElasticTraining:
 
     def _evaluation_is_due(self, steps: int) -> bool:
         step, every = self.worker.step, self._settings.eval_every
+        if self._own is not None:  # its step may skip some
+            return step == 0 or step >= steps or _passes(every, max(self._evaluated, 0), step)
         return step in (0, steps) or (every is not None and step % every == 0)
+
+    def _save_if_due(self) -> None:
+        if self._own is not None and _passes(self._settings.save_every, self._saved, self.worker.step):
+            self._saved = self.worker.step
+            self.worker.save(self._folder.checkpoints, extra={"batches": self._own.taken}, keep=self._settings.keep)
 
     def _take_step(self) -> None:
         worker, engine, settings = self.worker, self._engine, self._settings
         step, start = worker.step, time.monotonic()
         sent, exposed = engine.payload_bytes, engine.exposed_seconds
         engine.set_lr(settings.lr_at(step))
-        number = self._sampler.share(worker)
+        number = self._sampler.share(worker) if self._own is None else self._own.next()
         batch = self._task.batch(self._shard, number, batch_size=settings.batch_size, seed=settings.seed, rank=0)
         loss = self._task.loss(engine.network, batch)
         value = loss.item()

@@ -54,7 +54,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
         ThinwireError: what ended the run; one error, however many workers it ended. A run that has saved with notice
             has not failed: its summary says `notice`.
     """
-    if settings.elastic and resume:
+    if settings.elastic and settings.late is None and resume:
         raise ConfigError(f"--resume {folder}: an elastic run saves no checkpoints. Start it again in another folder")
     home = RunFolder(folder)
     recipes = [parse_recipe(settings.strategy, imports=False), *parse_switches(settings.switch, imports=False).values()]
@@ -62,7 +62,7 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
     if not resume:
         home.create()
     home.write_settings(settings)
-    record = ElasticRecord(home, settings, listener) if settings.elastic else None
+    record = ElasticRecord(home, settings, listener, resume=resume) if settings.elastic else None
     output = WorkerOutput(listener if record is None else record.add)
     environment = {
         "OMP_NUM_THREADS": str(settings.threads),

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 
+from thinwire.elastic.late import LateMerging
 from thinwire.errors import ConfigError
 from thinwire.lab.runs.baselines import KINDS, Baseline
 from thinwire.methods.strategies.base import Strategy
@@ -34,6 +35,20 @@ def parse_recipe(text: str, *, imports: bool = True) -> Recipe:
     example = "SlowMo(period=12) or ddp+powersgd(rank=4)"
     kinds = (Strategy, Baseline)
     return read(text, kinds, what="strategy", example=example, imports=imports, more=BASELINES)
+
+
+def parse_late(text: str, *, imports: bool = True) -> LateMerging:
+    """Read how rounds close without late workers, such as `late` or `late(quorum=0.5)`.
+
+    Args:
+        text: the options of `LateMerging`.
+        imports: whether modules of other packages may be imported, as in `thinwire.parse`; False for text from a file.
+
+    Raises:
+        ConfigError: an unknown name or argument, or a value that is refused.
+    """
+    example = 'late or "late(quorum=0.5)"'
+    return read(text, LateMerging, what="late", example=example, imports=imports, more={"late": LateMerging})
 
 
 def split_recipes(text: str) -> list[str]:

@@ -94,6 +94,8 @@ class Settings:
             the run at once.
         restarts: with elastic, how many times workers that were killed are started again, all together; they join the
             others. 0 unless given.
+        late: with elastic, close rounds without late workers, whose work counts in a later round: late, or options of
+            LateMerging such as "late(quorum=0.5)"; --elastic late is short for --elastic --late late. Off unless given.
         tensorboard: write TensorBoard events too.
         command: the command line that started the run.
 
@@ -137,6 +139,7 @@ class Settings:
     elastic: bool = False
     on_notice: OnNotice | None = None
     restarts: int | None = None
+    late: str | None = None
     tensorboard: bool = False
     own_model: str | None = None
     own_loss: str | None = None
@@ -182,6 +185,8 @@ class Settings:
             _check_elastic(self)
         elif self.restarts is not None:
             raise ConfigError(f"restarts={self.restarts}: only elastic runs take killed workers in again. Add elastic")
+        elif self.late is not None:
+            raise ConfigError(f"late={self.late!r}: only elastic runs close rounds without late workers. Add elastic")
         elif self.on_notice == "leave":
             raise ConfigError("on_notice='leave': only elastic runs go on without a worker. Add elastic, or use 'save'")
         if self.schedule == "cosine" and self.steps is None:
@@ -275,7 +280,8 @@ _INELASTIC = {
 def _check_elastic(settings: Settings) -> None:
     """Refuse what an elastic run does not have."""
     for name, reason in _INELASTIC.items():
-        if getattr(settings, name) is not None:
+        saves_alone = name == "save_every" and settings.late is not None
+        if getattr(settings, name) is not None and not saves_alone:
             raise ConfigError(f"{name}={getattr(settings, name)!r} with elastic: {reason}. Leave out one of them")
     if settings.on_notice == "save":
         raise ConfigError(

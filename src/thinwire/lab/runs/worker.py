@@ -228,7 +228,7 @@ def main(arguments: list[str]) -> int:
         settings = folder.settings()
         if settings.elastic:
             torch.set_num_threads(settings.threads)
-            ElasticTraining(settings, print_event).run()
+            ElasticTraining(settings, print_event, folder, resume="--resume" in arguments).run()
         else:
             work(settings, folder.path, emit=print_event, resume="--resume" in arguments)
     except ThinwireError as error:
