@@ -79,7 +79,7 @@ def work_all(
         leaves: after how many own steps a worker leaves the run.
         url: of the run.
     """
-    url = url or f"memory://{secrets.token_hex(8)}"
+    url, left = url or f"memory://{secrets.token_hex(8)}", threading.Event()
 
     def work(_: int) -> End:
         model = Model()
@@ -95,10 +95,15 @@ def work_all(
                 model.x.grad = gradient(name, own, model.x.detach())
                 worker.record_batch(1 + name)
                 time.sleep(pause(name, own))
+                if leaves and name not in leaves and own in leaves.values():
+                    assert left.wait(30)
+                    while worker.elastic._look():  # both of its contributions have arrived
+                        pass
                 optimizer.step()
                 own += 1
                 if leaves and leaves.get(name) == own:
                     worker.elastic.release({worker.elastic.worker_id: "SIGTERM"})
+                    left.set()
                     return End(-1, model.x.detach().clone(), worker.elastic.closings, extra, {})
                 if folder is not None and saves(name, own):
                     worker.save(folder, extra={"own": {str(name): own}})
