@@ -208,7 +208,7 @@ print(json.dumps([*before, read("SlowMo(base=ours(3))"), read("Ours(3)", imports
     assert nested.startswith("SlowMo(base=Ours(period=3), ")
     assert after == by_module == "Ours(period=3)"
     assert named_alike.startswith("SlowMo(base=theirs.slow:SlowMo(depth=1), ")
-    assert "there is no module theirs.nothing" in gone
+    assert "no module theirs.nothing is installed" in gone
     assert "did you mean Ours, " in typo
 
 
