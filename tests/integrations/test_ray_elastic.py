@@ -97,7 +97,7 @@ def test_an_error_of_the_loop_is_raised_and_a_group_that_is_lost_is_named(ray: A
         ray_elastic.run(lambda _: 1 / 0, workers=2, restarts=3)
     with pytest.raises(PeerLostError, match="all 1 actors were lost"):
         ray_elastic.run(lambda _: os._exit(1), workers=1, restarts=3)
-    with pytest.raises(thinwire.CommTimeoutError, match=r"1 of 4 actors have not started within 20 s.*CPU 3, GPU 0;"):
+    with pytest.raises(thinwire.CommTimeoutError, match=r"1 of 4 actors have not started within 20 s.*CPU 3, GPU 0\."):
         ray_elastic.run(lambda _: time.sleep(100), workers=4, start_seconds=20)
     with pytest.raises(thinwire.ConfigError, match="workers=0"):
         ray_elastic.run(loop, workers=0)

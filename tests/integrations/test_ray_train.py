@@ -39,7 +39,7 @@ def loop(settings: dict[str, Any]) -> None:
     plain = plain_loop(settings["recipe"], clip=1.0, steps=settings["steps"])
     report(worker, {"equal": equal(found, plain)})
     worker.detach()
-    with pytest.raises(ConfigError, match=r"report before detach\(\)"):
+    with pytest.raises(ConfigError, match=r"Report before detach\(\)"):
         report(worker, {"equal": False})
 
 
