@@ -306,10 +306,11 @@ def section() -> Iterator[str]:
         "The sources lack what these need: torchft's 82.3 % with a failure a minute on 30 groups (no time of a step\n"
         "or a recovery), and Decoupled DiLoCo's 88 % against 27 % (no rates of faults and repairs are known here).\n"
         "The rows of a kill a minute take both times from k120, so they predict nobody's run. 512 and 1,024\n"
-        "workers took more than five minutes and have no row. Transfers and changes of members take no time here, and loss is not simulated.\n\n"
+        "workers took more than five minutes and have no row. Transfers and changes of members take no time here, and\n"
+        "loss is not simulated.\n\n"
         "The first run let workers that were back join the open round, so that all waited for them. The runtime\n"
-        "changes its members between rounds. That was corrected after the rules were committed. So were two other things:\n"
-        "runs without faults use one seed, and patience is checked when a stop begins, too."
+        "changes its members between rounds. That was corrected after the rules were committed. So were two other\n"
+        "things: runs without faults use one seed, and patience is checked when a stop begins, too."
     )
 
 
