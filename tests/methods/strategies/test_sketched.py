@@ -16,14 +16,15 @@ import thinwire
 from tests import engine
 from tests.oracles.sketched import Sketched, fetch_sgd
 from tests.pool import run_processes
+from tests.pretend_gpu import GPU, pretend_gpu
 from tests.problems import Quadratic, Regression, distance, flat, quadratic, together, train, watched
-from thinwire import Comm, ConfigError, Replica, Strategy, Worker
+from thinwire import Comm, ConfigError, NonFiniteError, Replica, Strategy, Worker
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.kernels import sketch_
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.gradients.fetch import FetchSGD
 from thinwire.methods.strategies.gradients.sketched import SketchedSGD
-from thinwire.methods.strategies.gradients.sketches import resize_unsent
+from thinwire.methods.strategies.gradients.sketches import largest_of, resize_unsent
 from thinwire.planning.plan.traffic import DryRun
 
 DOUBLE = torch.float64
@@ -508,3 +509,27 @@ def test_a_vector_of_small_tensors_alone_needs_no_table() -> None:
     strategy.start(r)
     strategy.before_step(r)
     assert torch.allclose(r.g, torch.ones(3))
+
+
+@pytest.mark.parametrize("bad", [nan, inf])
+def test_sums_that_overflow_are_refused_on_a_gpu_too(bad: float) -> None:
+    with pretend_gpu():
+        for device in (torch.device("cpu"), GPU):
+            with pytest.raises(NonFiniteError, match="some of 3 sums over workers are NaN or infinite"):
+                largest_of(torch.tensor([1.0, bad, 2.0]).to(device), 1)
+            assert largest_of(torch.tensor([1.0, -3.0, 2.0]).to(device), 1).tolist() == [1]
+
+
+@pytest.mark.parametrize("conserving", [False, True])
+def test_a_sketch_of_unsent_gradients_that_overflows_is_refused_on_all_ranks(conserving: bool) -> None:
+    def body(comm: Comm) -> str:
+        worker = engine.attach(comm, FetchSGD(0.2, conserving=conserving), optimizer=plain)
+        engine.steps(worker, engine.batches(comm.rank, 1))
+        (r,) = worker.replicas
+        r.state["error_sketch"][0, 0] = inf
+        with pytest.raises(NonFiniteError) as found:
+            engine.steps(worker, engine.batches(comm.rank, 1, first=1))
+        return str(found.value)
+
+    for text in thinwire.run_threads(2, body):
+        assert "the sketch of unsent gradients is NaN or infinite" in text

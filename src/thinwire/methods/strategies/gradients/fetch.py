@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from thinwire.core.kernels import top_k
 from thinwire.core.kernels.decisions import holds
 from thinwire.core.replica.displacement import check_momentum
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_ranges
+from thinwire.errors import NonFiniteError
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.gradients.sketches import (
@@ -25,6 +25,7 @@ from thinwire.methods.strategies.gradients.sketches import (
     check_table,
     gradient_share,
     hand_on_unsent,
+    largest_of,
     resize_unsent,
     write_update_,
 )
@@ -159,6 +160,11 @@ class FetchSGD(Strategy):
             return
         velocity, error = r.state["momentum_sketch"], Table(r.state["error_sketch"], fresh.numel(), key)
         error.cells.add_(velocity.mul_(self.momentum).add_(fresh_table.cells))
+        if not holds(error.finite):
+            raise NonFiniteError(
+                f"step {r.step}: the sketch of unsent gradients is NaN or infinite. Lower the learning rate, or clip "
+                "gradients"
+            )
         r.metrics["unsent_norm"] = error.norm
         if self.conserving:
             self._update_exactly(r, fresh, error)
@@ -177,7 +183,7 @@ class FetchSGD(Strategy):
         unsent.add_(momentum.mul_(self.momentum).add_(fresh))
         candidates = error.largest(self.second_round * k)
         exact = r.comm.all_reduce_(unsent[candidates]).wait()
-        largest = top_k(exact, k)
+        largest = largest_of(exact, k)
         where = candidates[largest]
         update = Update([(where, exact[largest])], where, fresh[:0], ())
         applied = write_update_(r, update, inside=self.lr_in_residual)

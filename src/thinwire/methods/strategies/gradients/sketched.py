@@ -26,6 +26,7 @@ from thinwire.methods.strategies.gradients.sketches import (
     check_table,
     gradient_share,
     hand_on_unsent,
+    largest_of,
     resize_unsent,
     split_of,
     write_update_,
@@ -208,7 +209,7 @@ class SketchedSGD(Strategy):
         chosen = table.largest(self.second_round * k or k)
         if self.second_round:
             exact = r.comm.all_reduce_(large[chosen]).wait()
-            largest = top_k(exact, k)
+            largest = largest_of(exact, k)
             chosen, values = chosen[largest], exact[largest]
         else:
             values = table.estimates(chosen).to(unsent.dtype)

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
 
-from thinwire.core.kernels import Flag, cells_at, heavy, is_finite, sketch_, unsketch
-from thinwire.core.kernels.decisions import decide, to_device
+from thinwire.core.kernels import Flag, cells_at, heavy, is_finite, sketch_, top_k, unsketch
+from thinwire.core.kernels.decisions import decide, holds, to_device
 from thinwire.core.replica.replica import Replica
 from thinwire.core.validation import check_range
-from thinwire.errors import ConfigError
+from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.methods.reduce.leaving import hand_on_sums_
 
 # State whose sum over workers matters.
@@ -128,6 +128,20 @@ class Split(NamedTuple):
         stops = (ends - starts).cumsum(0)
         stops, shifts = to_device(torch.stack([stops, ends - stops]), indices.device)
         return indices + shifts[torch.bucketize(indices, stops, right=True)]
+
+
+def largest_of(sums: Tensor, k: int) -> Tensor:
+    """Return the indices of the k largest of sums over workers, which are equal on all ranks.
+
+    Raises:
+        NonFiniteError: on all ranks, if a sum is not finite.
+    """
+    if not holds(is_finite(sums)):
+        raise NonFiniteError(
+            f"some of {sums.numel()} sums over workers are NaN or infinite, although every gradient is finite. Lower "
+            "the learning rate, or clip gradients"
+        )
+    return top_k(sums, k)
 
 
 def split_of(r: Replica, dense_below: int) -> Split:
