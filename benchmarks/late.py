@@ -2,6 +2,7 @@
 """Rounds that close without late workers: how much of the fleet's summed speed is used, and the loss at equal tokens.
 
     python -m benchmarks.late speed                     about two minutes
+    python -m benchmarks.late speed --large             about seven minutes, as root
     python -m benchmarks.late loss [--seeds 0 1 2]      about four minutes a seed
 
 The rule, which was written before any run:
@@ -12,6 +13,12 @@ The rule, which was written before any run:
   is 3 / 0.05 + 4 = 64 steps a second. The window begins with worker 0's first closed round after 5 s and ends with the
   first one that ends 40 s later. Printed are the steps of all workers in the window, over its seconds and over 64. The
   bar is 0.93. `DiLoCo(period=32)` over the same folder is printed next to it.
+- `speed --large`: as `speed`, with the GPT of 6.5 million parameters on `text`, one sequence a worker and step, AdamW,
+  and steps of 1 s and 5 s. The summed speed is 3.2 steps a second. The store is SeaweedFS, and each worker is in a
+  network namespace with 100 Mbit/s in each direction and a round trip of 1 ms to the store (`benchmarks.nat`).
+  Contributions have 4 bits with error feedback. They are sent two steps before the end of a round, and these steps are
+  kept: `LateMerging(codec=..., delay=2, carry="full")`. The window begins after 60 s and lasts at least 120 s. The bar
+  is 0.93. `DiLoCo(period=32)` with the same codec over the same store is printed next to it.
 - `loss`: threads of one process, with the GPT of half a million parameters and the data of `benchmarks.unequal`. The
   state machine closes the rounds of this fleet in virtual time, and `replay` trains with these closings. The equal
   fleet is four workers under `DiLoCo(period=32)` alone, and takes 1,664 batches. The unequal one takes as many whole
@@ -34,43 +41,130 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import thinwire
-from benchmarks.unequal import BATCH, BATCHES, PERIOD, WORKERS, loss_of, model_of
+from benchmarks.against_ddp import SIZES
+from benchmarks.nat import STORE_VARIABLES, NatRig, start_store
+from benchmarks.unequal import BATCH, BATCHES, LR, PERIOD, WORKERS, loss_of, model_of
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.elastic.closing import CloseRule, Closing, Contribution
 from thinwire.lab import tasks
+from thinwire.lab.tasks.models.base import build
+from thinwire.lab.tasks.models.gpt import GPT
 from thinwire.planning.plan.late import Fleet, simulate
 
 SPEEDS = (1.0, 1.0, 1.0, 5.0)
-STEP_SECONDS, WARM_SECONDS, WINDOW_SECONDS, MOST_SECONDS = 0.05, 5.0, 40.0, 150.0
 BASE = f"DiLoCo(period={PERIOD})"
 NUMEL = 65_536
+CODEC = thinwire.ErrorFeedback(thinwire.Nearest(bits=4))
 
 
-def worker(rank: int, url: str, *, late: bool) -> None:
+@dataclass(frozen=True)
+class Setting:
+    """A fleet whose speed is measured, in seconds.
+
+    Attributes:
+        recipe: without late merging.
+        late: the options of late merging.
+        step: a fast worker's step.
+        warm: before the window.
+        window: at least so long.
+        most: the run fails if it takes longer.
+    """
+
+    recipe: str
+    late: dict[str, Any]
+    step: float
+    warm: float
+    window: float
+    most: float
+
+
+SMALL = Setting(BASE, {}, step=0.05, warm=5, window=40, most=150)
+LARGE = Setting(
+    f"DiLoCo(period={PERIOD}, codec={CODEC})",
+    {"codec": CODEC, "delay": 2, "carry": "full"},
+    step=1.0, warm=60, window=120, most=600,
+)  # fmt: skip
+
+
+def worker(rank: int, url: str, *, late: bool, large: bool) -> None:
     """Train until it is killed; prints when each step has ended."""
     torch.set_num_threads(1)
-    model = torch.nn.Linear(NUMEL, 1, bias=False)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    elastic: Any = thinwire.LateMerging() if late else False
-    trained = thinwire.attach(model, optimizer, BASE, rendezvous=url, workers=WORKERS, elastic=elastic, timeout=120)
-    x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) / NUMEL**0.5
+    setting = LARGE if large else SMALL
+    if large:
+        task = tasks.load("text")
+        model: torch.nn.Module = build(lambda: GPT(SIZES["6"]), seed=0)
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
+        shard = task.shards(WORKERS, split="iid", seed=0)[rank]
+    else:
+        model = torch.nn.Linear(NUMEL, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        x = torch.randn(NUMEL, generator=torch.Generator().manual_seed(rank)) / NUMEL**0.5
+
+    def loss(number: int) -> Tensor:
+        if large:
+            return task.loss(model, task.batch(shard, number, batch_size=1, seed=0, rank=rank))
+        return model(x).square().mean()
+
+    recipe = BASE if late else setting.recipe
+    elastic: Any = thinwire.LateMerging(**setting.late) if late else False
+    trained = thinwire.attach(model, optimizer, recipe, rendezvous=url, workers=WORKERS, elastic=elastic, timeout=600)
+    number = 0
     while True:
         start = time.monotonic()
-        model(x).square().mean().backward()
-        time.sleep(max(0.0, start + STEP_SECONDS * SPEEDS[rank] - time.monotonic()))
+        loss(number).backward()
+        time.sleep(max(0.0, start + setting.step * SPEEDS[rank] - time.monotonic()))
         optimizer.step()
         optimizer.zero_grad()
+        number += 1
         print(json.dumps([time.monotonic(), trained.step]), flush=True)
 
 
-def speed(*, late: bool) -> dict[str, Any]:
+@contextmanager
+def fleet(*, late: bool, large: bool) -> Generator[list[subprocess.Popen[str]]]:
+    """Start the workers, over a folder or behind links to a store."""
+    command = [sys.executable, "-m", "benchmarks.late", "worker"] + ["--late"] * late + ["--large"] * large
+    environment = {KEY: new_key(), "OMP_NUM_THREADS": "1"}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        url = f"file://{folder}/run"
+        if large:
+            rig = stack.enter_context(NatRig(WORKERS, up=100e6, down=100e6, delay=0.0005))
+            stack.callback(end, [start_store(rig, WORKERS, Path(folder))])
+            url = "s3://bucket/run"
+            environment |= STORE_VARIABLES
+        workers = list[subprocess.Popen[str]]()
+        stack.callback(end, workers)
+        for rank in range(WORKERS):
+            words = [*command, "--url", url, "--rank", str(rank)]
+            extra = {**environment, "THINWIRE_RANK": str(rank)}
+            if large:
+                workers.append(rig.start(rank, words, extra, stdout=subprocess.PIPE))
+            else:
+                workers.append(subprocess.Popen(words, env={**os.environ, **extra}, stdout=subprocess.PIPE, text=True))
+        yield workers
+
+
+def end(processes: list[subprocess.Popen[str]]) -> None:
+    """Kill processes."""
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def speed(*, late: bool, large: bool) -> dict[str, Any]:
     """How much of the summed speed is used."""
+    setting = LARGE if large else SMALL
     ends: list[list[tuple[float, int]]] = [[] for _ in range(WORKERS)]
 
     def read(rank: int, process: subprocess.Popen[str]) -> None:
@@ -79,37 +173,26 @@ def speed(*, late: bool) -> dict[str, Any]:
             at, step = json.loads(line)
             ends[rank].append((at, step))
 
-    with tempfile.TemporaryDirectory() as folder:
-        environment = {**os.environ, KEY: new_key(), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "benchmarks.late", "worker", "--url", f"file://{folder}/run"]
-        command += ["--late"] * late
-        processes: list[subprocess.Popen[str]] = []
-        for rank in range(WORKERS):
-            each = {**environment, "THINWIRE_RANK": str(rank)}
-            processes.append(
-                subprocess.Popen([*command, "--rank", str(rank)], env=each, stdout=subprocess.PIPE, text=True)
-            )
-            threading.Thread(target=read, args=(rank, processes[rank]), daemon=True).start()
-        try:
-            begun, found = time.monotonic(), None
-            while found is None:
-                time.sleep(0.2)
-                rounds = [at for at, step in list(ends[0]) if step % PERIOD == 0]
-                first = next((at for at in rounds if at > ends[0][0][0] + WARM_SECONDS), None)
-                last = next((at for at in rounds if first is not None and at > first + WINDOW_SECONDS), None)
-                found = None if first is None or last is None else (first, last)
-                if time.monotonic() > begun + MOST_SECONDS or any(each.poll() is not None for each in processes):
-                    raise SystemExit("the run ended, or took too long")
-        finally:
-            for process in processes:
-                process.kill()
-                process.wait()
+    with fleet(late=late, large=large) as processes:
+        for rank, process in enumerate(processes):
+            threading.Thread(target=read, args=(rank, process), daemon=True).start()
+        begun, found = time.monotonic(), None
+        while found is None:
+            time.sleep(0.2)
+            rounds = [at for at, step in list(ends[0]) if step % PERIOD == 0]
+            first = next((at for at in rounds if at > ends[0][0][0] + setting.warm), None)
+            last = next((at for at in rounds if first is not None and at > first + setting.window), None)
+            found = None if first is None or last is None else (first, last)
+            if time.monotonic() > begun + setting.most or any(each.poll() is not None for each in processes):
+                raise SystemExit("the run ended, or took too long")
     first, last = found
     taken = [sum(1 for at, _ in each if first < at <= last) for each in ends]
-    summed = sum(1 / (STEP_SECONDS * each) for each in SPEEDS)
+    summed = sum(1 / (setting.step * each) for each in SPEEDS)
     return {
         "what": "speed",
-        "recipe": f"LateMerging, {BASE}" if late else BASE,
+        "recipe": f"LateMerging({', '.join(f'{name}={value}' for name, value in setting.late.items())}), {BASE}"
+        if late
+        else setting.recipe,
         "seconds": round(last - first, 2),
         "steps": taken,
         "of_summed_speed": round(sum(taken) / (last - first) / summed, 4),
@@ -166,13 +249,14 @@ def main() -> None:
     parser.add_argument("--url", default="")
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--late", action="store_true")
+    parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.what == "worker":
-        worker(options.rank, options.url, late=options.late)
+        worker(options.rank, options.url, late=options.late, large=options.large)
     elif options.what == "speed":
         for late in (True, False):
-            print(json.dumps(speed(late=late)), flush=True)
+            print(json.dumps(speed(late=late, large=options.large)), flush=True)
     else:
         differences: list[float] = []
         for seed in options.seeds:

@@ -4,7 +4,7 @@
     python -m benchmarks.nat [--homes 3] [--rounds 4] [--parameters 6500000] [--json FILE]
 
 Each home is a network namespace with the same private address, and reaches only the store: SeaweedFS in a namespace of
-its own). A router between their tun devices replaces the private address and port by public ones, forwards answers only
+its own. A router between their tun devices replaces the private address and port by public ones, forwards answers only
 to connections that a home has opened, limits rates to 20 Mbit/s up and 50 Mbit/s down, and delays packets by 20 ms.
 The router is also the packet capture.
 
@@ -47,6 +47,12 @@ RECIPE = "DiLoCo(period={period}, delay={delay}, mixing=0.5, codec=ErrorFeedback
 _WINDOW, _WINDOWS = 12, 40  # bytes that are looked for, and how many of each vector
 
 STORE = "203.0.113.1"
+STORE_VARIABLES = {
+    "AWS_ENDPOINT_URL": f"http://{STORE}:8333",
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AWS_REGION": "us-east-1",
+}
 _HOME, _PUBLIC = "192.168.1.2", "198.51.100.{}"
 _HEADER = 10  # of a tun device with offloads
 _NEEDS_CHECKSUM = 1
@@ -308,10 +314,7 @@ def run(homes: int, parameters: int, period: int, delay: int, rounds: int, step_
     from thinwire.core.storage.bucket import new_key
 
     extra = {
-        "AWS_ENDPOINT_URL": f"http://{STORE}:8333",
-        "AWS_ACCESS_KEY_ID": "test",
-        "AWS_SECRET_ACCESS_KEY": "test",
-        "AWS_REGION": "us-east-1",
+        **STORE_VARIABLES,
         "THINWIRE_RENDEZVOUS": "s3://bucket/run",
         "THINWIRE_WORKERS": str(homes),
         "THINWIRE_KEY": new_key(),
