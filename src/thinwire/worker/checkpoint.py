@@ -28,7 +28,7 @@ from torch import Tensor
 from thinwire.core.replica.shards import MOST_NUMBERS
 from thinwire.core.storage.files import local_path
 from thinwire.core.storage.rank_file import RankFile
-from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
+from thinwire.errors import CheckpointError, ConfigError, NonFiniteError, ThinwireError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
 from thinwire.registry import canonical
@@ -140,11 +140,12 @@ def _refuse_non_finite(worker: WorkerState) -> None:
         if not torch.isfinite(segment.of(replica.x)).all()
     ]
     # Shared, so that all ranks refuse together: a rank that continued to write would wait for this one.
-    for rank, names in enumerate(gathered(worker, bad)):
-        if names:
-            raise NonFiniteError(
-                f"{worker.comm.name(rank)}: parameter {names[0]} is not finite. The last good checkpoint is kept"
-            )
+    found = next(((rank, names) for rank, names in enumerate(gathered(worker, bad)) if names), None)
+    error = None
+    if found is not None:
+        name = worker.comm.name(found[0])
+        error = NonFiniteError(f"{name}: parameter {found[1][0]} is not finite. The last good checkpoint is kept")
+    _raise_in_all_parts(worker, "the checkpoint", error)
 
 
 def _names_in_state_dict(worker: WorkerState) -> dict[str, str | None]:
@@ -182,7 +183,7 @@ def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
 
     def ranks_of(step: int) -> tuple[list[int], set[int]]:
         home = folder / f"step-{step:08d}"
-        rows = gathered(worker, together(worker, home, partial(_survey, home, comm.rank)))
+        rows = gathered(worker, _on_workers(worker, home, partial(_survey, home, comm.rank)))
         sizes = {row["size"] for row in rows if row["size"] is not None}
         if sizes == {comm.size}:
             return ([comm.rank] if all(row["own"] for row in rows) else []), sizes
@@ -192,7 +193,13 @@ def newest(worker: WorkerState, folder: Path) -> tuple[Path, list[Content]]:
     steps = sorted(set[int]().union(*everyone), reverse=True)
     if worker.own_folder("").name:
         # A run that ends while it saves may leave a newer step of some parts of the model than of others.
-        complete = _of_parts(worker, [step for step in steps if ranks_of(step)[0]])
+        mine, error = list[int](), None
+        try:
+            mine = [step for step in steps if ranks_of(step)[0]]
+        except CheckpointError as damaged:
+            error = damaged
+        _raise_in_all_parts(worker, folder, error)
+        complete = _of_parts(worker, mine)
         common = set(complete[0]).intersection(*complete)
         if any(complete) and not common:
             each = "; ".join(sorted({", ".join(map(str, sorted(own))) or "none" for own in complete}))
@@ -490,6 +497,17 @@ def together(worker: WorkerState, home: str | Path, work: Callable[[], T]) -> T:
     Raises:
         CheckpointError: naming the rank, and the first error where several failed.
     """
+    results, error = list[T](), None
+    try:
+        results.append(_on_workers(worker, home, work))
+    except CheckpointError as failed:
+        error = failed
+    _raise_in_all_parts(worker, home, error)
+    return results[0]
+
+
+def _on_workers(worker: WorkerState, home: str | Path, work: Callable[[], T]) -> T:
+    """Do `work` together with the other workers; those that hold other parts of the model are not asked."""
     rank, results, problem, cause = worker.comm.rank, list[T](), "", None
     try:
         results.append(work())
@@ -504,6 +522,15 @@ def together(worker: WorkerState, home: str | Path, work: Callable[[], T]) -> T:
     if first:
         raise CheckpointError(first) from cause
     return results[0]
+
+
+def _raise_in_all_parts(worker: WorkerState, home: str | Path, error: ThinwireError | None) -> None:
+    """Raise an error also on the ranks that hold the other parts of this copy of the model."""
+    failed = _of_parts(worker, [] if error is None else [1])
+    if error is not None:
+        raise error
+    if any(failed):
+        raise CheckpointError(f"{home}: ranks with another part of the model have failed. Their errors name the cause")
 
 
 def gathered(worker: WorkerState, value: object) -> list[Any]:

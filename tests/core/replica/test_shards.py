@@ -22,10 +22,12 @@ from tests.engine import attach, batch, drawn, flat, steps
 from tests.pool import run_processes
 from thinwire import (
     AllReduce,
+    CheckpointError,
     ConfigError,
     Gossip,
     LocalSGD,
     MismatchError,
+    NonFiniteError,
     OverlapLocalSGD,
     PushSum,
     SlowMo,
@@ -203,6 +205,44 @@ def test_shards_are_saved_counted_and_never_mixed_up() -> None:
         assert "part 0 of 2" in found["group"]
         assert "part 1 of 2" in found["group"]
     assert sum(found["elements"] for found in results) == 2 * sum(p.numel() for p in net().parameters())
+
+
+def damaged_and_not_finite(folder: str) -> list[tuple[str, bool]]:
+    """What each rank raises if one rank's part cannot be read or saved, and whether its parameters stay unchanged."""
+    mesh = two_by_two()
+    found: list[tuple[str, bool]] = []
+    for pattern in ("rank-0000-*.safetensors", "rank-0000.json"):
+        where = Path(folder) / pattern.rpartition(".")[2]
+        worker = steps(sharded(mesh, LocalSGD(2), momentum), data(0, 2))
+        home = worker.save(where)
+        dist.barrier()
+        if dist.get_rank() == 1:
+            file = next(home.glob(pattern))
+            file.write_bytes(file.read_bytes()[:-9])
+        dist.barrier()
+        before = whole(worker.model).clone()
+        with pytest.raises(CheckpointError) as refused:
+            worker.load(where)
+        found.append((str(refused.value), torch.equal(whole(worker.model), before)))
+        worker.detach()
+    worker = sharded(mesh, LocalSGD(2), momentum)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(worker.model.parameters()).to_local().fill_(torch.nan)  # type: ignore[attr-defined]
+    with pytest.raises((CheckpointError, NonFiniteError)) as failed:
+        worker.save(Path(folder) / "bad")
+    found.append((str(failed.value), not (Path(folder) / "bad").exists()))
+    worker.detach()
+    return found
+
+
+def test_a_part_that_cannot_be_read_or_saved_is_refused_on_the_ranks_of_all_parts() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        results = run_processes(4, damaged_and_not_finite, folder)
+    for rank, found in enumerate(results):
+        for (text, unchanged), cause in zip(found, ("checksum", "cannot be read", "not finite"), strict=True):
+            assert (cause if rank % 2 else "another part of the model") in text, (rank, text)
+            assert unchanged
 
 
 def test_checkpoints_of_unsharded_models_need_no_subfolder() -> None:
