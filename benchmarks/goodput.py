@@ -407,7 +407,8 @@ def train_torchft(slot: int, method: str) -> None:
     healed: list[bool] = []
     committed: list[bool] = []
     store = TCPStore(own, 0, is_master=True, wait_for_workers=False)
-    manager = manager_of(loop, own, store.port, healed)
+    lighthouse = f"http://{address(0)}:{LIGHTHOUSE_PORT}"
+    manager = manager_of(loop, own, store.port, healed, lighthouse, f"worker_{os.environ['RANK']}")
     ask = manager.should_commit
 
     def should_commit(*arguments: Any, **named: Any) -> bool:
@@ -437,7 +438,7 @@ def train_torchft(slot: int, method: str) -> None:
             tell(step=step, kept=kept)
 
 
-def manager_of(loop: Loop, own: str, port: int, healed: list[bool]) -> Any:
+def manager_of(loop: Any, own: str, port: int, healed: list[bool], lighthouse: str, name: str) -> Any:
     """A worker's manager, which notes in `healed` that it got the state of another one."""
     torchft: Any = importlib.import_module("torchft")
 
@@ -456,8 +457,8 @@ def manager_of(loop: Loop, own: str, port: int, healed: list[bool]) -> Any:
         world_size=1,
         store_addr=own,
         store_port=port,
-        lighthouse_addr=f"http://{address(0)}:{LIGHTHOUSE_PORT}",
-        replica_id=f"worker_{os.environ['RANK']}",
+        lighthouse_addr=lighthouse,
+        replica_id=name,
         hostname=own,
     )
 

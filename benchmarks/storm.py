@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
 """A storm of faults over a run of real processes: goodput, and loss at equal tokens, with late merging and without.
 
-    python -m benchmarks.storm [--only late off] [--workers 12] [--faults 60] [--seconds 900] [--seed 0]
+    python -m benchmarks.storm [--only late off torchft] [--workers 12] [--faults 60] [--seconds 900] [--seed 0]
 
-The defaults take about 50 minutes on two cores that do nothing else. The rule, which was written before any run:
+The defaults take about 65 minutes on two cores that do nothing else. The rule, which was written before any run:
 
 - Workers are processes over a bucket of a local SeaweedFS, each through a TCP relay of its own. They train the GPT of
   half a million parameters on `text`, 4 sequences a worker and step, AdamW at 1e-3, a thread each, with
   `DiLoCo(period=16)`. A step lasts 0.75 s: forward and backward pass are computed, and the rest of that time is slept
   before the optimizer's step.
-- Contenders: `late` is `elastic=LateMerging()`, and `off` is `elastic=True` with the same recipe.
+- Contenders: `late` is `elastic=LateMerging()`, and `off` is `elastic=True` with the same recipe. `torchft` is its
+  `DiLoCo` with `sync_every` 16 and outer rate 0.7 over Gloo on the loopback interface. Each worker is a replica group,
+  and a lighthouse with the settings of its README (`min_replicas` 1, `join_timeout_ms` 10000) is not disturbed. Its
+  links cannot be cut here: stops of the same length replace cuts.
 - The window begins when each worker has ended a round, and is cut into as many parts as there are faults. Each part has
   one fault at a random moment: a quarter each of kill (SIGKILL), join (another process in the place of a killed one),
   stop (SIGSTOP for 1 to 20 s) and cut (the relay passes no bytes for 1 to 20 s), in a random order in which kills and
   joins alternate. A fault hits the first worker from a random place on that is neither stopped nor cut. A worker that
-  ends with an error is started again at once. Both contenders get the same schedule.
+  ends with an error is started again at once. All contenders get the same schedule.
 - A batch is *kept* if it counts in a mean: with `late`, by the tokens of the closings in the order of rounds; with
-  `off`, when its worker has ended the round. *Goodput* is the batches kept in the window, over its seconds and over the
-  same rate of an undisturbed run of `late`.
+  `off` and `torchft`, when its worker has ended the round. *Goodput* is the batches kept in the window, over its
+  seconds and over the same rate of an undisturbed run of `late`.
 - After the window there are no faults. `late` ends at once, and has some number of kept batches since its start. The
   other runs end with the first round that has as many, or after twice the seconds. The loss is that of the consensus at
   the end on 128 held-out windows.
@@ -31,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib
 import json
 import math
 import os
@@ -52,8 +56,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.nat import weed
+from benchmarks.peers import install, installed, python_of
 from thinwire.core.storage.bucket import KEY, new_key
 
+CONTENDERS = ("late", "off", "torchft")
 KINDS = ("kill", "join", "stop", "cut")
 START_SECONDS, END_SECONDS = 300.0, 120.0
 SHORTEST, LONGEST = 1.0, 20.0  # seconds of a stop or a cut
@@ -80,7 +86,7 @@ class Fault:
     seconds: float
 
 
-def schedule(faults: int, seconds: float, workers: int, seed: int, *, longest: float, cuts: bool) -> list[Fault]:
+def schedule(faults: int, seconds: float, workers: int, seed: int, *, longest: float) -> list[Fault]:
     """Draw the faults of a window; the same for the same arguments."""
     draw = random.Random(seed)
     kinds = [KINDS[number % len(KINDS)] for number in range(faults)]
@@ -91,7 +97,7 @@ def schedule(faults: int, seconds: float, workers: int, seed: int, *, longest: f
     return [
         Fault(
             (number + draw.random()) * part,
-            "stop" if kind == "cut" and not cuts else kind,
+            kind,
             draw.randrange(workers),
             draw.uniform(SHORTEST, longest),
         )
@@ -185,6 +191,22 @@ def store(folder: Path, program: str) -> Generator[int]:
         server.wait()
 
 
+@contextmanager
+def lighthouse(environment: dict[str, str]) -> Generator[str]:
+    """Run torchft's lighthouse; yields its address."""
+    command = [str(python_of("torchft")), "-m", "benchmarks.storm", "--worker", "lighthouse"]
+    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        address = process.stdout.readline().strip()
+        if not address:
+            raise SystemExit("torchft's lighthouse did not start")
+        yield address
+    finally:
+        process.kill()
+        process.wait()
+
+
 # -- a run -------------------------------------------------------------------------------------------------------------
 
 
@@ -213,8 +235,8 @@ class Storm:
 
     Attributes:
         options: of the command line.
-        contender: "late" or "off".
-        relays: of the workers; None over a folder.
+        contender: "late", "off" or "torchft".
+        relays: of the workers; None where there are none, and stops replace cuts.
         environment: of all workers.
         kept: of each round, or of each worker's round, when it was first reported and the batches in its mean.
         done: the faults so far, by kind.
@@ -238,7 +260,8 @@ class Storm:
         """Start a process in a place."""
         options, number = self.options, self._number
         self._number += 1
-        command = [sys.executable, "-m", "benchmarks.storm", "--worker", self.contender, "--task", options.task]
+        python = python_of("torchft") if self.contender == "torchft" else sys.executable
+        command = [str(python), "-m", "benchmarks.storm", "--worker", self.contender, "--task", options.task]
         command += ["--workers", str(options.workers), "--period", str(options.period), "--quorum", str(options.quorum)]
         command += ["--step-seconds", str(options.step_seconds), "--slot", str(slot), "--number", str(number)]
         extra = {"THINWIRE_RANK": str(slot)} if number < options.workers else {}
@@ -295,18 +318,19 @@ class Storm:
 
     def inject(self, fault: Fault) -> None:
         """Inject a fault, if any worker can take it."""
+        kind = "stop" if fault.kind == "cut" and self.relays is None else fault.kind
         count = len(self.members)
         slots = [(fault.slot + place) % count for place in range(count)]
-        free = [slot for slot in slots if self.members[slot].ended == (fault.kind == "join")]
+        free = [slot for slot in slots if self.members[slot].ended == (kind == "join")]
         free = [slot for slot in free if not self.members[slot].busy]
         if not free:
             return
         slot, member = free[0], self.members[free[0]]
-        self.done[fault.kind] += 1
-        self._note(f"{fault.kind} {slot}")
-        if fault.kind == "join":
+        self.done[kind] += 1
+        self._note(f"{kind} {slot}")
+        if kind == "join":
             self.start(slot)
-        elif fault.kind == "kill":
+        elif kind == "kill":
             member.ended = True
             member.process.kill()
         else:
@@ -316,11 +340,11 @@ class Storm:
                 member.busy = False
                 if relays is not None:
                     relays.release(slot)
-                if fault.kind == "stop":
+                if kind == "stop":
                     with suppress(ProcessLookupError):
                         process.send_signal(signal.SIGCONT)
 
-            if fault.kind == "stop":
+            if kind == "stop":
                 process.send_signal(signal.SIGSTOP)
             else:
                 assert relays is not None
@@ -390,7 +414,11 @@ def measure(options: argparse.Namespace, contender: str, faults: list[Fault], ba
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         relays = None
         environment = {KEY: new_key(), "OMP_NUM_THREADS": "1", "STORM_URL": f"file://{folder}/run"}
-        if program is not None:
+        if contender == "torchft":
+            # Its environment does not know this checkout.
+            environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+            environment["STORM_LIGHTHOUSE"] = stack.enter_context(lighthouse(environment))
+        elif program is not None:
             (folder / "store").mkdir()
             relays = Relays(stack.enter_context(store(folder / "store", program)), options.workers)
             keys = {"AWS_ACCESS_KEY_ID": "storm", "AWS_SECRET_ACCESS_KEY": "storm", "AWS_REGION": "us-east-1"}
@@ -408,41 +436,65 @@ def tell(**said: Any) -> None:
     print(json.dumps({"at": time.monotonic(), **said}), flush=True)
 
 
+class Training:
+    """The model, its optimizer and the steps of a worker.
+
+    Args:
+        options: of the command line.
+    """
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        import torch
+
+        from benchmarks.unequal import LR, model_of
+        from thinwire.lab import tasks
+
+        torch.set_num_threads(1)
+        self._options, self._own = options, 0
+        self._task = tasks.load(options.task)
+        self._shard = self._task.shards(options.workers, split="iid", seed=0)[options.slot]
+        if options.task == "text":
+            self.model, self.optimizer = model_of(0)
+        else:
+            self.model = self._task.model(self._task.default_size, seed=0)
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR)
+
+    def step(self) -> int:
+        """Train for a step; returns how many this process has taken."""
+        from benchmarks.unequal import BATCH
+
+        ends = time.monotonic() + self._options.step_seconds
+        seed, slot = self._options.number, self._options.slot
+        batch = self._task.batch(self._shard, self._own, batch_size=BATCH, seed=seed, rank=slot)
+        self.optimizer.zero_grad()
+        self._task.loss(self.model, batch).backward()
+        time.sleep(max(0.0, ends - time.monotonic()))
+        self.optimizer.step()
+        self._own += 1
+        return self._own
+
+    def evaluate(self, model: Any) -> None:
+        """Report the held-out loss."""
+        tell(loss=self._task.evaluate(model, limit=EVALUATED).loss)
+
+
 def work(options: argparse.Namespace) -> None:
     """Train as one worker until the parent names a step."""
-    import torch
-
     import thinwire
-    from benchmarks.unequal import BATCH, LR, model_of
-    from thinwire.lab import tasks
 
-    torch.set_num_threads(1)
-    task, slot, stop = tasks.load(options.task), options.slot, Path(os.environ["STORM_STOP"])
-    shard = task.shards(options.workers, split="iid", seed=0)[slot]
-    if options.task == "text":
-        model, optimizer = model_of(0)
-    else:
-        model = task.model(task.default_size, seed=0)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
-    late = options.worker == "late"
+    training, stop, late = Training(options), Path(os.environ["STORM_STOP"]), options.worker == "late"
     worker = thinwire.attach(
-        model,
-        optimizer,
+        training.model,
+        training.optimizer,
         f"DiLoCo(period={options.period})",
         rendezvous=os.environ["STORM_URL"],
         workers=options.workers,
         elastic=thinwire.LateMerging(quorum=options.quorum) if late else True,
         timeout=60,
     )
-    until, own, told, evaluates = 1 << 40, 0, 0, False
+    until, told, evaluates = 1 << 40, 0, False
     while worker.step < until:
-        ends = time.monotonic() + options.step_seconds
-        batch = task.batch(shard, own, batch_size=BATCH, seed=options.number, rank=slot)
-        optimizer.zero_grad()
-        task.loss(model, batch).backward()
-        time.sleep(max(0.0, ends - time.monotonic()))
-        optimizer.step()
-        own += 1
+        own = training.step()
         tell(step=worker.step)
         if late:
             elastic: Any = worker.elastic
@@ -454,17 +506,68 @@ def work(options: argparse.Namespace) -> None:
             tell(round=worker.step, tokens=min(options.period, own))
         if until == 1 << 40 and stop.exists():
             named = json.loads(stop.read_text())
-            until, evaluates = named["step"], named["slot"] == slot
+            until, evaluates = named["step"], named["slot"] == options.slot
     with worker.consensus() as agreed:
         if evaluates:
-            tell(loss=task.evaluate(agreed, limit=EVALUATED).loss)
+            training.evaluate(agreed)
     worker.detach()
+
+
+def work_torchft(options: argparse.Namespace) -> None:
+    """Train as a replica group of torchft until the parent's file exists; the named worker then evaluates."""
+    import torch
+    from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+    from benchmarks.goodput import manager_of
+
+    training, stop = Training(options), Path(os.environ["STORM_STOP"])
+    healed, committed = list[bool](), list[bool]()
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    name = f"worker_{options.slot}_{options.number}"
+    manager = manager_of(training, "127.0.0.1", store.port, healed, os.environ["STORM_LIGHTHOUSE"], name)
+    ask = manager.should_commit
+
+    def should_commit(*arguments: Any, **named: Any) -> bool:
+        committed.append(ask(*arguments, **named))
+        return committed[-1]
+
+    manager.should_commit = should_commit
+    local_sgd: Any = importlib.import_module("torchft.local_sgd")
+    outer = torch.optim.SGD(training.model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    with local_sgd.DiLoCo(manager, [training.model], training.optimizer, outer, sync_every=options.period):
+        pending = 0
+        while True:
+            own, pending = training.step(), pending + 1
+            if healed:
+                pending = 0  # the steps before the others' state
+            if committed:
+                if committed[-1]:
+                    tell(round=own, tokens=pending)
+                pending = 0  # without a commit it returns to the last mean
+                if committed[-1] and stop.exists() and json.loads(stop.read_text())["slot"] == options.slot:
+                    training.evaluate(training.model)
+                    stop.with_suffix(".done").touch()
+            tell(step=own)
+            healed.clear()
+            committed.clear()
+            if stop.with_suffix(".done").exists():
+                os._exit(0)  # the library's threads would wait for the other workers
+
+
+def host_lighthouse() -> None:
+    """Run torchft's lighthouse until it is killed; prints its address."""
+    coordination: Any = importlib.import_module("torchft.coordination")
+    server = coordination.LighthouseServer(
+        bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000, quorum_tick_ms=100
+    )
+    print(f"http://127.0.0.1:{server.address().rpartition(':')[2]}", flush=True)
+    signal.pause()
 
 
 def main() -> None:
     """Measure what is asked for, or be one of the workers."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", nargs="+", choices=["late", "off"], default=["late", "off"])
+    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=CONTENDERS)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--faults", type=int, default=60)
     parser.add_argument("--seconds", type=float, default=900.0)
@@ -478,12 +581,11 @@ def main() -> None:
         parser.add_argument(f"--{hidden}", type=kind, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker:
-        work(options)
+        {"lighthouse": lambda _: host_lighthouse(), "torchft": work_torchft}.get(options.worker, work)(options)
         return
-    cuts = weed() is not None
-    faults = schedule(
-        options.faults, options.seconds, options.workers, options.seed, longest=options.longest, cuts=cuts
-    )
+    if "torchft" in options.only and not installed("torchft"):
+        install("torchft")
+    faults = schedule(options.faults, options.seconds, options.workers, options.seed, longest=options.longest)
     storms, batches = list[dict[str, Any]](), None
     for contender in sorted(set(options.only)):
         storms.append(measure(options, contender, faults, batches))
