@@ -15,7 +15,8 @@ import thinwire
 
 ROOT = Path(__file__).parents[1]
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
 TRACKED = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
 checkout = pytest.mark.skipif(not TRACKED, reason="not a checkout")
 
@@ -83,3 +84,13 @@ def test_the_workflows_run_targets_of_make_and_the_versions_of_python_that_are_d
     assert named == {"check", "test", "test-all", "docs", "dist"} and named <= targets
     declared = {each.rpartition(" ")[2] for each in PROJECT["classifiers"] if "Python :: 3." in each}
     assert declared == set(re.findall(r'"(3\.\d+)"', re.findall(r"python: \[(.*)\]", texts[0])[0]))
+
+
+@checkout
+def test_the_site_of_a_version_is_built_from_its_tag_by_the_command_of_make_docs() -> None:
+    hosted, made = ((ROOT / name).read_text() for name in (".readthedocs.yaml", "Makefile"))
+    command = re.search(r"python -m sphinx .* docs ", made)
+    assert command and command[0] in hosted
+    groups = re.findall(r"--group (\w+)", hosted)
+    assert set(groups) <= set(PYPROJECT["dependency-groups"]) and "docs" in groups
+    assert PROJECT["urls"]["Documentation"].endswith(".readthedocs.io")
