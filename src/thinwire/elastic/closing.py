@@ -30,6 +30,7 @@ LateRule = Literal["off", "discounted", "full"]
 _DURATIONS = 8  # of each worker, the latest
 _LEAST_DURATIONS = 4  # of all workers
 _REMEMBERED = 1000  # rounds for which taken contributions are kept
+SLACK = 0.15  # of the median duration, the least grace window; `python -m benchmarks.closing` has chosen it
 _DISCOUNT = 0.5  # the exponent of the age, as in the paper's experiments
 
 
@@ -44,7 +45,7 @@ class CloseRule:
         quorum: the fraction of the present workers that a round needs, at least one worker.
         tokens: the tokens that a round needs; 0 for any number.
         deviations: the grace window: the round stays open until the median duration of a contribution plus so many
-            median absolute deviations, and at least 1.25 medians, since the last closing. It closes sooner when all
+            median absolute deviations, and at least 1.15 medians, since the last closing. It closes sooner when all
             workers have arrived that usually take no longer than this.
 
     Raises:
@@ -274,5 +275,5 @@ class Closer:
             self._taken = {each for each in self._taken if each[1] > self.round - _REMEMBERED}
         known = [seconds for each in self._durations.values() for seconds in each]
         if len(known) >= _LEAST_DURATIONS:
-            window = self._window = deadline(known, self.rule.deviations)
+            window = self._window = deadline(known, self.rule.deviations, slack=SLACK)
             self._slow = {worker for worker, each in self._durations.items() if median(each) > window}

@@ -63,16 +63,16 @@ class QuorumRule:
         return 0.0
 
 
-def deadline(seconds: Sequence[float], deviations: float) -> float:
-    """Return the larger of 1.25 medians and the median plus `deviations` median absolute deviations.
+def deadline(seconds: Sequence[float], deviations: float, *, slack: float = 0.25) -> float:
+    """Return the larger of `1 + slack` medians and the median plus `deviations` median absolute deviations.
 
     Args:
         seconds: step times, at least one.
         deviations: the number of deviations.
+        slack: if all times are alike, the deviation is zero, and the delay of one message would exceed the deadline.
     """
     middle = median(seconds)
-    # If all times are alike, the deviation is zero, and the delay of one message would exceed the deadline.
-    return middle + max(deviations * median(abs(each - middle) for each in seconds), middle / 4)
+    return middle + max(deviations * median(abs(each - middle) for each in seconds), slack * middle)
 
 
 def best_number(seconds: Sequence[Sequence[float]], least: int = 1) -> int:

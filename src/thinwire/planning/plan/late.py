@@ -88,12 +88,14 @@ class Fleet:
     Attributes:
         speeds: seconds of a round of each worker.
         failure_seconds: the time between two losses; a lost worker is back after two rounds of its own. 0 for none.
+        stop_seconds: the time between two stops of a worker, each up to 1.6 of its rounds long. 0 for none.
         spread: a round takes up to this fraction longer, at random.
         seed: of the random draws.
     """
 
     speeds: Sequence[float]
     failure_seconds: float = 0.0
+    stop_seconds: float = 0.0
     spread: float = 0.02
     seed: int = 0
 
@@ -101,7 +103,8 @@ class Fleet:
     def drawn(cls, size: int, *, seed: int, failure_seconds: float = 0.0) -> Fleet:
         """Draw speeds from a Pareto distribution with exponent 3."""
         draw = random.Random(seed)
-        return cls([10.0 * draw.paretovariate(3.0) for _ in range(size)], failure_seconds, seed=seed)
+        speeds = [10.0 * draw.paretovariate(3.0) for _ in range(size)]
+        return cls(speeds, failure_seconds=failure_seconds, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -144,27 +147,32 @@ def simulate(
     seconds = dict(zip(names, fleet.speeds, strict=True))
     # All workers hear the same, so one machine stands for all; `own` is the present owner.
     closer = Closer(rule, "", names, now=0.0)
-    events: list[tuple[float, int, str, str, int, float]] = []
+    events: list[tuple[float, int, str, str]] = []
     count, began, lives = 0, dict.fromkeys(names, 0.0), dict.fromkeys(names, 0)
+    # Of each worker's round under way: when it ends, its number, its seconds, and those without stops.
+    under_way: dict[str, tuple[float, int, float, float]] = {}
 
-    def push(at: float, kind: str, name: str = "", started: int = 0, took: float = 0.0) -> None:
+    def push(at: float, kind: str, name: str = "") -> None:
         nonlocal count
         count += 1
-        heapq.heappush(events, (at, count, kind, name, started, took))
+        heapq.heappush(events, (at, count, kind, name))
 
     def start(name: str, now: float) -> None:
         took = seconds[name] * (1 + fleet.spread * draw.random())
         began[name] = now
-        push(now + took, f"done {lives[name]}", name, closer.round, took)
+        under_way[name] = now + took, closer.round, took, took
+        push(now + took, f"done {lives[name]}", name)
 
     for name in names:
         start(name, 0.0)
     if fleet.failure_seconds:
         push(fleet.failure_seconds, "fail")
+    if fleet.stop_seconds:
+        push(fleet.stop_seconds, "stop")
     now, useful, effective, ages, idle = 0.0, 0.0, 0.0, list[int](), set[str]()
     sent: dict[tuple[str, int], float] = {}
     while now < until_seconds and (rounds is None or closer.round < rounds):
-        now, _, kind, name, started, took = heapq.heappop(events)
+        now, _, kind, name = heapq.heappop(events)
         if kind == "fail":
             name = draw.choice(sorted(closer.workers))
             if len(closer.workers) > 1:
@@ -173,12 +181,23 @@ def simulate(
                 lives[name] += 1
                 push(now + 2 * seconds[name], "back", name)
             push(now + fleet.failure_seconds, "fail")
+        elif kind == "stop":
+            name = draw.choice(sorted(closer.workers))
+            if name not in idle:
+                at, started, took, work = under_way[name]
+                stopped = 1.6 * seconds[name] * draw.random()
+                lives[name] += 1
+                began[name] += stopped
+                under_way[name] = at + stopped, started, took + stopped, work
+                push(at + stopped, f"done {lives[name]}", name)
+            push(now + fleet.stop_seconds, "stop")
         elif kind == "back":
             closer.join(name)
             start(name, now)
         elif kind.startswith("done") and kind == f"done {lives[name]}":
-            sent[name, started] = took
-            closer.arrive(Contribution(started, name, took / seconds[name]), took)
+            _, started, took, work = under_way[name]
+            sent[name, started] = work
+            closer.arrive(Contribution(started, name, work / seconds[name]), took)
             if started == closer.round:
                 idle.add(name)
             else:
