@@ -16,10 +16,10 @@ effective goodput is at least 0.99 times the largest one, the one with the large
 longest grace window. Waiting wastes time and lateness wastes weight, and the effective goodput has both. Within one
 percent more contributions in a round are better, since means over more workers have less noise.
 
-`python -m benchmarks.closing --slack` prints the effective goodput for values of `closing.SLACK`, the least grace window
-as a fraction of the median duration. 12 equal workers, whose rounds vary by up to 2, 10, 30 or 60 %, each undisturbed and
-with a loss every three rounds and a stop every one and a half, 2,000 rounds. The rule, which was written before the run:
-the value with the largest mean over the eight fleets is the default.
+`python -m benchmarks.closing --slack` prints the effective goodput for values of `closing.SLACK`, the least grace
+window as a fraction of the median duration. The fleets have 12 equal workers, whose rounds vary by up to 2, 10, 30 or
+60 %, and run for 2,000 rounds, each undisturbed and with a loss every three rounds and a stop every one and a half. The
+rule, which was written before the run: the value with the largest mean over the eight fleets is the default.
 """
 
 from __future__ import annotations

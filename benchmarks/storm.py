@@ -195,7 +195,8 @@ def store(folder: Path, program: str) -> Generator[int]:
 def lighthouse(environment: dict[str, str]) -> Generator[str]:
     """Run torchft's lighthouse; yields its address."""
     command = [str(python_of("torchft")), "-m", "benchmarks.storm", "--worker", "lighthouse"]
-    process = subprocess.Popen(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True)
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    process = subprocess.Popen(command, env={**os.environ, **environment}, **pipes, text=True)
     try:
         assert process.stdout is not None
         address = process.stdout.readline().strip()
