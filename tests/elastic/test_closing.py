@@ -127,7 +127,7 @@ def test_a_round_waits_for_its_quorum_and_then_for_the_usual_time() -> None:
     closer.arrive(Contribution(3, "a", 1.0), seconds=1.0)
     assert closer.seconds_to_wait(3.5) is None  # one of four
     closer.arrive(Contribution(3, "b", 1.0), seconds=1.0)
-    assert closer.seconds_to_wait(4.0) == pytest.approx(0.25)  # 1.25 seconds from the last closing
+    assert closer.seconds_to_wait(4.0) == pytest.approx(0.15)  # 1.15 seconds from the last closing
     assert closer.propose(now=4.0) is None
     assert closer.propose(now=4.25) == Closing(3, (Contribution(3, "a", 1.0), Contribution(3, "b", 1.0)))
     closer.arrive(Contribution(3, "c", 1.0), seconds=1.0)
