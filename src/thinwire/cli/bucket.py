@@ -38,17 +38,17 @@ class Bucket:
             if self.url is not None:
                 raise ConfigError(f"{self.url}: a key belongs to no URL yet. Leave it out")
             key = bucket.new_key()
-            print_json({"key": key}) if self.json else out.print(key, markup=False)
+            print_json({"key": key}) if self.json else out.print(key)
             return 0
         if self.url is None:
             raise ConfigError("URL is missing: it names the run to delete. Give it, as in s3://bucket/run")
         if not self.quiet >= 0:
             raise ConfigError(f"--quiet {self.quiet:g}: must be at least 0 seconds")
         run = bucket.Bucket.open(self.url)
-        err.print(f"looking for workers for {self.quiet:g} s", markup=False)
+        err.print(f"looking for workers for {self.quiet:g} s")
         deleted = run.clean(self.quiet)
         if self.json:
             print_json({"url": self.url, "deleted": deleted})
         else:
-            out.print(f"deleted {deleted} objects of {self.url}", markup=False)
+            out.print(f"deleted {deleted} objects of {self.url}")
         return 0

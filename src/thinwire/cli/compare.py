@@ -113,8 +113,8 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
             return int(bool(done.diverged))
         show(done, markdown=self.markdown)
         if self.simulate:
-            out.print("all times are virtual: of simulated workers on a simulated network", markup=False)
-        out.print(str(page or folder), markup=False)
+            out.print("all times are virtual: of simulated workers on a simulated network")
+        out.print(str(page or folder))
         return int(bool(done.diverged))
 
     def _check_simulation(self) -> None:
@@ -152,7 +152,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
                 timeout = default_timeout(settings, load_task(settings), slowest=network.slowest)
                 settings = replace(settings, timeout=timeout)
         if self.step_seconds is None:
-            err.print("the model's training step, here", markup=False)
+            err.print("the model's training step, here")
             step = _time_step(settings)
         else:
             forward = self.step_seconds / 3
@@ -232,21 +232,21 @@ def show(done: Comparison, *, markdown: bool = False) -> None:
     from thinwire.lab.report import markdown as as_markdown
 
     if markdown:
-        out.print(as_markdown(done.summaries), markup=False, end="")
+        out.print(as_markdown(done.summaries), end="")
     else:
         show_summaries(done.summaries)
     for recipe, number, words in done.diverged:
         which = f"{recipe}, round {number + 1}" if len(done.rounds[0]) > 1 else recipe
-        err.print(f"{which} diverged: {words}", markup=False)
+        err.print(f"{which} diverged: {words}")
     if len(done.rounds[0]) > 1:
         seeds = ", ".join(str(each["seed"]) for each in done.rounds[0] if "seed" in each)
-        out.print(f"losses: mean ± standard deviation over seeds {seeds}; other figures: medians", markup=False)
+        out.print(f"losses: mean ± standard deviation over seeds {seeds}; other figures: medians")
         paces = done.spread("seconds_per_step")
         for recipe, summaries, (least, most) in zip(done.strategies, done.rounds, paces, strict=True):
             if math.isfinite(least):
                 timed = sum(each["seconds_per_step"] is not None for each in summaries)
                 of = "" if timed == len(summaries) else f"{timed} of "
-                out.print(f"{recipe}: {least:.3g} to {most:.3g} s/step over {of}{len(summaries)} rounds", markup=False)
+                out.print(f"{recipe}: {least:.3g} to {most:.3g} s/step over {of}{len(summaries)} rounds")
 
 
 def report(folder: Path) -> Path | None:
@@ -256,5 +256,5 @@ def report(folder: Path) -> Path | None:
     try:
         return write_report(folder).report
     except ConfigError as error:
-        err.print(f"no report: {error}", markup=False)
+        err.print(f"no report: {error}")
         return None

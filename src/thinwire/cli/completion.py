@@ -37,7 +37,7 @@ class Completion:
         try:
             if self.install:
                 path = program().install_completion(shell=self.shell)
-                err.print(f"{path}: written. Start a new shell to complete with Tab", markup=False)
+                err.print(f"{path}: written. Start a new shell to complete with Tab")
             else:
                 sys.stdout.write(program().generate_completion(shell=self.shell))
         except ShellDetectionError:

@@ -12,27 +12,29 @@ from rich.console import Console
 
 
 class Output(Console):
-    """The standard output; where nobody reads on, as after `| head`, `thinwire.cli.main` is told."""
+    """The standard output; text is printed unchanged, without markup such as `[bold]` and without emoji."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, emoji=False, markup=False, **options)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Let the error through; rich would end the program with the exit code of a failure."""
+        """Raise the error to `thinwire.cli.main`; rich would end the program with the exit code of a failure."""
         raise BrokenPipeError
 
 
-# Without emoji: module:function:name is what it says, also where `:function:` is the name of a picture.
-out = Output(highlight=False, soft_wrap=True, emoji=False)
-err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+out = Output(soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False, markup=False)
 
 
 def print_error(problem: object) -> None:
     """Print one message about what went wrong to the standard error."""
-    err.print("[bold red]thinwire:[/] ", end="")
-    err.print(str(problem), markup=False)
+    err.print("thinwire:", style="bold red", end=" ")
+    err.print(str(problem))
 
 
 def print_json(value: object) -> None:
     """Print a result as one line of JSON: what `--json` does."""
-    out.print(json.dumps(as_json(value)), markup=False)
+    out.print(json.dumps(as_json(value)))
 
 
 def as_json(value: Any) -> Any:

@@ -47,8 +47,8 @@ class Demo:
         parse_links(self.link, 4)
         reason = available()
         if reason is not None:
-            err.print(f"Slow links cannot be emulated here: {reason}.", markup=False)
-            err.print("The workers use this machine's loopback interface at its full speed.", markup=False)
+            err.print(f"Slow links cannot be emulated here: {reason}.")
+            err.print("The workers use this machine's loopback interface at its full speed.")
         settings = resolve(
             {
                 "task": "text",
@@ -72,9 +72,9 @@ class Demo:
         show(done)
         # Without the losses of all, there is nothing to conclude.
         if not done.diverged:
-            out.print("\n" + conclusions(done.summaries), markup=False)
+            out.print("\n" + conclusions(done.summaries))
         if page is not None:
-            out.print(f"\nThe report, with loss curves and a timeline of each worker: {page}", markup=False)
+            out.print(f"\nThe report, with loss curves and a timeline of each worker: {page}")
         return int(bool(done.diverged))
 
 

@@ -112,7 +112,7 @@ class Doctor:
 
         def tell(part: str) -> None:
             if peers.rank == 0:
-                err.print(f"[dim]measuring {part} ...[/]")
+                err.print(f"measuring {part} ...", style="dim")
 
         budget = Budget(answer=self.timeout)
         seen = examine(peers, rendezvous, made.timed, budget=budget, tell=tell)
@@ -207,10 +207,10 @@ def _print(seen: Examination, findings: list[Finding], costs: list[Cost]) -> Non
         out.print(Text.assemble((f"{finding.severity}: ", _COLOURS[finding.severity]), finding.text))
         out.print(Text.assemble("  → ", finding.fix))
     if not findings:
-        out.print("[green]no fault was found in these machines and links[/]")
+        out.print("no fault was found in these machines and links", style="green")
     if costs:
         out.print(_costs(costs))
-    out.print(_verdict(seen, costs), markup=False)
+    out.print(_verdict(seen, costs))
 
 
 def _machines(seen: Examination) -> Table:

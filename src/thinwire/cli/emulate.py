@@ -76,7 +76,7 @@ class Emulate:
         reason = None if any(str(link) != "none" for link in network.links) else available()
         if reason is not None:
             # Only where no link is limited: a limit that cannot be kept is an error.
-            err.print(f"the workers use this machine's network, so no bytes are counted: {reason}", markup=False)
+            err.print(f"the workers use this machine's network, so no bytes are counted: {reason}")
             network = None
         with ExitStack() as contexts:
             if network is not None:

@@ -224,8 +224,8 @@ def _strategy(text: str) -> Strategy:
 def _print_card(card: Card, model: str, typed: str) -> None:
     from rich.text import Text
 
-    out.print(typed, style="bold", markup=False)
-    out.print(f"{model}, {count(card.parameters)} parameters in {card.dtype}, {workers(card.workers)}", markup=False)
+    out.print(typed, style="bold")
+    out.print(f"{model}, {count(card.parameters)} parameters in {card.dtype}, {workers(card.workers)}")
     for heading, lines in _sections(card, typed):
         out.print(Text.assemble("\n", (heading, "bold")))
         for name, words in lines:

@@ -53,7 +53,6 @@ class Export:
             return 0
         out.print(
             f"{found.path}: step {found.step} of {workers(found.workers)} under {found.strategy}, "
-            f"{found.elements:,} numbers in {found.tensors} tensors",
-            markup=False,
+            f"{found.elements:,} numbers in {found.tensors} tensors"
         )
         return 0

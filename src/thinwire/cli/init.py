@@ -64,9 +64,7 @@ class Init:
         if self.json:
             print_json({"path": self.path, "command": command})
         else:
-            out.print(
-                f"{self.path}: replace make_model and make_data by yours. Start it with:\n{command}", markup=False
-            )
+            out.print(f"{self.path}: replace make_model and make_data by yours. Start it with:\n{command}")
         return 0
 
     def _command(self) -> str:

@@ -57,7 +57,7 @@ def explain_meshes(
     if json:
         print_json(advice)
         return
-    out.print(f"{found.name} ({size or found.default_size}), {batch_size} samples of {length} tokens", markup=False)
+    out.print(f"{found.name} ({size or found.default_size}), {batch_size} samples of {length} tokens")
     _show(advice)
 
 
@@ -67,8 +67,7 @@ def _show(advice: Advice) -> None:
     pace = advice.pace
     out.print(
         f"links of {rate(pace.bits_per_second)} and {seconds(pace.seconds_per_message)}, "
-        f"{pace.flops_per_second / 1e9:.3g} GFLOP/s measured here\n",
-        markup=False,
+        f"{pace.flops_per_second / 1e9:.3g} GFLOP/s measured here\n"
     )
     table = Table("mesh", "kind", "sent per step", "messages", "memory", "communication", "compute")
     for cost in advice.costs:
@@ -86,4 +85,4 @@ def _show(advice: Advice) -> None:
             seconds(cost.compute_seconds),
         )
     out.print(table)
-    out.print(advice.reason, markup=False)
+    out.print(advice.reason)

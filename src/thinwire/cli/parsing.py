@@ -76,7 +76,7 @@ def parse_command(program: str, kind: type[Any], words: Sequence[str]) -> Callab
     """
     app = make_app(program, kind)
     if {"-h", "--help"} & set(words[: words.index("--")] if "--" in words else words):
-        app.help_print([], console=Output(highlight=False, emoji=False))
+        app.help_print([], console=Output())
         return lambda: 0
     for option in ("strategy", "strategies"):
         # Most recipes that were given without an option stand in the first place.
@@ -284,7 +284,7 @@ def _use_file(program: str, arguments: ArgumentCollection) -> None:
         if not option.tokens:
             option.append(token)
     if not given and values:
-        err.print(f"options of {path}: {', '.join(values)}", markup=False)
+        err.print(f"options of {path}: {', '.join(values)}")
 
 
 def _token(path: Path, key: str, value: Any, option: Argument) -> Token:

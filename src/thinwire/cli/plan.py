@@ -155,8 +155,7 @@ class Plan:
         if busy and timings.measured:
             err.print(
                 f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs "
-                "still run, what was measured now seems to take longer than in training: stop them and plan again",
-                markup=False,
+                "still run, what was measured now seems to take longer than in training: stop them and plan again"
             )
         if self.json:
             print_json({**found.as_json(), "step": step})
@@ -182,7 +181,7 @@ class Plan:
         if self.json and found is not None:
             print_json({"cells": [asdict(each) | {"error": each.error} for each in found]})
         else:
-            out.print(lines, markup=False)
+            out.print(lines)
         return 0
 
     def _over_bucket(self, text: str) -> int:
@@ -311,8 +310,7 @@ class Plan:
             if different := differences(found):
                 err.print(
                     f"--workers {workers}: the doctor examined {seen.size}, of which {different}; which of {workers} "
-                    "that holds of is not known, so their links are taken to be alike",
-                    markup=False,
+                    "that holds of is not known, so their links are taken to be alike"
                 )
             return replace(found, specials=(), pairs=())
         latency = (
@@ -441,17 +439,16 @@ def _draw(path: Path, found: Decision, most: int) -> None:
     usual = rate(job.network.bits_per_second) + ", other links in proportion" * rates_differ(job.network)
     title = f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {usual}"
     draw_crossovers(path, sweeps, title)
-    err.print(str(path), markup=False)
+    err.print(str(path))
 
 
 def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption], within: float) -> None:
     out.print(
         f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
-        f"communication; {workers} workers over a bucket\n",
-        markup=False,
+        f"communication; {workers} workers over a bucket\n"
     )
     width = max(len(each.recipe) for each in options) + 2
-    out.print(_row("strategy", width, ("step", "up", "down", "a day", "steps to the loss")), style="dim", markup=False)
+    out.print(_row("strategy", width, ("step", "up", "down", "a day", "steps to the loss")), style="dim")
     chosen = options[0]
     for each in options:
         if each.cost is None:
@@ -464,12 +461,12 @@ def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption]
             f"${cost.dollars_per_day:.2f}",
             "not measured" if each.accuracy is None else each.accuracy.words(),
         )
-        out.print(_row(each.recipe, width, figures), style="bold" if each is chosen else None, markup=False)
+        out.print(_row(each.recipe, width, figures), style="bold" if each is chosen else None)
     for each in options:
         if each.refused:
-            out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
+            out.print(f"left out: {each.recipe}: {each.refused}")
     assert chosen.cost is not None, "what is chosen can serve"
-    out.print(f"\n{chosen.recipe}", style="bold", markup=False)
+    out.print(f"\n{chosen.recipe}", style="bold")
     reason = "of the recipes whose accuracy was measured it needs the least time to the loss of AllReduce()"
     if not isfinite(chosen.to_loss):
         reason = (
@@ -479,8 +476,7 @@ def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption]
     out.print(
         f"Its period keeps a step within {within:g} times of one without communication; {reason}. This run makes "
         f"{chosen.cost.requests_per_day:,.0f} requests and reads {nbytes(chosen.cost.bytes_per_day)} a day, for "
-        f"${chosen.cost.dollars_per_day:.2f}; waiting adds reads.",
-        markup=False,
+        f"${chosen.cost.dollars_per_day:.2f}; waiting adds reads."
     )
 
 
@@ -496,12 +492,11 @@ def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
     links += f"; {lost} % of computation is lost while messages pass" * bool(job.network.contention)
     out.print(
         f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
-        f"communication; {job.workers} workers, {links}\n",
-        markup=False,
+        f"communication; {job.workers} workers, {links}\n"
     )
     width = max(len(each.name) for each in found.options) + 2
     heads = ("step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
-    out.print(_row("strategy", width, heads), style="dim", markup=False)
+    out.print(_row("strategy", width, heads), style="dim")
     for each in found.options:
         cost = each.prediction
         if cost is None:
@@ -515,40 +510,37 @@ def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
             digits(each.to_loss / chosen.to_loss) if isfinite(each.to_loss) else "-",
             "not measured" if each.accuracy is None else each.accuracy.words(),
         )
-        out.print(_row(each.name, width, figures), style="bold" if each is chosen else None, markup=False)
+        out.print(_row(each.name, width, figures), style="bold" if each is chosen else None)
     for each in found.options:
         if each.refused:
-            out.print(f"left out: {each.recipe}: {each.refused}", markup=False)
+            out.print(f"left out: {each.recipe}: {each.refused}")
     split = ""
     if chosen.mesh is not None and planner.model is not None:
         samples = planner.model.samples * chosen.mesh.rows * chosen.mesh.columns
         split = f" with --tensor-parallel {chosen.mesh} --batch-size {samples}"
-    out.print(f"\n{chosen.recipe}{split}", style="bold", markup=False)
-    out.print(found.why, markup=False)
+    out.print(f"\n{chosen.recipe}{split}", style="bold")
+    out.print(found.why)
     if chosen.accuracy is not None and any(each != 1 for each in chosen.accuracy.rates.values()):
         rates = " and ".join(f"{each:g} on {task}" for task, each in chosen.accuracy.rates.items())
-        out.print(f"It did best with other learning rates than AllReduce(), times as high: {rates}.", markup=False)
-    out.print(found.changes, markup=False)
+        out.print(f"It did best with other learning rates than AllReduce(), times as high: {rates}.")
+    out.print(found.changes)
     out.print(
         f"Steps to the loss of AllReduce(), {planner.table.provenance} ({planner.table.command}); "
-        "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1.",
-        markup=False,
+        "on your task thinwire compare measures them. Time is that to the loss, of the recommended one 1."
     )
     if found.timings:
-        out.print(found.timings, markup=False)
+        out.print(found.timings)
     if not counted:
         out.print(
             "What messages take from the processors that compute is not counted: thinwire doctor measures it on your "
-            "machines, and --doctor FILE counts it.",
-            markup=False,
+            "machines, and --doctor FILE counts it."
         )
     if found.late is not None:
         out.print(
             f"\nWorkers have unequal speeds. With elastic=LateMerging(quorum={found.late['quorum']:g}, "
             f"deviations={found.late['deviations']:g}) and a strategy of local rounds, such as DiLoCo, "
             f"{found.late['goodput']:.0%} of their summed speed is used; rounds that wait for all workers use "
-            f"{found.late['goodput_of_waiting']:.0%}. Predicted, without transfers",
-            markup=False,
+            f"{found.late['goodput_of_waiting']:.0%}. Predicted, without transfers"
         )
 
 

@@ -77,16 +77,16 @@ class Watch:
         elif event["event"] == "view":
             self._workers = len(event["members"])
             if event["epoch"]:
-                self._console.print(f"{self._label}: {view_in_words(event)}", markup=False)
+                self._console.print(f"{self._label}: {view_in_words(event)}")
         elif event["event"] == "restart":
-            self._console.print(f"{self._label}: {restart_in_words(event)}", markup=False)
+            self._console.print(f"{self._label}: {restart_in_words(event)}")
         elif event["event"] == "notice":
-            self._console.print(f"{self._label}: saved after {notice_in_words(event)}", markup=False)
+            self._console.print(f"{self._label}: saved after {notice_in_words(event)}")
         if self._live is not None:
             self._live.update(self._bar, completed=self._done(), words=self._words())
         elif self._step and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
             self._printed_at = time.monotonic()
-            self._console.print(f"{self._label}: {self._words()}", markup=False)
+            self._console.print(f"{self._label}: {self._words()}")
 
     def _done(self) -> float:
         """The fraction of the run that is over; 0 where it has no limit of steps or seconds."""
@@ -135,7 +135,7 @@ class Parts:
     def __enter__(self) -> Self:
         """Start the bar, or print the line."""
         if not self._console.is_terminal:
-            self._console.print(self._line, markup=False)
+            self._console.print(self._line)
             return self
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -203,7 +203,7 @@ def show_summaries(summaries: Sequence[Fields]) -> None:
 
     from thinwire.lab.report import rich_table, rows
 
-    console = Output(highlight=False, emoji=False, width=None if out.is_terminal else _WIDE)
+    console = Output(width=None if out.is_terminal else _WIDE)
     lines = rows(summaries)
     widths = [max(len(heading), *(len(line[heading]) for line in lines)) + 3 for heading in lines[0]]
     if len(lines) > 1 and sum(widths) < console.width:

@@ -36,7 +36,7 @@ class Report:
             print_json({"report": written.report, "plots": written.plots, "traces": traces})
         else:
             for path in (written.report, *traces):
-                out.print(str(path), markup=False)
+                out.print(str(path))
         if self.open:
             webbrowser.open(written.report.resolve().as_uri())
         return 0

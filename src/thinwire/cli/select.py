@@ -262,16 +262,14 @@ def _advice(summary: Fields) -> str:
 
 def _show(summary: Fields, report: Path | None) -> None:
     from rich.table import Table
-    from rich.text import Text
 
-    # As text: brackets in the name of a file are no markup.
-    title = Text(_title(summary), style="table.title")
-    table = Table("", "coreset", f"random, mean of {summary['random_draws']}", title=title, title_justify="left")
+    table = Table("", "coreset", f"random, mean of {summary['random_draws']}", title=_title(summary))
+    table.title_justify = "left"
     for row in _rows(summary):
         table.add_row(*row)
     out.print(table)
-    out.print(_advice(summary), markup=False)
+    out.print(_advice(summary))
     if report is None:
-        err.print("no picture: it needs matplotlib; pip install 'thinwire[report]'", markup=False)
+        err.print("no picture: it needs matplotlib; pip install 'thinwire[report]'")
     else:
-        out.print(str(report), markup=False)
+        out.print(str(report))

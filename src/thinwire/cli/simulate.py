@@ -175,12 +175,12 @@ def _bar(steps: int) -> Generator[Callable[[float, int], None] | None]:
 
 def _print(summary: Summary, strategy: Strategy) -> None:
 
-    out.print(str(strategy), style="bold", markup=False)
+    out.print(str(strategy), style="bold")
     out.print(f"{summary.workers} simulated workers, {len(summary.steps)} steps, {seconds(summary.seconds)}\n")
     for name, words in _lines(summary):
-        out.print(f"  {name:<12}{words}", markup=False)
+        out.print(f"  {name:<12}{words}")
     for rank, words in list(summary.failures.items())[:_MOST_FAILURES]:
-        out.print(f"  rank {rank} failed: {words}", markup=False)
+        out.print(f"  rank {rank} failed: {words}")
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:

@@ -47,7 +47,7 @@ class Store:
         if self.json:
             print_json({"host": self.host, "port": store.port})
         else:
-            out.print(f"THINWIRE_STORE={self.host}:{store.port}", markup=False, highlight=False)
+            out.print(f"THINWIRE_STORE={self.host}:{store.port}")
         ended = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: ended.set())

@@ -158,9 +158,9 @@ class Sweep:
             if begun(folder / _JOURNAL):
                 again = (("model", self.own_model), ("data", self.data), ("loss", self.own_loss))
                 options = "".join(f" --{name} {shlex.quote(str(x))}" for name, x in again if x is not None)
-                err.print(f"to resume: thinwire sweep --resume {shlex.quote(str(folder))}{options}", markup=False)
+                err.print(f"to resume: thinwire sweep --resume {shlex.quote(str(folder))}{options}")
             else:
-                err.print("nothing was begun, so nothing is lost: give the same command again", markup=False)
+                err.print("nothing was begun, so nothing is lost: give the same command again")
             raise
 
     def _run(self, folder: Path, *, resume: bool = False) -> int:
@@ -205,9 +205,9 @@ class Sweep:
             print_json({**summary, "trials": trials_as_json(found.best), "folder": folder, "best_command": command})
             return 0
         show(found.title, headings_of(space), rows_of(space, found.best[:10]))
-        out.print(summary_text(summary), markup=False)
-        out.print(f"{page}", markup=False)
-        out.print(f"no {BEST}: {missing}" if missing else f"to train the best trial: {command}", markup=False)
+        out.print(summary_text(summary))
+        out.print(f"{page}")
+        out.print(f"no {BEST}: {missing}" if missing else f"to train the best trial: {command}")
         return 0
 
     def _trained_options(self) -> Fields:

@@ -8,7 +8,6 @@ import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from rich.markup import escape
 from rich.table import Table
 
 from thinwire.cli.console import out, print_json
@@ -35,8 +34,7 @@ class Tools:
         table = Table("what for", "what runs")
         table.add_column("details", overflow="fold")
         for row in rows:
-            # Words in brackets, as in pip install 'thinwire[async]', are no markup.
-            table.add_row(row["for"], escape(row["runs"]), escape(row["details"]))
+            table.add_row(*row.values())
         out.print(table)
         return 0
 

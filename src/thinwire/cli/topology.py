@@ -94,13 +94,13 @@ class Topology:
             described = {"topology": canonical(graph), "workers": self.workers, **asdict(found), **self._cost(found)}
             print_json({**described, "refused_by": refusals})
             return
-        out.print(str(graph), style="bold", markup=False)
-        out.print(f"{self.workers} workers\n", markup=False)
+        out.print(str(graph), style="bold")
+        out.print(f"{self.workers} workers\n")
         for words, value in self._lines(found, refusals):
-            out.print(f"  {words:<12}{value}", markup=False)
+            out.print(f"  {words:<12}{value}")
         out.print("\nWho sends to whom", style="bold")
         for line in sketch(graph, self.workers):
-            out.print(f"  {line}", markup=False)
+            out.print(f"  {line}")
 
     def _show_all(self) -> None:
         from thinwire.methods.topology.analysis import disagreement, facts
@@ -129,7 +129,7 @@ class Topology:
             return
         self._tabulate({canonical(graph): each for graph, each in known.items()})
         for reason in refused.values():
-            out.print(f"{reason}", markup=False)
+            out.print(f"{reason}")
 
     def _lines(self, found: Facts, refusals: dict[str, str | None]) -> Iterator[tuple[str, str]]:
         """What is known about one graph, as (name, words)."""
@@ -177,15 +177,15 @@ class Topology:
             figures = [digits(each.vectors_per_step), digits(each.busiest_vectors_per_step), *sent]
             mixing = [digits(each.spectral_gap), _steps(each.steps_to_average), _steps(each.steps_to_a_thousandth)]
             rows.append([name, _kind(each), str(each.period), *figures, *mixing])
-        console = Output(highlight=False, emoji=False, width=None if out.is_terminal else _WIDE)
+        console = Output(width=None if out.is_terminal else _WIDE)
         columns = zip(["topology", *headings], *rows, strict=True)
         if sum(max(map(len, column)) + 3 for column in columns) >= console.width:
             # A narrower table would cut its figures.
-            console.print(f"{self.workers} workers", markup=False)
+            console.print(f"{self.workers} workers")
             for name, *values in rows:
-                console.print(f"\n{name}", markup=False, style="bold")
+                console.print(f"\n{name}", style="bold")
                 for heading, value in zip(headings, values, strict=True):
-                    console.print(f"  {heading:<16}{value}", markup=False)
+                    console.print(f"  {heading:<16}{value}")
             return
         table = Table(title=f"{self.workers} workers", title_justify="left")
         table.add_column("topology", no_wrap=True)
@@ -199,7 +199,7 @@ class Topology:
         assert self.out is not None
         path = picture.png(self.out.parent)
         if not self.json:
-            out.print(f"{path}\n", markup=False)
+            out.print(f"{path}\n")
 
     def _cost(self, found: Facts) -> dict[str, float]:
         """Bytes and seconds of a step; bytes only with --parameters, seconds only with --link."""

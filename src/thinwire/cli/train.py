@@ -207,7 +207,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
             try:
                 write_trace(folder)
             except ConfigError as error:  # the run itself has ended well
-                err.print(f"no trace: {error}", markup=False)
+                err.print(f"no trace: {error}")
         code = 0 if "notice" not in summary else LEFT_WITH_NOTICE
         if self.json:
             print_json(summary)
@@ -215,9 +215,9 @@ class Train(settings_as_options(without=["timeline_steps"])):
         show_summaries([summary])
         if code:
             words = notice_in_words(summary["notice"])
-            out.print(f"saved after {words}; go on with: thinwire train --resume {folder}", markup=False)
+            out.print(f"saved after {words}; go on with: thinwire train --resume {folder}")
         else:
-            out.print(f"{folder}", markup=False)
+            out.print(f"{folder}")
         return code
 
 

@@ -51,7 +51,7 @@ def progress_display(trials: int, steps: int) -> Generator[Callable[[Progress], 
         waited = time.monotonic() - shown_at
         if not err.is_terminal:
             if waited > _PLAIN_SECONDS:
-                err.print(f"{text}{_best(progress)}", markup=False)
+                err.print(f"{text}{_best(progress)}")
                 shown_at = time.monotonic()
             return
         done = len(progress.ended) * steps + len(progress.current_losses()) * progress.step

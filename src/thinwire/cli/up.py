@@ -152,7 +152,7 @@ class Up:
         if workers.failure is None:
             return 0
         for line in last.get(workers.failure.rank, ()):
-            err.print(f"[{workers.failure.rank}] {line}", markup=False)
+            err.print(f"[{workers.failure.rank}] {line}")
         print_error(workers.failure)
         return workers.failure.code if workers.failure.code in (1, 2) else 1
 
@@ -176,4 +176,4 @@ class Up:
 
 
 def _note(text: str) -> None:
-    err.print(f"thinwire up: {text}", markup=False)
+    err.print(f"thinwire up: {text}")

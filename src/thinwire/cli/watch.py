@@ -86,10 +86,7 @@ class Watch:
         else:
             words = dict(facts(found))
             late = [f"{each.late}: {each.name}" for each in found.workers if each.late]
-            out.print(
-                ", ".join([found.state, *(f"{name} {words[name]}" for name in ("step", "loss", "sent")), *late]),
-                markup=False,
-            )
+            out.print(", ".join([found.state, *(f"{name} {words[name]}" for name in ("step", "loss", "sent")), *late]))
 
 
 def table(found: Status) -> Table:

@@ -213,8 +213,8 @@ def markdown(summaries: Sequence[Facts]) -> str:
 
 def rich_table(summaries: Sequence[Facts], title: str | None = None) -> Table:
     """The rows as a table for the terminal, with the best of each column in bold green."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table, marked = Table(title=title, title_justify="left"), _marked(summaries)
     content = rows(summaries)
@@ -222,8 +222,7 @@ def rich_table(summaries: Sequence[Facts], title: str | None = None) -> Table:
         left = heading == "strategy"
         table.add_column(heading, justify="left" if left else "right", overflow="fold" if left else "ellipsis")
     for index, row in enumerate(content):
-        values = {heading: escape(value) for heading, value in row.items()}
-        table.add_row(*(f"[bold green]{v}[/]" if (index, h) in marked else v for h, v in values.items()))
+        table.add_row(*(Text(v, style="bold green" if (index, h) in marked else "") for h, v in row.items()))
     return table
 
 
