@@ -61,7 +61,7 @@ class Sweep:
     picture of every hyperparameter, and best.toml, with which thinwire train trains the best trial.
 
     Args:
-        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; digits unless given.
+        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews or a9a; digits unless given.
         own_model: instead of a task, MODULE:FUNCTION of yours that returns the model. Needs --data and --loss.
         own_loss: with --model, MODULE:FUNCTION from (outputs, targets) to the mean loss.
         adapters: train adapters of LoRA around the model, which stays frozen; saves each as a folder of PEFT.

@@ -17,8 +17,6 @@ import torch
 
 from thinwire.errors import ConfigError
 from thinwire.lab import tasks
-from thinwire.lab.tasks.data.vocabulary import UNKNOWN
-from thinwire.lab.tasks.translation import bleu, corpus_bleu, translate
 
 FAKE_HUB = """
 import numpy as np
@@ -99,14 +97,6 @@ def write_agnews(folder: Path, name: str, n: int) -> None:
             writer.writerow([row % 4 + 1, f'Title "{row}", quoted', f"Topic{row % 4} \\text again\nsecond line"])
 
 
-def write_multi30k(folder: Path) -> None:
-    english = [f"A {noun} runs , and a {noun} sits ." for noun in ("dog", "man", "cat")] * 4
-    german = [f"Ein {noun} läuft , und ein {noun} sitzt ." for noun in ("Hund", "Mann", "Kater")] * 4
-    for part in ("train", "test_2016_flickr"):
-        for side, sentences in (("en", english), ("de", german)):
-            write(folder / f"multi30k/{part}.{side}.gz", gzip.compress(("\n".join(sentences) + "\n").encode()))
-
-
 def total_of(task: tasks.Task) -> int:
     (shard,) = task.shards(1)
     return shard.units
@@ -184,7 +174,7 @@ def test_cifar10_is_decoded_once_and_kept(tmp_path: Path, cache: Path, monkeypat
     assert pixels.shape == (40, 3, 32, 32)
     assert torch.equal(((pixels * 0.251 + 0.473) * 255).mean((1, 2, 3)).round().long() % 10, labels)
     assert sorted(path.suffix for path in cache.iterdir()) == [".npy", ".npy"]
-    monkeypatch.setattr("thinwire.lab.tasks.classification.decode", None)
+    monkeypatch.setattr("thinwire.lab.tasks.classification._decoded", None)
     assert tasks.load("cifar10", data=tmp_path).fingerprint() == task.fingerprint()
 
 
@@ -312,65 +302,6 @@ def test_lines_that_are_not_libsvm_are_refused(tmp_path: Path, line: str) -> Non
     write(tmp_path / "libsvm/a9a.gz", gzip.compress(f"{line}\n".encode()))
     with pytest.raises(ConfigError, match=r"a9a.gz cannot be read"):
         tasks.load("a9a", data=tmp_path)
-
-
-@pytest.mark.slow
-def test_multi30k_is_read_and_translated(tmp_path: Path) -> None:
-    write_multi30k(tmp_path)
-    task = tasks.load("multi30k", data=tmp_path)
-    source, target, following = first_batch(task, 4)
-    assert torch.equal(target[:, 1:], following[:, :-1].clamp(min=0))
-    assert (target[:, 0] == 1).all()
-    model = task.model(seed=0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    assert 0 <= bleu(task, model) < 50
-    for step in range(30):
-        task.loss(model, task.batch(task.shards(1)[0], step, batch_size=8, seed=0, rank=0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert task.evaluate(model).metric > 0.9
-    assert bleu(task, model) > 80
-    assert model.training
-    assert translate(model, source, length=3).shape == (4, 2)
-
-
-def test_sides_of_different_length_are_refused(tmp_path: Path) -> None:
-    write_multi30k(tmp_path)
-    write(tmp_path / "multi30k/train.de.gz", gzip.compress(b"ein Satz\n"))
-    with pytest.raises(ConfigError, match=r"multi30k/train: 12 English lines and 1 German ones"):
-        tasks.load("multi30k", data=tmp_path)
-
-
-def test_an_unknown_word_always_counts_as_a_mistake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_multi30k(tmp_path)
-    task = tasks.load("multi30k", data=tmp_path)
-    target = torch.from_numpy(task.data.test.target).long()[:, 1:]  # type: ignore[attr-defined]
-    monkeypatch.setattr("thinwire.lab.tasks.translation.translate", lambda model, source: target)
-    assert bleu(task, task.model(seed=0), limit=None) == pytest.approx(100)  # type: ignore[arg-type]
-    target[target == target[0, 1]] = UNKNOWN
-    task.data.test.target[:, 1:] = target  # type: ignore[attr-defined]
-    assert 0 < bleu(task, task.model(seed=0), limit=None) < 90  # type: ignore[arg-type]
-
-
-def test_bleu_is_for_translations(tmp_path: Path) -> None:
-    write_multi30k(tmp_path)
-    model = tasks.load("multi30k", data=tmp_path).model(seed=0)
-    with pytest.raises(ConfigError, match="task 'text' does not translate"):
-        bleu(tasks.load("text"), model)  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("found", "score"),
-    [
-        ("the cat sat on the mat", 100.0),
-        ("a dog", 0.0),
-        ("the cat sat on the", 100 * np.exp(-1 / 5)),
-        # 6 of 7, 5 of 6, 3 of 5 and 1 of 4 runs are in the reference.
-        ("the cat sat on on the mat", 100 * (6 / 7 * 5 / 6 * 3 / 5 * 1 / 4) ** 0.25),
-    ],
-)
-def test_bleu_agrees_with_sums_by_hand(found: str, score: float) -> None:
-    assert corpus_bleu([found.split()], [["the", "cat", "sat", "on", "the", "mat"]]) == pytest.approx(score)
 
 
 @pytest.mark.parametrize(("name", "shape"), [("mnist", (1, 28, 28)), ("cifar10", (3, 32, 32))])

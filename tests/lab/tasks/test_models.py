@@ -16,7 +16,7 @@ from thinwire.lab.tasks.models.base import Network, build
 from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES, GPTSize
 from thinwire.lab.tasks.models.plain import BinaryLogistic, Convolutional, Logistic, Perceptron
 from thinwire.lab.tasks.models.resnet import ResNet
-from thinwire.lab.tasks.models.sentences import TextTransformer, Translator, WordBag
+from thinwire.lab.tasks.models.sentences import TextTransformer, WordBag
 
 TINY = GPTSize(layers=2, width=16, heads=2)
 NETWORKS: dict[str, Callable[[], Network]] = {
@@ -28,7 +28,6 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "convolutional": partial(Convolutional, channels=1, side=8, width=4, classes=3),
     "bag": partial(WordBag, 20, 8, 4),
     "text": partial(TextTransformer, 20, width=8, layers=1, heads=2, length=6, classes=4),
-    "translator": partial(Translator, 20, 30, width=8, layers=1, heads=2, length=6),
 }
 
 
@@ -82,7 +81,6 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
         "convolutional": (torch.rand(4, 1, 8, 8),),
         "bag": (words,),
         "text": (words,),
-        "translator": (words, words),
     }.get(name, (torch.rand(4, 4),))
     logits = model(*inputs)
     F.cross_entropy(logits.flatten(0, -2), torch.zeros(logits.flatten(0, -2).shape[0], dtype=torch.int64)).backward()
@@ -104,20 +102,6 @@ def test_padding_changes_nothing(name: str) -> None:
     model = build(NETWORKS[name], seed=0)
     short = torch.tensor([[3, 1, 4]])
     torch.testing.assert_close(model(F.pad(short, (0, 3))), model(short))
-
-
-def test_padding_of_the_source_changes_nothing_for_a_translator() -> None:
-    model = build(NETWORKS["translator"], seed=0)
-    source, target = torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5]])
-    torch.testing.assert_close(model(F.pad(source, (0, 3)), target), model(source, target))
-
-
-def test_a_translator_attends_to_its_own_past_and_the_whole_source() -> None:
-    model = build(NETWORKS["translator"], seed=0)
-    source, target = torch.tensor([[3, 1, 4]]), torch.tensor([[1, 5, 6]])
-    before = model(source, target)
-    assert torch.equal(model(source, torch.tensor([[1, 5, 9]]))[:, :2], before[:, :2])
-    assert not torch.allclose(model(torch.tensor([[3, 1, 9]]), target), before)
 
 
 def test_binary_logistic_regression_has_the_binary_loss() -> None:

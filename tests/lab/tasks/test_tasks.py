@@ -18,7 +18,7 @@ from thinwire.lab import tasks
 from thinwire.lab.tasks import Defaults, Task
 from thinwire.lab.tasks.language import text
 
-FROM_FILES = ["mnist", "cifar10", "shakespeare", "wikitext2", "agnews", "multi30k", "a9a"]
+FROM_FILES = ["mnist", "cifar10", "shakespeare", "wikitext2", "agnews", "a9a"]
 
 
 @pytest.fixture(scope="module", params=["text", "digits"])

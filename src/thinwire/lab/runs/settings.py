@@ -36,7 +36,7 @@ class Settings:
     `eval_limit=None` takes all held-out examples.
 
     Args:
-        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, multi30k or a9a; text unless given.
+        task: text, digits, mnist, cifar10, shakespeare, wikitext2, agnews or a9a; text unless given.
         model: a named size of the task's model; the task's default unless given.
         own_model: instead of a task, MODULE:FUNCTION of yours, such as train:model; called without arguments, it
             returns the model. Needs --data.

@@ -9,7 +9,6 @@ are downloaded instead if the `datasets` library is installed and the folder has
     shakespeare  text/tinyshakespeare.txt
     wikitext2    text/wikitext2.{train,valid,test}.txt; the first may be missing
     agnews       agnews/{train,test}.csv; the first may be missing
-    multi30k     multi30k/{train,test_2016_flickr}.{en,de}.gz, one sentence per line
     a9a          libsvm/a9a.gz
 """
 
@@ -23,7 +22,6 @@ from thinwire.lab.tasks.classification import a9a, agnews, cifar10, digits, mnis
 from thinwire.lab.tasks.data.base import Batch, Shard
 from thinwire.lab.tasks.data.files import Folder
 from thinwire.lab.tasks.language import shakespeare, text, wikitext2
-from thinwire.lab.tasks.translation import multi30k
 
 __all__ = [
     "IGNORED",
@@ -45,7 +43,6 @@ _TASKS: dict[str, Callable[[Folder], Task]] = {
     "shakespeare": shakespeare,
     "wikitext2": wikitext2,
     "agnews": agnews,
-    "multi30k": multi30k,
     "a9a": a9a,
 }
 
@@ -55,7 +52,7 @@ def names() -> tuple[str, ...]:
 
     Example:
         >>> names()
-        ('text', 'digits', 'mnist', 'cifar10', 'shakespeare', 'wikitext2', 'agnews', 'multi30k', 'a9a')
+        ('text', 'digits', 'mnist', 'cifar10', 'shakespeare', 'wikitext2', 'agnews', 'a9a')
     """
     return tuple(_TASKS)
 

@@ -105,7 +105,6 @@ def _bits(loss: float, _: float, targets: int) -> float:
 
 
 ACCURACY = Measure("accuracy", True, _fraction)
-TOKEN_ACCURACY = Measure("token_accuracy", True, _fraction)
 BITS_PER_BYTE = Measure("bits_per_byte", False, _bits)
 
 

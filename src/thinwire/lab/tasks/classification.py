@@ -3,10 +3,12 @@
 
 import csv
 import hashlib
+import io
+from collections.abc import Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +18,8 @@ from thinwire.lab.tasks.base import ACCURACY, Defaults, Task
 from thinwire.lab.tasks.data import hub
 from thinwire.lab.tasks.data.base import Indices, Stream
 from thinwire.lab.tasks.data.cache import cached
-from thinwire.lab.tasks.data.decode import OpenedImage, decode, pixels
 from thinwire.lab.tasks.data.examples import Images, Rows, Texts, labelled, padded
-from thinwire.lab.tasks.data.files import Folder, idx, libsvm, read
+from thinwire.lab.tasks.data.files import Folder, idx, read
 from thinwire.lab.tasks.data.vocabulary import UNKNOWN, Vocabulary, tokens
 from thinwire.lab.tasks.models.plain import BinaryLogistic, Convolutional, Logistic, Perceptron
 from thinwire.lab.tasks.models.resnet import ResNet
@@ -117,7 +118,12 @@ def a9a(folder: Folder) -> Task:
     Each example is 123 yes-or-no facts about one person; a fifth, always the same random one, is held out.
     """
     path = folder.file("libsvm/a9a.gz")
-    features, labels = read(path, partial(libsvm, features=_A9A_FEATURES))
+    try:
+        from sklearn.datasets import load_svmlight_file
+    except ModuleNotFoundError as missing:
+        raise ConfigError("task 'a9a' is read by scikit-learn: pip install 'thinwire[data]'") from missing
+    table, signs = read(path, partial(load_svmlight_file, n_features=_A9A_FEATURES, zero_based=False))
+    features, labels = table.toarray().astype(np.uint8), (signs > 0).astype(np.int64)
     held_out, train = np.split(Stream((0xA9A,)).permutation(len(labels)), [len(labels) // 5])
     sets = [Rows(features[rows], labels[rows]) for rows in (train, held_out)]
     settings = (Defaults("sgd", lr=0.1, batch_size=64, momentum=0.0), Defaults("adamw", lr=3e-3, batch_size=64))
@@ -137,8 +143,7 @@ def _mnist_part(folder: Folder, part: str) -> tuple[Pixels, Indices]:
 def _hub_part(name: str, split: str, column: str, mode: str) -> tuple[Pixels, Indices]:
     rows = hub.download(name, split)
     key = f"{name.replace('/', '-')}-{split}-{len(rows)}"
-    shown = (cast(OpenedImage, row[column]) for row in rows)
-    return cached(key, lambda: pixels(shown, len(rows), mode=mode, title=name)), hub.labels(rows)
+    return cached(key, lambda: _pixels((row[column] for row in rows), mode)), hub.labels(rows)
 
 
 def _jpeg_parts(folder: Folder, names: list[str]) -> tuple[Pixels, Indices]:
@@ -152,14 +157,24 @@ def _jpeg_part(path: Path) -> tuple[Pixels, Indices]:
     digest = hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
     with np.load(path, allow_pickle=False) as file:
         labels = file["labels"].astype(np.int64)
-        images = cached(f"cifar10-{digest}", lambda: _decoded(file["jpeg"], file["offsets"], path.name))
+        images = cached(f"cifar10-{digest}", lambda: _decoded(file["jpeg"], file["offsets"]))
     _check_shape(str(path), images.shape, (len(labels), 3, 32, 32))
     return images, labels
 
 
-def _decoded(joined: Pixels, offsets: Indices, title: str) -> Pixels:
-    files = (joined[begin:end].tobytes() for begin, end in pairwise(offsets))
-    return decode(files, len(offsets) - 1, title=f"decoding {title}")
+def _decoded(joined: Pixels, offsets: Indices) -> Pixels:
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as missing:
+        raise ConfigError("images are decoded by Pillow: pip install 'thinwire[data]'") from missing
+    files = (io.BytesIO(joined[begin:end].tobytes()) for begin, end in pairwise(offsets))
+    return _pixels(map(Image.open, files), "RGB")
+
+
+def _pixels(images: Iterable[Any], mode: str) -> Pixels:
+    """Pixels, uint8 [count, channels, height, width], of Pillow's images of one size."""
+    table = np.stack([np.asarray(image.convert(mode), np.uint8) for image in images])
+    return np.ascontiguousarray(np.moveaxis(table.reshape(*table.shape[:3], -1), -1, 1))
 
 
 def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -1,25 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays that are computed once and kept in the user's cache folder."""
 
-import os
-import sys
-import tempfile
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-
-def cache_folder() -> Path:
-    """The folder that THINWIRE_CACHE names, or `thinwire` in the system's folder for caches."""
-    if named := os.environ.get("THINWIRE_CACHE"):
-        return Path(named)
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA", Path.home())) / "thinwire" / "Cache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "thinwire"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+from thinwire.core.kernels.native import cache_folder
+from thinwire.core.storage.files import make_folder_of, write_atomically
 
 
 def cached(name: str, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
@@ -35,9 +25,11 @@ def cached(name: str, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8
     found = _mapped(path)
     if found is not None:
         return found
-    array = make()
+    array, content = make(), io.BytesIO()
+    np.save(content, array, allow_pickle=False)
     try:
-        _write(path, array)
+        make_folder_of(path)
+        write_atomically(path, content.getvalue())
     except OSError:
         return array
     # The mapped file instead of the array, so that several workers share its memory.
@@ -50,16 +42,3 @@ def _mapped(path: Path) -> NDArray[np.uint8] | None:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
-
-
-def _write(path: Path, array: NDArray[np.uint8]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            np.save(file, array, allow_pickle=False)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    finally:
-        Path(temporary).unlink(missing_ok=True)

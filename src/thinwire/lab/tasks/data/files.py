@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.errors import ConfigError
-from thinwire.lab.tasks.data.base import Indices
 
 Content = TypeVar("Content")
 _BROKEN = (OSError, EOFError, ValueError, KeyError, IndexError, zlib.error, struct.error, zipfile.BadZipFile)
@@ -110,26 +109,3 @@ def idx(path: Path) -> NDArray[np.uint8]:
         raise ValueError(f"it starts with {raw[:4].hex()}, and IDX of bytes starts with 000008")
     shape = struct.unpack_from(f">{axes}I", raw, 4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
-
-
-def libsvm(path: Path, features: int) -> tuple[NDArray[np.uint8], Indices]:
-    """A gzipped libsvm file of 0/1 features: uint8 [n, features], and classes 0 (for -1) and 1 (for +1)."""
-    lines = gzip.decompress(path.read_bytes()).decode("ascii").splitlines()
-    table = np.zeros((len(lines), features), np.uint8)
-    labels = np.zeros(len(lines), np.int64)
-    for number, line in enumerate(lines):
-        label, *entries = line.split()
-        columns, values = zip(*(entry.split(":") for entry in entries), strict=True) if entries else ((), ())
-        indices = [int(column) for column in columns]
-        for index in indices:
-            # Features are numbered from 1.
-            if not 1 <= index <= features:
-                raise ValueError(f"feature {index}, and they are numbered 1 to {features}")
-        table[number, [index - 1 for index in indices]] = [int(value) for value in values]
-        labels[number] = float(label) > 0
-    return table, labels
-
-
-def lines(path: Path) -> list[str]:
-    """The lines of a gzipped UTF-8 text, without line ends."""
-    return gzip.decompress(path.read_bytes()).decode("utf-8").rstrip("\n").split("\n")

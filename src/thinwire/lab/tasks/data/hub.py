@@ -3,30 +3,12 @@
 
 import importlib
 import importlib.util
-from collections.abc import Iterator
-from typing import Protocol, cast
+from typing import Any
 
 import numpy as np
 
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.data.base import Indices
-
-
-class Rows(Protocol):
-    """The part of a data set's split that is used here."""
-
-    def __len__(self) -> int:
-        """How many rows it has."""
-        ...
-
-    def __iter__(self) -> Iterator[dict[str, object]]:
-        """Its rows, each as values by column."""
-        ...
-
-    def select_columns(self, column_names: list[str]) -> "Rows":
-        """The same rows with only these columns."""
-        ...
-
 
 OFFER = ", or pip install 'thinwire[hub]' on a machine that is online"
 
@@ -36,7 +18,7 @@ def installed() -> bool:
     return importlib.util.find_spec("datasets") is not None
 
 
-def download(name: str, split: str) -> Rows:
+def download(name: str, split: str) -> Any:
     """One split of a data set, by its name on the hub; the library caches what it downloads.
 
     Raises:
@@ -44,7 +26,7 @@ def download(name: str, split: str) -> Rows:
     """
     library = importlib.import_module("datasets")
     try:
-        return cast(Rows, library.load_dataset(name, split=split))
+        return library.load_dataset(name, split=split)
     # Every exception, because the library raises those of whatever transport it uses.
     except Exception as error:
         raise ConfigError(
@@ -52,7 +34,7 @@ def download(name: str, split: str) -> Rows:
         ) from error
 
 
-def labels(rows: Rows) -> Indices:
+def labels(rows: Any) -> Indices:
     """The classes of all rows."""
     # Without the other columns, because iterating over images would decode them.
     return np.array([row["label"] for row in rows.select_columns(["label"])], np.int64)

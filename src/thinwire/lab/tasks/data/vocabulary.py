@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-PADDING, BEGIN, END, UNKNOWN = range(4)
 _SPECIAL = ("<padding>", "<begin>", "<end>", "<unknown>")
+UNKNOWN = 3
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
@@ -54,12 +54,3 @@ class Vocabulary:
     def numbers(self, sentence: list[str]) -> list[int]:
         """The number of each token."""
         return [self._number.get(token, UNKNOWN) for token in sentence]
-
-    def sentence(self, numbers: Iterable[int]) -> list[str]:
-        """The tokens of these numbers, up to the end mark."""
-        found: list[str] = []
-        for number in numbers:
-            if number == END:
-                break
-            found.append(self.words[number])
-        return found

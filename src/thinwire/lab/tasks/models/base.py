@@ -98,7 +98,7 @@ class Positions(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention, or cross-attention to a memory.
+    """Multi-head self-attention.
 
     Args:
         width: of the residual stream.
@@ -111,36 +111,18 @@ class Attention(nn.Module):
         self.projection = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(
-        self,
-        stream: Tensor,
-        memory: Tensor | None = None,
-        *,
-        mask: Tensor | None = None,
-        causal: bool = False,
-    ) -> Tensor:
-        """[batch, length, width] and [batch, memory, width] to [batch, length, width].
+    def forward(self, stream: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """[batch, length, width] to the same.
 
         Args:
-            stream: gives the queries.
-            memory: gives the keys and values; None is the stream itself.
-            mask: bool, [batch, 1, 1, memory], False at positions that are not attended to.
+            stream: gives the queries, keys and values.
+            mask: bool, [batch, 1, 1, length], False at positions that are not attended to.
             causal: no position attends to a later one.
         """
-        query, key, value = (
-            part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in self._project(stream, memory)
-        )
+        parts = self.projection(stream).chunk(3, dim=-1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         values = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
         return self.out(values.transpose(1, 2).flatten(2))
-
-    def _project(self, stream: Tensor, memory: Tensor | None) -> tuple[Tensor, ...]:
-        """Query, key and value; one weight for all three, of which cross-attention uses two parts."""
-        if memory is None:
-            return self.projection(stream).chunk(3, dim=-1)
-        width = stream.shape[-1]
-        weight, bias = self.projection.weight, self.projection.bias
-        query = F.linear(stream, weight[:width], bias[:width])
-        return query, *F.linear(memory, weight[width:], bias[width:]).chunk(2, dim=-1)
 
 
 class FeedForward(nn.Module):

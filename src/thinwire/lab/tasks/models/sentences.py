@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of word sequences: two text classifiers and a small translator. Token 0 is padding."""
+"""Two classifiers of texts. Token 0 is padding."""
 
 from torch import Generator, Tensor, nn
 
-from thinwire.lab.tasks.models.base import Attention, Block, FeedForward, Network, Positions, transformer_
+from thinwire.lab.tasks.models.base import Block, Network, Positions, transformer_
 
 
 class WordBag(Network):
@@ -61,77 +61,6 @@ class TextTransformer(Network):
     def initialise_(self, generator: Generator) -> None:
         """See `transformer_`."""
         transformer_(self, generator, residuals=2 * len(self.blocks))
-
-
-class CrossBlock(nn.Module):
-    """A decoder's block: attention to itself, attention to the source, feed-forward.
-
-    Args:
-        width: of the stream.
-        heads: must divide the width.
-    """
-
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.norm_self = nn.LayerNorm(width)
-        self.attend_self = Attention(width, heads)
-        self.norm_source = nn.LayerNorm(width)
-        self.attend_source = Attention(width, heads)
-        self.norm_forward = nn.LayerNorm(width)
-        self.forward_part = FeedForward(width)
-
-    def forward(self, stream: Tensor, source: Tensor, mask: Tensor) -> Tensor:
-        """[batch, length, width] to the same, with attention to [batch, source, width]; `mask` as for `Attention`."""
-        stream = stream + self.attend_self(self.norm_self(stream), causal=True)
-        stream = stream + self.attend_source(self.norm_source(stream), source, mask=mask)
-        return stream + self.forward_part(self.norm_forward(stream))
-
-
-class Translator(Network):
-    """A pre-norm encoder-decoder transformer (Vaswani et al. 2017).
-
-    Args:
-        source: how many words the source language has.
-        target: how many words the target language has.
-        width: of the streams.
-        layers: blocks of the encoder, and of the decoder.
-        heads: must divide the width.
-        length: the longest sentence, in words.
-    """
-
-    def __init__(self, source: int, target: int, *, width: int, layers: int, heads: int, length: int) -> None:
-        super().__init__()
-        self.source = nn.Embedding(source, width)
-        self.target = nn.Embedding(target, width)
-        self.source_positions = Positions(length, width)
-        self.target_positions = Positions(length, width)
-        self.encoder = nn.ModuleList(Block(width, heads, causal=False) for _ in range(layers))
-        self.encoder_norm = nn.LayerNorm(width)
-        self.decoder = nn.ModuleList(CrossBlock(width, heads) for _ in range(layers))
-        self.decoder_norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, target)
-
-    def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """int64 [batch, source] and [batch, length] to logits [batch, length, target words]."""
-        return self.decode(self.encode(source), source, target)
-
-    def encode(self, source: Tensor) -> Tensor:
-        """int64 [batch, source] to [batch, source, width]."""
-        stream = self.source_positions(self.source(source))
-        for block in self.encoder:
-            stream = block(stream, _not_padding(source))
-        return self.encoder_norm(stream)
-
-    def decode(self, encoded: Tensor, source: Tensor, target: Tensor) -> Tensor:
-        """The output of `encode`, the source and the words so far, to logits [batch, length, target words]."""
-        stream = self.target_positions(self.target(target))
-        for block in self.decoder:
-            stream = block(stream, encoded, _not_padding(source))
-        return self.head(self.decoder_norm(stream))
-
-    def initialise_(self, generator: Generator) -> None:
-        """See `transformer_`."""
-        transformer_(self, generator, residuals=3 * len(self.decoder))
 
 
 def _not_padding(words: Tensor) -> Tensor:
