@@ -26,7 +26,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs import Settings, launch, worker
 from thinwire.lab.runs.comparison import Comparison
-from thinwire.lab.runs.configuration import option_name
+from thinwire.lab.runs.settings import option_name
 from thinwire.lab.runs.folder import RunFolder
 from thinwire.methods.strategies.recipe import parse
 

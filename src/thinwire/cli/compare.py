@@ -84,8 +84,8 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
     def __call__(self) -> int:
         """Run every strategy; returns 0, or 1 where a run diverged."""
         from thinwire.lab.runs import launch, resolve
-        from thinwire.lab.runs.configuration import without_decided
         from thinwire.lab.runs.recipes import split_recipes
+        from thinwire.lab.runs.settings import without_decided
 
         if self.rounds < 1:
             raise ConfigError(f"--rounds {self.rounds}: must be at least 1")

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from thinwire.cli.parsing import OF_A_CALL
-from thinwire.lab.runs.configuration import option_name
-from thinwire.lab.runs.settings import Settings
+from thinwire.lab.runs.settings import CONFIG_FILE, Settings, as_toml, option_name
 
 
 @dataclass(frozen=True)
@@ -62,12 +61,11 @@ def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str
         values: by the names of the fields; others than the command's options are left out.
     """
     from thinwire.core.storage.files import write_atomically
-    from thinwire.lab.runs.configuration import NAME, as_toml
 
     known = [option_name(field.name) for field in fields(command) if field.name not in OF_A_CALL]
     chosen = {option_name(key): value for key, value in values.items() if option_name(key) in known}
-    text = as_toml(chosen, head=f"thinwire {name} --config {NAME} repeats this run")
-    write_atomically(folder / NAME, text.encode())
+    text = as_toml(chosen, head=f"thinwire {name} --config {CONFIG_FILE} repeats this run")
+    write_atomically(folder / CONFIG_FILE, text.encode())
 
 
 def command_line() -> str:

@@ -30,7 +30,7 @@ from docstring_parser import parse as parse_docstring
 from thinwire.cli.console import Output, err
 from thinwire.core.storage.files import local_path
 from thinwire.errors import ConfigError
-from thinwire.lab.runs.configuration import NAME, option_name
+from thinwire.lab.runs.settings import CONFIG_FILE, option_name
 
 if TYPE_CHECKING:
     from cyclopts.argument import Argument, ArgumentCollection
@@ -116,8 +116,8 @@ def make_app(program: str, kind: type[Any]) -> App:
     configured = has_configuration(kind)
     if configured:
         texts["config"] = (
-            f"a TOML file of options, or the folder of an earlier run, which holds {NAME}. Options given here override "
-            f"it, and --no-FLAG a flag of it; {DEFAULT_FILE} in the current folder unless given."
+            f"a TOML file of options, or the folder of an earlier run, which holds {CONFIG_FILE}. Options given here "
+            f"override it, and --no-FLAG a flag of it; {DEFAULT_FILE} in the current folder unless given."
         )
         parameters.append(_parameter("config", Path | None, texts, None, True))
     if len(parameters) > _MOST_UNGROUPED:
@@ -305,12 +305,12 @@ def read_file(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: it cannot be read, or is not TOML.
     """
-    path = path / NAME if path.is_dir() else path
+    path = path / CONFIG_FILE if path.is_dir() else path
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(
-            f"--config {path}: cannot be read ({error.strerror}). A run saves its own as {NAME} in its folder"
+            f"--config {path}: cannot be read ({error.strerror}). A run saves its own as {CONFIG_FILE} in its folder"
         ) from None
     except ValueError as error:
         raise ConfigError(

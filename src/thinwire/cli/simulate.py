@@ -15,8 +15,7 @@ from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from thinwire.lab.runs.folder import RunFolder
-    from thinwire.lab.runs.simulated_summary import Summary
-    from thinwire.lab.runs.simulated_training import MakeOptimizer, Outcome, Training
+    from thinwire.lab.runs.simulated_training import MakeOptimizer, Outcome, Summary, Training
     from thinwire.methods.strategies.base import Strategy
     from thinwire.planning.simulate import Network, Simulation
 
@@ -75,8 +74,7 @@ class Simulate:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
         from thinwire.lab import tasks
         from thinwire.lab.runs.recipes import parse_recipe
-        from thinwire.lab.runs.simulated_summary import summarise
-        from thinwire.lab.runs.simulated_training import Training
+        from thinwire.lab.runs.simulated_training import Training, summarise
         from thinwire.methods.strategies.base import Strategy, check_workers
         from thinwire.planning.simulate.running import check_call
 
@@ -235,7 +233,7 @@ def _write(
     folder: RunFolder, strategy: Strategy, command: Simulate, ended: Simulation[Outcome], summary: Summary
 ) -> None:
     """Write a run folder, which `thinwire report` reads."""
-    from thinwire.lab.runs.simulated_summary import intervals
+    from thinwire.lab.runs.simulated_training import intervals
     from thinwire.registry import canonical
 
     model = f"{command.parameters:g} parameters" if command.task is None else command.task

@@ -16,7 +16,7 @@ from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import command_line, default_folder, save_config
 from thinwire.cli.trials import progress_display, show
 from thinwire.errors import ConfigError
-from thinwire.lab.runs.configuration import option_name
+from thinwire.lab.runs.settings import option_name
 
 if TYPE_CHECKING:
     from thinwire.arrays.sweep.adapting import Adapting

@@ -105,7 +105,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         """Train as one of the workers that meet in a bucket."""
         from thinwire.lab.runs import work
         from thinwire.lab.runs.defaults import default_threads
-        from thinwire.lab.runs.processes import in_bucket
+        from thinwire.lab.runs.worker import in_bucket
 
         given = self.given()
         _refuse_emulation(given, "over a bucket")
@@ -165,7 +165,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         """
         from thinwire.cli.saved import check_folder, check_saved
         from thinwire.lab.runs import RunFolder, parse_recipe, resolve
-        from thinwire.lab.runs.configuration import without_decided
+        from thinwire.lab.runs.settings import without_decided
         from thinwire.lab.runs.switches import parse_switches
 
         if self.out is not None:

@@ -73,7 +73,7 @@ def write_run(folder: Path, sample: Sample = SAMPLES[0], *, steps: int = 300, wo
         seconds = slowest + exposed + 0.004
         clock += seconds
         payload += rounds[step]
-        metrics.append(_step_line(step + 1, clock, payload, compute, exposed, seconds, sample, generator))
+        metrics.append(_step_line(step + 1, clock, payload, exposed, seconds, sample, generator))
         if (step + 1) % 50 == 0:
             metrics.append(_evaluation_line(step + 1, clock, payload, sample))
     _lines(folder / "metrics.jsonl", metrics)
@@ -89,13 +89,13 @@ def loss_at(step: int, pace: float) -> float:
     return 1.55 + 4.0 * math.exp(-step * pace / 55) * 0.6 + 1.6 / (1 + step * pace / 40)
 
 
-def _step_line(step, clock, payload, compute, exposed, seconds, sample, generator):
+def _step_line(step, clock, payload, exposed, seconds, sample, generator):
     return {
         "step": step,
         "seconds": clock,
         "loss": loss_at(step, sample.pace) + generator.gauss(0, 0.07),
         "payload_bytes": round(payload),
-        "compute_seconds": compute,
+        "compute_seconds": seconds - exposed,
         "exposed_seconds": exposed,
         "step_seconds": seconds,
     }

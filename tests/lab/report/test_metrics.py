@@ -27,9 +27,10 @@ from thinwire import (
 )
 from thinwire.core.replica.replica import Replica
 from thinwire.lab.report.page import write
+from thinwire.lab.report.runs import Step
 from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.folder import RunFolder
-from thinwire.lab.runs.measure import Record, share
+from thinwire.lab.runs.measure import share
 
 
 def test_the_distance_to_the_mean_is_estimated_from_what_a_neighbour_sends():
@@ -66,11 +67,11 @@ def test_metrics_are_read_and_not_cleared_but_a_run_records_each_once():
 
 
 def test_metrics_are_means_over_the_workers_that_recorded_them():
-    def work(comm: Comm) -> list[Record]:
+    def work(comm: Comm) -> list[Step]:
         mine = [
-            Record(1, 1.0, 2.0, 3.0, 4.0, 5.0, {"a": float(comm.rank)} if comm.rank else {}),
-            Record(2, 2.0, 2.0, 3.0, 4.0, 5.0, {"b": 7.0}),
-            Record(3, 3.0, 2.0, 3.0, 4.0, 5.0),
+            Step(1, 1.0, 2.0, 3.0, 4.0, 5.0, {"a": float(comm.rank)} if comm.rank else {}),
+            Step(2, 2.0, 2.0, 3.0, 4.0, 5.0, {"b": 7.0}),
+            Step(3, 3.0, 2.0, 3.0, 4.0, 5.0),
         ]
         return share(comm, mine, torch.device("cpu"))[0]
 

@@ -29,7 +29,7 @@ def listening_addresses() -> list[str]:
 PROGRAM = """
 from tests.lab.runs.test_processes import listening_addresses
 from thinwire.lab.runs import resolve
-from thinwire.lab.runs.processes import connected
+from thinwire.lab.runs.worker import connected
 
 with connected(resolve({"task": "digits", "workers": 2})) as (comm, control):
     import torch

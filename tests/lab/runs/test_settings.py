@@ -12,13 +12,14 @@ from thinwire import AllReduce, LocalSGD
 from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import Interval
 from thinwire.errors import CheckpointError, ConfigError
+from thinwire.lab.emulate import Traffic
+from thinwire.lab.report.runs import Step
 from thinwire.lab.runs import Settings, parse_recipe, resolve
 from thinwire.lab.runs.comparison import short_name
-from thinwire.lab.runs.configuration import as_toml, settings_as_toml
-from thinwire.lab.runs.measure import InterfaceCounter, Record, Timeline, Totals, WireBytes, share
+from thinwire.lab.runs.measure import InterfaceCounter, Timeline, Totals, share
 from thinwire.lab.runs.recipes import describe, split_recipes
-from thinwire.lab.runs.schedule import SyncSchedule
-from thinwire.lab.runs.settings import read_settings
+from thinwire.lab.runs.settings import as_toml, read_settings, settings_as_toml
+from thinwire.lab.runs.training import SyncSchedule
 
 
 def settings(**others):
@@ -201,13 +202,13 @@ def test_evaluations_of_a_budget_come_about_ten_times():
 
 def test_workers_share_means_and_the_time_of_the_last():
     def one(comm):
-        mine = [Record(1, 1.0 + comm.rank, 2.0 * comm.rank, 10.0, 0.5, 0.25)]
+        mine = [Step(1, 1.0 + comm.rank, 2.0 * comm.rank, 10.0, 0.5, 0.25)]
         return share(comm, mine, "cpu")
 
     first, second = run_threads(2, one)
     records, workers = first
     assert first == second
-    assert records == [Record(1, 2.0, 1.0, 10.0, 0.5, 0.25)]
+    assert records == [Step(1, 2.0, 1.0, 10.0, 0.5, 0.25)]
     assert records[0].compute_seconds == 0.25
     assert workers == {rank: {"step_seconds": 0.5, "exposed_seconds": 0.25, "data_seconds": 0.0} for rank in ("0", "1")}
 
@@ -215,7 +216,7 @@ def test_workers_share_means_and_the_time_of_the_last():
 def test_time_per_step_counts_what_is_sent_only_every_few_steps():
     totals = Totals()
     times = [1.0 if step % 8 else 9.0 for step in range(1, 81)]
-    totals.add([Record(i + 1, 0.0, 1.0, 8.0 * ((i + 1) // 8), t, t - 1.0) for i, t in enumerate(times)])
+    totals.add([Step(i + 1, 0.0, 1.0, 8.0 * ((i + 1) // 8), t, t - 1.0) for i, t in enumerate(times)])
     summary = totals.summary()
     assert summary["seconds_per_step"] == pytest.approx(2.0)
     assert summary["median_seconds_per_step"] == 1.0
@@ -260,13 +261,13 @@ def test_the_window_of_the_timeline_opens_after_the_first_steps():
 
 
 def test_an_interface_is_counted_only_between_start_and_stop(monkeypatch):
-    readings = iter([WireBytes(10, 1), WireBytes(15, 2), WireBytes(50, 9), WireBytes(51, 9)])
+    readings = iter([Traffic(10, 1), Traffic(15, 2), Traffic(50, 9), Traffic(51, 9)])
     monkeypatch.setattr("thinwire.lab.runs.measure.read_counters", lambda _: next(readings))
     counter = InterfaceCounter("eth0")
     for _ in range(2):
         counter.start()
         counter.stop()
-    assert counter.total == WireBytes(6, 1)
+    assert counter.total == Traffic(6, 1)
 
 
 def test_without_an_interface_of_its_own_a_worker_counts_no_wire_bytes():
@@ -285,14 +286,14 @@ def test_settings_are_frozen():
 def test_payload_is_that_of_whole_periods_wherever_the_clock_stops(steps: int) -> None:
     totals = Totals()
     # A round of 80 bytes every 8 steps, and a byte at every step.
-    totals.add([Record(i, 0.0, 1.0, 80.0 * (i // 8) + i, 1.0, 0.0) for i in range(1, steps + 1)])
+    totals.add([Step(i, 0.0, 1.0, 80.0 * (i // 8) + i, 1.0, 0.0) for i in range(1, steps + 1)])
     assert totals.summary()["payload_bytes_per_worker_per_step"] == 11.0
 
 
 def test_payload_of_a_run_that_has_just_begun_or_sends_nothing_is_its_mean() -> None:
     for sent in ([5.0], [5.0, 10.0], [0.0] * 9):
         totals = Totals()
-        totals.add([Record(i, 0.0, 1.0, x, 1.0, 0.0) for i, x in enumerate(sent, 1)])
+        totals.add([Step(i, 0.0, 1.0, x, 1.0, 0.0) for i, x in enumerate(sent, 1)])
         assert totals.summary()["payload_bytes_per_worker_per_step"] == sent[-1] / len(sent)
 
 

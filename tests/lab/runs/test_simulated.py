@@ -15,7 +15,7 @@ from thinwire.cli import main
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.report.folder import read
 from thinwire.lab.report.table import rows
-from thinwire.lab.runs.virtual import VirtualEngine
+from thinwire.lab.runs.simulated import VirtualEngine
 from thinwire.planning import simulate
 from thinwire.planning.plan.predict import ModelTime
 from thinwire.planning.simulate import SimulatedComm

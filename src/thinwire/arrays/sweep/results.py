@@ -17,8 +17,7 @@ from thinwire.arrays.sweep.training import train_alone
 from thinwire.arrays.sweep.trials import Outcome, ranked
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
-from thinwire.lab.runs.configuration import as_toml
-from thinwire.lab.runs.settings import OptimizerName
+from thinwire.lab.runs.settings import OptimizerName, as_toml
 
 BEST = "best.toml"
 """The file with the best trial, for `thinwire train --config`."""

@@ -17,7 +17,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -55,14 +55,11 @@ class Traffic:
     sent_packets: int = 0
     received_packets: int = 0
 
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+
     def __sub__(self, earlier: "Traffic") -> "Traffic":
-        """The traffic since ``earlier``."""
-        return Traffic(
-            self.sent_bytes - earlier.sent_bytes,
-            self.received_bytes - earlier.received_bytes,
-            self.sent_packets - earlier.sent_packets,
-            self.received_packets - earlier.received_packets,
-        )
+        return Traffic(*(a - b for a, b in zip(astuple(self), astuple(earlier), strict=True)))
 
 
 class Network:
@@ -184,7 +181,8 @@ class Network:
         )
 
     def _read(self) -> tuple[Traffic, ...]:
-        return tuple(_read_counters(descriptor) for descriptor in self._files["counters"][1:])
+        texts = (os.pread(descriptor, 1 << 16, 0).decode() for descriptor in self._files["counters"][1:])
+        return tuple(traffic_in(text, INTERFACE) or Traffic() for text in texts)
 
 
 @functools.cache
@@ -202,14 +200,15 @@ def available() -> str | None:
     return None
 
 
-def _read_counters(descriptor: int) -> Traffic:
-    for line in os.pread(descriptor, 1 << 16, 0).decode().splitlines():
-        # The columns of /proc/net/dev: bytes and packets received are 0 and 1, sent 8 and 9.
+def traffic_in(text: str, interface: str) -> Traffic | None:
+    """The counters of an interface in the text of /proc/net/dev; None where there is none of that name."""
+    for line in text.splitlines():
+        # The columns: bytes and packets received are 0 and 1, sent 8 and 9.
         name, _, numbers = line.partition(":")
-        if name.strip() == INTERFACE:
+        if name.strip() == interface:
             fields = [int(number) for number in numbers.split()]
             return Traffic(fields[8], fields[0], fields[9], fields[1])
-    return Traffic()
+    return None
 
 
 # -- the commands that make a network, as text ------------------------------------------------------------------------

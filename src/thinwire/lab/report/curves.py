@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loss against steps, against seconds and against bytes."""
+"""Loss against steps, seconds and bytes, and the metrics of strategies against steps."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from thinwire.core import units
 from thinwire.lab.report.files import number
 from thinwire.lab.report.palette import INK, MUTED, PAPER, Look
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, plain
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, key, legend, note, plain
 from thinwire.lab.report.runs import Collection, Evaluation, Run, Step
 
 Vector = NDArray[np.float64]
@@ -28,6 +28,13 @@ _CAPTIONS = {
     "steps": "Shows which strategy learns most from the same number of steps.",
     "bytes": "Shows which strategy learns most from the same traffic; packet headers are not counted here.",
 }
+_KNOWN = {
+    "consensus_distance": "Euclidean distance of one worker's parameters from the mean of all workers' parameters, "
+    "estimated from messages that the strategy exchanges anyway; nothing more is sent for it.",
+    "budget_used": "What was sent, over what the budget of bytes has allowed since the start of the run.",
+}
+_LOGARITHMIC_FROM = 30.0
+"""Curves whose largest value is more than this many times their smallest one get a logarithmic axis."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +182,8 @@ def _targets(collection: Collection) -> set[float]:
 def _target(axes: Axes, collection: Collection) -> None:
     for target in _targets(collection):
         axes.axhline(target, color=INK.light, linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-        axes.annotate(
-            f"target {units.mark(target)}",
-            (1, target),
-            xycoords=("axes fraction", "data"),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="right",
-            fontsize=FONT_SIZE - 1,
-            color=MUTED.light,
-        )
+        style = {"xycoords": ("axes fraction", "data"), "ha": "right", "fontsize": FONT_SIZE - 1, "color": MUTED.light}
+        note(axes, f"target {units.mark(target)}", (1, target), (0, 3), **style)
 
 
 def _rings(axes: Axes, collection: Collection, styles: Sequence[Look]) -> None:
@@ -216,3 +215,44 @@ def _description(collection: Collection, measure: Measure) -> str:
         end = units.nbytes(across[-1]) if measure.name == "bytes" else f"{units.digits(across[-1])} {measure.name}"
         parts.append(f"{run.label}: from {units.score(loss[0])} to {units.score(smoothed(loss)[-1])} in {end}")
     return f"Line chart of training loss against {measure.words}. {'; '.join(parts)}."
+
+
+# -- metrics that strategies record while they train, such as the consensus distance -----------------------------------
+
+
+def metric_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
+    """One picture for each metric that any run recorded."""
+    names = sorted({name for run in collection.runs for step in run.steps for name in step.metrics})
+    return [_metric_picture(collection, styles, name) for name in names]
+
+
+def _metric_picture(collection: Collection, styles: Sequence[Look], name: str) -> Picture:
+    figure = canvas(5.6, 3.7)
+    axes = figure.add_subplot()
+    words = name.replace("_", " ")
+    plain(axes, x="steps", y=words)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
+    shown = [(run, look, *_metric_points(run, name)) for run, look in zip(collection.runs, styles, strict=True)]
+    shown = [each for each in shown if len(each[2])]
+    for _, look, across, values in shown:
+        axes.plot(across, smoothed(values), color=look.tone.light, linewidth=look.width, linestyle=look.line)
+    positive = np.concatenate([values[values > 0] for *_, values in shown])
+    if len(positive) and positive.max() > _LOGARITHMIC_FROM * positive.min():
+        axes.set_yscale("log")
+    legend(figure, [key(look) for _, look, *_ in shown], [run.label for run, *_ in shown])
+    ends = "; ".join(
+        f"{run.label}: {units.digits(values[0])} to {units.digits(values[-1])}" for run, _, _, values in shown
+    )
+    return Picture(
+        name=f"metrics-{name.replace('_', '-')}",
+        figure=figure,
+        title=words.capitalize(),
+        caption=_KNOWN.get(name, "As recorded by the strategy while it trained; the mean over workers, smoothed."),
+        description=f"Line chart of {words} against steps. {ends}.",
+    )
+
+
+def _metric_points(run: Run, name: str) -> tuple[Vector, Vector]:
+    pairs = [(step.step, step.metrics[name]) for step in run.steps if name in step.metrics]
+    table = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]

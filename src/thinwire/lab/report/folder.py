@@ -142,7 +142,7 @@ def read_run(folder: Path) -> Run:
     summary = json_object(folder / "summary.json")
     metrics, metric_notes = json_lines(folder / "metrics.jsonl")
     timeline, timeline_notes = json_lines(folder / "timeline.jsonl")
-    steps = tuple(filter(None, map(_step, metrics or ())))
+    steps = tuple(filter(None, map(step_of, metrics or ())))
     evaluations = tuple(filter(None, map(_evaluation, metrics or ())))
     notes = [*metric_notes, *timeline_notes]
     if config is None and metrics is None and not text(summary or {}, "strategy"):
@@ -186,11 +186,12 @@ def _title(runs: Sequence[Run]) -> str:
     return f"{many} on {task}" + (f" over {link}" if link else "")
 
 
-def _step(line: Facts) -> Step | None:
+def step_of(line: Facts) -> Step | None:
+    """The training step in a line of metrics.jsonl; None where the line is something else."""
     step = number(line, "step")
     if step is None or "loss" not in line:
         return None
-    names = ("seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
+    names = ("seconds", "loss", "payload_bytes", "step_seconds", "exposed_seconds")
     entry = line.get("metrics")
     facts: Facts = entry if isinstance(entry, dict) else {}
     metrics = {str(name): value for name in facts if (value := number(facts, str(name))) is not None}

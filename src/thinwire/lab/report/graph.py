@@ -9,8 +9,10 @@ from matplotlib.collections import LineCollection
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from thinwire.lab.report.files import Facts, text
 from thinwire.lab.report.palette import INK, MUTED, PAPER, looks
 from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, is_narrow, key, legend, plain
+from thinwire.lab.report.runs import Collection
 
 Matrix = NDArray[np.float64]
 _MOST_PANELS = 8
@@ -49,6 +51,21 @@ def graph_picture(stem: str, name: str, mixings: Matrix) -> Picture:
         caption=f"Lines without arrows go both ways; a wider line has a larger weight.{rest}",
         description=f"Graph of {workers} workers, {name}; messages at its steps: {', '.join(map(str, edges))}.",
     )
+
+
+def topology_pictures(collection: Collection) -> list[Picture]:
+    """One picture for each graph, however many runs have it; empty where no run recorded one."""
+    found: dict[str, Facts] = {}
+    for run in collection.runs:
+        entry = run.config.get("topology")
+        if isinstance(entry, dict) and text(entry, "name") and entry.get("mixing"):
+            found.setdefault(text(entry, "name"), entry)
+    pictures: list[Picture] = []
+    for number, (name, entry) in enumerate(found.items()):
+        mixing = np.asarray(entry["mixing"], dtype=np.float64)
+        if mixing.ndim == 3 and mixing.shape[1] == mixing.shape[2]:
+            pictures.append(graph_picture(f"topology-{number}", name, mixing))
+    return pictures
 
 
 def agreement_picture(stem: str, curves: Mapping[str, Sequence[float]], workers: int) -> Picture:

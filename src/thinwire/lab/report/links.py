@@ -10,7 +10,7 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from thinwire.core import units
 from thinwire.lab.report.files import number
 from thinwire.lab.report.palette import INK, MUTED, PAPER, Look
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, note, plain, swatches
 from thinwire.lab.report.runs import Collection, Link, Run
 
 # Characters of a panel's heading, by panels in a row.
@@ -43,20 +43,12 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
         axes.set_visible(False)
     for axes, (run, look) in zip(grid.flat, counted, strict=False):
         _panel(axes, run, look, most=most, room=_HEADING_LENGTH.get(per_row, 34))
-    figure.legend(
-        handles=[
-            Patch(facecolor=INK.light, label="sent (wire)"),
-            Patch(facecolor=INK.light, alpha=0.4, label="received (wire)"),
-            Patch(facecolor=MUTED.light, edgecolor=PAPER.light, label="payload sent (thin)"),
-        ],
-        loc="outside upper left",
-        ncols=2 if is_narrow() else 3,
-        frameon=False,
-        fontsize=FONT_SIZE,
-        labelcolor=INK.light,
-        handlelength=1.0,
-        handleheight=1.0,
-    )
+    keys = [
+        Patch(facecolor=INK.light, label="sent (wire)"),
+        Patch(facecolor=INK.light, alpha=0.4, label="received (wire)"),
+        Patch(facecolor=MUTED.light, edgecolor=PAPER.light, label="payload sent (thin)"),
+    ]
+    swatches(figure, keys, ncols=2 if is_narrow() else 3)
     return Picture(
         name="links",
         figure=figure,
@@ -107,15 +99,8 @@ def _panel(axes: Axes, run: Run, look: Look, *, most: float, room: int) -> None:
 
 
 def _amount(axes: Axes, row: float, nbytes: float | None) -> None:
-    axes.annotate(
-        "not measured" if nbytes is None else units.nbytes(nbytes),
-        (nbytes or 0, row),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=FONT_SIZE - 1.5,
-        color=MUTED.light,
-    )
+    words = "not measured" if nbytes is None else units.nbytes(nbytes)
+    note(axes, words, (nbytes or 0, row), (4, 0), va="center", fontsize=FONT_SIZE - 1.5, color=MUTED.light)
 
 
 def _tick(link: Link, run: Run) -> str:

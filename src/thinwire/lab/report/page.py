@@ -7,19 +7,18 @@ from html import escape
 from pathlib import Path
 
 from thinwire.lab.report.bars import time_picture
-from thinwire.lab.report.curves import loss_pictures
+from thinwire.lab.report.curves import loss_pictures, metric_pictures
 from thinwire.lab.report.details import details
 from thinwire.lab.report.document import card, document, figure
 from thinwire.lab.report.files import write_text
 from thinwire.lab.report.folder import read
+from thinwire.lab.report.graph import topology_pictures
 from thinwire.lab.report.headline import lead, setting, summary_table, tiles
 from thinwire.lab.report.links import link_picture
-from thinwire.lab.report.metrics import metric_pictures
 from thinwire.lab.report.palette import Look, looks
 from thinwire.lab.report.picture import Picture, narrow
 from thinwire.lab.report.runs import Collection
 from thinwire.lab.report.timeline import timeline_pictures
-from thinwire.lab.report.topologies import topology_pictures
 from thinwire.lab.report.tradeoff import figure_pictures, pareto_picture
 from thinwire.lab.report.views import views
 

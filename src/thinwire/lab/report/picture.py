@@ -23,6 +23,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.cbook import STEP_LOOKUP_MAP
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.text import Text
 from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
@@ -226,6 +227,18 @@ def _dots(axes: Axes) -> NDArray[np.float64]:
     return np.concatenate(found)
 
 
+def note(axes: Axes, words: str, at: tuple[float, float], offset: tuple[float, float] = (0, 0), **look: Any) -> None:
+    """Write words at a place of some axes, moved by an offset in points."""
+    style: dict[str, Any] = {"fontsize": FONT_SIZE, "color": INK.light, **look}
+    axes.annotate(words, at, xytext=offset, textcoords="offset points", **style)
+
+
+def swatches(on: Figure | Axes, handles: Sequence[Patch], **look: Any) -> None:
+    """Write a legend of small squares, above the axes unless `loc` is given."""
+    style: dict[str, Any] = {"loc": "outside upper left", "fontsize": FONT_SIZE, "labelcolor": INK.light, **look}
+    on.legend(handles=list(handles), frameon=False, handlelength=1.0, handleheight=1.0, **style)
+
+
 def key(look: Look) -> Line2D:
     """A strategy's line and marker for the legend."""
     return Line2D(
@@ -255,29 +268,16 @@ def seconds_axis(axes: Axes, longest: float) -> None:
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: units.tick(value, longest)))
 
 
-def heading(axes: Axes, run: Run, look: Look, *, most: int, note: str = "") -> None:
-    """Write a run's colour and label, cut to `most` characters, above the axes at the left, and a note at the right.
+def heading(axes: Axes, run: Run, look: Look, *, most: int, right: str = "") -> None:
+    """Write a run's colour and label, cut to `most` characters, above the axes at the left, and words at the right.
 
     On a narrow screen there is room for one of the two: the label.
     """
-    most, note = (min(most, 34), "") if is_narrow() else (most, note)
-    _above(axes, "■", 0, look.tone.light)
-    _above(axes, shortened(run.label, most), 13, INK.light, weight="bold")
-    if note:
-        axes.set_title(note, loc="right", fontsize=FONT_SIZE - 1, color=MUTED.light)
-
-
-def _above(axes: Axes, words: str, points: float, colour: str, *, weight: str = "normal") -> None:
-    axes.annotate(
-        words,
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(points, 6),
-        textcoords="offset points",
-        fontsize=FONT_SIZE,
-        color=colour,
-        fontweight=weight,
-    )
+    most, title = (min(most, 34), "") if is_narrow() else (most, right)
+    note(axes, "■", (0, 1), (0, 6), xycoords="axes fraction", color=look.tone.light)
+    note(axes, shortened(run.label, most), (0, 1), (13, 6), xycoords="axes fraction", fontweight="bold")
+    if title:
+        axes.set_title(title, loc="right", fontsize=FONT_SIZE - 1, color=MUTED.light)
 
 
 def _plain_name(name: str) -> str:

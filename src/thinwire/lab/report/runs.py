@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from thinwire.lab.report.files import Facts, text
 from thinwire.lab.report.rounds import over_rounds
@@ -10,20 +11,37 @@ from thinwire.lab.report.rounds import over_rounds
 
 @dataclass(frozen=True)
 class Step:
-    """One training step; NaN where a figure was not recorded.
+    """One training step of one rank, or the mean over ranks; NaN where a figure was not recorded.
 
-    The loss is the mean over workers, bytes are cumulative per worker. `metrics` holds the strategy's own metrics of
-    this step by name.
+    Attributes:
+        step: steps done, with this one.
+        seconds: training time from the start of the run to the end of the step.
+        loss: in nats.
+        payload_bytes: sent while training so far.
+        step_seconds: duration of the step.
+        exposed_seconds: the part of it spent only waiting for messages.
+        metrics: the method's measurements in this step, by name; the mean over the ranks that have one.
+        data_seconds: the part of the step spent reading the batch; only written with the times of each worker.
     """
 
     step: int
     seconds: float
     loss: float
     payload_bytes: float
-    compute_seconds: float
-    exposed_seconds: float
     step_seconds: float
+    exposed_seconds: float
     metrics: dict[str, float] = field(default_factory=dict[str, float])
+    data_seconds: float = 0.0
+
+    @property
+    def compute_seconds(self) -> float:
+        """The part of the step that was not waiting."""
+        return self.step_seconds - self.exposed_seconds
+
+    def line(self) -> dict[str, Any]:
+        """The step's line in metrics.jsonl."""
+        names = ("step", "seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
+        return {name: getattr(self, name) for name in names} | ({"metrics": self.metrics} if self.metrics else {})
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 from thinwire.core import units
 from thinwire.lab.report.files import Facts, number, text
 from thinwire.lab.report.palette import COMMUNICATION, COMPUTE, MUTED, PAPER, WAIT, Look, Tone
-from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain, seconds_axis
+from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, heading, is_narrow, plain, seconds_axis, swatches
 from thinwire.lab.report.runs import Collection, Run, Span
 
 _STEPS_OF_THE_SLOWEST = 3
@@ -112,7 +112,7 @@ def _picture(run: Run, look: Look, index: int, length: float) -> Picture:
     figure = canvas(10.8, (1.25 if is_narrow() else 0.95) + 0.38 * len(ranks))
     axes = figure.add_subplot()
     plain(axes, grid="x")
-    heading(axes, run, look, most=50, note=note)
+    heading(axes, run, look, most=50, right=note)
     for row, rank in enumerate(ranks):
         # Waiting lies under computing, and messages, which overlap with both, in a lane of their own.
         lanes: tuple[tuple[str, Tone, float, float], ...] = (
@@ -164,16 +164,6 @@ def _frame(axes: Axes, ranks: Sequence[int], seen: Window) -> None:
     seconds_axis(axes, seen.seconds)
     # On a narrow screen the label above takes the whole width.
     place, anchor = ("upper center", (0.5, -0.16)) if is_narrow() else ("lower center", (0.5, 1.0))
-    axes.legend(
-        handles=[Patch(color=tone.light, label=words) for tone, words in _LEGEND],
-        loc=place,
-        bbox_to_anchor=anchor,
-        ncols=3,
-        frameon=False,
-        fontsize=FONT_SIZE - 1,
-        labelcolor=MUTED.light,
-        handlelength=1.0,
-        handleheight=1.0,
-        borderaxespad=0.1,
-        columnspacing=1.2,
-    )
+    look = {"fontsize": FONT_SIZE - 1, "labelcolor": MUTED.light, "borderaxespad": 0.1, "columnspacing": 1.2}
+    keys = [Patch(color=tone.light, label=words) for tone, words in _LEGEND]
+    swatches(axes, keys, loc=place, bbox_to_anchor=anchor, ncols=3, **look)

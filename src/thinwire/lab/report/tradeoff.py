@@ -13,7 +13,7 @@ from thinwire.core.statistics import Spread
 from thinwire.lab.report.files import Facts, number
 from thinwire.lab.report.labels import shortened
 from thinwire.lab.report.palette import GRID, INK, MUTED, PAPER, Look
-from thinwire.lab.report.picture import FONT_SIZE, Label, Picture, canvas, is_narrow, label, plain
+from thinwire.lab.report.picture import Label, Picture, canvas, is_narrow, label, note, plain
 from thinwire.lab.report.runs import Collection, Run
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
@@ -183,7 +183,8 @@ def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Pictu
     plain(axes, grid="x")
     for row, (found, look) in enumerate(zip(spreads, styles, strict=True)):
         if found is None:
-            _missing(axes, row, each)
+            words = "not reached" if each.name == "time-to-target" else "not measured"
+            note(axes, words, (0, row), va="center", xycoords=axes.get_yaxis_transform(), color=MUTED.light)
             continue
         if each.from_zero:
             axes.barh(row, found.mean, height=0.55, color=look.tone.light)
@@ -201,16 +202,8 @@ def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Pictu
             elinewidth=1.4,
             zorder=4,
         )
-        axes.annotate(
-            each.unit(found.mean) + found.share,
-            (max(found.mean + found.deviation, *found.values, found.mean), row),
-            xytext=(7, 0),
-            va="center",
-            textcoords="offset points",
-            fontsize=FONT_SIZE,
-            fontweight="bold",
-            color=INK.light,
-        )
+        end = max(found.mean + found.deviation, *found.values, found.mean)
+        note(axes, each.unit(found.mean) + found.share, (end, row), (7, 0), va="center", fontweight="bold")
     axes.set_yticks(range(len(spreads)), [shortened(run.label, 20) for run in collection.runs])
     axes.tick_params(axis="y", labelcolor=INK.light)
     axes.set_ylim(len(spreads) - 0.45, -0.55)
@@ -226,15 +219,3 @@ def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Pictu
         for run, found in zip(collection.runs, spreads, strict=True)
     ]
     return Picture(each.name, figure, each.title, each.caption, f"{each.title}. {'; '.join(words)}.")
-
-
-def _missing(axes: Axes, row: int, each: Figure) -> None:
-    """Words in place of a bar."""
-    axes.annotate(
-        "not reached" if each.name == "time-to-target" else "not measured",
-        (0, row),
-        va="center",
-        xycoords=axes.get_yaxis_transform(),
-        fontsize=FONT_SIZE,
-        color=MUTED.light,
-    )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,9 +36,30 @@ from thinwire.core.comm.work import Interval
 from thinwire.core.replica.flat import copy_each_, flatten, lay_out, views
 from thinwire.core.validation import check_field_types
 from thinwire.errors import ConfigError, PeerLostError
-from thinwire.lab.runs.engine import GradientClock
+from thinwire.lab.runs.engine import ThinwireEngine
 
 _LOST = re.compile(r"gloo|nccl|connection|socket|timed? ?out|peer|recv|process group", re.IGNORECASE)
+
+
+class GradientClock:
+    """Times the tail of a backward pass: from the moment the last local gradient is final to the end of the pass.
+
+    In it a rank waits for other ranks' gradients, and unpacks them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self.last = 0.0
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._record_time)
+
+    def tail(self, loss: Tensor) -> tuple[float, float]:
+        """Run the backward pass; returns the start and end of its tail, in seconds of `time.perf_counter`."""
+        loss.backward()
+        end = time.perf_counter()
+        return min(self.last, end), end
+
+    def _record_time(self, _: Tensor) -> None:
+        self.last = time.perf_counter()
 
 
 class BaselineEngine:
@@ -61,11 +82,6 @@ class BaselineEngine:
         self.payload_per_step = 0.0
         self._clock = GradientClock(p for p in network.parameters() if p.requires_grad)
         self._tracing = False
-
-    def set_lr(self, lr: float) -> None:
-        """Set the learning rate of every parameter group."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
 
     def backward(self, loss: Tensor) -> None:
         """Compute and exchange the gradients.
@@ -152,6 +168,7 @@ class BaselineEngine:
         raise PeerLostError(f"rank {rank}, step {self.step}, {what}: a connection was closed ({first})") from error
 
 
+Engine = ThinwireEngine | BaselineEngine
 KINDS: dict[str, type[Baseline]] = {}
 """The baselines by name; one of another package is among them once its module has been imported."""
 

@@ -13,8 +13,9 @@ from typing import Any
 from thinwire.core.comm.rendezvous import host_store
 from thinwire.elastic.late_saves import saved_step
 from thinwire.elastic.records import TOKEN
+from thinwire.lab.report.runs import Step
 from thinwire.lab.runs.folder import Fields, RunFolder
-from thinwire.lab.runs.measure import Record, worker_times
+from thinwire.lab.runs.measure import worker_times
 from thinwire.lab.runs.own_functions import load_task
 from thinwire.lab.runs.recipes import parse_recipe
 from thinwire.lab.runs.settings import Settings
@@ -154,7 +155,7 @@ class ElasticRecord:
 
     def _flush(self, until: int | None) -> None:
         """Write the steps that all have taken."""
-        records: list[Record] = []
+        records: list[Step] = []
         taken: dict[str, list[Fields]] = {}
         for step in sorted(each for each in self._rows if until is None or each <= until):
             by_worker = self._rows.pop(step)
@@ -170,7 +171,7 @@ class ElasticRecord:
                 name: fmean(row[name] for row in rows) for name in ("loss", "step_seconds", "exposed_seconds")
             }
             metrics = {name: fmean(r["metrics"][name] for r in rows if name in r["metrics"]) for name in sorted(names)}
-            records.append(Record(step, self._seconds, payload_bytes=self._payload, metrics=metrics, **figures))
+            records.append(Step(step, self._seconds, payload_bytes=self._payload, metrics=metrics, **figures))
         if records:
             self._writer.add(records)
             means = {worker: [fmean(row[name] for row in rows) for name in _TIMES] for worker, rows in taken.items()}

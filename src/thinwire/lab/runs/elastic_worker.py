@@ -19,7 +19,7 @@ from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import peak_memory
-from thinwire.lab.runs.optimizer import make_optimizer
+from thinwire.lab.runs.optimizer import make_optimizer, set_lr
 from thinwire.lab.runs.own_functions import load_task
 from thinwire.lab.runs.recipes import parse_late, parse_recipe
 from thinwire.lab.runs.settings import Settings
@@ -155,7 +155,7 @@ class ElasticTraining:
         worker, engine, settings = self.worker, self._engine, self._settings
         step, start = worker.step, time.monotonic()
         sent, exposed = engine.payload_bytes, engine.exposed_seconds
-        engine.set_lr(settings.lr_at(step))
+        set_lr(engine.optimizer, settings.lr_at(step))
         number = self._sampler.share(worker) if self._own is None else self._own.next()
         batch = self._task.batch(self._shard, number, batch_size=settings.batch_size, seed=settings.seed, rank=0)
         loss = self._task.loss(engine.network, batch)

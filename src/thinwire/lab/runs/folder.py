@@ -11,9 +11,9 @@ from typing import Any
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
 from thinwire.lab.report.files import json_lines, json_object
-from thinwire.lab.runs.configuration import NAME, settings_as_toml
-from thinwire.lab.runs.measure import Record
-from thinwire.lab.runs.settings import Settings, read_settings
+from thinwire.lab.report.folder import step_of
+from thinwire.lab.report.runs import Step
+from thinwire.lab.runs.settings import CONFIG_FILE, Settings, read_settings, settings_as_toml
 
 Fields = dict[str, Any]
 
@@ -51,7 +51,7 @@ class RunFolder:
 
     def write_settings(self, settings: Settings) -> None:
         """Write the settings, for the workers and for resuming, and as options of `thinwire train --config`."""
-        self._write(NAME, settings_as_toml(settings))
+        self._write(CONFIG_FILE, settings_as_toml(settings))
         self.write("settings.json", settings.to_json())
 
     def settings(self) -> Settings:
@@ -85,11 +85,11 @@ class RunFolder:
         """The lines of a JSON-lines file; see `json_lines`."""
         return [dict(line) for line in json_lines(self.path / name)[0] or ()]
 
-    def records(self) -> list[Record]:
+    def records(self) -> list[Step]:
         """The steps that were written."""
-        return [_record(line) for line in self.lines("metrics.jsonl") if "loss" in line]
+        return list(filter(None, map(step_of, self.lines("metrics.jsonl"))))
 
-    def rewind(self, step: int) -> list[Record]:
+    def rewind(self, step: int) -> list[Step]:
         """Drop what was written after a step, to resume from it; return the steps up to it.
 
         The step's own evaluation is dropped too, as the resumed run begins with it.
@@ -102,14 +102,9 @@ class RunFolder:
         write_atomically(self.path / "metrics.jsonl", "".join(json.dumps(line) + "\n" for line in kept).encode())
         for name in ("workers.jsonl", "timeline.jsonl", "summary.json"):
             (self.path / name).unlink(missing_ok=True)
-        return [_record(line) for line in kept if "loss" in line]
+        return list(filter(None, map(step_of, kept)))
 
     def summary(self) -> Fields | None:
         """The result of the run; None while it has not ended."""
         found = json_object(self.path / "summary.json")
         return None if found is None else dict(found)
-
-
-def _record(line: Fields) -> Record:
-    names = ("step", "seconds", "loss", "payload_bytes", "step_seconds", "exposed_seconds")
-    return Record(*(line[name] for name in names), metrics=line.get("metrics", {}))

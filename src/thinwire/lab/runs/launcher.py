@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,13 +15,21 @@ from typing import Any
 from thinwire.core.torch_internals import OPTIMIZER_IMPORTS
 from thinwire.elastic.notice import SIGNALS
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError, error_named
-from thinwire.lab.emulate import Network, Stopping, Stream, Workers, parse_links, parse_stops, straggler_environment
+from thinwire.lab.emulate import (
+    Network,
+    Stopping,
+    Stream,
+    WorkerExit,
+    Workers,
+    parse_links,
+    parse_stops,
+    straggler_environment,
+)
 from thinwire.lab.emulate.launch import never
 from thinwire.lab.runs.elastic_record import ElasticRecord, hosted_store
 from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.own_functions import modules_of_functions
 from thinwire.lab.runs.recipes import modules_of, parse_recipe
-from thinwire.lab.runs.restarts import Restarts
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import parse_switches
 from thinwire.methods.strategies.base import Strategy
@@ -30,6 +38,9 @@ Listener = Callable[[Fields], None]
 _KEPT_LINES = 200
 _PRELOADED = (*OPTIMIZER_IMPORTS, "thinwire.lab.runs.worker")
 _GRACE_SECONDS = 5.0
+_FIRST_RESTART_SECONDS = 1.0
+_LONGEST_RESTART_SECONDS = 30.0
+_USERS_ERROR = 2
 
 
 def ignore_event(_: Fields) -> None:
@@ -109,6 +120,45 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
 
 def _restarts(settings: Settings, record: ElasticRecord) -> Restarts:
     return Restarts(settings.restarts or 0, over=lambda: record.ended > 0, tell=record.add_restart)
+
+
+class Restarts:
+    """Decides about each worker that has failed; a worker that fails again and again waits twice as long each time.
+
+    One that the user's mistake has ended is left, since it would end again.
+
+    Args:
+        limit: of all workers together.
+        over: whether the run has reached its end.
+        tell: called with an event for each decision.
+
+    Example:
+        >>> told = []
+        >>> restarts = Restarts(3, over=lambda: False, tell=told.append)
+        >>> killed = WorkerExit(1, code=None, signal=9, seconds=60.0, cpu_seconds=1.0)
+        >>> [restarts(killed) for _ in range(4)]
+        [1.0, 2.0, 4.0, None]
+        >>> told[-1]["how"], told[-1]["after"]
+        ('worker 1 was ended by SIGKILL', None)
+    """
+
+    def __init__(self, limit: int, *, over: Callable[[], bool], tell: Callable[[Fields], None]) -> None:
+        self._limit = self._left = limit
+        self._over, self._tell = over, tell
+        self._counts: Counter[int] = Counter()
+
+    def __call__(self, record: WorkerExit) -> float | None:
+        """In how many seconds a worker is started again; None for one that is not."""
+        if self._over() or record.code == _USERS_ERROR or not self._limit:
+            return None
+        after = None
+        if self._left:
+            self._left -= 1
+            after = min(_LONGEST_RESTART_SECONDS, _FIRST_RESTART_SECONDS * 2 ** self._counts[record.rank])
+            self._counts[record.rank] += 1
+        event = {"event": "restart", "rank": record.rank, "how": str(record), "after": after, "left": self._left}
+        self._tell(event)
+        return after
 
 
 class WorkerOutput:

@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Interval
+from thinwire.lab.emulate.network import Traffic, traffic_in
+from thinwire.lab.report.runs import Step
+from thinwire.lab.runs.baselines import Engine
 from thinwire.worker.handshake import gather_texts
 
 _CPU = torch.device("cpu")
@@ -35,55 +38,12 @@ _PER_STEP = (
 # -- figures of each step ----------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Record:
-    """One step of one rank, or the mean of one step over ranks.
-
-    Attributes:
-        step: steps done, with this one.
-        seconds: training time from the start of the run to the end of the step.
-        loss: in nats.
-        payload_bytes: sent while training so far.
-        step_seconds: duration of the step.
-        exposed_seconds: the part of it spent only waiting for messages.
-        metrics: the method's measurements in this step, by name; the mean over the ranks that have one.
-        data_seconds: the part of the step spent reading the batch; only written with the times of each worker.
-    """
-
-    step: int
-    seconds: float
-    loss: float
-    payload_bytes: float
-    step_seconds: float
-    exposed_seconds: float
-    metrics: dict[str, float] = field(default_factory=dict[str, float])
-    data_seconds: float = 0.0
-
-    @property
-    def compute_seconds(self) -> float:
-        """The part of the step that was not waiting."""
-        return self.step_seconds - self.exposed_seconds
-
-    def line(self) -> dict[str, Any]:
-        """The step's line in metrics.jsonl."""
-        return {
-            "step": self.step,
-            "seconds": self.seconds,
-            "loss": self.loss,
-            "payload_bytes": self.payload_bytes,
-            "compute_seconds": self.compute_seconds,
-            "exposed_seconds": self.exposed_seconds,
-            "step_seconds": self.step_seconds,
-            **({"metrics": self.metrics} if self.metrics else {}),
-        }
-
-
-def skipped_step(step: int) -> Record:
+def skipped_step(step: int) -> Step:
     """The record of a step that this rank skipped because it was late; it adds nothing to the means over ranks."""
-    return Record(step, -math.inf, math.nan, math.nan, math.nan, math.nan, data_seconds=math.nan)
+    return Step(step, -math.inf, math.nan, math.nan, math.nan, math.nan, data_seconds=math.nan)
 
 
-def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> tuple[list[Record], dict[str, dict[str, float]]]:
+def share(comm: Comm, mine: Sequence[Step], device: torch.device) -> tuple[list[Step], dict[str, dict[str, float]]]:
     """Gather the ranks' records since the last call.
 
     Every rank gets the same, so decisions that follow from it need no further messages.
@@ -94,7 +54,7 @@ def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> tuple[lis
     own_names = json.dumps(sorted({name for record in mine for name in record.metrics}))
     names = sorted({name for text in gather_texts(comm, own_names.encode(), device) for name in json.loads(text)})
 
-    def numbers(record: Record) -> list[float]:
+    def numbers(record: Step) -> list[float]:
         fixed = [record.seconds, record.loss, record.payload_bytes, record.step_seconds, record.exposed_seconds]
         fixed.append(record.data_seconds)
         return [*fixed, *(record.metrics.get(name, math.nan) for name in names)]
@@ -103,10 +63,10 @@ def share(comm: Comm, mine: Sequence[Record], device: torch.device) -> tuple[lis
     everyone: Tensor = torch.stack([x.cpu() for x in comm.all_gather(rows).wait()])
     # NaN stands for a figure that a rank does not have; nanmean leaves it out.
     means, latest = everyone.nanmean(0).tolist(), everyone[:, :, 0].amax(0).tolist()
-    shared: list[Record] = []
+    shared: list[Step] = []
     for record, seconds, mean in zip(mine, latest, means, strict=True):
         metrics = {name: x for name, x in zip(names, mean[_FIXED:], strict=True) if math.isfinite(x)}
-        shared.append(Record(record.step, seconds, *mean[1 : _FIXED - 1], metrics=metrics))
+        shared.append(Step(record.step, seconds, *mean[1 : _FIXED - 1], metrics=metrics))
     times = everyone[:, :, 3:_FIXED].nanmean(1).tolist()
     return shared, {str(rank): worker_times(*seconds) for rank, seconds in enumerate(times)}
 
@@ -121,9 +81,9 @@ def worker_times(step: float, exposed: float, data: float | None = None) -> dict
 class Totals:
     """Figures of a whole run, from its steps."""
 
-    records: list[Record] = field(default_factory=list[Record])
+    records: list[Step] = field(default_factory=list[Step])
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[Step]) -> None:
         """Add more steps."""
         self.records.extend(records)
 
@@ -149,7 +109,7 @@ class Totals:
         return dict(zip(_PER_STEP, figures, strict=True))
 
 
-def _payload_per_step(records: Sequence[Record]) -> float:
+def _payload_per_step(records: Sequence[Step]) -> float:
     """The payload of a step, over whole periods: up to the last step that sent as much as a round does.
 
     Where the clock stops a method between two rounds, the mean over all steps would be less than it sends.
@@ -164,22 +124,9 @@ def _payload_per_step(records: Sequence[Record]) -> float:
 # -- time intervals of early steps -------------------------------------------------------------------------------------
 
 
-class Traced(Protocol):
-    """An engine whose time intervals can be recorded."""
-
-    @property
-    def intervals(self) -> Sequence[Interval]:
-        """The intervals recorded so far."""
-        ...
-
-    def trace(self, on: bool) -> None:
-        """Start or stop recording."""
-        ...
-
-
 @dataclass
 class Timeline:
-    """Records one rank's intervals of computation, communication and waiting in a window of early steps.
+    """Steps one rank's intervals of computation, communication and waiting in a window of early steps.
 
     Args:
         engine: records communication and waits.
@@ -189,7 +136,7 @@ class Timeline:
         origin: the moment, in seconds of `time.perf_counter`, that all ranks count from.
     """
 
-    engine: Traced
+    engine: Engine
     rank: int
     first: int
     count: int
@@ -282,31 +229,9 @@ def peak_memory(device: str) -> int:
 COUNTERS = Path("/proc/self/net/dev")
 
 
-@dataclass(frozen=True)
-class WireBytes:
-    """Bytes that an interface has sent and received, headers included."""
-
-    sent: int = 0
-    received: int = 0
-
-    def __add__(self, other: WireBytes) -> WireBytes:
-        return WireBytes(self.sent + other.sent, self.received + other.received)
-
-    def __sub__(self, other: WireBytes) -> WireBytes:
-        return WireBytes(self.sent - other.sent, self.received - other.received)
-
-
-def read_counters(interface: str) -> WireBytes | None:
+def read_counters(interface: str) -> Traffic | None:
     """The kernel's counters of an interface in this network namespace; None where there is none of that name."""
-    if not COUNTERS.is_file():
-        return None
-    for line in COUNTERS.read_text().splitlines():
-        name, _, numbers = line.partition(":")
-        if name.strip() == interface:
-            fields = [int(number) for number in numbers.split()]
-            # Eight columns about receiving come before those about sending; the first of each is bytes.
-            return WireBytes(fields[8], fields[0])
-    return None
+    return traffic_in(COUNTERS.read_text(), interface) if COUNTERS.is_file() else None
 
 
 class InterfaceCounter:
@@ -318,11 +243,11 @@ class InterfaceCounter:
 
     def __init__(self, interface: str | None) -> None:
         self._interface = interface
-        self._at_start: WireBytes | None = None
-        self._total: WireBytes | None = None
+        self._at_start: Traffic | None = None
+        self._total: Traffic | None = None
 
     @property
-    def total(self) -> WireBytes | None:
+    def total(self) -> Traffic | None:
         """Bytes so far; None where nothing can be counted."""
         return self._total
 
@@ -334,5 +259,5 @@ class InterfaceCounter:
         """Stop counting."""
         now = read_counters(self._interface) if self._interface else None
         if self._at_start is not None and now is not None:
-            self._total = (self._total or WireBytes()) + (now - self._at_start)
+            self._total = (self._total or Traffic()) + (now - self._at_start)
         self._at_start = None

@@ -33,6 +33,12 @@ def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
     return make(list(model.parameters()))
 
 
+def set_lr(optimizer: Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
 def maker_of(name: str, momentum: float, **more: Any) -> Callable[[list[nn.Parameter]], Optimizer]:
     """Return a function that makes an optimizer from parameters.
 

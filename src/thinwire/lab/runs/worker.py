@@ -10,46 +10,116 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from thinwire.core.comm.base import Comm
+from thinwire.core.comm.group import GroupComm
+from thinwire.core.comm.rendezvous import init_process_group, started_by_torchrun
+from thinwire.elastic.fleet import fleet_in_bucket
 from thinwire.errors import ConfigError, ThinwireError
-from thinwire.lab.emulate import Straggler, parse_stragglers
-from thinwire.lab.runs.baselines import Baseline
+from thinwire.lab.emulate import Straggler, Traffic
+from thinwire.lab.runs.baselines import Baseline, Engine
 from thinwire.lab.runs.coreset import ChosenData, parse_policy
 from thinwire.lab.runs.elastic_worker import ElasticTraining
-from thinwire.lab.runs.engine import Engine, ThinwireEngine
+from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.folder import Fields, RunFolder
-from thinwire.lab.runs.measure import WireBytes, peak_memory
+from thinwire.lab.runs.measure import peak_memory
 from thinwire.lab.runs.optimizer import make_optimizer
 from thinwire.lab.runs.own_functions import load_task
-from thinwire.lab.runs.processes import Ranks, connected
 from thinwire.lab.runs.recipes import Recipe, parse_recipe
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import in_force
 from thinwire.lab.runs.tensor import TensorParallel, tensor_parallel_engine
 from thinwire.lab.runs.training import RunContext, Training
-from thinwire.lab.runs.virtual import VirtualEngine
 from thinwire.lab.runs.writer import Writer
 from thinwire.methods.strategies.base import Strategy
-from thinwire.planning.plan.predict import ModelTime
-from thinwire.planning.simulate import SimulatedComm
 from thinwire.worker.attach import attach
 from thinwire.worker.checkpoint import saved_step
+from thinwire.worker.compatibility import check_carried
 from thinwire.worker.handshake import agree, gather_texts
 from thinwire.worker.worker import internals_of
 
 Emit = Callable[[Fields], None]
 _CPU = torch.device("cpu")
+# The other ranks wait in the control group while rank 0 evaluates, which may take long.
+_CONTROL_TIMEOUT = 3600.0
 # Settings that may differ between ranks.
 _LOCAL = ("command", "data", "threads")
+
+
+class Ranks(NamedTuple):
+    """The ranks of a run.
+
+    Attributes:
+        comm: for training.
+        control: for everything else.
+        publish: lets `thinwire watch` show what a function returns; None outside buckets.
+    """
+
+    comm: Comm
+    control: Comm
+    publish: Callable[[Callable[[], str]], None] | None = None
+
+
+@contextmanager
+def in_bucket(settings: Settings, url: str) -> Generator[Ranks]:
+    """Enter the run at a URL as one of its workers.
+
+    Raises:
+        ConfigError: the settings have something that a bucket does not carry, or the store or the key cannot be used.
+        CommError: the store cannot be reached, or not all workers arrived.
+    """
+    recipe = parse_recipe(settings.strategy, imports=False)
+    if not isinstance(recipe, Strategy):
+        raise ConfigError(
+            f"--strategy {settings.strategy} with --rendezvous: PyTorch's own methods need a process group. Use a "
+            "strategy with rounds, such as DiLoCo(period=100)"
+        )
+    fleet, _ = fleet_in_bucket(url, workers=settings.workers, timeout=settings.timeout)
+    try:
+        check_carried(recipe, fleet.request_seconds)
+    except ConfigError:
+        fleet.withdraw()
+        raise
+    comm = fleet.connect(settings.timeout)
+    try:
+        control = comm.duplicate()
+        control.timeout = _CONTROL_TIMEOUT
+        yield Ranks(comm, control, fleet.publish)
+    finally:
+        comm.disconnect()
+
+
+@contextmanager
+def connected(settings: Settings) -> Generator[tuple[Comm, Comm]]:
+    """Connect the ranks of a run; yields two comms, one for training and one for everything else.
+
+    An existing default process group is used and kept.
+
+    Raises:
+        ConfigError: the number of processes is not that of workers.
+        CommTimeoutError: not all workers connected in time.
+    """
+    own = not dist.is_initialized()
+    size = (int(os.environ["WORLD_SIZE"]) if started_by_torchrun() else 1) if own else dist.get_world_size()
+    if size != settings.workers:
+        raise ConfigError(f"workers={settings.workers}: {size} processes were started. Start as many as workers")
+    if own:
+        init_process_group(torch.device(settings.device), settings.timeout)
+    try:
+        yield GroupComm(timeout=settings.timeout), GroupComm(timeout=_CONTROL_TIMEOUT)
+    finally:
+        if own and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def no_events(_: Fields) -> None:
@@ -83,36 +153,23 @@ def work(
     torch.set_num_threads(settings.threads)
     try:
         if ranks is not None:
-            return _train(settings, folder, ranks, emit, resume)
+            return train(settings, folder, ranks, emit, resume=resume)
         with connected(settings) as (comm, control):
-            return _train(settings, folder, Ranks(comm, control), emit, resume)
+            return train(settings, folder, Ranks(comm, control), emit, resume=resume)
     finally:
         torch.set_num_threads(threads)
 
 
-def work_virtually(
-    settings: Settings, folder: Path, comm: SimulatedComm, step: ModelTime, *, emit: Emit = no_events
-) -> Fields | None:
-    """Train as one rank of a simulation; `work` on a virtual clock.
-
-    Args:
-        settings: equal on all ranks.
-        folder: of the run.
-        comm: this rank's.
-        step: how long a training step takes without communication.
-        emit: called on rank 0 with each step and evaluation as they happen.
-    """
-    return _train(settings, folder, Ranks(comm, comm.duplicate()), emit, False, (comm, step))
-
-
-def _train(
+def train(
     settings: Settings,
     folder: Path,
     ranks: Ranks,
     emit: Emit,
-    resume: bool,
-    virtual: tuple[SimulatedComm, ModelTime] | None = None,
+    *,
+    resume: bool = False,
+    virtual: Callable[[ThinwireEngine], ThinwireEngine] | None = None,
 ) -> Fields | None:
+    """Train as one rank, as `work` does; `virtual` lets an engine's computation take virtual time."""
     comm, control, publish = ranks
     task = load_task(settings)
     facts = [(name, repr(value)) for name, value in settings.to_json().items() if name not in _LOCAL]
@@ -126,8 +183,7 @@ def _train(
     parameters = sum(p.numel() for p in model.parameters())
     engine, tensor_parallel = _engine(recipe, model.to(settings.device), settings, comm, control)
     if virtual is not None and isinstance(engine, ThinwireEngine):
-        slow = parse_stragglers(settings.slow, settings.stall, workers=comm.size, seed=settings.seed)[comm.rank]
-        engine = VirtualEngine(engine.worker, engine.optimizer, *virtual, slow)
+        engine = virtual(engine)
     if publish is not None and isinstance(engine, ThinwireEngine):
         internals_of(engine.worker).publish(publish)
     extra = engine.load(home.checkpoints) if resume else None
@@ -188,7 +244,7 @@ def _finish(training: Training) -> Fields | None:
     """Gather every worker's bytes, and write the last files."""
     context, own = training.context, training.wire_bytes
     # -1 stands for "not measured": a tensor has no null.
-    wire = [-1.0, -1.0] if own is None else [float(own.sent), float(own.received)]
+    wire = [-1.0, -1.0] if own is None else [float(own.sent_bytes), float(own.received_bytes)]
     memory = float(peak_memory(context.settings.device))
     mine = torch.tensor(
         [*wire, training.payload_bytes, memory, training.cpu_seconds], dtype=torch.float64, device="cpu"
@@ -196,8 +252,8 @@ def _finish(training: Training) -> Fields | None:
     rows = [row.tolist() for row in context.control.all_gather(mine).wait()]
     if context.writer is None:
         return None
-    every = [None if row[0] < 0 else WireBytes(round(row[0]), round(row[1])) for row in rows]
-    known = [each.sent for each in every if each is not None]
+    every = [None if row[0] < 0 else Traffic(round(row[0]), round(row[1])) for row in rows]
+    known = [each.sent_bytes for each in every if each is not None]
     mean = sum(known) / len(known) if len(known) == len(every) else None
     context.writer.write_links(every, [row[2] for row in rows])
     # One process holds all simulated workers.

@@ -14,11 +14,12 @@ import torch
 
 from thinwire._version import __version__
 from thinwire.integrations.loggers import TensorBoard
-from thinwire.lab.emulate import parse_links
+from thinwire.lab.emulate import Traffic, parse_links
 from thinwire.lab.report.folder import SCHEMA
+from thinwire.lab.report.runs import Step
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.folder import Fields, RunFolder
-from thinwire.lab.runs.measure import Record, Totals, WireBytes
+from thinwire.lab.runs.measure import Totals
 from thinwire.lab.runs.recipes import parse_recipe, topology_of
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Evaluation, Task
@@ -76,7 +77,7 @@ class Writer:
         }
         self.folder.write("config.json", content)
 
-    def add(self, records: Sequence[Record]) -> None:
+    def add(self, records: Sequence[Step]) -> None:
         """Append steps."""
         self.totals.add(records)
         self.folder.append("metrics.jsonl", (record.line() for record in records))
@@ -111,14 +112,14 @@ class Writer:
         if spans:
             self.folder.append("timeline.jsonl", spans)
 
-    def write_links(self, wire_bytes: Sequence[WireBytes | None], payloads: Sequence[float]) -> None:
+    def write_links(self, wire_bytes: Sequence[Traffic | None], payloads: Sequence[float]) -> None:
         """Write the bytes of each worker's link while training; null where they were not measured."""
         links = parse_links(self.settings.link or "none", self.settings.workers)
         rows = [
             {
                 "rank": rank,
-                "sent_bytes": None if wire is None else wire.sent,
-                "received_bytes": None if wire is None else wire.received,
+                "sent_bytes": None if wire is None else wire.sent_bytes,
+                "received_bytes": None if wire is None else wire.received_bytes,
                 "payload_sent_bytes": payload,
                 "bits_per_second": link.bits_per_second,
             }
