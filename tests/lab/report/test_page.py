@@ -17,8 +17,7 @@ from thinwire.core import units
 from thinwire.errors import ConfigError
 from thinwire.lab.report import page as report_page
 from thinwire.lab.report import read, write_report
-from thinwire.lab.report.details import papers
-from thinwire.lab.report.headline import lead
+from thinwire.lab.report.headline import lead, papers
 from thinwire.lab.report.palette import TONES, looks
 from thinwire.lab.report.table import columns, written
 

@@ -2,7 +2,6 @@
 """The page of `thinwire select`: all points in the plane of most variance, chosen points as large as their weights."""
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from thinwire.core import units
-from thinwire.lab.report.document import card, document, figure
-from thinwire.lab.report.files import write_text
+from thinwire.lab.report.document import write_table
 from thinwire.lab.report.palette import MUTED, OTHER, PAPER, looks
 from thinwire.lab.report.picture import FONT_SIZE, Picture, canvas, plain
 
@@ -46,8 +44,8 @@ def write_coreset(
         ConfigError: the folder cannot be written to.
     """
     picture = coreset_picture(others, chosen, weights, share)
-    picture.png(folder / "plots")
-    return write_text(folder / "report.html", _page(title, rows, picture))
+    heading, headings = "Compared with random subsets", ("", "coreset", "random")
+    return write_table(folder, picture, heading, headings, rows, title=title, command="thinwire select")
 
 
 def coreset_picture(others: Points, chosen: Points, weights: Points, share: float) -> Picture:
@@ -80,16 +78,4 @@ def coreset_picture(others: Points, chosen: Points, weights: Points, share: floa
         f"point is its weight, the number of points it represents.{left_out}",
         description=f"Scatter plot of {len(others):,} points and {len(chosen):,} chosen ones, which weigh from "
         f"{units.count(weights.min())} to {units.count(weights.max())}.",
-    )
-
-
-def _page(title: str, rows: Sequence[tuple[str, str, str]], picture: Picture) -> str:
-    lines = "".join(f"<tr><th>{escape(a)}</th><td>{escape(b)}</td><td>{escape(c)}</td></tr>" for a, b, c in rows)
-    head = "<tr><th></th><th>coreset</th><th>random</th></tr>"
-    table = f"<table><thead>{head}</thead><tbody>{lines}</tbody></table>"
-    return document(
-        title,
-        "thinwire select",
-        card("Compared with random subsets", f'<div class="scroll">{table}</div>')
-        + card(picture.title, figure(picture)),
     )

@@ -1,23 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The top of the page: the setting, the main result in a sentence, a few large figures and the summary table."""
+"""The words of the page: the setting, the main result in a sentence, a few large figures, and how each run was made."""
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
 from thinwire.core import units
-from thinwire.lab.report.files import number, text
+from thinwire.lab.report.files import Facts, number, text
 from thinwire.lab.report.palette import Look
-from thinwire.lab.report.runs import Collection
-from thinwire.lab.report.table import Cell, baseline, best, cells, columns, direction, metric_name, winners
+from thinwire.lab.report.runs import Collection, Run
+from thinwire.lab.report.table import baseline, best, cells, columns, direction, metric_name, winners
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
+_ELSEWHERE = ("command", "strategy", "paper", "papers")
+_WORDS = {"lr": "learning rate", "batch_size": "batch size", "cores": "cores", "cpu": "processor"}
+_ARXIV = re.compile(r"(?:arxiv:\s*|^)(\d{4}\.\d{4,5})(?:v\d+)?", re.IGNORECASE)
 
 
-def setting(collection: Collection) -> str:
-    """One line on the task, the model, the workers, the links and the machine, from the first run."""
+@dataclass(frozen=True)
+class Tile:
+    """A large figure: what it is, its value, the runs that have it, and its ratio to the baseline's."""
+
+    what: str
+    figure: str
+    whose: list[tuple[Run, Look]]
+    against: str
+
+
+def setting(collection: Collection) -> list[str]:
+    """Words on the task, the model, the workers, the links and the machine, from the first run."""
     known = {key: value for key, value in collection.runs[0].summary.items() if value is not None}
     config = {**collection.runs[0].config, **known}
-    parameters, workers = number(config, "parameters"), number(config, "workers")
+    parameters, count = number(config, "parameters"), number(config, "workers")
     # From a million on, the exact number is of no use to a reader.
     large = parameters is not None and parameters >= 999_500
     size = f"{units.digits((parameters or 0) / 1e6)} million" if large else units.count(parameters or 0)
@@ -25,82 +41,38 @@ def setting(collection: Collection) -> str:
         text(config, "task") and f"task {text(config, 'task')}",
         text(config, "model") and f"model {text(config, 'model')}",
         f"{size} parameters" if parameters else "",
-        f"{workers:.0f} worker{'s' if workers != 1 else ''}" if workers else "",
+        units.workers(int(count)) if count else "",
         f"link {text(config, 'link')}" if text(config, "link") else collection.runs[0].other_links,
         _host(config.get("host")),
     ]
-    spans = "".join(f"<span>{escape(part)}</span>" for part in parts if part)
-    return f'<p class="setting">{spans}</p>' if spans else ""
+    return [part for part in parts if part]
 
 
 def lead(collection: Collection) -> str:
-    """The main result in one sentence; empty where there is only one run or nothing to compare."""
-    summaries = collection.summaries
-    base = baseline(summaries)
-    if base is None:
-        return ""
-    sentence = _by_target(collection, base) or _by_step(collection, base)
-    return f'<p class="lead">{sentence}</p>' if sentence else ""
+    """The main result in one sentence of HTML; empty where there is only one run or nothing to compare."""
+    base = baseline(collection.summaries)
+    return "" if base is None else _by_target(collection, base) or _by_step(collection, base)
 
 
-def tiles(collection: Collection, styles: Sequence[Look]) -> str:
+def tiles(collection: Collection, styles: Sequence[Look]) -> list[Tile]:
     """A few large figures: the best run of each kind in a comparison, or those of a single run."""
     summaries = collection.summaries
-    several = len(summaries) > 1
-    base = baseline(summaries)
+    several, base = len(summaries) > 1, baseline(summaries)
     keys = [column.key for column in columns(summaries)]
-    content = ""
+    found: list[Tile] = []
     for words, key, better in _figures(collection, several):
         ahead = winners(summaries, key, better) if several else [0]
         # More than two that are alike are no finding.
         if not 1 <= len(ahead) <= 2 or key not in keys or number(summaries[ahead[0]], key) is None:
             continue
-        index = ahead[0]
-        cell = cells(summaries, base)[index][keys.index(key)]
-        run, note = "", ""
-        if several:
-            run = " and ".join(swatch(styles[each]) + escape(collection.runs[each].label) for each in ahead)
-        if cell.against:
-            name = collection.runs[base].label if base is not None else ""
+        cell = cells(summaries, base)[ahead[0]][keys.index(key)]
+        against = ""
+        if cell.against and base is not None:
             than = "as" if cell.against.endswith("same") else "than"
-            note = f"<small>{escape(f'{cell.against} {than} {name}')}</small>"
-        shown = words if several else words[:1].upper() + words[1:]
-        content += (
-            f'<li><span class="what">{escape(shown)}</span><span class="figure">{escape(cell.text)}</span>'
-            f'<span class="whose">{run}{note}</span></li>'
-        )
-    return f'<ul class="tiles">{content}</ul>' if content else ""
-
-
-def summary_table(collection: Collection, styles: Sequence[Look]) -> str:
-    """The table of summaries, with the best of each column marked, and figures compared with the baseline's."""
-    summaries = collection.summaries
-    base = baseline(summaries)
-    body = ""
-    for index, (run, look, row) in enumerate(zip(collection.runs, styles, cells(summaries, base), strict=True)):
-        note = "<small>baseline</small>" if index == base else ""
-        head = f'<th scope="row">{swatch(look)}{escape(run.label)}{note}</th>'
-        body += f"<tr>{head}{''.join(map(_cell, row))}</tr>"
-    heads = "".join(
-        f'<th scope="col">{escape(column.heading.replace("/step", " / step"))}</th>' for column in columns(summaries)
-    )
-    against = f" Small figures compare with {collection.runs[base].label}." if base is not None else ""
-    dot = " Dots mark the best of a column, and what differs from it by noise alone." if base is not None else ""
-    several = next((len(run.rounds) for run in collection.runs if len(run.rounds) > 1), 0)
-    over = f"Losses are means ± one standard deviation over {several} seeds, other figures medians." * bool(several)
-    words = f"{over or 'Means over the run.'} Bytes are per worker and step.{against}{dot}"
-    return (
-        f'<p class="intro">{escape(words)}</p>'
-        '<p class="hint">The table is wider than the page: scroll it sideways.</p>'
-        '<div class="scroll" role="region" aria-label="Summary table" tabindex="0"><table>'
-        '<caption class="unseen">Every run and its figures</caption>'
-        f'<thead><tr><th scope="col">strategy</th>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
-    )
-
-
-def swatch(look: Look) -> str:
-    """A small square of a strategy's colour."""
-    return f'<span class="swatch" style="--own: var({look.tone.variable})" aria-hidden="true"></span>'
+            against = f"{cell.against} {than} {collection.runs[base].label}"
+        whose = [(collection.runs[each], styles[each]) for each in ahead] if several else []
+        found.append(Tile(words if several else words[:1].upper() + words[1:], cell.text, whose, against))
+    return found
 
 
 def _host(host: object) -> str:
@@ -183,8 +155,61 @@ def _figures(collection: Collection, several: bool) -> list[Figure]:
     ]
 
 
-def _cell(cell: Cell) -> str:
-    mark = ' class="best"' if cell.best else ""
-    spoken = '<span class="unseen"> (best)</span>' if cell.best else ""
-    against = f"<small>{escape(cell.against)}</small>" if cell.against else ""
-    return f'<td{mark}><span class="value">{escape(cell.text)}</span>{spoken}{against}</td>'
+# -- how each run was made ---------------------------------------------------------------------------------------------
+
+
+def details(collection: Collection) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """The settings that all runs share, and those that each run has besides, in words."""
+    known = [run.config for run in collection.runs if run.config]
+    shared: dict[str, object] = {}
+    if len(known) > 1:
+        first, *others = known
+        shared = {key: value for key, value in first.items() if all(key in x and x[key] == value for x in others)}
+    owns: list[dict[str, str]] = []
+    for run in collection.runs:
+        own = {key: value for key, value in run.config.items() if key not in shared}
+        # Figures of the whole run, which the summary table does not have.
+        steps, seconds = number(run.summary, "steps"), number(run.summary, "seconds")
+        own |= {} if steps is None else {"steps taken": units.count(steps)}
+        owns.append(_listed(own | ({} if seconds is None else {"time taken": units.seconds(seconds)})))
+    return _listed(shared), owns
+
+
+def papers(config: Facts) -> list[tuple[str, str | None]]:
+    """The papers in a configuration's `paper` or `papers`, each with its address; None where that is not known.
+
+    A paper is an address, a text that may contain an arXiv number such as `arXiv:1910.00643`, or an object with `title`
+    and `url`.
+    """
+    given = config.get("papers", config.get("paper"))
+    entries = given if isinstance(given, list) else [given]
+    return [paper for paper in map(_paper, entries) if paper is not None]
+
+
+def _paper(entry: object) -> tuple[str, str | None] | None:
+    if isinstance(entry, Mapping):
+        address = str(entry.get("url") or entry.get("arxiv") or "")
+        return str(entry.get("title") or address), _address(address)
+    return (entry, _address(entry)) if isinstance(entry, str) and entry else None
+
+
+def _address(words: str) -> str | None:
+    if words.startswith(("https://", "http://")):
+        return words
+    number_found = _ARXIV.search(words)
+    return f"https://arxiv.org/abs/{number_found[1]}" if number_found else None
+
+
+def _listed(facts: Mapping[str, object]) -> dict[str, str]:
+    flat: dict[str, object] = {}
+    for key, value in facts.items():
+        flat |= value if isinstance(value, dict) else {} if key in _ELSEWHERE else {key: value}
+    return {_WORDS.get(key, key.replace("_", " ")): _value(x) for key, x in flat.items() if x is not None and x != ""}
+
+
+def _value(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and abs(value) >= 10_000:
+        return units.count(value)
+    return json.dumps(value) if isinstance(value, list) else str(value)

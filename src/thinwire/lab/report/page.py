@@ -1,30 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report as one HTML file, without scripts and without links to other files."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from thinwire.lab.report.bars import time_picture
 from thinwire.lab.report.curves import loss_pictures, metric_pictures
-from thinwire.lab.report.details import details
-from thinwire.lab.report.document import card, document, figure
+from thinwire.lab.report.document import render
 from thinwire.lab.report.files import write_text
 from thinwire.lab.report.folder import read
 from thinwire.lab.report.graph import topology_pictures
-from thinwire.lab.report.headline import lead, setting, summary_table, tiles
+from thinwire.lab.report.headline import details, lead, papers, setting, tiles
 from thinwire.lab.report.links import link_picture
 from thinwire.lab.report.palette import Look, looks
 from thinwire.lab.report.picture import Picture, narrow
 from thinwire.lab.report.runs import Collection
+from thinwire.lab.report.table import baseline, cells, columns
 from thinwire.lab.report.timeline import timeline_pictures
 from thinwire.lab.report.tradeoff import figure_pictures, pareto_picture
-from thinwire.lab.report.views import views
-
-Shown = Callable[..., str]
-"""Makes HTML of a picture, with the options of `figure`."""
-_WIDE = 8.0
 
 
 @dataclass(frozen=True)
@@ -90,91 +84,29 @@ def page(collection: Collection, styles: Sequence[Look], drawings: Drawings, sma
         drawings: the pictures for wide screens and for paper.
         small: the same for narrow screens; None shows the wide ones there too.
     """
-    narrow_ones = {} if small is None else {each.name.removesuffix("-narrow"): each for each in small.all()}
-
-    def shown(picture: Picture, *, titled: bool = False, captioned: bool = True) -> str:
-        return figure(picture, narrow_ones.get(picture.name), titled=titled, captioned=captioned)
-
-    untimed = _empty("No step was timed, so its time cannot be split.")
-    parts = [
-        ("summary", "Summary", summary_table(collection, styles)),
-        ("trade", "What it costs", _in_pairs(drawings.trade, shown)),
-        ("loss", "Loss", _losses([*drawings.losses, *drawings.metrics], shown)),
-        ("time", "Time per step", untimed if drawings.times is None else shown(drawings.times)),
-        ("timeline", "Timeline", _timelines(collection, drawings.timelines, shown)),
-        ("links", "Links", _links(collection, drawings.links, shown)),
-        ("views", "Who came and went", views(collection)),
-        ("topology", "Who sends to whom", "".join(shown(each, titled=True) for each in drawings.topologies)),
-        ("details", "How it was run", details(collection, styles)),
-    ]
-    # A single run has no trade-off, and most strategies have no graph.
-    parts = [(anchor, words, body) for anchor, words, body in parts if body]
-    links = "".join(f'<a href="#{anchor}">{words}</a>' for anchor, words, _ in parts)
-    sections = "".join(card(words, body, anchor) for anchor, words, body in parts)
-    return document(
+    summaries = collection.summaries
+    base = baseline(summaries)
+    shared, owns = details(collection)
+    several = len(collection.runs) > 1
+    notes = [f"{run.label}: {note}" if several else note for run in collection.runs for note in run.notes]
+    return render(
+        "report.html",
         collection.title,
         "thinwire report",
-        f"{_notes(collection)}\n{tiles(collection, styles)}\n{sections}",
-        below=f'{setting(collection)}\n{lead(collection)}\n<nav aria-label="Sections">{links}</nav>',
-        foot="<footer><p>Made by <code>thinwire report</code>. The drawings are also in the folder <code>plots</code>; "
-        "the numbers are in each run's <code>summary.json</code> and <code>metrics.jsonl</code>.</p></footer>",
+        collection=collection,
+        runs=list(zip(collection.runs, styles, strict=True)),
+        drawings=drawings,
+        narrow={} if small is None else {each.name.removesuffix("-narrow"): each for each in small.all()},
+        base=base,
+        columns=columns(summaries),
+        cells=cells(summaries, base),
+        seeds=next((len(run.rounds) for run in collection.runs if len(run.rounds) > 1), 0),
+        setting=setting(collection),
+        lead=lead(collection),
+        tiles=tiles(collection, styles),
+        notes=[*collection.notes, *notes],
+        configured=any(run.config for run in collection.runs),
+        shared=shared,
+        owns=owns,
+        papers=papers,
     )
-
-
-def _in_pairs(pictures: Sequence[Picture], shown: Shown) -> str:
-    """The wide pictures in full width, then the others in pairs."""
-    wide = [picture for picture in pictures if picture.figure.get_figwidth() > _WIDE]
-    rest = [picture for picture in pictures if picture not in wide]
-    pairs = f'<div class="pair">{"".join(shown(each, titled=True) for each in rest)}</div>' if rest else ""
-    return "".join(shown(each, titled=True) for each in wide) + pairs
-
-
-def _losses(pictures: Sequence[Picture], shown: Shown) -> str:
-    if not pictures:
-        return _empty("No loss was recorded: metrics.jsonl is missing or holds no training step.")
-    return _in_pairs(pictures, shown)
-
-
-def _timelines(collection: Collection, pictures: dict[int, Picture], shown: Shown) -> str:
-    if not pictures:
-        return _empty("No timeline was recorded (timeline.jsonl is missing or empty).")
-    intro = (
-        '<p class="intro">Each run over the same length of time, taken where it is most typical of the run. The upper '
-        "lane of a worker shows computing and waiting, the thin lane beneath it messages in flight. Empty spans of the "
-        "upper lane lie between steps: evaluations, checkpoints, and the end of a shorter record.</p>"
-    )
-    unrecorded = [run.label for index, run in enumerate(collection.runs) if index not in pictures]
-    missing = _empty(f"No timeline was recorded for {', '.join(unrecorded)}.") if unrecorded else ""
-    mute = [run.label for run in collection.runs if run.spans and all(s.kind != "communication" for s in run.spans)]
-    if mute:
-        intro += (
-            f'<p class="intro">The thin lane of {escape(", ".join(mute))} is empty: no message was recorded there. '
-            "DistributedDataParallel sends its buckets itself during the backward pass, so that only the wait for the "
-            "last of them shows.</p>"
-        )
-    return intro + "".join(shown(picture, captioned=False) for picture in pictures.values()) + missing
-
-
-def _links(collection: Collection, picture: Picture | None, shown: Shown) -> str:
-    if picture is None:
-        return _empty("No bytes were counted on the links (links.json is missing, empty or all zero).")
-    uncounted = [run.label for run in collection.runs if not run.links]
-    missing = _empty(f"No bytes were counted for {', '.join(uncounted)}.") if uncounted else ""
-    return shown(picture) + missing
-
-
-def _notes(collection: Collection) -> str:
-    several = len(collection.runs) > 1
-    notes = [*collection.notes]
-    for run in collection.runs:
-        notes += [f"{run.label}: {note}" if several else note for note in run.notes]
-    if not notes:
-        return ""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return (
-        f'<div class="card"><div class="notes" role="note"><strong>What is missing</strong><ul>{items}</ul></div></div>'
-    )
-
-
-def _empty(sentence: str) -> str:
-    return f'<p class="empty">{escape(sentence)}</p>'

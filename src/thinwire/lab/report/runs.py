@@ -106,6 +106,11 @@ class Run:
         return text(self.summary, "strategy") or text(self.config, "strategy") or self.folder.name
 
     @property
+    def hides_messages(self) -> bool:
+        """Whether it recorded a timeline without any message."""
+        return bool(self.spans) and all(span.kind != "communication" for span in self.spans)
+
+    @property
     def other_links(self) -> str:
         """Return the name of links without a recorded rate: a simulation may have them in a network file."""
         return "links of a simulated network" if self.config.get("simulated") is True else "links not limited"

@@ -2,14 +2,12 @@
 """The report of a sweep: every trial's loss against every hyperparameter, and a table of trials."""
 
 from collections.abc import Mapping, Sequence
-from html import escape
 from math import isfinite
 from pathlib import Path
 
 from matplotlib.axes import Axes
 
-from thinwire.lab.report.document import card, document, figure
-from thinwire.lab.report.files import write_text
+from thinwire.lab.report.document import write_table
 from thinwire.lab.report.palette import OTHER, looks
 from thinwire.lab.report.picture import Picture, canvas, plain
 
@@ -44,8 +42,7 @@ def write_sweep(
         ConfigError: the folder cannot be written to.
     """
     picture = sweep_picture(hyperparameters, losses, stopped, logarithmic)
-    picture.png(folder / "plots")
-    return write_text(folder / "report.html", _page(title, headings, rows, picture))
+    return write_table(folder, picture, "Trials, best first", headings, rows, title=title, command="thinwire sweep")
 
 
 def sweep_picture(
@@ -95,14 +92,3 @@ def _dots(axes: Axes, values: Values, losses: Sequence[float], stopped: Sequence
             alpha=0.7,
         )
     axes.scatter([values[best]], [losses[best]], s=46, marker="D", color=OTHER.light, edgecolors=tone)
-
-
-def _page(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]], picture: Picture) -> str:
-    head = "".join(f"<th>{escape(each)}</th>" for each in headings)
-    lines = "".join(f"<tr>{''.join(f'<td>{escape(each)}</td>' for each in row)}</tr>" for row in rows)
-    table = f"<table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table>"
-    return document(
-        title,
-        "thinwire sweep",
-        card(picture.title, figure(picture)) + card("Trials, best first", f'<div class="scroll">{table}</div>'),
-    )
