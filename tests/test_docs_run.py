@@ -15,7 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -318,8 +317,7 @@ def test_every_command_in_the_text_has_options_that_exist(page: Path) -> None:
             continue
         name, *rest = [word for word in shlex.split(line)[1:] if word != "..."]
         if rest[-1].startswith("--"):  # an option is named, without its value
-            command = commands.COMMANDS[name]
-            kind = getattr(import_module(command.module), command.kind)
+            kind = commands.kind_of(name)
             assert rest[-1].strip("-") in {field.name for field in fields(kind)}, line
         else:
             assert is_dataclass(commands.parse([name, *rest])), line

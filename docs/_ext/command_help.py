@@ -11,7 +11,7 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.typing import ExtensionMetadata
 
-from thinwire.cli.commands import installed
+from thinwire.cli.commands import COMMANDS
 
 WIDTH = "84"
 
@@ -21,7 +21,7 @@ class CommandHelp(SphinxDirective):
 
     def run(self) -> list[nodes.Node]:
         """The help as literal blocks, in a section for each command."""
-        return [self._block(help_of()), *(self._section(name) for name in installed())]
+        return [self._block(help_of()), *(self._section(name) for name in COMMANDS)]
 
     def _section(self, name: str) -> nodes.Node:
         title = f"thinwire {name}"

@@ -26,8 +26,8 @@ from thinwire.errors import ConfigError
 from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs import Settings, launch, worker
 from thinwire.lab.runs.comparison import Comparison
-from thinwire.lab.runs.settings import option_name
 from thinwire.lab.runs.folder import RunFolder
+from thinwire.lab.runs.settings import option_name
 from thinwire.methods.strategies.recipe import parse
 
 
@@ -89,7 +89,7 @@ def test_a_recipe_without_its_option_is_refused_with_the_option(capsys, name, op
 def test_help_lists_the_commands(capsys):
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in commands.installed())
+    assert all(name in out for name in commands.COMMANDS)
 
 
 def test_help_of_a_command_is_its_own_help(capsys):

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
@@ -17,50 +15,29 @@ if TYPE_CHECKING:
     from cyclopts import App
 
 
-@dataclass(frozen=True)
-class Command:
-    """One command: the module and the name of its dataclass, and one line on what it does.
-
-    The module is imported only when its command is called, so that help does not wait for the others.
-    """
-
-    module: str
-    kind: str
-    summary: str
-
-
 COMMANDS = {
-    "train": Command("thinwire.cli.train", "Train", "train a task with one strategy, on several workers"),
-    "compare": Command("thinwire.cli.compare", "Compare", "run several strategies on one task, and tabulate them"),
-    "up": Command("thinwire.cli.up", "Up", "run an unmodified training script on several workers"),
-    "init": Command("thinwire.cli.init", "Init", "write a training script for your case, to change and run"),
-    "explain": Command("thinwire.cli.explain", "Explain", "show what a strategy sends, stores and waits for"),
-    "plan": Command("thinwire.cli.plan", "Plan", "say which strategy suits a model, a network and a number of workers"),
-    "simulate": Command(
-        "thinwire.cli.simulate", "Simulate", "run a strategy on many simulated workers, in virtual time"
-    ),
-    "topology": Command(
-        "thinwire.cli.topology", "Topology", "show who sends to whom on a graph, and how fast it mixes"
-    ),
-    "export": Command("thinwire.cli.export", "Export", "write a run's weights to one safetensors file"),
-    "report": Command("thinwire.cli.report", "Report", "draw a run or a comparison as one HTML page"),
-    "watch": Command("thinwire.cli.watch", "Watch", "show a run while it trains: loss, bytes, waits, slowest worker"),
-    "emulate": Command("thinwire.cli.emulate", "Emulate", "run any command once per worker, over emulated slow links"),
-    "demo": Command(
-        "thinwire.cli.demo", "Demo", "compare five strategies on a slow link, in about two and a half minutes"
-    ),
-    "select": Command("thinwire.cli.select", "Select", "choose a small weighted subset of a data set: a coreset"),
-    "sweep": Command("thinwire.cli.sweep", "Sweep", "search hyperparameters: many trials trained as one array"),
-    "bucket": Command("thinwire.cli.bucket", "Bucket", "draw the key of a run over a bucket, or delete an ended run"),
-    "store": Command("thinwire.cli.store", "Store", "host the store in which elastic workers agree on who they are"),
-    "doctor": Command("thinwire.cli.doctor", "Doctor", "examine machines and links: what is wrong, and what it costs"),
-    "tools": Command("thinwire.cli.tools", "Tools", "list what runs natively on this machine, and what is missing"),
-    "completion": Command(
-        "thinwire.cli.completion", "Completion", "print or install a script that completes commands in a shell"
-    ),
+    "train": "train a task with one strategy, on several workers",
+    "compare": "run several strategies on one task, and tabulate them",
+    "up": "run an unmodified training script on several workers",
+    "init": "write a training script for your case, to change and run",
+    "explain": "show what a strategy sends, stores and waits for",
+    "plan": "say which strategy suits a model, a network and a number of workers",
+    "simulate": "run a strategy on many simulated workers, in virtual time",
+    "topology": "show who sends to whom on a graph, and how fast it mixes",
+    "export": "write a run's weights to one safetensors file",
+    "report": "draw a run or a comparison as one HTML page",
+    "watch": "show a run while it trains: loss, bytes, waits, slowest worker",
+    "emulate": "run any command once per worker, over emulated slow links",
+    "demo": "compare five strategies on a slow link, in about two and a half minutes",
+    "select": "choose a small weighted subset of a data set: a coreset",
+    "sweep": "search hyperparameters: many trials trained as one array",
+    "bucket": "draw the key of a run over a bucket, or delete an ended run",
+    "store": "host the store in which elastic workers agree on who they are",
+    "doctor": "examine machines and links: what is wrong, and what it costs",
+    "tools": "list what runs natively on this machine, and what is missing",
+    "completion": "print or install a script that completes commands in a shell",
 }
-
-
+"""What each command does; `train` is the dataclass `Train` of the module `thinwire.cli.train`, and so on."""
 RECIPES = {
     "AllReduce()": "the network is fast enough",
     "LocalSGD(period=8)": "sending takes several times as long as computing",
@@ -87,23 +64,18 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
         rest.append("--install")
     if name == "__complete":  # what a shell's script asks for the values that it does not list itself
         return lambda: program()(list(arguments)) or 0
-    if name not in installed():
+    if name not in COMMANDS:
         close = get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
-        raise ConfigError(f"{name}: no such command{hint} (commands: {', '.join(installed())})")
+        raise ConfigError(f"{name}: no such command{hint} (commands: {', '.join(COMMANDS)})")
     from thinwire.cli.parsing import parse_command
 
     return parse_command(f"thinwire {name}", kind_of(name), rest)
 
 
-def installed() -> list[str]:
-    """The names of the commands whose modules are installed."""
-    return [name for name, command in COMMANDS.items() if find_spec(command.module) is not None]
-
-
 def kind_of(name: str) -> type[Any]:
-    """Return the dataclass of a command, whose module is imported now."""
-    return getattr(import_module(COMMANDS[name].module), COMMANDS[name].kind)
+    """Return the dataclass of a command, whose module is imported now, so that help does not wait for the others."""
+    return getattr(import_module(f"thinwire.cli.{name}"), name.capitalize())
 
 
 def program() -> App:
@@ -113,16 +85,16 @@ def program() -> App:
     from thinwire.cli.parsing import make_app
 
     app = App(name="thinwire", help_format="plaintext")
-    for name in installed():
+    for name, summary in COMMANDS.items():
         made = make_app(f"thinwire {name}", kind_of(name))
-        made.help = COMMANDS[name].summary
+        made.help = summary
         app.command(made, name=name)
     return app
 
 
 def _help() -> int:
     rows = ["usage: thinwire COMMAND ...", "", "Train PyTorch models over thin wires.", ""]
-    rows += [f"  {name:<11}{COMMANDS[name].summary}" for name in installed()]
+    rows += [f"  {name:<11}{summary}" for name, summary in COMMANDS.items()]
     rows += ["", "Recipes to begin with; thinwire explain RECIPE says what each sends, and its limits:", ""]
     rows += [f"  {recipe:<40}{use}" for recipe, use in RECIPES.items()]
     rows += ["", "thinwire help COMMAND shows a command's options, thinwire --version the version;"]

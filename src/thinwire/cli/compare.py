@@ -22,18 +22,9 @@ if TYPE_CHECKING:
     from thinwire.planning.plan.predict import ModelTime
 
 
-_SINGLE_RUN_ONLY = [
-    "strategy",
-    "tensor_parallel",
-    "coreset",
-    "device",
-    "save_every",
-    "keep",
-    "on_notice",
-    "restarts",
-    "timeline_steps",
-    "tensorboard",
-]
+_SINGLE_RUN_ONLY = (
+    "strategy tensor_parallel coreset device save_every keep on_notice restarts timeline_steps tensorboard"
+)
 
 
 _STEP_BUDGET = 4.0
@@ -44,7 +35,7 @@ _NOT_COMPARED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compare(settings_as_options(without=_SINGLE_RUN_ONLY)):
+class Compare(settings_as_options(without=_SINGLE_RUN_ONLY.split())):
     """Run several strategies one after another, from the same parameters and on the same data in the same order.
 
     Example: thinwire compare --task text --strategies "ddp; LocalSGD(period=8); PushSum()" --workers 4 --link 100mbit

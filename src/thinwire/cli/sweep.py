@@ -26,22 +26,8 @@ if TYPE_CHECKING:
     from thinwire.lab.tasks import Task
 
 _HYPERPARAMETERS = (
-    "lr",
-    "momentum",
-    "weight_decay",
-    "beta1",
-    "beta2",
-    "eps",
-    "alpha",
-    "rho",
-    "lr_decay",
-    "rank",
-    "lora_alpha",
-    "lora_dropout",
-    "adapter_seed",
-    "optimizer",
-    "batch_size",
-    "model_size",
+    "lr momentum weight_decay beta1 beta2 eps alpha rho lr_decay rank lora_alpha lora_dropout adapter_seed "
+    "optimizer batch_size model_size"
 )
 # Options that do not decide the results, and so may change when a sweep is resumed.
 _MAY_CHANGE = ("data", "out", "resume", "overwrite", "json", "check", "threads")
@@ -350,7 +336,7 @@ class Sweep:
     def _space(self) -> Space:
         from thinwire.arrays.sweep.space import Space, parse_domain
 
-        given = {name: text for name in _HYPERPARAMETERS if (text := getattr(self, name)) is not None}
+        given = {name: text for name in _HYPERPARAMETERS.split() if (text := getattr(self, name)) is not None}
         domains: dict[str, Domain] = {}
         for name, text in ({"lr": "log:1e-4:1e-1"} | given).items():
             try:

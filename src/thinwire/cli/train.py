@@ -18,23 +18,8 @@ if TYPE_CHECKING:
 
 # Settings that a resumed run cannot change, because they decide its numbers.
 _FIXED = (
-    "task",
-    "strategy",
-    "switch",
-    "tensor_parallel",
-    "batch_size",
-    "lr",
-    "optimizer",
-    "momentum",
-    "weight_decay",
-    "warmup_steps",
-    "schedule",
-    "split",
-    "coreset",
-    "seed",
-    "model",
-    "own_model",
-    "own_loss",
+    "task strategy switch tensor_parallel batch_size lr optimizer momentum weight_decay warmup_steps schedule split "
+    "coreset seed model own_model own_loss"
 )
 
 
@@ -190,7 +175,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         # A flag cannot be given as off, so False means that the run keeps its own value.
         changes = {name: value for name, value in given.items() if value is not None and value is not False}
         settings = resolve({**without_decided(before), **changes})
-        for name in _FIXED:
+        for name in _FIXED.split():
             was, now = getattr(before, name), getattr(settings, name)
             if was != now:
                 raise ConfigError(f"{name}={now!r}: the run to resume has {was!r}, which cannot change. Leave it out")

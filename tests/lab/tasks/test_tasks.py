@@ -264,11 +264,11 @@ def test_digits_without_scikit_learn_name_what_to_install(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"lr": 0.0}, "lr=0.0: must be a positive number"),
-        ({"lr": math.nan}, "lr=nan: must be a positive number"),
+        ({"lr": 0.0}, "lr=0.0: must be positive and finite"),
+        ({"lr": math.nan}, "lr=nan: must be positive and finite"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
-        ({"momentum": 1.0}, r"momentum=1.0: must be in \[0, 1\)"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0: must be 0 or"),
+        ({"momentum": 1.0}, r"momentum=1.0: must lie in \[0, 1\)"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: must lie in"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, float], message: str) -> None:

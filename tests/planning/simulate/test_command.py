@@ -12,8 +12,7 @@ import pytest
 from thinwire import BackupWorkers, ConfigError, LocalSGD, PushSum
 from thinwire.cli import main
 from thinwire.lab.report.folder import read
-from thinwire.lab.runs.simulated_training import summarise
-from thinwire.lab.runs.simulated_training import Training
+from thinwire.lab.runs.simulated_training import Training, summarise
 from thinwire.planning.simulate import Death, Duration, Network, Special, simulate
 
 Capture = pytest.CaptureFixture[str]

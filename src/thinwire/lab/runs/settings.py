@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from thinwire.core.validation import check_ranges
 from thinwire.errors import CheckpointError, ConfigError
 
 OptimizerName = Literal["sgd", "adamw", "lamb", "onebit-lamb", "onebit-adam", "zero-one-adam"]
@@ -24,6 +25,20 @@ MOST_WORKERS = 4096
 """Data sets, graphs and links of more workers than this cannot be looked at before the start."""
 MOST_THREADS = 4096
 MOST_SEED = 2**32 - 1
+_COUNTS = dict.fromkeys(("batch_size", "steps", "eval_every", "eval_limit", "save_every", "keep"), ("1..", "Use more"))
+_POSITIVE = dict.fromkeys(["seconds", "target_loss", "lr", "timeout"], ("(0, inf)", "Use a value such as 0.1"))
+_RANGES = {
+    "workers": (f"1..{MOST_WORKERS}", "4 is usual"),
+    "threads": (f"1..{MOST_THREADS}", "Use the number of cores"),
+    "seed": (f"0..{MOST_SEED}", "Use 0"),
+    "restarts": ("1..", "Leave it out to start no worker again"),
+    "warmup_steps": ("0..", "Use 0 for none"),
+    "timeline_steps": ("0..", "Use 0 for none"),
+    "weight_decay": ("[0, inf)", "Use 0 for none"),
+    "momentum": ("[0, 1)", "0.9 is usual"),
+    **_COUNTS,
+    **_POSITIVE,
+}
 CONFIG_FILE = "run.toml"
 """The file in which a command saves the options that it ran with."""
 OPTION_NAMES = {"model": "model-size", "own_model": "model", "own_loss": "loss"}
@@ -150,30 +165,7 @@ class Settings:
     command: str = ""
 
     def __post_init__(self) -> None:
-        for name in (
-            "workers",
-            "batch_size",
-            "threads",
-            "steps",
-            "eval_every",
-            "eval_limit",
-            "save_every",
-            "keep",
-            "restarts",
-        ):
-            _at_least(name, getattr(self, name), 1)
-        for name in ("warmup_steps", "timeline_steps", "seed"):
-            _at_least(name, getattr(self, name), 0)
-        for name, most in (("workers", MOST_WORKERS), ("threads", MOST_THREADS), ("seed", MOST_SEED)):
-            if getattr(self, name) > most:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at most {most}")
-        for name in ("seconds", "target_loss", "lr", "timeout"):
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value > 0):
-                raise ConfigError(f"{name}={value}: must be a positive number")
-        _at_least("weight_decay", self.weight_decay, 0)
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must lie in [0, 1), such as 0.9")
+        check_ranges(self, **_RANGES)
         parse_mesh(self.tensor_parallel, self.workers)
         kinds = {"optimizer": OptimizerName, "schedule": Schedule, "device": Device, "nonfinite": NonFinite}
         if self.on_notice is not None:
@@ -298,12 +290,6 @@ def _check_elastic(settings: Settings) -> None:
             f"{name}={getattr(settings, name)!r} with elastic: batches of one data set are dealt to workers on the "
             f"CPU. Use {'iid' if name == 'split' else 'cpu'}"
         )
-
-
-def _at_least(name: str, value: float | None, least: int) -> None:
-    # `not >=` instead of `<`, to refuse NaN too.
-    if value is not None and not value >= least:
-        raise ConfigError(f"{name}={value}: must be at least {least}")
 
 
 # -- options of a command as TOML: what `--config` reads, and what every run saves in its folder -----------------------

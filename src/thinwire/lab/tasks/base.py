@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.data.base import Batch, Data, Shard
 from thinwire.lab.tasks.data.split import split_shards
 from thinwire.lab.tasks.models.base import build
-from thinwire.lab.tasks.objective import IGNORED, CrossEntropy, Objective
 
 __all__ = ["IGNORED", "Defaults", "Evaluation", "Measure", "Task", "evaluating"]
 
+IGNORED = -100
+"""The target of padding, which counts neither in the loss nor in the metric."""
 # Learning rates for tasks that have no settings of their own for an optimizer.
 _USUAL_RATES = {
     "sgd": 0.1,
@@ -54,16 +57,13 @@ class Defaults:
     def __post_init__(self) -> None:
         if self.optimizer not in _USUAL_RATES:
             raise ConfigError(f"optimizer={self.optimizer!r}: unknown. Use one of {', '.join(_USUAL_RATES)}")
-        if not (math.isfinite(self.lr) and self.lr > 0):
-            raise ConfigError(f"lr={self.lr}: must be a positive number, such as 0.1")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: must be at least 1. Use a value such as 32")
-        if not 0 <= self.momentum < 1:
-            raise ConfigError(f"momentum={self.momentum}: must be in [0, 1). Use a value such as 0.9")
-        if not (math.isfinite(self.weight_decay) and self.weight_decay >= 0):
-            raise ConfigError(
-                f"weight_decay={self.weight_decay}: must be 0 or a positive number. Use a value such as 0.01"
-            )
+        check_ranges(
+            self,
+            lr=("(0, inf)", "0.1 is usual"),
+            batch_size=("1..", "32 is usual"),
+            momentum=("[0, 1)", "0.9 is usual"),
+            weight_decay=("[0, inf)", "0.01 is usual"),
+        )
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,34 @@ ACCURACY = Measure("accuracy", True, _fraction)
 BITS_PER_BYTE = Measure("bits_per_byte", False, _bits)
 
 
+class CrossEntropy:
+    """What a task minimizes: the mean cross entropy in nats over targets that are not `IGNORED`."""
+
+    def apply(self, model: nn.Module, batch: Batch) -> tuple[Any, Any]:
+        """Call the model on a batch, on its device; returns the logits, [..., classes], and the targets, [...]."""
+        device = next(model.parameters()).device
+        *inputs, targets = (tensor.to(device) for tensor in batch)
+        return model(*inputs), targets
+
+    def loss(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
+        """The mean loss of a batch, or the sum, a scalar."""
+        # Flattened to one row per target.
+        logits, classes = outputs.flatten(0, -2), targets.flatten()
+        return F.cross_entropy(logits, classes, ignore_index=IGNORED, reduction=reduction)
+
+    def total(self, outputs: Any, targets: Any, count: int) -> Tensor:
+        """The sum of the losses of a batch's `count` targets, a scalar."""
+        return self.loss(outputs, targets, "sum")
+
+    def hits(self, outputs: Any, targets: Any, count: int) -> Tensor:
+        """How many of a batch's `count` targets have the largest logit, a scalar; 0 where the metric does not ask."""
+        return ((outputs.argmax(-1) == targets) & (targets != IGNORED)).sum()
+
+    def count(self, batch: Batch) -> int:
+        """How many targets of a batch the loss is a mean over: those that are not `IGNORED`."""
+        return int((batch[-1] != IGNORED).sum())
+
+
 @dataclass(frozen=True, eq=False)
 class Task:
     """A data set with models of named sizes, a loss, a metric and optimizer settings.
@@ -144,7 +172,7 @@ class Task:
     networks: Mapping[str, Callable[[], Any]]
     data: Data
     settings: tuple[Defaults, ...]
-    objective: Objective = field(default_factory=CrossEntropy)
+    objective: CrossEntropy = field(default_factory=CrossEntropy)
     build: Callable[..., nn.Module] = build
     divided: bool = False
     sizes: tuple[str, ...] = field(init=False)

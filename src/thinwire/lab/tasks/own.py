@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from thinwire.core.torch_internals import pytree
 from thinwire.errors import ConfigError
-from thinwire.lab.tasks.base import ACCURACY, IGNORED, Defaults, Measure, Task
+from thinwire.lab.tasks.base import ACCURACY, IGNORED, CrossEntropy, Defaults, Measure, Task
 from thinwire.lab.tasks.data.base import Batch, ExampleMetadata, Shard, Stream
 
 # Without held-out batches, so many of rank 0's training batches are evaluated.
@@ -116,7 +116,7 @@ def _build(network: Callable[[], Any], name: str, seed: int) -> nn.Module:
     return made
 
 
-class OwnObjective:
+class OwnObjective(CrossEntropy):
     """The user's loss, or that of the model.
 
     Args:
@@ -147,8 +147,8 @@ class OwnObjective:
                 f"{_said(error)}"
             ) from error
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """The mean loss, a scalar."""
+    def loss(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
+        """The mean loss, a scalar, whatever the reduction."""
         function, name = self.functions.loss, f"--loss {self.functions.loss_name}"
         if function is None:
             name = f"--model {self.functions.model_name}"
