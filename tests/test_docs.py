@@ -31,7 +31,7 @@ from tests.browser import BROWSER, QUIET
 from tests.rules import for_each
 from thinwire.cli.commands import COMMANDS
 from thinwire.cli.demo import Demo
-from thinwire.lab.emulate.rendezvous import free_port
+from thinwire.lab.emulate.launch import free_port
 from thinwire.lab.runs.recipes import BASELINES, parse_recipe
 from thinwire.methods.strategies.traits import Traits
 from thinwire.registry import recipe_classes

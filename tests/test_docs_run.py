@@ -25,7 +25,7 @@ from tests.rules import for_each
 from tests.test_docs import PAGES, ROOT, STEP_BY_STEP, blocks, inline, text
 from tests.tutorial import assert_printed, patched, steps_of
 from thinwire.lab.emulate import available
-from thinwire.lab.emulate.rendezvous import free_port
+from thinwire.lab.emulate.launch import free_port
 
 SHELL = ("sh", "console", "bash")
 Shell = Callable[..., list[subprocess.CompletedProcess[str]]]

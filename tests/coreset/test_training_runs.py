@@ -21,7 +21,7 @@ from thinwire.lab.runs.coreset import POLICIES, ChosenData, parse_policy
 from thinwire.lab.tasks import Defaults, Task, load
 from thinwire.lab.tasks.base import ACCURACY
 from thinwire.lab.tasks.data.examples import Images, labelled
-from thinwire.lab.tasks.models.plain import Logistic
+from thinwire.lab.tasks.models.classifiers import Logistic
 
 
 def request(**others: Any) -> dict[str, Any]:

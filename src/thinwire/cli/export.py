@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from thinwire.cli.console import out, print_json
+from thinwire.cli.options import check_folder, check_saved
 from thinwire.core.units import workers
 from thinwire.errors import ConfigError
 
@@ -38,7 +39,6 @@ class Export:
         Raises:
             ConfigError: the file's name is not that of a safetensors file, or nothing was saved.
         """
-        from thinwire.cli.saved import check_folder, check_saved
         from thinwire.worker.exporting import export_checkpoint
 
         if self.target.suffix != ".safetensors":

@@ -24,7 +24,46 @@ _CHOSEN = ("bits", "kept", "fraction", "rank", "period")
 Fields = dict[str, Any]
 
 
-class Watch:
+class Bar:
+    """A context with a bar on a terminal; elsewhere it shows nothing.
+
+    Args:
+        label: the text before the bar.
+        console: where to write.
+    """
+
+    def __init__(self, label: str, *, console: Console = err) -> None:
+        self._label = label
+        self._console = console
+        self._live: Progress | None = None
+
+    def __enter__(self) -> Self:
+        """Start the bar, on a terminal."""
+        if self._console.is_terminal:
+            # Imported here, because `thinwire train --help` would wait for it.
+            from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+            before, after = (TextColumn(f"{{task.{x}}}", markup=False) for x in ("description", "fields[words]"))
+            columns = (before, BarColumn(24), TimeElapsedColumn(), after)
+            self._live = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
+            self._live.start()
+            self._task = self._live.add_task(self._label, total=None, words="")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Remove the bar."""
+        if self._live is not None:
+            self._live.stop()
+
+    def show(self, **changes: Any) -> None:
+        """Change what the bar shows: `completed`, `total`, `description` or `words`, the text behind it."""
+        if self._live is not None:
+            self._live.update(self._task, **changes)
+
+
+class Watch(Bar):
     """A context that shows the events of one run on the standard error.
 
     Args:
@@ -35,38 +74,13 @@ class Watch:
     """
 
     def __init__(self, label: str, steps: int | None, seconds: float | None, *, console: Console = err) -> None:
-        self._label = label
+        super().__init__(label, console=console)
         self._steps = steps
         self._seconds = seconds
-        self._console = console
-        self._live: Progress | None = None
         self._step: Fields = {}
         self._evaluation: Fields = {}
         self._workers = 0  # of an elastic run
         self._printed_at = time.monotonic()
-
-    def __enter__(self) -> Self:
-        """Start the live line, on a terminal."""
-        if self._console.is_terminal:
-            # Imported here, because `thinwire train --help` would wait for it.
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            columns = (
-                TextColumn("{task.description}", markup=False),
-                BarColumn(24),
-                TextColumn("{task.fields[words]}"),
-            )
-            self._live = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-            self._live.start()
-            self._bar = self._live.add_task(self._label, total=1.0, words="starting")
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the live line."""
-        if self._live is not None:
-            self._live.stop()
 
     def __call__(self, event: Fields) -> None:
         """Show one event of the run."""
@@ -83,7 +97,7 @@ class Watch:
         elif event["event"] == "notice":
             self._console.print(f"{self._label}: saved after {notice_in_words(event)}")
         if self._live is not None:
-            self._live.update(self._bar, completed=self._done(), words=self._words())
+            self.show(completed=self._done(), total=1.0, words=self._words())
         elif self._step and time.monotonic() - self._printed_at >= _PLAIN_SECONDS:
             self._printed_at = time.monotonic()
             self._console.print(f"{self._label}: {self._words()}")
@@ -118,51 +132,26 @@ class Watch:
         return ", ".join(words)
 
 
-class Parts:
-    """A context that shows which part of a command is under way: a bar on a terminal, one line elsewhere.
+class Parts(Bar):
+    """A context that shows which part of a command is under way: a bar on a terminal, one line elsewhere."""
 
-    Args:
-        line: the line, printed at the start where the console is no terminal.
-        console: where to write.
-    """
-
-    def __init__(self, line: str, *, console: Console = err) -> None:
-        self._line = line
-        self._console = console
-        self._live: Progress | None = None
-        self._done = -1  # the first part is not done when it is shown
+    _done = -1  # the first part is not done when it is shown
 
     def __enter__(self) -> Self:
         """Start the bar, or print the line."""
         if not self._console.is_terminal:
-            self._console.print(self._line)
-            return self
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-        columns = (BarColumn(24), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
-        self._live = Progress(*columns, console=self._console, transient=True, refresh_per_second=4)
-        self._live.start()
-        self._bar = self._live.add_task(self._line, total=None)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Remove the bar."""
-        if self._live is not None:
-            self._live.stop()
+            self._console.print(self._label)
+        return super().__enter__()
 
     def expect(self, total: int | None) -> None:
         """Count parts from here, of which there are so many; None if that is not known."""
         self._done = -1
-        if self._live is not None:
-            self._live.update(self._bar, total=total, completed=0)
+        self.show(total=total, completed=0)
 
     def __call__(self, what: str) -> None:
         """Show the part that begins."""
         self._done += 1
-        if self._live is not None:
-            self._live.update(self._bar, completed=self._done, description=what)
+        self.show(completed=self._done, description=what)
 
 
 def budget_in_words(metrics: Fields) -> list[str]:

@@ -6,13 +6,12 @@ from __future__ import annotations
 import io
 import json as json_text
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from thinwire.cli.console import err, out, print_json
+from thinwire.cli.progress import Bar
 from thinwire.core import units
 from thinwire.core.storage.files import write_atomically
 from thinwire.errors import ConfigError
@@ -90,7 +89,7 @@ class Select:
                 f"--per-class: {self.data} gives no labels. Name where they are, such as --labels FILE.npy"
             )
         start = time.perf_counter()
-        with _progress(f"select from {len(rows):,} points") as listener:
+        with Bar(f"select from {len(rows):,} points") as bar:
             chosen = select(
                 rows,
                 fraction=0.1 if self.fraction is self.budget is self.cover is None else self.fraction,
@@ -101,7 +100,7 @@ class Select:
                 seed=self.seed,
                 neighbours=self.neighbours,
                 parts=self.parts,
-                on_progress=listener,
+                on_progress=lambda share: bar.show(completed=share, total=1.0),
             )
         seconds = time.perf_counter() - start
         summary = self._summary(rows, classes, chosen, seconds)
@@ -143,20 +142,6 @@ class Select:
             "random_draws": _RANDOM_DRAWS,
             "optimum_gap": None if gaps is None else {"coreset": gaps[0], "random": gaps[1:]},
         }
-
-
-@contextmanager
-def _progress(label: str) -> Generator[Callable[[float], None] | None]:
-    """A bar on a terminal, as a function that takes the fraction done; None elsewhere."""
-    if not err.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(24), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True, refresh_per_second=4) as live:
-        bar = live.add_task(label, total=1.0)
-        yield lambda fraction: live.update(bar, completed=fraction)
 
 
 def _check_out(folder: Path) -> None:

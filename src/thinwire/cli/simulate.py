@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out, print_json
+from thinwire.cli.progress import Bar
 from thinwire.core.units import nbytes, seconds, share
 from thinwire.errors import ConfigError
 
@@ -123,21 +124,22 @@ class Simulate:
 
     def _simulate(self, training: Training, network: Network) -> Simulation[Outcome]:
         from thinwire.planning.simulate import simulate
-        from thinwire.planning.simulate.comm import SimulatedComm
 
-        with _bar(self.workers * self.steps) as advance:
+        total, events = self.workers * self.steps, count(1)
+        with Bar("simulating") as bar:
 
-            def work(comm: SimulatedComm) -> Outcome:
-                return training(comm)
+            def advance(now: float, done: int) -> None:
+                if next(events) % _EVENTS_PER_UPDATE == 0:
+                    bar.show(completed=done, total=total, words=seconds(now))
 
             return simulate(
                 self.workers,
-                work,
+                training,
                 network=network,
                 seed=self.seed,
                 timeout=self.timeout,
                 tracing=self.out is not None,
-                progress=advance,
+                progress=advance if err.is_terminal else None,
             )
 
 
@@ -148,27 +150,6 @@ def _maker(strategy: Strategy, workers: int) -> MakeOptimizer:
     from thinwire.planning.plan.traffic import default_optimizer
 
     return lambda parameters: default_optimizer(strategy, nn.ParameterList(parameters), workers)
-
-
-@contextmanager
-def _bar(steps: int) -> Generator[Callable[[float, int], None] | None]:
-    """A bar on the standard error, where that is a terminal."""
-    if not err.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(24), TextColumn("{task.percentage:.0f} %"))
-    with Progress(*columns, TimeElapsedColumn(), console=err, transient=True) as progress:
-        task, events = progress.add_task("simulating", total=steps), 0
-
-        def advance(now: float, done: int) -> None:
-            nonlocal events
-            events += 1
-            if events % _EVENTS_PER_UPDATE == 0:
-                progress.update(task, completed=done, description=f"simulating, {seconds(now)}")
-
-        yield advance
 
 
 def _print(summary: Summary, strategy: Strategy) -> None:

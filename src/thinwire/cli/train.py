@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.cli.console import err, out, print_json
-from thinwire.cli.options import as_typed, default_folder, settings_as_options
+from thinwire.cli.options import as_typed, check_folder, check_saved, default_folder, settings_as_options
 from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
 
@@ -148,7 +148,6 @@ class Train(settings_as_options(without=["timeline_steps"])):
         Raises:
             ConfigError: a setting was given that decides the run's numbers, or --out; or there is nothing to continue.
         """
-        from thinwire.cli.saved import check_folder, check_saved
         from thinwire.lab.runs import RunFolder, parse_recipe, resolve
         from thinwire.lab.runs.settings import without_decided
         from thinwire.lab.runs.switches import parse_switches

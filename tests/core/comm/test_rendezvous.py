@@ -18,7 +18,7 @@ from torch.distributed import HashStore
 import thinwire
 from thinwire import ThreadComm, run_threads
 from thinwire.core.comm.rendezvous import start_of_ranks
-from thinwire.lab.emulate.rendezvous import free_port
+from thinwire.lab.emulate.launch import free_port
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["torch", "torch._dynamo", "torch.distributed", "thinwire.worker.attach"])

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thinwire.lab.tasks.data.cache import cached
-from thinwire.lab.tasks.data.vocabulary import UNKNOWN, Vocabulary, tokens
+from thinwire.lab.tasks.data.examples import UNKNOWN, Vocabulary, tokens
+from thinwire.lab.tasks.data.files import cached
 
 
 @pytest.fixture

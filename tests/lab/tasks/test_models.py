@@ -13,10 +13,16 @@ from torch.nn import functional as F
 
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.models.base import Network, build
+from thinwire.lab.tasks.models.classifiers import (
+    BinaryLogistic,
+    Convolutional,
+    Logistic,
+    Perceptron,
+    ResNet,
+    TextTransformer,
+    WordBag,
+)
 from thinwire.lab.tasks.models.gpt import GPT, GPT_SIZES, GPTSize
-from thinwire.lab.tasks.models.plain import BinaryLogistic, Convolutional, Logistic, Perceptron
-from thinwire.lab.tasks.models.resnet import ResNet
-from thinwire.lab.tasks.models.sentences import TextTransformer, WordBag
 
 TINY = GPTSize(layers=2, width=16, heads=2)
 NETWORKS: dict[str, Callable[[], Network]] = {

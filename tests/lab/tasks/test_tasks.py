@@ -56,7 +56,7 @@ def test_every_name_is_a_task() -> None:
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_without_a_folder_the_error_shows_how_to_name_one(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("THINWIRE_DATA", raising=False)
-    monkeypatch.setattr("thinwire.lab.tasks.data.hub.installed", lambda: False)
+    monkeypatch.setattr("thinwire.lab.tasks.classification.hub_installed", lambda: False)
     with pytest.raises(ConfigError, match=rf"THINWIRE_DATA is not set, and task '{name}' reads .*. Set THINWIRE_DATA="):
         tasks.load(name)
 
@@ -67,14 +67,14 @@ def test_a_folder_that_is_not_there_is_named(
     name: str, hub: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("THINWIRE_DATA", str(tmp_path / "nowhere"))
-    monkeypatch.setattr("thinwire.lab.tasks.data.hub.installed", lambda: hub)
+    monkeypatch.setattr("thinwire.lab.tasks.classification.hub_installed", lambda: hub)
     with pytest.raises(ConfigError, match=rf"nowhere is not a folder, and task '{name}' reads .*. Let THINWIRE_DATA"):
         tasks.load(name)
 
 
 @pytest.mark.parametrize("name", FROM_FILES)
 def test_a_file_that_is_not_there_is_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("thinwire.lab.tasks.data.hub.installed", lambda: False)
+    monkeypatch.setattr("thinwire.lab.tasks.classification.hub_installed", lambda: False)
     with pytest.raises(ConfigError, match=rf"{tmp_path}/\S+ is missing, and task '{name}' needs it. Put it there"):
         tasks.load(name, data=tmp_path)
 

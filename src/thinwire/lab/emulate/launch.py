@@ -3,14 +3,17 @@
 
 import math
 import os
+import secrets
 import selectors
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -19,7 +22,6 @@ from thinwire.lab.emulate.fork_server import ForkServer, fork_server
 from thinwire.lab.emulate.guard import Guard
 from thinwire.lab.emulate.namespaces import enter_command
 from thinwire.lab.emulate.network import Network
-from thinwire.lab.emulate.rendezvous import rendezvous_environment, worker_environment
 from thinwire.lab.emulate.worker import Lines, OnLine, Started, Stream, Worker, WorkerExit, start_process
 
 POLL_SECONDS = 0.1
@@ -30,6 +32,9 @@ TERMINATE_SECONDS = 2.0
 LAST_LINES_SECONDS = 1.0
 # Windows has no SIGHUP.
 DEFERRED = tuple(signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if name in signal.Signals.__members__)
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+FIRST_PORT = 20000
+PORT_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 NO_HOSTNAME = "The hostname of the client socket cannot be retrieved"
 
 
@@ -362,16 +367,7 @@ class Workers:
         self._contexts.close()
 
 
-def run_workers(
-    command: Sequence[str],
-    workers: int,
-    *,
-    network: Network | None = None,
-    environment: Mapping[str, str] | None = None,
-    on_line: OnLine = ignore_line,
-    grace_seconds: float = 5.0,
-    timeout: float | None = DAY_SECONDS,
-) -> list[WorkerExit]:
+def run_workers(command: Sequence[str], workers: int, **options: Any) -> list[WorkerExit]:
     """Run workers to their end; the arguments are those of `Workers`.
 
     Returns:
@@ -393,15 +389,7 @@ def run_workers(
         >>> [record.code for record in exits]
         [0, 0]
     """
-    with Workers(
-        command,
-        workers,
-        network=network,
-        environment=environment,
-        on_line=on_line,
-        grace_seconds=grace_seconds,
-        timeout=timeout,
-    ) as job:
+    with Workers(command, workers, **options) as job:
         return job.wait()
 
 
@@ -429,3 +417,57 @@ def _check(command: Sequence[str], workers: int, network: Network | None) -> Non
         raise ConfigError("there is no command to run. Give one, such as python train.py")
     if shutil.which(command[0]) is None:
         raise ConfigError(f"command {command[0]!r}: there is no such program in PATH. Check its name")
+
+
+# -- the environment of a worker --------------------------------------------------------------------------------------
+
+
+def rendezvous_environment(network: Network | None) -> dict[str, str]:
+    """The rendezvous address of rank 0 as environment variables: in the network, or without one on the loopback."""
+    if network is not None:
+        return network.environment()
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+
+
+def worker_environment(rank: int, workers: int, own: Mapping[str, str]) -> dict[str, str]:
+    """The environment of one worker, made from this process's.
+
+    Args:
+        rank: which worker.
+        workers: how many there are.
+        own: variables that replace all others.
+    """
+    # With torchrun's variables a worker would look for the rendezvous of torchrun's agent.
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
+    choices = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": LOOPBACK}
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+    return {**choices, **inherited, **{name: str(number) for name, number in ranks.items()}, **own}
+
+
+def free_port() -> int:
+    """A port of the loopback on which nothing listens.
+
+    It lies below the range from which the kernel takes ports for outgoing connections. Rank 0 opens it only seconds
+    later, and a port from that range could be taken by then.
+    """
+    try:
+        end = int(PORT_RANGE.read_text().split()[0])
+    except (OSError, ValueError):
+        end = 32768
+    for _ in range(100):
+        port = FIRST_PORT + secrets.randbelow(max(1, end - FIRST_PORT))
+        if _is_free(port):
+            return port
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True

@@ -15,15 +15,10 @@ from numpy.typing import NDArray
 
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.base import ACCURACY, Defaults, Task
-from thinwire.lab.tasks.data import hub
 from thinwire.lab.tasks.data.base import Indices, Stream
-from thinwire.lab.tasks.data.cache import cached
-from thinwire.lab.tasks.data.examples import Images, Rows, Texts, labelled, padded
-from thinwire.lab.tasks.data.files import Folder, idx, read
-from thinwire.lab.tasks.data.vocabulary import UNKNOWN, Vocabulary, tokens
-from thinwire.lab.tasks.models.plain import BinaryLogistic, Convolutional, Logistic, Perceptron
-from thinwire.lab.tasks.models.resnet import ResNet
-from thinwire.lab.tasks.models.sentences import TextTransformer, WordBag
+from thinwire.lab.tasks.data.examples import UNKNOWN, Images, Rows, Texts, Vocabulary, labelled, padded, tokens
+from thinwire.lab.tasks.data.files import OFFER, Folder, cached, download, hub_installed, idx, labels_of, read
+from thinwire.lab.tasks.models import classifiers
 
 Pixels = NDArray[np.uint8]
 Articles = list[tuple[str, int]]
@@ -49,9 +44,9 @@ def digits(folder: Folder | None = None) -> Task:
     held_out, train = np.split(order, [len(labels) // 5])
     sets = [Images(images[rows], labels[rows], mean=0.3, deviation=0.35) for rows in (train, held_out)]
     networks = {
-        "mlp": partial(Perceptron, 64, 64, 10),
-        "cnn": partial(Convolutional, channels=1, side=8, width=16, classes=10),
-        "logistic": partial(Logistic, 64, 10),
+        "mlp": partial(classifiers.Perceptron, 64, 64, 10),
+        "cnn": partial(classifiers.Convolutional, channels=1, side=8, width=16, classes=10),
+        "logistic": partial(classifiers.Logistic, 64, 10),
     }
     settings = (Defaults("sgd", lr=0.03, batch_size=32), Defaults("adamw", lr=3e-3, batch_size=32))
     return Task("digits", "scikit-learn digits", ACCURACY, networks, labelled(*sets), settings)
@@ -62,9 +57,9 @@ def mnist(folder: Folder) -> Task:
     train, test = (_mnist_part(folder, part) for part in ("train", "t10k"))
     sets = [Images(*part, mean=0.1307, deviation=0.3081) for part in (train, test)]
     networks = {
-        "mlp": partial(Perceptron, 784, 128, 10),
-        "cnn": partial(Convolutional, channels=1, side=28, width=16, classes=10),
-        "logistic": partial(Logistic, 784, 10),
+        "mlp": partial(classifiers.Perceptron, 784, 128, 10),
+        "cnn": partial(classifiers.Convolutional, channels=1, side=28, width=16, classes=10),
+        "logistic": partial(classifiers.Logistic, 784, 10),
     }
     settings = (Defaults("sgd", lr=0.02, batch_size=64), Defaults("adamw", lr=1e-3, batch_size=64))
     return Task("mnist", "MNIST", ACCURACY, networks, labelled(*sets), settings)
@@ -76,7 +71,7 @@ def cifar10(folder: Folder) -> Task:
     A train_part2.npz is read as well if it exists. Images are decoded once, and kept in the user's cache folder.
     Training images are shifted by up to 4 pixels and mirrored at random.
     """
-    if hub.installed() and folder.lacks(*_CIFAR10_PARTS, "cifar10/test.npz"):
+    if hub_installed() and folder.lacks(*_CIFAR10_PARTS, "cifar10/test.npz"):
         train, test = (_hub_part("uoft-cs/cifar10", split, "img", "RGB") for split in ("train", "test"))
         title = "CIFAR-10"
     else:
@@ -84,7 +79,7 @@ def cifar10(folder: Folder) -> Task:
         test = _jpeg_parts(folder, ["cifar10/test.npz"])
         title = f"CIFAR-10 (JPEG, {len(train[1]) / 1000:g}k)"
     sets = [Images(*part, mean=0.473, deviation=0.251, shift=4) for part in (train, test)]
-    networks = {f"resnet{depth}": partial(ResNet, depth) for depth in (8, 20)}
+    networks = {f"resnet{depth}": partial(classifiers.ResNet, depth) for depth in (8, 20)}
     settings = (
         Defaults("sgd", lr=0.1, batch_size=64, weight_decay=5e-4),
         Defaults("adamw", lr=3e-3, batch_size=64, weight_decay=0.05),
@@ -103,9 +98,9 @@ def agnews(folder: Folder) -> Task:
     vocabulary = Vocabulary.of(sentences, size=10_000, occurrences=2)
     sets = [_agnews_table(vocabulary, articles) for articles in (train, test)]
     networks = {
-        "bag": partial(WordBag, len(vocabulary), 64, 4),
+        "bag": partial(classifiers.WordBag, len(vocabulary), 64, 4),
         "transformer": partial(
-            TextTransformer, len(vocabulary), width=64, layers=2, heads=4, length=_AGNEWS_LENGTH, classes=4
+            classifiers.TextTransformer, len(vocabulary), width=64, layers=2, heads=4, length=_AGNEWS_LENGTH, classes=4
         ),
     }
     settings = (Defaults("adamw", lr=2e-3, batch_size=32, weight_decay=0.1), Defaults("sgd", lr=0.1, batch_size=32))
@@ -127,27 +122,27 @@ def a9a(folder: Folder) -> Task:
     held_out, train = np.split(Stream((0xA9A,)).permutation(len(labels)), [len(labels) // 5])
     sets = [Rows(features[rows], labels[rows]) for rows in (train, held_out)]
     settings = (Defaults("sgd", lr=0.1, batch_size=64, momentum=0.0), Defaults("adamw", lr=3e-3, batch_size=64))
-    networks = {"logistic": partial(BinaryLogistic, _A9A_FEATURES)}
+    networks = {"logistic": partial(classifiers.BinaryLogistic, _A9A_FEATURES)}
     return Task("a9a", "a9a (UCI Adult)", ACCURACY, networks, labelled(*sets), settings)
 
 
 def _mnist_part(folder: Folder, part: str) -> tuple[Pixels, Indices]:
     names = [f"mnist/{part}-images-idx3-ubyte.gz", f"mnist/{part}-labels-idx1-ubyte.gz"]
-    if hub.installed() and folder.lacks(*names):
+    if hub_installed() and folder.lacks(*names):
         return _hub_part("ylecun/mnist", "train" if part == "train" else "test", "image", "L")
-    images, labels = (read(folder.file(name, otherwise=hub.OFFER), idx) for name in names)
+    images, labels = (read(folder.file(name, otherwise=OFFER), idx) for name in names)
     _check_shape(names[1], images.shape, (len(labels), 28, 28))
     return images[:, None], labels.astype(np.int64)
 
 
 def _hub_part(name: str, split: str, column: str, mode: str) -> tuple[Pixels, Indices]:
-    rows = hub.download(name, split)
+    rows = download(name, split)
     key = f"{name.replace('/', '-')}-{split}-{len(rows)}"
-    return cached(key, lambda: _pixels((row[column] for row in rows), mode)), hub.labels(rows)
+    return cached(key, lambda: _pixels((row[column] for row in rows), mode)), labels_of(rows)
 
 
 def _jpeg_parts(folder: Folder, names: list[str]) -> tuple[Pixels, Indices]:
-    parts = [read(folder.file(name, otherwise=hub.OFFER), _jpeg_part) for name in names]
+    parts = [read(folder.file(name, otherwise=OFFER), _jpeg_part) for name in names]
     if len(parts) == 1:
         return parts[0]
     return np.concatenate([part[0] for part in parts]), np.concatenate([part[1] for part in parts])
@@ -184,16 +179,16 @@ def _check_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -
 
 def _agnews_articles(folder: Folder) -> tuple[str, Articles, Articles]:
     names = ("agnews/train.csv", "agnews/test.csv")
-    if hub.installed() and folder.lacks(*names):
+    if hub_installed() and folder.lacks(*names):
         train, test = (
-            [(str(row["text"]), int(str(row["label"]))) for row in hub.download("fancyzhx/ag_news", split)]
+            [(str(row["text"]), int(str(row["label"]))) for row in download("fancyzhx/ag_news", split)]
             for split in ("train", "test")
         )
         return "AG News", train, test
     if folder.has(names[0]):
         train, test = (read(folder.file(name), _agnews_rows) for name in names)
         return "AG News", train, test
-    rows = read(folder.file(names[1], otherwise=hub.OFFER), _agnews_rows)
+    rows = read(folder.file(names[1], otherwise=OFFER), _agnews_rows)
     order = Stream((0xA6,)).permutation(len(rows))
     held_out, kept = np.split(order, [len(rows) // 5])
     title = "AG News (the test file, split 4 to 1)"

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data sets of separate examples: images, feature rows, texts."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Protocol
 
@@ -12,6 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.lab.tasks.data.base import Batch, ExampleMetadata, Indices, RandomBits, Shard, Stream, sample
+
+_SPECIAL = ("<padding>", "<begin>", "<end>", "<unknown>")
+UNKNOWN = 3
+_TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
 class Table(Protocol):
@@ -177,3 +183,51 @@ def trimmed(table: NDArray[np.int32], rows: Indices) -> Tensor:
     chosen = table[rows]
     longest = max(int((chosen != 0).sum(1).max()), 1)
     return torch.from_numpy(chosen[:, :longest].astype(np.int64))
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def tokens(text: str) -> list[str]:
+    """Words and punctuation marks, in lower case."""
+    return _TOKEN.findall(text.lower())
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Words with numbers from 4 on; 0 to 3 are padding, begin, end and unknown.
+
+    Args:
+        words: the words by number.
+
+    Example:
+        >>> vocabulary = Vocabulary.of([tokens("the cat, the dog")], size=6, occurrences=1)
+        >>> vocabulary.numbers(tokens("The dog"))
+        [4, 3]
+    """
+
+    words: tuple[str, ...]
+    _number: dict[str, int] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_number", {word: number for number, word in enumerate(self.words)})
+
+    @classmethod
+    def of(cls, sentences: Iterable[list[str]], *, size: int, occurrences: int) -> "Vocabulary":
+        """The most frequent words of the sentences; ties in alphabetical order.
+
+        Args:
+            sentences: as tokens.
+            size: the most numbers that are used, with the four special ones.
+            occurrences: how often a word must occur; rarer ones are unknown.
+        """
+        counts = Counter(token for sentence in sentences for token in sentence)
+        frequent = sorted((-count, word) for word, count in counts.items() if count >= occurrences)
+        return cls(_SPECIAL + tuple(word for _, word in frequent[: size - len(_SPECIAL)]))
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def numbers(self, sentence: list[str]) -> list[int]:
+        """The number of each token."""
+        return [self._number.get(token, UNKNOWN) for token in sentence]

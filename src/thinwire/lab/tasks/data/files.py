@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The data files: finding them in the data folder, and reading their formats."""
+"""The data files: finding them in the data folder, reading their formats, and downloading them."""
 
 import gzip
+import importlib
+import importlib.util
+import io
 import os
 import struct
 import zipfile
@@ -9,14 +12,18 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from thinwire.core.kernels.native import cache_folder
+from thinwire.core.storage.files import make_folder_of, write_atomically
 from thinwire.errors import ConfigError
+from thinwire.lab.tasks.data.base import Indices
 
 Content = TypeVar("Content")
+OFFER = ", or pip install 'thinwire[hub]' on a machine that is online"
 _BROKEN = (OSError, EOFError, ValueError, KeyError, IndexError, zlib.error, struct.error, zipfile.BadZipFile)
 
 
@@ -109,3 +116,65 @@ def idx(path: Path) -> NDArray[np.uint8]:
         raise ValueError(f"it starts with {raw[:4].hex()}, and IDX of bytes starts with 000008")
     shape = struct.unpack_from(f">{axes}I", raw, 4)
     return np.frombuffer(raw, np.uint8, offset=4 + 4 * axes).reshape(shape)
+
+
+# -- what is not in files: downloads, and arrays that are computed once ------------------------------------------------
+
+
+def hub_installed() -> bool:
+    """Whether the `datasets` library is installed."""
+    return importlib.util.find_spec("datasets") is not None
+
+
+def download(name: str, split: str) -> Any:
+    """One split of a data set, by its name on the hub; the library caches what it downloads.
+
+    Raises:
+        ConfigError: it cannot be downloaded.
+    """
+    library = importlib.import_module("datasets")
+    try:
+        return library.load_dataset(name, split=split)
+    # Every exception, because the library raises those of whatever transport it uses.
+    except Exception as error:
+        raise ConfigError(
+            f"{name} ({split}) cannot be downloaded ({error}). Go online, or let THINWIRE_DATA name a folder with it"
+        ) from error
+
+
+def labels_of(rows: Any) -> Indices:
+    """The classes of all rows."""
+    # Without the other columns, because iterating over images would decode them.
+    return np.array([row["label"] for row in rows.select_columns(["label"])], np.int64)
+
+
+def cached(name: str, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
+    """The array of this name, memory-mapped from its file, which is written first if it does not exist.
+
+    If the folder cannot be written to, the array is computed each time.
+
+    Args:
+        name: of the file; must change whenever the result of `make` would.
+        make: computes the array.
+    """
+    path = cache_folder() / f"{name}.npy"
+    found = _mapped(path)
+    if found is not None:
+        return found
+    array, content = make(), io.BytesIO()
+    np.save(content, array, allow_pickle=False)
+    try:
+        make_folder_of(path)
+        write_atomically(path, content.getvalue())
+    except OSError:
+        return array
+    # The mapped file instead of the array, so that several workers share its memory.
+    written = _mapped(path)
+    return array if written is None else written
+
+
+def _mapped(path: Path) -> NDArray[np.uint8] | None:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return None
