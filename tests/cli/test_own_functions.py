@@ -12,7 +12,6 @@ import pytest
 
 from thinwire.cli import main
 from thinwire.cli.commands import parse
-from thinwire.cli.sweep import Sweep
 from thinwire.lab.runs.folder import RunFolder
 
 OWN = ["--model", "examples.own_task:model", "--data", "examples.own_task:data"]
@@ -99,21 +98,6 @@ def test_a_sweep_of_own_functions_is_resumed_only_where_they_are_named_again(cap
 
 
 @pytest.mark.slow
-def test_a_sweep_whose_journal_does_not_say_which_data_it_had_is_resumed(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As older versions wrote it."""
-    settings = Sweep._settings
-    with monkeypatch.context() as patch:
-        patch.setattr(Sweep, "_settings", lambda sweep: {k: v for k, v in settings(sweep).items() if k != "own_data"})
-        arguments = ["--lr", "0.01", "--trials", "2", "--steps", "4", "--out", "sweep"]
-        assert main(["sweep", *OWN, *LOSS, *arguments]) == 0
-    capsys.readouterr()
-    assert "--data MODULE:FUNCTION" in refused(capsys, "sweep", "--resume", "sweep")
-    assert main(["sweep", "--resume", "sweep", *OWN, *LOSS]) == 0
-
-
-@pytest.mark.slow
 def test_a_batch_that_does_not_fit_is_named_with_its_rank_and_step(capsys) -> None:
     Path("late_mistake.py").write_text(
         "import torch\n"
@@ -130,7 +114,7 @@ def test_a_batch_that_does_not_fit_is_named_with_its_rank_and_step(capsys) -> No
 
 WRONG = {
     ("--model", "train"): "must be MODULE:FUNCTION, such as --model train:model, for model() in train.py",
-    ("--model", "nowhere:model"): "--model nowhere:model: there is no module nowhere, neither installed nor in",
+    ("--model", "nowhere:model"): "--model nowhere:model: no module nowhere is installed or in",
     ("--model", "examples/own_task.py:model"): "write it as one would import it: --model examples.own_task:model",
     ("--model", "examples.own_task:modle"): "examples.own_task has no 'modle'; did you mean model?",
     ("--model", "examples.own_task:__name__"): "is a str. It must be a function model()",

@@ -227,9 +227,6 @@ class Sweep:
             raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing. Leave out one of them")
         before, now, defaults = settings_in(folder / _JOURNAL), self._settings(), Sweep()._settings()
         self._check_named_again(folder, before)
-        if before["own_model"] is not None:
-            before.setdefault("own_data", now["own_data"])  # older journals do not say which function it was
-        before = defaults | before
         # An option that is given again with the value it began with is allowed, and so is one at its default.
         for name, value in now.items():
             if value not in (defaults[name], before[name]):
@@ -240,7 +237,7 @@ class Sweep:
 
     def _check_named_again(self, folder: Path, before: Fields) -> None:
         """Refuse to import a function that only a file names."""
-        data = None if before["own_model"] is None else before.get("own_data") or "MODULE:FUNCTION"
+        data = None if before["own_model"] is None else before["own_data"]
         began = {"model": before["own_model"], "data": data, "loss": before["own_loss"]}
         named = {name: value for name, value in began.items() if value is not None}
         given = {"model": self.own_model, "data": self.data, "loss": self.own_loss}

@@ -160,7 +160,7 @@ def _config(sample, steps, workers):
         "parameters": MODEL_BYTES // 4,
         "host": {"cores": 2, "cpu": "AMD EPYC 7B13"},
     }
-    return {**config, "papers": [sample.paper]} if sample.paper else config
+    return {**config, "paper": sample.paper} if sample.paper else config
 
 
 def _summary(sample, metrics, steps, workers):

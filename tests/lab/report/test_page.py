@@ -17,7 +17,7 @@ from thinwire.core import units
 from thinwire.errors import ConfigError
 from thinwire.lab.report import page as report_page
 from thinwire.lab.report import read, write_report
-from thinwire.lab.report.headline import lead, papers
+from thinwire.lab.report.headline import lead, paper_of
 from thinwire.lab.report.palette import TONES, looks
 from thinwire.lab.report.table import columns, written
 
@@ -343,16 +343,11 @@ def test_words_from_files_are_shown_and_never_interpreted(tmp_path):
 
 def test_a_paper_is_linked_where_its_address_is_known():
     whole = "Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643, Algorithm 1"
-    given = ["https://a.org/p.pdf", whole, {"title": "SGP", "url": "1811.10792"}, "javascript:1", 7, ""]
-    assert papers({"papers": given}) == [
-        ("https://a.org/p.pdf", "https://a.org/p.pdf"),
-        (whole, "https://arxiv.org/abs/1910.00643"),
-        ("SGP", "https://arxiv.org/abs/1811.10792"),
-        ("javascript:1", None),
-    ]
-    assert papers({"paper": "arXiv:1910.00643"}) == [("arXiv:1910.00643", "https://arxiv.org/abs/1910.00643")]
-    assert papers({"paper": "a book"}) == [("a book", None)]
-    assert papers({}) == []
+    assert paper_of({"paper": "https://a.org/p.pdf"}) == ("https://a.org/p.pdf", "https://a.org/p.pdf")
+    assert paper_of({"paper": whole}) == (whole, "https://arxiv.org/abs/1910.00643")
+    assert paper_of({"paper": "javascript:1"}) == ("javascript:1", "")
+    assert paper_of({"paper": "a book"}) == ("a book", "")
+    assert paper_of({}) is None
 
 
 def test_a_comparison_without_a_title_is_named_by_what_it_compares(tmp_path):

@@ -14,7 +14,7 @@ from thinwire.lab.report.runs import Collection, Run
 from thinwire.lab.report.table import baseline, best, cells, columns, direction, metric_name, winners
 
 _PAYLOAD = "payload_bytes_per_worker_per_step"
-_ELSEWHERE = ("command", "strategy", "paper", "papers")
+_ELSEWHERE = ("command", "strategy", "paper")
 _WORDS = {"lr": "learning rate", "batch_size": "batch size", "cores": "cores", "cpu": "processor"}
 _ARXIV = re.compile(r"(?:arxiv:\s*|^)(\d{4}\.\d{4,5})(?:v\d+)?", re.IGNORECASE)
 
@@ -175,29 +175,15 @@ def details(collection: Collection) -> tuple[dict[str, str], list[dict[str, str]
     return _listed(shared), owns
 
 
-def papers(config: Facts) -> list[tuple[str, str | None]]:
-    """The papers in a configuration's `paper` or `papers`, each with its address; None where that is not known.
+def paper_of(config: Facts) -> tuple[str, str] | None:
+    """The paper in a configuration and its address, "" where that is not known; None if it names no paper.
 
-    A paper is an address, a text that may contain an arXiv number such as `arXiv:1910.00643`, or an object with `title`
-    and `url`.
+    A paper is an address, or a text that may contain an arXiv number such as `arXiv:1910.00643`.
     """
-    given = config.get("papers", config.get("paper"))
-    entries = given if isinstance(given, list) else [given]
-    return [paper for paper in map(_paper, entries) if paper is not None]
-
-
-def _paper(entry: object) -> tuple[str, str | None] | None:
-    if isinstance(entry, Mapping):
-        address = str(entry.get("url") or entry.get("arxiv") or "")
-        return str(entry.get("title") or address), _address(address)
-    return (entry, _address(entry)) if isinstance(entry, str) and entry else None
-
-
-def _address(words: str) -> str | None:
-    if words.startswith(("https://", "http://")):
-        return words
-    number_found = _ARXIV.search(words)
-    return f"https://arxiv.org/abs/{number_found[1]}" if number_found else None
+    words = text(config, "paper")
+    found = _ARXIV.search(words)
+    address = f"https://arxiv.org/abs/{found[1]}" if found else words if words.startswith("https://") else ""
+    return (words, address) if words else None
 
 
 def _listed(facts: Mapping[str, object]) -> dict[str, str]:

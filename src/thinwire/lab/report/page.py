@@ -11,7 +11,7 @@ from thinwire.lab.report.document import render
 from thinwire.lab.report.files import write_text
 from thinwire.lab.report.folder import read
 from thinwire.lab.report.graph import topology_pictures
-from thinwire.lab.report.headline import details, lead, papers, setting, tiles
+from thinwire.lab.report.headline import details, lead, paper_of, setting, tiles
 from thinwire.lab.report.links import link_picture
 from thinwire.lab.report.palette import Look, looks
 from thinwire.lab.report.picture import Picture, narrow
@@ -108,5 +108,5 @@ def page(collection: Collection, styles: Sequence[Look], drawings: Drawings, sma
         configured=any(run.config for run in collection.runs),
         shared=shared,
         owns=owns,
-        papers=papers,
+        paper_of=paper_of,
     )

@@ -64,13 +64,11 @@ def deviation(summary: Facts, key: str) -> float | None:
 def of_same_seeds(strategies: Sequence[Sequence[Facts]]) -> list[tuple[Facts, ...]]:
     """Leave out the rounds whose seed some strategy has not been run with, as after an interruption.
 
-    Summaries without a seed, of earlier versions, are kept. So are all if no seed is common.
+    All are kept if no seed is common.
     """
     seeds = [{each.get("seed") for each in rounds} for rounds in strategies]
-    if any(None in each for each in seeds):
-        return [tuple(rounds) for rounds in strategies]
     common = set.intersection(*seeds) if seeds else set()
-    return [tuple(each for each in rounds if not common or each["seed"] in common) for rounds in strategies]
+    return [tuple(each for each in rounds if not common or each.get("seed") in common) for rounds in strategies]
 
 
 def median_round(strategies: Sequence[Sequence[Facts]]) -> int:

@@ -20,6 +20,7 @@ from thinwire.lab.runs.optimizer import check_optimizer
 from thinwire.lab.runs.recipes import parse_recipe
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import check_switches
+from thinwire.lab.runs.writer import start_of_summary
 
 
 class Start(Protocol):
@@ -137,26 +138,8 @@ def compare(
 
 def _write_diverged(home: RunFolder, settings: Settings, error: NonFiniteError) -> Fields:
     """Write and return the summary of a run that diverged: its steps until then, and what ended it."""
-    totals = Totals(home.records())
-    last = totals.records[-1] if totals.records else None
-    summary: Fields = {
-        "strategy": settings.strategy,
-        "seed": settings.seed,
-        "task": settings.task,
-        "model": settings.model,
-        "workers": settings.workers,
-        "link": settings.link,
-        "steps": 0 if last is None else last.step,
-        "seconds": 0.0 if last is None else last.seconds,
-        **totals.summary(),
-        "wire_bytes_per_worker_per_step": None,
-        "train_loss": None,
-        "eval_loss": None,
-        "eval_metric": None,
-        "seconds_to_target": None,
-        "target_loss": settings.target_loss,
-        "diverged": str(error),
-    }
+    unknown = ("wire_bytes_per_worker_per_step", "train_loss", "eval_loss", "eval_metric", "seconds_to_target")
+    summary = start_of_summary(settings, Totals(home.records())) | dict.fromkeys(unknown) | {"diverged": str(error)}
     home.write("summary.json", summary)
     return summary
 

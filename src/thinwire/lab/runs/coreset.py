@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Mapping
-from dataclasses import fields
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
@@ -24,37 +21,21 @@ from thinwire.errors import ConfigError
 from thinwire.lab.tasks import IGNORED, Batch, Shard, Task
 from thinwire.lab.tasks.data.base import Stream
 from thinwire.lab.tasks.data.examples import ExampleSet
+from thinwire.methods.strategies.recipe import read
 
 POLICIES: Mapping[str, type[Policy]] = {
     kind.__name__: kind for kind in (Craig, Random, Stratified, KCenter, El2n, Grand, Crest)
 }
-_EXAMPLE = 'write it like "Craig(fraction=0.1, every=5)"'
 
 
 def parse_policy(text: str) -> Policy:
     """Read a policy such as "Craig(fraction=0.1, every=5)"; nothing is evaluated.
 
     Raises:
-        ConfigError: an unknown name or argument, a value that is no literal, or one that the policy refuses.
+        ConfigError: an unknown name or argument, or a value that the policy refuses.
     """
-    try:
-        node = ast.parse(text.strip(), mode="eval").body
-        call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-        if not isinstance(call.func, ast.Name) or call.args:
-            raise ValueError("not a name with named arguments")
-        name = call.func.id
-        arguments = {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
-        raise ConfigError(f"coreset {text[:100]!r}: cannot be read; {_EXAMPLE}") from None
-    if name not in POLICIES:
-        close = get_close_matches(name.lower(), [known.lower() for known in POLICIES], n=1, cutoff=0.5)
-        meant = next((f"; did you mean {known}?" for known in POLICIES if [known.lower()] == close), "")
-        raise ConfigError(f"coreset {text!r}: {name!r} is unknown{meant} (known: {', '.join(POLICIES)})")
-    known = [field.name for field in fields(POLICIES[name])]
-    unknown = next((each for each in arguments if each not in known), None)
-    if unknown is not None:
-        raise ConfigError(f"coreset {text!r}: {name} has no {unknown!r} (known: {', '.join(known)})")
-    return POLICIES[name](**arguments)
+    example = '"Craig(fraction=0.1, every=5)"'
+    return read(text, Policy, what="coreset", example=example, imports=False, more=POLICIES)
 
 
 def check_policy(text: str, task: Task, optimizer: str) -> str:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from difflib import get_close_matches
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Task, load
 from thinwire.lab.tasks.own import OwnFunctions, check_own, own_task
+from thinwire.methods.strategies.user_classes import import_from_here
 
 _DECIDED = {
     "task": "the model and its data are the task",
@@ -124,7 +124,7 @@ def find_function(option: str, name: str, *, imports: bool) -> Callable[..., Any
         raise ConfigError(
             f"{where}: the name comes from a file, and files import nothing. Give the options of this run again"
         )
-    found: Any = sys.modules.get(module_name) or _import(module_name, where, example)
+    found: Any = sys.modules.get(module_name) or import_from_here(module_name, where, example)
     for part in attribute.split("."):
         if not hasattr(found, part):
             raise ConfigError(f"{where}: {module_name} has no {part!r}{_nearest(part, found)}")
@@ -137,23 +137,6 @@ def find_function(option: str, name: str, *, imports: bool) -> Callable[..., Any
             "torch.nn.functional:cross_entropy, or an instance in a module of yours"
         )
     return found
-
-
-def _import(name: str, where: str, example: str) -> Any:
-    folder = str(Path.cwd())
-    if folder not in sys.path and "" not in sys.path:
-        # The last place, so that it hides no installed module; kept, for what the module imports later.
-        sys.path.append(folder)
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{where}: importing {name} failed: {error}") from error
-        raise ConfigError(
-            f"{where}: there is no module {error.name}, neither installed nor in {folder}. Write it like {example}"
-        ) from None
-    except (Exception, SystemExit) as error:
-        raise ConfigError(f"{where}: importing {name} failed: {type(error).__name__}: {error}") from error
 
 
 def _nearest(name: str, module: Any) -> str:

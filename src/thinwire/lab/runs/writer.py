@@ -142,25 +142,15 @@ class Writer:
             wire_bytes: sent while training, mean over workers; None where not measured.
             more: further entries.
         """
-        records, settings = self.totals.records, self.settings
-        steps = records[-1].step if records else 0
-        summary: Fields = {
-            "strategy": settings.strategy,
-            "seed": settings.seed,
-            "task": settings.task,
-            "model": settings.model,
-            "workers": settings.workers,
-            "link": settings.link,
-            "steps": steps,
-            "seconds": records[-1].seconds if records else 0.0,
-            **self.totals.summary(),
+        summary = start_of_summary(self.settings, self.totals)
+        steps = summary["steps"]
+        summary |= {
             "wire_bytes_per_worker_per_step": wire_bytes / steps if wire_bytes is not None and steps else None,
             "eval_loss": None if evaluation is None else evaluation.loss,
             "eval_metric": None if evaluation is None else evaluation.metric,
             "eval_targets": None if evaluation is None else evaluation.targets,
             "metric": self.task.metric,
             "seconds_to_target": seconds_to_target,
-            "target_loss": settings.target_loss,
             "slow_worker": None if self._slow_worker is None else asdict(self._slow_worker),
             **(more or {}),
         }
@@ -171,6 +161,18 @@ class Writer:
         """Write what is left."""
         if self._scalars is not None:
             self._scalars.close()
+
+
+def start_of_summary(settings: Settings, totals: Totals) -> Fields:
+    """What every run's summary has, also that of one that diverged."""
+    last = totals.records[-1] if totals.records else None
+    return {
+        **{name: getattr(settings, name) for name in ("strategy", "seed", "task", "model", "workers", "link")},
+        "steps": 0 if last is None else last.step,
+        "seconds": 0.0 if last is None else last.seconds,
+        **totals.summary(),
+        "target_loss": settings.target_loss,
+    }
 
 
 def _exposed(settings: Settings) -> str:

@@ -63,15 +63,19 @@ def user_module(name: str, where: str, *, imports: bool) -> ModuleType:
             f"{where}: {name} is not imported, and a recipe that is read from a file or from another process imports "
             f"nothing. Import {home} first, or on the command line repeat the recipe as --strategy"
         )
-    return sys.modules.get(home) or _import(home, where)
+    return sys.modules.get(home) or import_from_here(home, where)
 
 
 def _is_registered(kind: type) -> bool:
     return any(kind is each for each in REGISTERED.values())
 
 
-def _import(name: str, where: str) -> ModuleType:
-    """Import a module, from the current folder too, which the path of an installed command does not have."""
+def import_from_here(name: str, where: str, example: str = "my_package.methods:Mine") -> ModuleType:
+    """Import a module, from the current folder too, which the path of an installed command does not have.
+
+    Raises:
+        ConfigError: it cannot be imported; the message begins with `where`, and names an example.
+    """
     folder = str(Path.cwd())
     if folder not in sys.path and "" not in sys.path:
         # At the end, so that it hides no installed module. It stays, because the module may import more later.
@@ -83,7 +87,7 @@ def _import(name: str, where: str) -> ModuleType:
             raise ConfigError(f"{where}: importing {name} failed: {error} ({_place(error)})") from error
         raise ConfigError(
             f"{where}: no module {error.name} is installed or in {folder}. Name the module as in an import, such as "
-            "my_package.methods:Mine"
+            f"{example}"
         ) from None
     except (Exception, SystemExit) as error:
         raise ConfigError(
