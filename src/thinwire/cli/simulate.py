@@ -31,9 +31,9 @@ class Simulate:
 
     Example: thinwire simulate --strategy "PushSum()" --workers 64 --network examples/network.toml --steps 20
 
-    Workers minimise a quadratic, each its own, so that thousands of them fit in one process; --task trains a model on
-    real data instead, and --meta computes nothing at all. All times are virtual: the same seed gives the same run, bit
-    for bit.
+    Workers minimize a quadratic, each its own, so that thousands of them fit in one process; --meta computes nothing at
+    all. thinwire compare --simulate trains models on real data instead. All times are virtual: the same seed gives the
+    same run, bit for bit.
 
     Args:
         strategy: the recipe, such as "SlowMo(base=PushSum(), period=48)".
@@ -45,7 +45,6 @@ class Simulate:
         compute_time: of one step, such as 50ms or "lognormal(50ms, 0.2)", instead of the network file's; 50ms unless
             either is given.
         parameters: of the quadratic, such as 1e4.
-        task: train this task's model instead, such as digits.
         meta: tensors without numbers, for times and bytes of many workers.
         timeout: how long one wait may last, in virtual seconds.
         out: a folder for the run, which thinwire report draws; intervals of time are recorded of up to 32 workers.
@@ -59,7 +58,6 @@ class Simulate:
     seed: int = 0
     compute_time: str | None = None
     parameters: float = 1e4
-    task: str | None = None
     meta: bool = False
     timeout: float = 60.0
     out: Path | None = None
@@ -73,7 +71,6 @@ class Simulate:
         """
         if self.parameters < 1 or self.parameters % 1:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
-        from thinwire.lab import tasks
         from thinwire.lab.runs.recipes import parse_recipe
         from thinwire.lab.runs.simulated_training import Training, summarise
         from thinwire.methods.strategies.base import Strategy, check_workers
@@ -85,14 +82,11 @@ class Simulate:
         # Before anything is simulated, so that a mistake is told as one.
         if self.workers > 0:
             check_workers(strategy, self.workers)
-        if self.task is not None:
-            tasks.load(self.task)
         training = Training(
             strategy,
             steps=self.steps,
             make_optimizer=_maker(strategy, self.workers),
             parameters=int(self.parameters),
-            task=self.task,
             numbers="meta" if self.meta else "real",
             seed=self.seed,
         )
@@ -217,11 +211,10 @@ def _write(
     from thinwire.lab.runs.simulated_training import intervals
     from thinwire.registry import canonical
 
-    model = f"{command.parameters:g} parameters" if command.task is None else command.task
     facts = {
         "strategy": canonical(strategy),
-        "task": command.task or "quadratic",
-        "model": model,
+        "task": "quadratic",
+        "model": f"{command.parameters:g} parameters",
         "workers": command.workers,
         "link": None if command.network is None else str(command.network),
         "simulated": True,

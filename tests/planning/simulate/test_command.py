@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from thinwire import BackupWorkers, ConfigError, LocalSGD, PushSum
+from thinwire import BackupWorkers, ConfigError, PushSum
 from thinwire.cli import main
 from thinwire.lab.report.folder import read
 from thinwire.lab.runs.simulated_training import Training, summarise
@@ -108,9 +108,7 @@ def test_a_run_folder_is_one_that_the_report_reads(capsys: Capture, tmp_path: Pa
         (("--strategy", "AllReduce()", "--workers", "0"), "--workers 0"),
         (("--strategy", "AllReduce()", "--compute-time", "soon"), "--compute-time soon"),
         (("--strategy", "AllReduce()", "--network", "no-such.toml"), "no-such.toml: cannot be read"),
-        (("--strategy", "AllReduce()", "--meta", "--task", "digits"), "real gradients need numbers"),
         (("--strategy", "Hypercub()"), "Hypercub"),
-        (("--strategy", "AllReduce()", "--task", "digit"), "digit"),
         (("--strategy", "Gossip(Hypercube())", "--workers", "6"), "6"),
     ],
 )
@@ -151,15 +149,6 @@ def test_workers_agree_on_the_mean_of_their_minima() -> None:
     assert losses[1] < losses[0]
 
 
-def test_a_task_is_trained_on_real_data() -> None:
-    pytest.importorskip("sklearn")
-    ended = simulate(4, Training(LocalSGD(2), steps=4, task="digits"), compute_time=Duration("constant", 0.01))
-    assert not ended.failures
-    summary = summarise(ended)
-    assert summary.loss is not None and 0 < summary.loss < 3
-    assert summary.seconds > 0.04
-
-
 def test_a_late_worker_s_steps_are_counted_as_they_were() -> None:
     network = Network(compute=Duration("constant", 0.1), specials=(Special((2,), slowdown=3.5),))
     ended = simulate(4, Training(BackupWorkers(), steps=12, parameters=10), network=network)
@@ -176,7 +165,7 @@ def test_the_dead_have_no_outcome() -> None:
     assert set(summarise(ended).failures) == {0, 2}
 
 
-@pytest.mark.parametrize("settings", [{"steps": 0}, {"parameters": 0}, {"task": "digits", "numbers": "meta"}])
+@pytest.mark.parametrize("settings", [{"steps": 0}, {"parameters": 0}])
 def test_impossible_training_runs_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         Training(PushSum(), **settings)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Training runs of simulated workers: a quadratic with known gradients, a task with real ones, or no numbers at all."""
+"""Training runs of simulated workers: a quadratic with known gradients, or no numbers at all; and their figures."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from thinwire.core.comm.work import Interval
-from thinwire.errors import ConfigError
-from thinwire.lab import tasks
+from thinwire.core.validation import check_ranges
+from thinwire.lab.runs.optimizer import set_lr
 from thinwire.methods.strategies.base import Strategy
 from thinwire.planning.simulate.comm import SimulatedComm
 from thinwire.planning.simulate.record import NETWORK
@@ -26,16 +26,16 @@ from thinwire.worker.worker import Worker, internals_of
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 _LARGEST_TENSOR = 1 << 20
 _MOST_PAIRS = 10
+_LR = 0.1  # of SGD
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one worker has to tell after its run.
+    """One worker's figures of a run.
 
     Attributes:
-        loss: of the model that all workers agree on: of a quadratic, the mean over workers of half the mean square of
-            the distance to a worker's own minimum; of a task, on its held-out data. None where there are no numbers,
-            and on ranks other than 0.
+        loss: of the model that all workers agree on: the mean over workers of half the mean square of the distance to a
+            worker's own minimum. None where there are no numbers, and on ranks other than 0.
         seconds: virtual time at the end of the last step.
         payload_bytes: sent in all steps.
         messages: calls in which it sent anything.
@@ -49,19 +49,18 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Training:
-    """A training run, the same on each simulated worker: `simulate(workers, Training(...))`.
+    """The training of a quadratic, the same on each simulated worker: `simulate(workers, Training(...))`.
 
     Args:
         strategy: the recipe.
         steps: how many.
         make_optimizer: makes the optimizer from the parameters; plain SGD unless given.
         parameters: of the quadratic; each worker has a minimum of its own, drawn from the seed.
-        task: instead of the quadratic, a task of `thinwire.lab.tasks`, with real gradients.
         numbers: "real"; or "meta", where tensors have no data, for the times and bytes of many workers.
         seed: of the data, the model and the strategy's draws.
 
     Raises:
-        ConfigError: fewer than one step or parameter, or a task without numbers.
+        ConfigError: fewer than one step or parameter.
 
     Example:
         >>> from thinwire import PushSum
@@ -76,101 +75,59 @@ class Training:
     steps: int = 100
     make_optimizer: MakeOptimizer | None = None
     parameters: int = 10_000
-    task: str | None = None
     numbers: Literal["real", "meta"] = "real"
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: must be at least 1")
-        if self.parameters < 1:
-            raise ConfigError(f"parameters={self.parameters}: a model has at least 1")
-        if self.task is not None and self.numbers == "meta":
-            raise ConfigError(f"task={self.task!r}: real gradients need numbers. Leave out the task, or numbers='meta'")
+        check_ranges(self, steps=("1..", "100 is usual"), parameters=("1..", "10000 is usual"))
 
     def __call__(self, comm: SimulatedComm) -> Outcome:
         """Train on one worker."""
-        return self._train_task(comm, self.task) if self.task is not None else self._train_quadratic(comm)
-
-    def _train_quadratic(self, comm: SimulatedComm) -> Outcome:
         device = "meta" if self.numbers == "meta" else "cpu"
         sizes = [min(_LARGEST_TENSOR, self.parameters - start) for start in range(0, self.parameters, _LARGEST_TENSOR)]
         model = nn.ParameterList([torch.zeros(size, dtype=torch.float32, device=device) for size in sizes])
         minimum = None if self.numbers == "meta" else self._minimum(comm.rank)
         centres = [torch.empty_like(p) for p in model] if minimum is None else list(minimum.split(sizes))
-        optimizer = self._optimizer(model, 0.1)
+        optimizer = self._optimizer(model)
         worker = attach(model, optimizer, self.strategy, comm=comm, seed=self.seed)
         if minimum is None:
             _spare_arithmetic(optimizer, worker)
-
-        def gradients() -> None:
+        # The messages that attach the model do not count.
+        nbytes, messages = comm.meter.payload_bytes, comm.meter.messages
+        # A worker that was late may continue at a later step.
+        while worker.step < self.steps:
+            comm.compute()
             for parameter, centre in zip(model, centres, strict=True):
                 parameter.grad = centre if minimum is None else torch.sub(parameter.detach(), centre)
             if (backward := internals_of(worker).backward) is not None:
                 backward.flush()
             worker.record_batch(1, loss=0.0)
-
-        def loss() -> float | None:
-            if minimum is None or comm.rank:
-                return None
-            agreed = torch.cat([parameter.detach() for parameter in model])
-            rows = (self._minimum(rank) for rank in range(comm.size))
-            return sum(float((agreed - row).square().mean()) / 2 for row in rows) / comm.size
-
-        return self._train(comm, worker, gradients, loss)
-
-    def _minimum(self, rank: int) -> Tensor:
-        draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
-        return torch.randn(self.parameters, generator=draw, dtype=torch.float32, device="cpu")
-
-    def _train_task(self, comm: SimulatedComm, name: str) -> Outcome:
-        task = tasks.load(name)
-        shard = task.shards(comm.size)[comm.rank]
-        with torch.device("cpu"):  # where the batches are
-            model = task.model(seed=self.seed)
-        worker = attach(model, self._optimizer(model, task.defaults.lr), self.strategy, comm=comm, seed=self.seed)
-
-        def gradients() -> None:
-            batch = task.batch(
-                shard, step=worker.step, batch_size=task.defaults.batch_size, seed=self.seed, rank=comm.rank
-            )
-            worker.optimizer.zero_grad()
-            loss = task.loss(model, batch)
-            loss.backward()
-            worker.record_batch(len(batch[0]), loss=loss)
-
-        def loss() -> float | None:
-            return None if comm.rank else task.evaluate(model).loss
-
-        return self._train(comm, worker, gradients, loss)
-
-    def _train(
-        self, comm: SimulatedComm, worker: Worker, gradients: Callable[[], None], loss: Callable[[], float | None]
-    ) -> Outcome:
-        """The loop; what is sent to attach the model does not count."""
-        nbytes, messages = comm.meter.payload_bytes, comm.meter.messages
-        # A worker that was late may continue at a later step.
-        while worker.step < self.steps:
-            comm.compute()
-            gradients()
-            worker.optimizer.step()
+            optimizer.step()
         internals_of(worker).wait_pending()
         comm.end_step()
         sent, seconds = comm.meter.payload_bytes - nbytes, comm.now
         messages = comm.meter.messages - messages
         with worker.consensus():
-            found = loss()
+            loss = None if minimum is None or comm.rank else self._loss(model, comm.size)
         worker.detach()
-        return Outcome(found, seconds, sent, messages)
+        return Outcome(loss, seconds, sent, messages)
 
-    def _optimizer(self, model: nn.Module, lr: float) -> Optimizer:
+    def _loss(self, model: nn.ParameterList, size: int) -> float:
+        agreed = torch.cat([parameter.detach() for parameter in model])
+        return sum(float((agreed - self._minimum(rank)).square().mean()) / 2 for rank in range(size)) / size
+
+    def _minimum(self, rank: int) -> Tensor:
+        draw = torch.Generator().manual_seed(1_000_003 * self.seed + rank)
+        return torch.randn(self.parameters, generator=draw, dtype=torch.float32, device="cpu")
+
+    def _optimizer(self, model: nn.Module) -> Optimizer:
         parameters = list(model.parameters())
         if self.make_optimizer is None:
-            return SGD(parameters, lr=lr)
+            return SGD(parameters, lr=_LR)
         optimizer = self.make_optimizer(parameters)
-        for group in optimizer.param_groups:
-            group["lr"] = lr if isinstance(optimizer, SGD) else group["lr"]
+        if isinstance(optimizer, SGD):
+            set_lr(optimizer, _LR)
         return optimizer
 
 
