@@ -59,16 +59,6 @@ def test_a_store_s_port_is_one(capsys):
     assert "--port 70000: must be 0 to 65535" in refused(capsys, "store", "--port", "70000")
 
 
-@pytest.mark.slow
-def test_a_run_without_a_timeline_has_ended_well(capsys, tmp_path):
-    pytest.importorskip("sklearn")
-    short = ["--task", "digits", "--workers", "1", "--steps", "3", "--eval-limit", "64"]
-    assert main(["train", *short, "--trace", "--json", "--out", str(tmp_path / "run")]) == 0
-    printed = capsys.readouterr()
-    assert json.loads(printed.out)["steps"] == 3
-    assert "no trace: " in printed.err and not (tmp_path / "run" / "trace.json").exists()
-
-
 def test_a_connection_that_breaks_is_no_output_that_nobody_reads(monkeypatch):
     def broken(_):
         raise BrokenPipeError("a socket")
@@ -256,7 +246,6 @@ def test_under_torchrun_links_and_workers_are_real(monkeypatch, capsys):
         monkeypatch.setenv(name, value)
     assert "torchrun has started 3" in refused(capsys, "train", "--workers", "2")
     assert "links are real" in refused(capsys, "train", "--link", "1gbit")
-    assert "only workers that this command starts" in refused(capsys, "train", "--stop", "1:1s:1s")
 
 
 def test_under_torchrun_workers_are_as_slow_as_they_were_asked_to_be(monkeypatch, tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -143,11 +142,6 @@ def test_explain_suggests_only_what_it_explains(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("AllReduce --batch-size 32", "--batch-size 32: is for --tensor-parallel. Leave it out, or add that"),
-        ("--tensor-parallel 2 --batch-size 0", "--batch-size 0: must be at least 1"),
-        ("--tensor-parallel 2 --workers 8", "--workers 8 with --tensor-parallel: decides nothing there. Leave it out"),
-        ("--tensor-parallel 2 --dtype bfloat16", "--dtype bfloat16 with --tensor-parallel: decides nothing there"),
-        ("--tensor-parallel 2 --optimizer adamw", "--optimizer adamw with --tensor-parallel: decides nothing there"),
         ("AllReduce --optimizer adamw --momentum 0.9", "--momentum 0.9 with --optimizer adamw: is the momentum of sgd"),
         ("AllReduce --parameters 9 --data here", "--data here with --parameters: no task is loaded. Leave it out"),
     ],
@@ -156,13 +150,6 @@ def test_explain_refuses_options_that_would_decide_nothing(
     options: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, "explain", *options.split()).startswith(words)
-
-
-def test_meshes_are_compared_over_the_slowest_of_the_links(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", "--tensor-parallel", "2", "--link", "1gbit+50us,1:5mbit+20ms", "--json"]) == 0
-    pace = json.loads(capsys.readouterr().out)["pace"]
-    assert (pace["bits_per_second"], pace["seconds_per_message"]) == (5e6, 0.02)
-    assert "there is no worker '2'" in refused(capsys, *["explain", "--tensor-parallel", "2", "--link", "2:5mbit"])
 
 
 def test_the_package_is_run_as_the_command() -> None:

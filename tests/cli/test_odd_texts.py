@@ -134,7 +134,6 @@ CALLS: list[list[str]] = [
         for name in ("link", "workers", "dtype", "optimizer")
     ),
     *(["explain", "AllReduce", f"--{name}"] for name in ("parameters", "task", "model-size", "momentum", "data")),
-    *(["explain", "--tensor-parallel", *more] for more in ([], ["4", "--link"], ["4", "--batch-size"])),
     ["topology"],
     *(["topology", "Ring", "--parameters", "100", f"--{name}"] for name in ("workers", "parameters", "link", "out")),
 ]
@@ -188,7 +187,6 @@ def test_every_odd_text_is_taken_or_refused_by_every_option(part: int) -> None:
         ["select", "--data", "points.npy", "--seed", "9" * 20],
         ["select", "--data", "a" * 5000],
         ["explain", "AllReduce", "--momentum=-1"],
-        ["explain", "--tensor-parallel", "9" * 20],
         ["explain", "AllReduce", "--parameters", "9" * 20],
     ],
 )

@@ -13,25 +13,19 @@ from thinwire.core.units import count, nbytes, rate, seconds, times, workers
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from torch import nn
 
     from thinwire.methods.strategies.base import Strategy
     from thinwire.planning.plan import BucketCost, Card
     from thinwire.planning.plan.late import LateCost
     from thinwire.planning.plan.traffic import MakeOptimizer
-    from thinwire.tensor2d.advisor import Advice
 
 _MOST_NAMED_RANKS = 8
-_LINK = "1gbit+50us"
-_MOST_RANKS = 1 << 16
-_OF_OPTIMIZER = ("optimizer", "momentum")
 
 
 @dataclass(frozen=True)
 class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "momentum"])):
-    """Show the bytes, the memory and the waits of a strategy, without training; or compare meshes that split a model.
+    """Show the bytes, the memory and the waits of a strategy, without training.
 
     Example: thinwire explain "LocalSGD(period=8, codec=Quantize(4))" --task text --workers 4 --link 100mbit
 
@@ -42,13 +36,10 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
     Args:
         recipe: the strategy as text, such as "LocalSGD(period=8, codec=Quantize(4))".
-        tensor_parallel: instead of a recipe, a number of ranks: compares every mesh of rows and columns over which so
-            many ranks can split the task's language model, and names the best for --link RATE+DELAY.
-        batch_size: with --tensor-parallel, samples in the whole batch.
         parameters: how many parameters the model has, such as 6.5e6, instead of a task's model.
         workers: how many workers train together.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit; seconds are computed from
-            the slowest rate, and not shown unless given. With --tensor-parallel, 1gbit+50us unless given.
+            the slowest rate, and not shown unless given.
         bucket: a bucket over which the workers train, LATENCY,UP,DOWN, such as 40ms,20mbit,50mbit; shows requests, time
             and price.
         prices: with --bucket, dollars for 1,000 writes, for 1,000 reads, and for 1 GB that is read; those of S3 unless
@@ -59,10 +50,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         json: print everything as JSON.
     """
 
-    recipe: str | None = None
+    recipe: str
     _: KW_ONLY
-    tensor_parallel: int | None = None
-    batch_size: int = 16
     parameters: float | None = None
     workers: int = 4
     link: str | None = None
@@ -74,22 +63,17 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
     json: bool = False
 
     def __call__(self) -> int:
-        """Print the card, or the table of meshes; returns 0.
+        """Print the card; returns 0.
 
         Raises:
             ConfigError: options that exclude each other, or a value that cannot be read.
         """
         self._check_used()
-        if self.tensor_parallel is not None:
-            self._explain_meshes(self.tensor_parallel)
-            return 0
         import torch
 
         from thinwire.elastic.late import LateMerging
         from thinwire.planning.plan import explain, parse_store
 
-        if self.recipe is None:
-            raise ConfigError('RECIPE is missing. Name one, such as "LocalSGD(period=8)", or give --tensor-parallel 4')
         strategy = _strategy(self.recipe)
         bits_per_second = self._bits_per_second()
         name, model = self._model()
@@ -112,23 +96,9 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
     def _check_used(self) -> None:
         """Refuse options that would decide nothing beside the others."""
-        meshes, given = self.tensor_parallel is not None, self.given()
-        if not meshes and self.batch_size != Explain.batch_size:
-            raise ConfigError(f"--batch-size {self.batch_size}: is for --tensor-parallel. Leave it out, or add that")
-        if self.batch_size < 1:
-            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        given = self.given()
         if self.bucket is None and (self.prices is not None or self.step_seconds != Explain.step_seconds):
             raise ConfigError("--prices and --step-seconds are for --bucket. Add that, or leave them out")
-        other = {
-            "bucket": self.bucket,
-            "workers": self.workers,
-            "dtype": self.dtype,
-            "late": self.late,
-            **{name: given[name] for name in _OF_OPTIMIZER},
-        }
-        for name, value in other.items() if meshes else ():
-            if value != getattr(Explain, name):
-                raise ConfigError(f"--{name} {value} with --tensor-parallel: decides nothing there. Leave it out")
         if given["momentum"] is not None and given["optimizer"] not in (None, "sgd"):
             raise ConfigError(
                 f"--momentum {given['momentum']} with --optimizer {given['optimizer']}: is the momentum of sgd. Leave "
@@ -136,22 +106,6 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             )
         if self.parameters is not None and given["data"] is not None:
             raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded. Leave it out")
-
-    def _explain_meshes(self, ranks: int) -> None:
-        if self.recipe is not None or self.parameters is not None:
-            raise ConfigError(
-                "--tensor-parallel: shows meshes for a task's model. Leave out the recipe and --parameters"
-            )
-        given = self.given()
-        _explain_meshes(
-            ranks,
-            task=given["task"],
-            size=given["model"],
-            batch_size=self.batch_size,
-            link=self.link,
-            data=given["data"],
-            json=self.json,
-        )
 
     def _model(self) -> tuple[str, int | nn.Module]:
         """The model in words, and the number of its parameters or the model itself."""
@@ -358,77 +312,3 @@ def _receivers(card: Card) -> str:
 
 def _number(value: float) -> str:
     return f"{value:.3g}"
-
-
-# -- meshes ------------------------------------------------------------------------------------------------------------
-
-
-def _explain_meshes(
-    ranks: int, *, task: str | None, size: str | None, batch_size: int, link: str | None, data: Path | None, json: bool
-) -> None:
-    """Show every mesh of `ranks` ranks for a task's model, and mark the best one.
-
-    Args:
-        ranks: number of ranks.
-        task: a language task; default text.
-        size: size of its model.
-        batch_size: samples of the whole batch.
-        link: links of the ranks, [RANK:]RATE[+DELAY], of which the least rate and the longest delay count; default
-            1gbit+50us.
-        data: folder of data files.
-        json: whether to print the advice as JSON.
-
-    Raises:
-        ConfigError: a model that the advisor does not know, or a link without a rate.
-    """
-    import torch
-
-    from thinwire.lab import tasks
-    from thinwire.lab.emulate import parse_links
-    from thinwire.tensor2d.advisor import advise, describe_transformer, measure_flops
-    from thinwire.tensor2d.panels import Pace
-
-    found = tasks.load(task or "text", data=data)
-    with torch.device("meta"):
-        model = found.model(size or found.default_size, seed=0)
-    length = found.batch(found.shards(1)[0], 0, batch_size=1, seed=0, rank=0)[0].shape[-1]
-    described = describe_transformer(model, samples=batch_size, length=length)
-    # Numbers of ranks that cannot be are refused with the advice.
-    links = parse_links(link or _LINK, min(max(ranks, 1), _MOST_RANKS))
-    rates = [each.bits_per_second for each in links if each.bits_per_second is not None]
-    if not rates:
-        raise ConfigError(f"--link {link}: the best mesh depends on the rate. Give one, such as {_LINK}")
-    pace = Pace(max(each.delay_seconds for each in links), min(rates), measure_flops())
-    advice = advise(described, ranks, pace)
-    if json:
-        print_json(advice)
-        return
-    out.print(f"{found.name} ({size or found.default_size}), {batch_size} samples of {length} tokens")
-    _show_meshes(advice)
-
-
-def _show_meshes(advice: Advice) -> None:
-    from rich.table import Table
-
-    pace = advice.pace
-    out.print(
-        f"links of {rate(pace.bits_per_second)} and {seconds(pace.seconds_per_message)}, "
-        f"{pace.flops_per_second / 1e9:.3g} GFLOP/s measured here\n"
-    )
-    table = Table("mesh", "kind", "sent per step", "messages", "memory", "communication", "compute")
-    for cost in advice.costs:
-        name = f"{cost.rows}x{cost.columns}" + " *" * (cost is advice.best)
-        if cost.refusal and not cost.memory_bytes:
-            table.add_row(name, cost.refusal)
-            continue
-        table.add_row(
-            name,
-            cost.refusal or cost.kind,
-            nbytes(cost.sent_bytes),
-            str(cost.messages),
-            nbytes(cost.memory_bytes),
-            seconds(cost.communication_seconds),
-            seconds(cost.compute_seconds),
-        )
-    out.print(table)
-    out.print(advice.reason)

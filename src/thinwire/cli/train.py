@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.cli.console import err, out, print_json
+from thinwire.cli.console import out, print_json
 from thinwire.cli.options import as_typed, check_folder, check_saved, default_folder, settings_as_options
 from thinwire.cli.progress import Watch, notice_in_words, show_summaries
 from thinwire.errors import ConfigError
@@ -42,14 +42,12 @@ class Train(settings_as_options(without=["timeline_steps"])):
         rendezvous: the URL of an object store or a shared folder over which the workers train, such as s3://bucket/run;
             that of the environment variable THINWIRE_RENDEZVOUS unless given. Run the same command on every machine,
             with the same THINWIRE_KEY.
-        trace: also write the timeline as trace.json, which ui.perfetto.dev opens.
         json: print the summary as JSON.
     """
 
     out: Path | None = None
     resume: Path | None = None
     rendezvous: str | None = None
-    trace: bool = False
     json: bool = False
 
     def __call__(self) -> int:
@@ -185,13 +183,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
 
     def _show(self, summary: dict[str, Any], folder: Path) -> int:
         from thinwire.elastic.notice import LEFT_WITH_NOTICE
-        from thinwire.lab.report import write_trace
 
-        if self.trace:
-            try:
-                write_trace(folder)
-            except ConfigError as error:  # the run itself has ended well
-                err.print(f"no trace: {error}")
         code = 0 if "notice" not in summary else LEFT_WITH_NOTICE
         if self.json:
             print_json(summary)
@@ -209,5 +201,3 @@ def _refuse_emulation(given: dict[str, Any], where: str) -> None:
     """Refuse options that only workers have which this command starts."""
     if given["link"] is not None:
         raise ConfigError(f"--link {given['link']}: {where} the links are real. Leave it out")
-    if given["stop"] is not None:
-        raise ConfigError(f"--stop {given['stop']}: only workers that this command starts are suspended. Leave it out")

@@ -126,7 +126,6 @@ def test_numbers_are_those_of_processes(capsys: Capture, tmp_path: Path) -> None
     ("arguments", "words"),
     [
         (("--simulate", "--strategies", "AllReduce(); ddp"), "ddp is torch's own method, whose code cannot be"),
-        (("--simulate", "--strategies", "AllReduce()", "--stop", "1:1s:1s"), "Give pauses in a network file"),
         (("--step-seconds", "1"), "--step-seconds 1.0: is about simulated runs. Add --simulate"),
         (("--network", "x.toml"), "--network x.toml: is about simulated runs"),
         (("--simulate", "--network", "x.toml", "--link", "1gbit"), "both say what the network is. Give one"),

@@ -273,7 +273,7 @@ def test_agnews_holds_a_fifth_out_where_only_the_test_file_is_there(tmp_path: Pa
     assert task.evaluate(task.model(seed=0)).targets == 20
     words, labels = first_batch(task, 16)
     assert words.dtype == labels.dtype == torch.int64
-    assert task.model("transformer", seed=0)(words).shape == (16, 4)
+    assert task.model(seed=0)(words).shape == (16, 4)
     write_agnews(tmp_path, "train.csv", 60)
     task = tasks.load("agnews", data=tmp_path)
     assert (task.title, total_of(task)) == ("AG News", 60)

@@ -6,7 +6,6 @@ Nothing here needs torch, root or a daemon, and nothing stays on the machine aft
 
 from thinwire.lab.emulate.launch import Workers, run_workers
 from thinwire.lab.emulate.network import Network, Traffic, available
-from thinwire.lab.emulate.stopping import Stop, Stopping, parse_stops
 from thinwire.lab.emulate.straggler import Straggler, parse_stragglers, straggler_environment
 from thinwire.lab.emulate.worker import OnLine, Stream, WorkerExit
 from thinwire.planning.links import Link, describe_links, parse_links
@@ -15,8 +14,6 @@ __all__ = [
     "Link",
     "Network",
     "OnLine",
-    "Stop",
-    "Stopping",
     "Straggler",
     "Stream",
     "Traffic",
@@ -25,7 +22,6 @@ __all__ = [
     "available",
     "describe_links",
     "parse_links",
-    "parse_stops",
     "parse_stragglers",
     "run_workers",
     "straggler_environment",

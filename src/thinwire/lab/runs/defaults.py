@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.lab.emulate import available, parse_links, parse_stops, parse_stragglers
+from thinwire.lab.emulate import available, parse_links, parse_stragglers
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.coreset import check_policy
 from thinwire.lab.runs.own_functions import complete_own
@@ -149,7 +149,6 @@ def _check_environment(given: Mapping[str, Any], *, emulated: bool) -> None:
     """Check links, stragglers, libraries and GPUs, before the task's data are loaded."""
     workers = given.get("workers", 1)
     parse_stragglers(given.get("slow"), given.get("stall"), workers=workers)
-    parse_stops(given.get("stop"), workers=workers)
     if given.get("link") is not None:
         parse_links(given["link"], workers)
         reason = available() if emulated else None

@@ -17,12 +17,10 @@ from thinwire.elastic.notice import SIGNALS
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError, error_named
 from thinwire.lab.emulate import (
     Network,
-    Stopping,
     Stream,
     WorkerExit,
     Workers,
     parse_links,
-    parse_stops,
     straggler_environment,
 )
 from thinwire.lab.emulate.launch import never
@@ -105,8 +103,6 @@ def launch(settings: Settings, folder: Path, *, listener: Listener = ignore_even
                 preload=_PRELOADED,
             )
         )
-        stops = parse_stops(settings.stop, workers=settings.workers)
-        output.stopping = contexts.enter_context(Stopping(stops, workers.pids))
         workers.wait()
     if record is not None and record.ended:
         return record.finish()
@@ -168,14 +164,12 @@ class WorkerOutput:
         step: steps done at rank 0's last event.
         errors: the error event of each rank that sent one.
         lines: the last lines of each rank that are not events.
-        stopping: suspends workers as the settings say, from the first step on.
     """
 
     def __init__(self, listener: Listener) -> None:
         self.step = 0
         self.errors: dict[int, Fields] = {}
         self.lines: dict[int, deque[str]] = {}
-        self.stopping: Stopping | None = None
         self._listener = listener
 
     def add_line(self, rank: int, stream: Stream, line: str) -> None:
@@ -187,8 +181,6 @@ class WorkerOutput:
             self.errors.setdefault(rank, event)
         else:
             self.step = max(self.step, int(event.get("step", 0)))
-            if self.stopping is not None and event["event"] in ("step", "rows"):
-                self.stopping.begin()
             self._listener(event)
 
 

@@ -92,7 +92,6 @@ class Settings:
             machine's own network unless given.
         slow: workers that compute slower, [RANK:]FACTORx, such as 2:3x.
         stall: workers that pause in random steps, [RANK:]PROBABILITY:DURATION, such as 0.15:200ms.
-        stop: workers whose process is suspended for a while, RANK:AFTER:DURATION, such as 2:3s:5s.
         data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With a model of
             yours, MODULE:FUNCTION from (rank, size, seed) to that worker's batches, or to batches and held-out batches.
         device: cpu or cuda; cpu unless given.
@@ -145,7 +144,6 @@ class Settings:
     link: str | None = None
     slow: str | None = None
     stall: str | None = None
-    stop: str | None = None
     data: str | None = None
     device: Device = "cpu"
     threads: int = 1

@@ -135,5 +135,3 @@ def check_simulated(settings: Settings, recipes: Sequence[str]) -> None:
             )
     if settings.elastic:
         raise ConfigError("elastic=True: simulated workers cannot be lost. Leave it out, or compare without --simulate")
-    if settings.stop is not None:
-        raise ConfigError(f"stop={settings.stop!r}: suspends processes. Give pauses in a network file of --network")

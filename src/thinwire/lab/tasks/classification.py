@@ -97,12 +97,7 @@ def agnews(folder: Folder) -> Task:
     sentences = [tokens(words) for words, _ in train]
     vocabulary = Vocabulary.of(sentences, size=10_000, occurrences=2)
     sets = [_agnews_table(vocabulary, articles) for articles in (train, test)]
-    networks = {
-        "bag": partial(classifiers.WordBag, len(vocabulary), 64, 4),
-        "transformer": partial(
-            classifiers.TextTransformer, len(vocabulary), width=64, layers=2, heads=4, length=_AGNEWS_LENGTH, classes=4
-        ),
-    }
+    networks = {"bag": partial(classifiers.WordBag, len(vocabulary), 64, 4)}
     settings = (Defaults("adamw", lr=2e-3, batch_size=32, weight_decay=0.1), Defaults("sgd", lr=0.1, batch_size=32))
     return Task("agnews", title, ACCURACY, networks, labelled(*sets), settings)
 

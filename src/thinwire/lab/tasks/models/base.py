@@ -98,7 +98,7 @@ class Positions(nn.Module):
 
 
 class Attention(nn.Module):
-    """Multi-head self-attention.
+    """Multi-head causal self-attention.
 
     Args:
         width: of the residual stream.
@@ -111,17 +111,11 @@ class Attention(nn.Module):
         self.projection = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
 
-    def forward(self, stream: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """[batch, length, width] to the same.
-
-        Args:
-            stream: gives the queries, keys and values.
-            mask: bool, [batch, 1, 1, length], False at positions that are not attended to.
-            causal: no position attends to a later one.
-        """
+    def forward(self, stream: Tensor) -> Tensor:
+        """[batch, length, width] to the same; no position attends to a later one."""
         parts = self.projection(stream).chunk(3, dim=-1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
-        values = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal)
+        values = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         return self.out(values.transpose(1, 2).flatten(2))
 
 
@@ -148,20 +142,18 @@ class Block(nn.Module):
     Args:
         width: of the residual stream.
         heads: of the attention; must divide the width.
-        causal: no position attends to a later one.
     """
 
-    def __init__(self, width: int, heads: int, *, causal: bool) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.causal = causal
         self.norm_attention = nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.norm_forward = nn.LayerNorm(width)
         self.forward_part = FeedForward(width)
 
-    def forward(self, stream: Tensor, mask: Tensor | None = None) -> Tensor:
-        """[batch, length, width] to the same; `mask` as for `Attention`."""
-        stream = stream + self.attention(self.norm_attention(stream), mask=mask, causal=self.causal)
+    def forward(self, stream: Tensor) -> Tensor:
+        """[batch, length, width] to the same."""
+        stream = stream + self.attention(self.norm_attention(stream))
         return stream + self.forward_part(self.norm_forward(stream))
 
 

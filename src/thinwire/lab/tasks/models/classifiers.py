@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Classifiers: logistic regression, a multilayer perceptron, convolutional networks, and two models of texts."""
+"""Classifiers: logistic regression, a multilayer perceptron, convolutional networks, and the mean of a text's words."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 from torch.nn import init
 
-from thinwire.lab.tasks.models.base import Block, Network, Positions, kaiming_, transformer_
+from thinwire.lab.tasks.models.base import Network, kaiming_
 
 WIDTHS = (16, 32, 64)
 
@@ -173,11 +173,8 @@ class ResNet(Network):
             init.zeros_(block.second_norm.weight)
 
 
-# -- models of word sequences; token 0 is padding ----------------------------------------------------------------------
-
-
 class WordBag(Network):
-    """The mean of a text's word vectors, and a linear layer.
+    """The mean of a text's word vectors, and a linear layer; word 0 is padding.
 
     Args:
         vocabulary: how many words.
@@ -192,53 +189,11 @@ class WordBag(Network):
 
     def forward(self, words: Tensor) -> Tensor:
         """int64 [batch, length] to logits [batch, classes]."""
-        return self.head(_mean(self.embedding(words), words))
+        weights = (words != 0).unsqueeze(-1).float()
+        return self.head((self.embedding(words) * weights).sum(1) / weights.sum(1).clamp(min=1))
 
     def initialise_(self, generator: Generator) -> None:
         """Normal, of deviation 0.1 for the words and 1 / sqrt(width) for the head."""
         init.normal_(self.embedding.weight, std=0.1, generator=generator)
         init.normal_(self.head.weight, std=self.head.in_features**-0.5, generator=generator)
         init.zeros_(self.head.bias)
-
-
-class TextTransformer(Network):
-    """A transformer without a causal mask, the mean of its output over the words, and a linear layer.
-
-    Args:
-        vocabulary: how many words.
-        width: of the stream.
-        layers: how many blocks.
-        heads: must divide the width.
-        length: the longest text, in words.
-        classes: how many.
-    """
-
-    def __init__(self, vocabulary: int, *, width: int, layers: int, heads: int, length: int, classes: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, width)
-        self.positions = Positions(length, width)
-        self.blocks = nn.ModuleList(Block(width, heads, causal=False) for _ in range(layers))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, classes)
-
-    def forward(self, words: Tensor) -> Tensor:
-        """int64 [batch, length] to logits [batch, classes]."""
-        stream = self.positions(self.embedding(words))
-        for block in self.blocks:
-            stream = block(stream, _not_padding(words))
-        return self.head(_mean(self.norm(stream), words))
-
-    def initialise_(self, generator: Generator) -> None:
-        """See `transformer_`."""
-        transformer_(self, generator, residuals=2 * len(self.blocks))
-
-
-def _not_padding(words: Tensor) -> Tensor:
-    """The attention mask, bool [batch, 1, 1, length]."""
-    return (words != 0)[:, None, None, :]
-
-
-def _mean(stream: Tensor, words: Tensor) -> Tensor:
-    """The mean over words that are not padding, [batch, width]."""
-    weights = (words != 0).unsqueeze(-1).to(stream.dtype)
-    return (stream * weights).sum(1) / weights.sum(1).clamp(min=1)

@@ -55,7 +55,7 @@ class GPT(Network):
         super().__init__()
         self.embedding = nn.Embedding(vocabulary, size.width)
         self.positions = Positions(context, size.width)
-        self.blocks = nn.ModuleList(Block(size.width, size.heads, causal=True) for _ in range(size.layers))
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
         self.norm = nn.LayerNorm(size.width)
         self.head = nn.Linear(size.width, vocabulary)
 
