@@ -299,14 +299,6 @@ def test_the_step_is_timed_with_the_optimizer_of_the_run(
         assert words in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.slow
-def test_a_picture_is_drawn(tmp_path: Path) -> None:
-    path = tmp_path / "plan.png"
-    options = ["--link", "100mbit", "--step-seconds", "0.05", "--plot", str(path), "--plot-workers", "4"]
-    assert main(["plan", *QUICK, *options]) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -315,12 +307,6 @@ def test_a_picture_is_drawn(tmp_path: Path) -> None:
         (["--doctor", "no.json"], "no.json: cannot be read"),
         (["--link", "100mbit", "--workers", "1"], "--workers 1: a plan is for 2 to 4096"),
         (["--link", "100mbit", "--step-seconds", "-1"], "--step-seconds -1.0: must be positive"),
-        (["--link", "100mbit", "--plot", "plan.txt"], "must end in .png"),
-        (
-            ["--link", "100mbit", "--plot", f"{__file__}/plan.png"],
-            "test_plan.py/plan.png: cannot be written (Not a dir",
-        ),
-        (["--link", "100mbit", "--plot-workers", "5000"], "--plot-workers 5000: must be 2 to 4096"),
         (["--link", "100mbit", "--strategies", "ddp"], "torch's own method"),
         (["--link", "100mbit", "--strategies", "LocalSDG()"], "LocalSGD"),
         (["--link", "100mbit", "--model", "train:make", "--task", "text"], "instead of --task"),
@@ -355,16 +341,6 @@ def test_entries_of_a_network_file_that_would_be_ignored_are_refused(
     (tmp_path / "network.toml").write_text(entry)
     assert main(["plan", *QUICK, "--network", str(tmp_path / "network.toml"), "--step-seconds", "0.05"]) == 2
     assert words in " ".join(capsys.readouterr().err.split())
-
-
-def test_a_picture_that_cannot_be_drawn_is_refused_before_the_plan(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "thinwire.lab.report.crossover", None)
-    monkeypatch.setattr("thinwire.planning.plan.search.Planner.options", lambda _: pytest.fail("it has begun to plan"))
-    options = ["--link", "100mbit", "--step-seconds", "0.05", "--plot", str(tmp_path / "plan.png")]
-    assert main(["plan", *QUICK, *options]) == 2
-    assert "--plot needs" in capsys.readouterr().err
 
 
 def test_an_examination_without_links_is_named_as_one(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ _GROUPS = {
     "Optimizer": "optimizer lr momentum weight-decay warmup-steps schedule nonfinite beta1 beta2 eps alpha rho "
     "lr-decay rank lora-alpha lora-dropout adapter-seed",
     "Length": "steps seconds target-loss trials rounds halving population",
-    "Output": "out json markdown trace plot plot-workers open tensorboard eval-every eval-limit save-every keep resume "
+    "Output": "out json markdown trace open tensorboard eval-every eval-limit save-every keep resume "
     "overwrite config export",
 }
 _GROUP_OF = {

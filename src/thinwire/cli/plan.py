@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.progress import Parts
-from thinwire.core.storage.files import check_writable
 from thinwire.core.units import digits, nbytes, rate, seconds
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from thinwire.cli.step_time import TimedModel
     from thinwire.planning.doctor.findings import Examination
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from thinwire.planning.plan import BucketOption
     from thinwire.planning.plan.decision import Decision
     from thinwire.planning.plan.meshes import LanguageModel
+    from thinwire.planning.plan.search import Option
     from thinwire.planning.plan.timings import Timings
     from thinwire.planning.simulate import Network
 
@@ -79,8 +79,6 @@ class Plan:
         optimizer: sgd or adamw, which is timed with the step, and which some strategies do not serve; unless given,
             the task's own, or for --model the one that your function returns, or adamw.
         strategies: recipes separated by semicolons, instead of the candidates that the package has.
-        plot: a picture of step times by link rate, latency and number of workers, as .png, .svg or .pdf.
-        plot_workers: the most workers in the picture, up to 4096.
         measure_again: time the step and the recipes again, instead of taking figures that earlier plans kept.
         json: print everything as JSON.
     """
@@ -105,8 +103,6 @@ class Plan:
     step_seconds: float | None = None
     optimizer: str | None = None
     strategies: str | None = None
-    plot: Path | None = None
-    plot_workers: int = 64
     measure_again: bool = False
     json: bool = False
 
@@ -149,9 +145,6 @@ class Plan:
             model = None if self.strategies is not None or self.own_model is not None else self._language_model(seen)
             job = step.job(workers, network, made.optimizer, sharing=1.0 if seen is None else seen.sharing)
             found = decide(job, recipes, model=model, timings=timings, tell=tell, expect=tell.expect)
-            if self.plot is not None:
-                tell("the picture")
-                _draw(self.plot, found, self.plot_workers)
         if busy and timings.measured:
             err.print(
                 f"this machine was busy in the last minute: a load of {load:.1f} on {cores} cores. If other programs "
@@ -239,8 +232,6 @@ class Plan:
             )
         if self.bucket is None and (self.prices is not None or self.within != Plan.within):
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
-        if self.bucket is not None and self.plot is not None:
-            raise ConfigError(f"--plot {self.plot} with --bucket: pictures are of links. Leave it out")
         if self.own_model is not None and (self.task is not None or self.model_size is not None):
             raise ConfigError(f"--model {self.own_model}: instead of --task and --model-size. Give one of them")
         if self.own_model is not None and self.batch_size is not None:
@@ -262,10 +253,6 @@ class Plan:
             raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
         if self.optimizer not in (None, "sgd", "adamw"):
             raise ConfigError(f"--optimizer {self.optimizer}: must be sgd or adamw")
-        if not _FEWEST <= self.plot_workers <= _MOST:
-            raise ConfigError(f"--plot-workers {self.plot_workers}: must be {_FEWEST} to {_MOST}")
-        if self.plot is not None:
-            _check_plot(self.plot)
 
     def _check_published(self) -> None:
         """Refuse options that predictions of a table, or links of its file, do not use."""
@@ -400,71 +387,25 @@ def _recipes(text: str) -> list[str]:
     return found
 
 
-def _check_plot(path: Path) -> None:
-    """Refuse a picture that cannot be drawn, before a plan takes minutes.
-
-    Raises:
-        ConfigError: its suffix, a missing package, or a place that cannot be written to.
-    """
-    if path.suffix.lower() not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--plot {path}: must end in .png, .svg or .pdf")
-    try:
-        import thinwire.lab.report.crossover  # noqa: F401  # pyright: ignore[reportUnusedImport]
-    except ModuleNotFoundError as missing:
-        raise ConfigError(f"--plot needs {missing.name} for its drawing; pip install 'thinwire[report]'") from None
-    try:
-        check_writable(path)
-    except OSError as error:
-        raise ConfigError(
-            f"--plot {path}: cannot be written ({error.strerror}). Name a file in a folder you may write to"
-        ) from None
-
-
 # -- results -----------------------------------------------------------------------------------------------------------
 
 
-def _draw(path: Path, found: Decision, most: int) -> None:
-    from thinwire.lab.report.crossover import Sweep, draw_crossovers
-    from thinwire.planning.plan.network_words import rates_differ
-    from thinwire.planning.plan.sweeps import LATENCIES, RATES, by_latency, by_rate, by_workers, recipes_to_draw
-
-    planner, job = found.planner, found.planner.job
-    recipes = recipes_to_draw(found.options, found.chosen.recipe)
-    counts, rows = by_workers(planner, recipes, most)
-    sweeps = [
-        Sweep("link", "rate", RATES, by_rate(planner, recipes), job.network.bits_per_second),
-        Sweep("latency", "seconds", LATENCIES, by_latency(planner, recipes), job.network.latency),
-        Sweep("workers", "count", counts, rows, job.workers),
-    ]
-    usual = rate(job.network.bits_per_second) + ", other links in proportion" * rates_differ(job.network)
-    title = f"predicted; {job.elements / 1e6:.3g} M parameters, {job.workers} workers, {usual}"
-    draw_crossovers(path, sweeps, title)
-    err.print(str(path))
-
-
 def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption], within: float) -> None:
-    out.print(
-        f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
-        f"communication; {workers} workers over a bucket\n"
-    )
-    width = max(len(each.recipe) for each in options) + 2
-    out.print(_row("strategy", width, ("step", "up", "down", "a day", "steps to the loss")), style="dim")
+    _print_step(step, f"{workers} workers over a bucket")
     chosen = options[0]
-    for each in options:
-        if each.cost is None:
-            continue
-        cost = each.cost
-        figures = (
+    rows = [
+        (
+            each.recipe,
             f"{each.slowdown:.3f}x",
-            nbytes(cost.up_bytes_per_step),
-            nbytes(cost.down_bytes_per_step),
-            f"${cost.dollars_per_day:.2f}",
+            nbytes(each.cost.up_bytes_per_step),
+            nbytes(each.cost.down_bytes_per_step),
+            f"${each.cost.dollars_per_day:.2f}",
             "not measured" if each.accuracy is None else each.accuracy.words(),
         )
-        out.print(_row(each.recipe, width, figures), style="bold" if each is chosen else None)
-    for each in options:
-        if each.refused:
-            out.print(f"left out: {each.recipe}: {each.refused}")
+        for each in options
+        if each.cost is not None
+    ]
+    _print_rows(("strategy", "step", "up", "down", "a day", "steps to the loss"), rows, chosen.recipe, options)
     assert chosen.cost is not None, "what is chosen can serve"
     out.print(f"\n{chosen.recipe}", style="bold")
     reason = "of the recipes whose accuracy was measured it needs the least time to the loss of AllReduce()"
@@ -480,6 +421,26 @@ def _print_over_bucket(step: StepTime, workers: int, options: list[BucketOption]
     )
 
 
+def _print_step(step: StepTime, where: str) -> None:
+    out.print(
+        f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
+        f"communication; {where}\n"
+    )
+
+
+def _print_rows(
+    heads: tuple[str, ...], rows: list[tuple[str, ...]], chosen: str, options: Sequence[Option | BucketOption]
+) -> None:
+    """Print a table whose first column is a name and whose last is text, then the options that were refused."""
+    width = max(len(name) for name, *_ in rows) + 2
+    for name, *figures, last in (heads, *rows):
+        style = "dim" if name == heads[0] else "bold" if name == chosen else None
+        out.print(f"{name:<{width}}{''.join(f'{each:>10}' for each in figures)}  {last}", style=style)
+    for each in options:
+        if each.refused:
+            out.print(f"left out: {each.recipe}: {each.refused}")
+
+
 def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
     from thinwire.planning.plan.network_words import differences
 
@@ -490,30 +451,23 @@ def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
         others
     )
     links += f"; {lost} % of computation is lost while messages pass" * bool(job.network.contention)
-    out.print(
-        f"{step.name}: {step.parameters / 1e6:.3g} M parameters, a step takes {seconds(step.seconds)} without "
-        f"communication; {job.workers} workers, {links}\n"
-    )
-    width = max(len(each.name) for each in found.options) + 2
-    heads = ("step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
-    out.print(_row("strategy", width, heads), style="dim")
-    for each in found.options:
-        cost = each.prediction
-        if cost is None:
-            continue
-        figures = (
-            seconds(cost.seconds),
-            seconds(cost.exposed),
-            f"{cost.efficiency:.2f}",
-            nbytes(cost.payload_bytes),
-            nbytes(cost.memory_bytes),
+    _print_step(step, f"{job.workers} workers, {links}")
+    rows = [
+        (
+            each.name,
+            seconds(each.prediction.seconds),
+            seconds(each.prediction.exposed),
+            f"{each.prediction.efficiency:.2f}",
+            nbytes(each.prediction.payload_bytes),
+            nbytes(each.prediction.memory_bytes),
             digits(each.to_loss / chosen.to_loss) if isfinite(each.to_loss) else "-",
             "not measured" if each.accuracy is None else each.accuracy.words(),
         )
-        out.print(_row(each.name, width, figures), style="bold" if each is chosen else None)
-    for each in found.options:
-        if each.refused:
-            out.print(f"left out: {each.recipe}: {each.refused}")
+        for each in found.options
+        if each.prediction is not None
+    ]
+    heads = ("strategy", "step", "waits", "linear", "sent", "memory", "time", "steps to the loss")
+    _print_rows(heads, rows, chosen.name, found.options)
     split = ""
     if chosen.mesh is not None and planner.model is not None:
         samples = planner.model.samples * chosen.mesh.rows * chosen.mesh.columns
@@ -542,8 +496,3 @@ def _print(found: Decision, step: StepTime, *, counted: bool) -> None:
             f"{found.late['goodput']:.0%} of their summed speed is used; rounds that wait for all workers use "
             f"{found.late['goodput_of_waiting']:.0%}. Predicted, without transfers"
         )
-
-
-def _row(name: str, width: int, figures: tuple[str, ...]) -> str:
-    *columns, last = figures
-    return f"{name:<{width}}" + "".join(f"{each:>10}" for each in columns) + f"  {last}"
