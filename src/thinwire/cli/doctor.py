@@ -7,7 +7,8 @@ import json as json_text
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.console import err, out, print_json
+from thinwire.cli.options import words_of
 from thinwire.cli.step_time import model_of
 from thinwire.core.storage.files import check_writable, write_atomically
+from thinwire.core.units import nbytes, rate, seconds
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -134,22 +137,9 @@ class Doctor:
     def _emulated(self, workers: int) -> int:
         from thinwire.lab.emulate import Network, parse_links, run_workers
 
-        command = [
-            sys.executable,
-            "-m",
-            "thinwire.cli",
-            "doctor",
-            "--task",
-            self.task,
-            "--timeout",
-            f"{self.timeout:g}",
-        ]
-        named = {"model-size": self.model_size, "model": self.own_model, "data": self.data, "loss": self.own_loss}
-        for name, value in named.items():
-            command += [] if value is None else [f"--{name}", str(value)]
-        command += [] if self.batch_size is None else ["--batch-size", str(self.batch_size)]
-        command += ["--json"] if self.json else []
-        command += [] if self.out is None else ["--out", str(self.out.absolute())]
+        out_file = None if self.out is None else self.out.absolute()
+        options = words_of(replace(self, workers=None, link=None, out=out_file))
+        command = [sys.executable, "-m", "thinwire.cli", "doctor", *options]
 
         def show(rank: int, stream: str, line: str) -> None:
             if rank == 0 and stream == "stdout":
@@ -158,12 +148,12 @@ class Doctor:
                 err.print(Text.assemble(f"[{rank}] " if rank else "", Text.from_ansi(line)))
 
         environment = {"COLUMNS": str(out.width), **({"FORCE_COLOR": "1"} if out.is_terminal else {})}
-        options: dict[str, Any] = {"environment": environment, "on_line": show, "timeout": _LONGEST + 20 * self.timeout}
-        if self.link is None:
-            exits = run_workers(command, workers, **options)
-        else:
-            with Network(parse_links(self.link, workers)) as network:
-                exits = run_workers(command, workers, network=network, **options)
+        with ExitStack() as contexts:
+            network = None if self.link is None else contexts.enter_context(Network(parse_links(self.link, workers)))
+            timeout = _LONGEST + 20 * self.timeout
+            exits = run_workers(
+                command, workers, network=network, environment=environment, on_line=show, timeout=timeout
+            )
         return max((1 if each.code is None else each.code for each in exits), default=0)
 
 
@@ -233,8 +223,6 @@ def _machines(seen: Examination) -> Table:
 
 
 def _links(seen: Examination) -> Table:
-    from thinwire.core.units import rate
-
     table = Table("ranks", "round trip", "there", "back", "both at once", "4 streams", title="links")
     for pair in sorted(seen.pairs, key=lambda pair: (pair.a, pair.b)):
         if pair.problem:
@@ -249,8 +237,6 @@ def _links(seen: Examination) -> Table:
 
 
 def _all_reduces(seen: Examination) -> Table:
-    from thinwire.core.units import nbytes, rate, seconds
-
     table = Table("all-reduce of", "takes", "rate of sending", title="all-reduce over Gloo")
     for size, taken in seen.all_reduces.items():
         sent = 2 * (seen.size - 1) / seen.size * size
@@ -259,8 +245,6 @@ def _all_reduces(seen: Examination) -> Table:
 
 
 def _costs(costs: list[Cost]) -> Table:
-    from thinwire.core.units import nbytes, seconds
-
     table = Table("strategy", "step", "of linear speed", "sent per step", title="on these links, simulated")
     for cost in costs:
         table.add_row(cost.recipe, seconds(cost.seconds), f"{cost.efficiency:.2f}", nbytes(cost.payload_bytes))
@@ -269,7 +253,6 @@ def _costs(costs: list[Cost]) -> Table:
 
 def _verdict(seen: Examination, costs: list[Cost]) -> str:
     """What these links make of the user's model, in a few sentences."""
-    from thinwire.core.units import nbytes, seconds
     from thinwire.planning.doctor.findings import all_reduce_seconds
 
     if not seen.steps:

@@ -74,6 +74,17 @@ def command_line() -> str:
     return shlex.join(["thinwire", *sys.argv[1:]])
 
 
+def words_of(command: Any) -> list[str]:
+    """The options of a command that are not at their defaults, as words of a command line."""
+    words: list[str] = []
+    for each in fields(command):
+        value = getattr(command, each.name)
+        if each.kw_only and value != each.default and not isinstance(value, tuple):
+            written = [] if value is True else [f"{value:g}" if isinstance(value, float) else str(value)]
+            words += [f"--{option_name(each.name)}", *written]
+    return words
+
+
 def default_folder(task: str, name: str) -> Path:
     """A folder for a run that does not exist yet, named by the task, the strategy and the time."""
     from thinwire.lab.runs.comparison import short_name

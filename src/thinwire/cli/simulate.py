@@ -221,21 +221,8 @@ def _write(
         "seed": command.seed,
     }
     folder.write("config.json", facts)
-    folder.append(
-        "timeline.jsonl",
-        (
-            {
-                "rank": rank,
-                "kind": each.kind,
-                "name": each.name,
-                "start": each.start,
-                "end": each.end,
-                "step": each.step,
-            }
-            for rank, each in intervals(ended)
-            if rank < _MOST_TRACED_RANKS
-        ),
-    )
+    spans = ({"rank": rank, **asdict(each)} for rank, each in intervals(ended) if rank < _MOST_TRACED_RANKS)
+    folder.append("timeline.jsonl", spans)
     folder.append("steps.jsonl", (asdict(step) for step in summary.steps))
     figures = {
         "steps": len(summary.steps),

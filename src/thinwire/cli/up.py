@@ -10,6 +10,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 from thinwire.cli.console import err, print_error, print_json
+from thinwire.cli.options import words_of
 from thinwire.core.units import nbytes, seconds
 from thinwire.errors import ConfigError
 
@@ -165,13 +166,7 @@ class Up:
 
     def _own_words(self) -> list[str]:
         """This command without --processes."""
-        words = ["up", str(self.script), "--strategy", self.strategy]
-        words += [] if self.rendezvous is None else ["--rendezvous", self.rendezvous]
-        words += [] if self.workers is None else ["--workers", str(self.workers)]
-        words += ["--seed", str(self.seed)] * (self.seed != Up.seed)
-        words += ["--timeout", f"{self.timeout:g}"] * (self.timeout != Up.timeout)
-        words += [] if self.export is None else ["--export", str(self.export)]
-        words += ["--json"] * self.json
+        words = ["up", str(self.script), *words_of(replace(self, processes=None))]
         return [*words, "--", *self.arguments] if self.arguments else words
 
 

@@ -180,7 +180,7 @@ def _summary(sample, metrics, steps, workers):
         "wire_bytes_per_worker_per_step": payload * 1.034,
         "compute_seconds_per_step": sum(line["compute_seconds"] for line in lines) / steps,
         "exposed_seconds_per_step": sum(line["exposed_seconds"] for line in lines) / steps,
-        "train_loss": last["loss"],
+        "train_loss": sum(line["loss"] for line in lines[-max(1, steps // 10) :]) / max(1, steps // 10),
         "eval_loss": evaluation.get("eval_loss"),
         "eval_metric": evaluation.get("eval_metric"),
         "metric": "bits per byte",

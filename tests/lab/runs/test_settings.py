@@ -13,10 +13,10 @@ from thinwire.core.comm.threads import run_threads
 from thinwire.core.comm.work import Interval
 from thinwire.errors import CheckpointError, ConfigError
 from thinwire.lab.emulate import Traffic
-from thinwire.lab.report.runs import Step
+from thinwire.lab.report.runs import Step, Totals
 from thinwire.lab.runs import Settings, parse_recipe, resolve
 from thinwire.lab.runs.comparison import short_name
-from thinwire.lab.runs.measure import InterfaceCounter, Timeline, Totals, share
+from thinwire.lab.runs.measure import InterfaceCounter, Timeline, share
 from thinwire.lab.runs.recipes import describe, split_recipes
 from thinwire.lab.runs.settings import as_toml, read_settings, settings_as_toml
 from thinwire.lab.runs.training import SyncSchedule

@@ -10,7 +10,7 @@ from thinwire.errors import ConfigError
 from thinwire.lab.report.files import Facts, json_lines, json_list, json_object, number, text
 from thinwire.lab.report.labels import labels
 from thinwire.lab.report.rounds import of_same_seeds
-from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, Step
+from thinwire.lab.report.runs import Collection, Evaluation, Link, Run, Span, Step, Totals
 
 _FIX = "Give the folder that `thinwire train --out` or `thinwire compare --out` wrote"
 SCHEMA = 1
@@ -232,21 +232,7 @@ def _summarised(config: Facts, steps: Sequence[Step], evaluations: Sequence[Eval
     """A summary from the metrics alone, for a run that wrote none."""
     facts: dict[str, object] = {key: config.get(key) for key in ("strategy", "task", "workers", "link")}
     if steps:
-        last = steps[-1]
-        facts |= {
-            "steps": last.step,
-            "seconds": last.seconds,
-            "seconds_per_step": _mean(step.step_seconds for step in steps),
-            "payload_bytes_per_worker_per_step": last.payload_bytes / max(last.step, 1),
-            "compute_seconds_per_step": _mean(step.compute_seconds for step in steps),
-            "exposed_seconds_per_step": _mean(step.exposed_seconds for step in steps),
-            "train_loss": last.loss,
-        }
+        facts |= {"steps": steps[-1].step, "seconds": steps[-1].seconds, **Totals(list(steps)).summary()}
     if evaluations:
         facts |= {"eval_loss": evaluations[-1].loss, "eval_metric": evaluations[-1].metric}
     return {key: None if isinstance(fact, float) and math.isnan(fact) else fact for key, fact in facts.items()}
-
-
-def _mean(values: Iterable[float]) -> float:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else math.nan

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contents of a run folder: configuration, summary, metrics, timeline and links."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
 from thinwire.lab.report.files import Facts, text
@@ -42,6 +45,48 @@ class Step:
         """The step's line in metrics.jsonl."""
         names = ("step", "seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
         return {name: getattr(self, name) for name in names} | ({"metrics": self.metrics} if self.metrics else {})
+
+
+@dataclass
+class Totals:
+    """Figures of a whole run, from its steps."""
+
+    records: list[Step] = field(default_factory=list[Step])
+
+    def add(self, records: Sequence[Step]) -> None:
+        """Add more steps."""
+        self.records.extend(records)
+
+    def summary(self) -> dict[str, Any]:
+        """Means per step over the whole run, and the training loss over the last tenth of the steps.
+
+        No step is left out: without the first few, the mean would count too often a method that sends every eighth
+        step.
+        """
+        steps = self.records
+        if not steps:
+            return dict.fromkeys(Totals([Step(1, *[0.0] * 5)]).summary())
+        # The median alone would hide what a method sends only every few steps, so the mean stands beside it.
+        return {
+            "seconds_per_step": fmean(step.step_seconds for step in steps),
+            "median_seconds_per_step": median(step.step_seconds for step in steps),
+            "payload_bytes_per_worker_per_step": _payload_per_step(steps),
+            "compute_seconds_per_step": fmean(step.compute_seconds for step in steps),
+            "exposed_seconds_per_step": fmean(step.exposed_seconds for step in steps),
+            "train_loss": fmean(step.loss for step in steps[-max(1, len(steps) // 10) :]),
+        }
+
+
+def _payload_per_step(records: Sequence[Step]) -> float:
+    """The payload of a step, over whole periods: up to the last step that sent as much as a round does.
+
+    Where the clock stops a method between two rounds, the mean over all steps would be less than it sends.
+    """
+    middle = len(records) // 2
+    late = [record.payload_bytes - before.payload_bytes for before, record in pairwise(records[middle:])]
+    rounds = [place for place, nbytes in enumerate(late, middle + 1) if 2 * nbytes > max(late) > 0]
+    end = records[rounds[-1] if rounds else -1]
+    return end.payload_bytes / end.step
 
 
 @dataclass(frozen=True)

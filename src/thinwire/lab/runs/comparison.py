@@ -12,10 +12,10 @@ from typing import Protocol
 from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.lab.report.folder import SCHEMA, rounds_of
 from thinwire.lab.report.rounds import median_round, over_rounds
+from thinwire.lab.report.runs import Totals
 from thinwire.lab.runs.defaults import check_nonfinite, check_recipe, check_recipe_survives
 from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.launcher import Listener, ignore_event, launch
-from thinwire.lab.runs.measure import Totals
 from thinwire.lab.runs.optimizer import check_optimizer
 from thinwire.lab.runs.recipes import parse_recipe
 from thinwire.lab.runs.settings import Settings

@@ -7,10 +7,8 @@ import json
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean, median
 from typing import Any
 
 import torch
@@ -26,14 +24,6 @@ from thinwire.worker.handshake import gather_texts
 _CPU = torch.device("cpu")
 _FIXED = 6
 _SKIPPED_STEPS = 4
-_PER_STEP = (
-    "seconds_per_step",
-    "median_seconds_per_step",
-    "payload_bytes_per_worker_per_step",
-    "compute_seconds_per_step",
-    "exposed_seconds_per_step",
-    "train_loss",
-)
 
 # -- figures of each step ----------------------------------------------------------------------------------------------
 
@@ -75,50 +65,6 @@ def worker_times(step: float, exposed: float, data: float | None = None) -> dict
     """One worker's mean seconds per step: its entry in a line of workers.jsonl."""
     own = {"step_seconds": step, "exposed_seconds": exposed}
     return own if data is None else {**own, "data_seconds": data}
-
-
-@dataclass
-class Totals:
-    """Figures of a whole run, from its steps."""
-
-    records: list[Step] = field(default_factory=list[Step])
-
-    def add(self, records: Sequence[Step]) -> None:
-        """Add more steps."""
-        self.records.extend(records)
-
-    def summary(self) -> dict[str, Any]:
-        """Means per step over the whole run, and the training loss over the last tenth of the steps.
-
-        No step is left out: without the first few, the mean would count too often a method that sends every eighth
-        step.
-        """
-        if not self.records:
-            return dict.fromkeys(_PER_STEP)
-        every = self.records
-        tail = self.records[-max(1, len(self.records) // 10) :]
-        # The median alone would hide what a method sends only every few steps, so the mean stands beside it.
-        figures = (
-            fmean(record.step_seconds for record in every),
-            median(record.step_seconds for record in every),
-            _payload_per_step(every),
-            fmean(record.compute_seconds for record in every),
-            fmean(record.exposed_seconds for record in every),
-            fmean(record.loss for record in tail),
-        )
-        return dict(zip(_PER_STEP, figures, strict=True))
-
-
-def _payload_per_step(records: Sequence[Step]) -> float:
-    """The payload of a step, over whole periods: up to the last step that sent as much as a round does.
-
-    Where the clock stops a method between two rounds, the mean over all steps would be less than it sends.
-    """
-    middle = len(records) // 2
-    late = [record.payload_bytes - before.payload_bytes for before, record in pairwise(records[middle:])]
-    rounds = [place for place, nbytes in enumerate(late, middle + 1) if 2 * nbytes > max(late) > 0]
-    end = records[rounds[-1] if rounds else -1]
-    return end.payload_bytes / end.step
 
 
 # -- time intervals of early steps -------------------------------------------------------------------------------------
@@ -174,14 +120,7 @@ class Timeline:
         waits = [each for each in inside if each.kind == "wait"]
         computation = [piece for one in self.steps for piece in _without(one, waits)]
         spans = [
-            {
-                "rank": self.rank,
-                "kind": each.kind,
-                "name": each.name,
-                "start": each.start - self.origin,
-                "end": each.end - self.origin,
-                "step": each.step,
-            }
+            {"rank": self.rank, **asdict(each), "start": each.start - self.origin, "end": each.end - self.origin}
             for each in sorted([*computation, *inside], key=lambda each: each.start)
         ]
         rows = gather_texts(comm, json.dumps(spans).encode(), _CPU)

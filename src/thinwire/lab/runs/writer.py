@@ -16,10 +16,9 @@ from thinwire._version import __version__
 from thinwire.integrations.loggers import TensorBoard
 from thinwire.lab.emulate import Traffic, parse_links
 from thinwire.lab.report.folder import SCHEMA
-from thinwire.lab.report.runs import Step
+from thinwire.lab.report.runs import Step, Totals
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.folder import Fields, RunFolder
-from thinwire.lab.runs.measure import Totals
 from thinwire.lab.runs.recipes import parse_recipe, topology_of
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Evaluation, Task
