@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch import Tensor
 
 from thinwire.core.view import View
 from thinwire.elastic.late_rounds import LateRounds
@@ -19,10 +19,11 @@ from thinwire.lab.emulate import Straggler
 from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import peak_memory
-from thinwire.lab.runs.optimizer import make_optimizer, set_lr
+from thinwire.lab.runs.optimizer import make_optimizer
 from thinwire.lab.runs.own_functions import load_task
 from thinwire.lab.runs.recipes import parse_late, parse_recipe
 from thinwire.lab.runs.settings import Settings
+from thinwire.lab.runs.training import NOTICE_STEPS, take_step
 from thinwire.lab.tasks import Shard, Task
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.strategies.base import Strategy
@@ -30,7 +31,6 @@ from thinwire.worker.attach import attach
 from thinwire.worker.worker import Worker
 
 _REPORT_SECONDS = 0.25
-_NOTICE_STEPS = 10  # between two messages about signals
 
 
 class _OwnOrder:
@@ -120,7 +120,7 @@ class ElasticTraining:
         self._views.on_view.append(self._tell_view)
         self._emit({"event": "start", "parameters": self._parameters, "step": worker.step})
         self._tell_view(worker.view)
-        notice = Notice(worker, every=_NOTICE_STEPS) if settings.on_notice is not None else None
+        notice = Notice(worker, every=NOTICE_STEPS) if settings.on_notice is not None else None
         # The others have evaluated after the step at whose end this worker joined.
         steps, self._evaluated = settings.steps or 0, worker.step if self._views.has_just_joined else -1
         while True:
@@ -154,31 +154,20 @@ class ElasticTraining:
     def _take_step(self) -> None:
         worker, engine, settings = self.worker, self._engine, self._settings
         step, start = worker.step, time.monotonic()
-        sent, exposed = engine.payload_bytes, engine.exposed_seconds
-        set_lr(engine.optimizer, settings.lr_at(step))
-        number = self._sampler.share(worker) if self._own is None else self._own.next()
-        batch = self._task.batch(self._shard, number, batch_size=settings.batch_size, seed=settings.seed, rank=0)
-        loss = self._task.loss(engine.network, batch)
-        value = loss.item()
-        if not math.isfinite(value) and settings.nonfinite == "raise":
+
+        def loss() -> Tensor:
+            number = self._sampler.share(worker) if self._own is None else self._own.next()
+            batch = self._task.batch(self._shard, number, batch_size=settings.batch_size, seed=settings.seed, rank=0)
+            return self._task.loss(engine.network, batch)
+
+        def refuse(value: float) -> NoReturn:
             raise NonFiniteError(f"worker {self._views.worker_id}, step {step}: the loss is {value}. Use a lower --lr")
-        self._straggler.pause(step, time.monotonic() - start)
-        engine.backward(loss)
-        worker.record_batch(loss=loss)
-        engine.update()
-        end = time.monotonic()
-        self._rows.append(
-            {
-                "step": worker.step,
-                "end": end,
-                "loss": value,
-                "sent": engine.payload_bytes - sent,
-                "step_seconds": end - start,
-                "exposed_seconds": engine.exposed_seconds - exposed,
-                "metrics": engine.metrics(),
-            }
-        )
-        if end - self._told_at >= _REPORT_SECONDS:
+
+        slow = (self._straggler, loss, lambda: time.monotonic() - start)
+        taken = take_step(engine, settings, *slow, refuse, time.monotonic)
+        times = {"step": worker.step, "step_seconds": taken.end - start}
+        self._rows.append({**times, **taken._asdict(), "metrics": engine.metrics()})
+        if taken.end - self._told_at >= _REPORT_SECONDS:
             self._tell_rows()
 
     def _tell_rows(self) -> None:

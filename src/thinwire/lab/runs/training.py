@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from thinwire.lab.tasks import Evaluation, Shard, Task
 from thinwire.methods.strategies.base import Strategy
 
 _PROGRESS_SECONDS = 0.5
-_NOTICE_STEPS = 10  # between two messages about signals
+NOTICE_STEPS = 10  # between two messages about signals
 _EVALUATION_SECONDS = 5.0
 _SHARE_SECONDS = 20.0
 _TARGET_SECONDS = 2.0
@@ -168,6 +168,53 @@ class SyncSchedule:
         return (self._settings.seconds or 10 * _EVALUATION_SECONDS) / 10
 
 
+class Taken(NamedTuple):
+    """A training step: its loss, when it ended, bytes sent, and the seconds that it waited and was slowed down."""
+
+    loss: float
+    end: float
+    sent: float
+    exposed_seconds: float
+    paused: float
+
+
+def take_step(
+    engine: Engine,
+    settings: Settings,
+    straggler: Straggler,
+    compute: Callable[[], Tensor],
+    computed: Callable[[], float],
+    refuse: Callable[[float], NoReturn],
+    clock: Callable[[], float],
+) -> Taken:
+    """Take one training step.
+
+    Args:
+        engine: the model under its method.
+        settings: of the run.
+        straggler: slows this rank down on purpose.
+        compute: computes the loss of the step's batch.
+        computed: how long computation takes, for the straggler.
+        refuse: called with a loss that is NaN or infinite, if the settings do not allow one.
+        clock: of training time.
+    """
+    step, sent, exposed = engine.step, engine.payload_bytes, engine.exposed_seconds
+    set_lr(engine.optimizer, settings.lr_at(step))
+    loss = compute()
+    value = loss.item()
+    if not math.isfinite(value) and settings.nonfinite == "raise":
+        refuse(value)
+    # A slow worker's gradients are late too, so it pauses before they are sent.
+    paused = straggler.pause(step, computed())
+    engine.backward(loss)
+    if isinstance(engine, ThinwireEngine):
+        engine.worker.record_batch(loss=loss)
+    engine.update()
+    if settings.device == "cuda":
+        torch.cuda.synchronize()
+    return Taken(value, clock(), engine.payload_bytes - sent, engine.exposed_seconds - exposed, paused)
+
+
 class Training:
     """One rank's run, from its first step or its checkpoint to its end.
 
@@ -224,7 +271,7 @@ class Training:
         if self.context.settings.on_notice is None or not isinstance(engine, ThinwireEngine):
             yield None
             return
-        notice = Notice(engine.worker, every=_NOTICE_STEPS)
+        notice = Notice(engine.worker, every=NOTICE_STEPS)
         try:
             yield notice
         finally:
@@ -266,32 +313,24 @@ class Training:
     def _take_step(self) -> None:
         context, engine, step = self.context, self.engine, self.engine.step
         self._timeline.begin(step)
-        sent, exposed, start = engine.payload_bytes, engine.exposed_seconds, self._step_end
-        selection = self._selection_seconds
-        set_lr(engine.optimizer, context.settings.lr_at(step))
-        loss = self._loss(step)
-        value = loss.item()
-        if not math.isfinite(value) and context.settings.nonfinite == "raise":
+        start, selection = self._step_end, self._selection_seconds
+
+        def refuse(value: float) -> NoReturn:
             self._raise_on_all(_not_finite(context.control.rank, step, value, context.settings))
-        # A slow worker's gradients are late too, so it pauses before they are sent.
-        paused = context.straggler.pause(step, self._compute_seconds)
-        engine.backward(loss)
-        if isinstance(engine, ThinwireEngine):
-            engine.worker.record_batch(loss=loss)
-        engine.update()
-        if context.settings.device == "cuda":
-            torch.cuda.synchronize()
+
+        slow = (context.straggler, lambda: self._loss(step), lambda: self._compute_seconds)
+        taken = take_step(engine, context.settings, *slow, refuse, self._clock)
         # A step begins where the one before it ended, so that their times add up to the training time.
-        end = self._step_end = self._clock()
-        exposed = engine.exposed_seconds - exposed
-        self.payload_bytes += engine.payload_bytes - sent
-        self._compute_seconds = end - start - exposed - paused - (self._selection_seconds - selection)
+        end = self._step_end = taken.end
+        self.payload_bytes += taken.sent
+        choosing = self._selection_seconds - selection
+        self._compute_seconds = end - start - taken.exposed_seconds - taken.paused - choosing
         self._timeline.end(step, start, end)
         seconds = self.seconds + end - self._clock_start
         # A late worker may have skipped steps within the call.
         self._records += [skipped_step(done) for done in range(step + 1, engine.step)]
-        times, metrics = (end - start, exposed), engine.metrics()
-        record = Step(engine.step, seconds, value, self.payload_bytes, *times, metrics, self._data_seconds)
+        times, metrics = (end - start, taken.exposed_seconds), engine.metrics()
+        record = Step(engine.step, seconds, taken.loss, self.payload_bytes, *times, metrics, self._data_seconds)
         self._records.append(record)
         if context.control.rank == 0 and end - self._last_event >= _PROGRESS_SECONDS:
             self._last_event = end
