@@ -159,23 +159,16 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
 
 
 def _strategy(text: str) -> Strategy:
-    from thinwire.lab.runs.recipes import BASELINES, parse_recipe
-    from thinwire.methods.strategies.base import Strategy
+    from thinwire.lab.runs.recipes import BASELINES, parse_strategy
     from thinwire.methods.strategies.recipe import parse
 
-    try:
-        recipe = parse_recipe(text)
-    except ConfigError:
-        # Nothing but a strategy is explained, so that a mistyped name is not said to be near one of torch's methods.
-        if text.partition("(")[0].strip() not in BASELINES:
-            parse(text)
-        raise
-    if not isinstance(recipe, Strategy):
-        raise ConfigError(
-            f"{text}: is torch's own method, which cannot be run without data; AllReduce() sends what ddp does, "
-            f'and thinwire compare --strategies "{text}; AllReduce()" measures both'
-        )
-    return recipe
+    # Nothing but a strategy is explained, so that a mistyped name is not said to be near one of torch's methods.
+    name = text.partition("(")[0].strip().replace("_", "-").lower()
+    return (
+        parse_strategy(text, "not run without data. AllReduce() sends what ddp does")
+        if name in BASELINES
+        else parse(text)
+    )
 
 
 def _print_card(card: Card, model: str, typed: str) -> None:
@@ -282,10 +275,7 @@ def _over_bucket(cost: BucketCost) -> list[tuple[str, str]]:
     return [
         *lines,
         ("each", f"{requests}, {carried}"),
-        (
-            "time",
-            f"{seconds(cost.seconds_per_step)} a step, {longest}; {exposed}",
-        ),
+        ("time", f"{seconds(cost.seconds_per_step)} a step, {longest}; {exposed}"),
         ("all", f"this run makes {day}, for ${cost.dollars_per_day:.2f}; waiting adds reads"),
     ]
 

@@ -375,15 +375,13 @@ def _recipes(text: str) -> list[str]:
     Raises:
         ConfigError: with the recipe.
     """
-    from thinwire.lab.runs.recipes import parse_recipe, split_recipes
-    from thinwire.methods.strategies.base import Strategy
+    from thinwire.lab.runs.recipes import parse_strategy, split_recipes
 
     split_recipes(text)
     # As they were written: a table that says LocalSGD() where one has asked for LocalSGD(period=8) is not plain.
     found = [part.strip() for part in text.split(";") if part.strip()]
     for recipe in found:
-        if not isinstance(parse_recipe(recipe), Strategy):
-            raise ConfigError(f"{recipe}: is torch's own method, whose code cannot be simulated; AllReduce() is ddp's")
+        parse_strategy(recipe, "whose code cannot be simulated. AllReduce() does what ddp does")
     return found
 
 

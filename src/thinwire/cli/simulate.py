@@ -71,14 +71,12 @@ class Simulate:
         """
         if self.parameters < 1 or self.parameters % 1:
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 1e4")
-        from thinwire.lab.runs.recipes import parse_recipe
+        from thinwire.lab.runs.recipes import parse_strategy
         from thinwire.lab.runs.simulated_training import Training, summarise
-        from thinwire.methods.strategies.base import Strategy, check_workers
+        from thinwire.methods.strategies.base import check_workers
         from thinwire.planning.simulate.running import check_call
 
-        strategy = parse_recipe(self.strategy)
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(f"--strategy {self.strategy}: is torch's own method, whose code cannot be simulated")
+        strategy = parse_strategy(self.strategy, "whose code cannot be simulated. AllReduce() does what ddp does")
         # Before anything is simulated, so that a mistake is told as one.
         if self.workers > 0:
             check_workers(strategy, self.workers)

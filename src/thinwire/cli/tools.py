@@ -27,7 +27,9 @@ class Tools:
 
     def __call__(self) -> int:
         """Print the list; returns 0 also where something is missing, since all of it is optional."""
-        rows = [_codes(), _coresets(), _on_gpus(), _messages(), _links()]
+        codes = _native("codes, sketches, arrays of models", "base", "kernels")
+        coresets = _native("selection of coresets", "nearest", "nearest")
+        rows = [codes, coresets, _on_gpus(), _messages(), _links()]
         if self.json:
             print_json(rows)
             return 0
@@ -39,31 +41,17 @@ class Tools:
         return 0
 
 
-def _codes() -> dict[str, str]:
+def _native(purpose: str, name: str, library: str) -> dict[str, str]:
+    """Which implementation `thinwire.core.kernels.NAME` uses."""
     from torch import empty
 
-    from thinwire.core.kernels import base, native
+    from thinwire.core.kernels import base, native, nearest
 
     with warnings.catch_warnings(action="ignore"):
-        found = base.compiled(empty(0))
-    return _kernels("codes, sketches, arrays of models", found and found._name, native.problems.get("kernels"))
-
-
-def _coresets() -> dict[str, str]:
-    from torch import empty
-
-    from thinwire.core.kernels import native, nearest
-
-    with warnings.catch_warnings(action="ignore"):
-        found = nearest.compiled(empty(0))
-    return _kernels("selection of coresets", found and found._name, native.problems.get("nearest"))
-
-
-def _kernels(purpose: str, path: str | None, problem: str | None) -> dict[str, str]:
-    if path is not None:
-        return _row(purpose, "C", path)
-    if os.environ.get("THINWIRE_NATIVE") == "0":
-        problem = "THINWIRE_NATIVE=0"
+        found = {"base": base, "nearest": nearest}[name].compiled(empty(0))
+    if found:
+        return _row(purpose, "C", found._name)
+    problem = "THINWIRE_NATIVE=0" if os.environ.get("THINWIRE_NATIVE") == "0" else native.problems.get(library)
     return _row(purpose, "PyTorch, slower", problem or "not on this kind of processor")
 
 

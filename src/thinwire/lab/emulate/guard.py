@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from types import TracebackType
 from typing import Self
 
 
@@ -33,9 +32,7 @@ class Guard:
         )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Let the guard process kill the groups that are left, and end."""
         if not self._groups:
             # It has nothing to do, and need not be waited for until it has started.

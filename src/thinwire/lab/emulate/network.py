@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from thinwire.errors import ConfigError
@@ -103,9 +102,7 @@ class Network:
             self._contexts = contexts.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close the open files of the namespaces; each disappears with the last process in it."""
         self._contexts.close()
         self._files = {}

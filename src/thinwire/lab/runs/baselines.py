@@ -196,9 +196,7 @@ class Baseline(ABC):
         """Wrap a model and its optimizer."""
         device = next(model.parameters()).device
         network = DistributedDataParallel(
-            model,
-            device_ids=[device] if device.type == "cuda" else None,
-            bucket_cap_mb=self.bucket_megabytes(model),
+            model, device_ids=[device] if device.type == "cuda" else None, bucket_cap_mb=self.bucket_megabytes(model)
         )
         engine = BaselineEngine(network, optimizer, control)
         self.prepare(engine, PayloadCounter(engine))

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from thinwire.errors import ConfigError, NonFiniteError
 from thinwire.lab.report.folder import SCHEMA, rounds_of
@@ -22,13 +21,8 @@ from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import check_switches
 from thinwire.lab.runs.writer import start_of_summary
 
-
-class Start(Protocol):
-    """Makes one run in a new folder, and returns its summary."""
-
-    def __call__(self, settings: Settings, folder: Path, *, listener: Listener) -> Fields:
-        """Run."""
-        ...
+Start = Callable[..., Fields]
+"""Makes one run: from settings, a new folder and a listener, as `launch` has them, to its summary."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from thinwire.lab.emulate import available, parse_links, parse_stragglers
 from thinwire.lab.runs.baselines import Baseline
 from thinwire.lab.runs.coreset import check_policy
 from thinwire.lab.runs.own_functions import complete_own
-from thinwire.lab.runs.recipes import describe, parse_late, parse_recipe
+from thinwire.lab.runs.recipes import describe, parse_late, parse_recipe, parse_strategy
 from thinwire.lab.runs.settings import MOST_WORKERS, Settings, parse_mesh
 from thinwire.lab.runs.switches import check_switches
 from thinwire.lab.runs.tensor import check_tensor_parallel, size_for
@@ -82,9 +82,7 @@ def check_recipe_survives(settings: Settings) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    recipe = parse_recipe(settings.strategy)
-    if isinstance(recipe, Baseline):
-        raise ConfigError(f"{settings.strategy} with elastic: torch's own methods end with any worker. Use AllReduce()")
+    recipe = parse_strategy(settings.strategy, "which ends with any worker. Use AllReduce() with elastic")
     check_survives(recipe)
     if settings.late is not None:
         optimizer = torch.optim.SGD([torch.zeros(1, dtype=torch.float32, device="cpu")], lr=1.0)
@@ -97,11 +95,7 @@ def check_can_save(settings: Settings) -> None:
     Raises:
         ConfigError: with the reason.
     """
-    if isinstance(parse_recipe(settings.strategy), Baseline):
-        raise ConfigError(
-            f"on_notice={settings.on_notice!r} with {settings.strategy}: torch's own methods cannot be saved. Use "
-            "AllReduce() instead of ddp"
-        )
+    parse_strategy(settings.strategy, f"which cannot be saved. Use AllReduce() with on_notice={settings.on_notice!r}")
     if settings.tensor_parallel is not None:
         raise ConfigError(
             f"on_notice={settings.on_notice!r} with tensor_parallel={settings.tensor_parallel!r}: a signal is told to "

@@ -15,14 +15,7 @@ from typing import Any
 from thinwire.core.torch_internals import OPTIMIZER_IMPORTS
 from thinwire.elastic.notice import SIGNALS
 from thinwire.errors import ConfigError, PeerLostError, ThinwireError, error_named
-from thinwire.lab.emulate import (
-    Network,
-    Stream,
-    WorkerExit,
-    Workers,
-    parse_links,
-    straggler_environment,
-)
+from thinwire.lab.emulate import Network, Stream, WorkerExit, Workers, parse_links, straggler_environment
 from thinwire.lab.emulate.launch import never
 from thinwire.lab.runs.elastic_record import ElasticRecord, hosted_store
 from thinwire.lab.runs.folder import Fields, RunFolder

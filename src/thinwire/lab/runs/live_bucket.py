@@ -76,11 +76,7 @@ class _Reader:
             return False
         self._number = newest
         self._membership = Membership(
-            BucketStore(self._bucket, str(newest)),
-            "",
-            timeout=_TIMEOUT,
-            beat_seconds=BEAT_SECONDS,
-            connected=False,
+            BucketStore(self._bucket, str(newest)), "", timeout=_TIMEOUT, beat_seconds=BEAT_SECONDS, connected=False
         )
         return True
 
@@ -131,11 +127,7 @@ def _member(name: str, report: Mapping[str, Any], late: Any) -> Member:
 
 
 def _status(
-    url: str,
-    state: Any,
-    members: list[Member],
-    reports: Mapping[str, Mapping[str, Any]],
-    silence: float,
+    url: str, state: Any, members: list[Member], reports: Mapping[str, Mapping[str, Any]], silence: float
 ) -> Status:
     """The state of the run from those of its members; means are since each worker has started."""
     rows = {name: _per_step(report) for name, report in reports.items() if (number(report, "steps_taken") or 0) > 0}

@@ -37,6 +37,23 @@ def parse_recipe(text: str, *, imports: bool = True) -> Recipe:
     return read(text, kinds, what="strategy", example=example, imports=imports, more=BASELINES)
 
 
+def parse_strategy(text: str, why_not: str, *, imports: bool = True) -> Strategy:
+    """Read a recipe that must not be one of torch's own methods.
+
+    Args:
+        text: the recipe.
+        why_not: the rule and the fix, for the error.
+        imports: as in `parse_recipe`.
+
+    Raises:
+        ConfigError: it cannot be read, or is one of torch's own methods.
+    """
+    recipe = parse_recipe(text, imports=imports)
+    if isinstance(recipe, Baseline):
+        raise ConfigError(f"{text}: is torch's own method, {why_not}")
+    return recipe
+
+
 def parse_late(text: str, *, imports: bool = True) -> LateMerging:
     """Read how rounds close without late workers, such as `late` or `late(quorum=0.5)`.
 

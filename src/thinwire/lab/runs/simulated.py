@@ -16,10 +16,9 @@ from thinwire.lab.emulate import Straggler, parse_links, parse_stragglers
 from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.launcher import Listener, ignore_event
-from thinwire.lab.runs.recipes import parse_recipe
+from thinwire.lab.runs.recipes import parse_strategy
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.worker import Ranks, train
-from thinwire.methods.strategies.base import Strategy
 from thinwire.planning.plan.networks import network_of_links
 from thinwire.planning.plan.predict import ModelTime
 from thinwire.planning.simulate import Network, SimulatedComm, simulate
@@ -128,10 +127,6 @@ def check_simulated(settings: Settings, recipes: Sequence[str]) -> None:
         ConfigError: with the setting or the recipe, and the fix.
     """
     for recipe in recipes:
-        if not isinstance(parse_recipe(recipe), Strategy):
-            raise ConfigError(
-                f"{recipe} is torch's own method, whose code cannot be simulated. Leave it out, or compare without "
-                "--simulate. AllReduce() does what ddp does"
-            )
+        parse_strategy(recipe, "whose code cannot be simulated. Use AllReduce(), or compare without --simulate")
     if settings.elastic:
         raise ConfigError("elastic=True: simulated workers cannot be lost. Leave it out, or compare without --simulate")

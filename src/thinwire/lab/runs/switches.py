@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 
 from thinwire.errors import ConfigError
-from thinwire.lab.runs.recipes import describe, parse_recipe
+from thinwire.lab.runs.recipes import describe, parse_strategy
 from thinwire.methods.strategies.base import Strategy, check_workers
 
 _ENTRY = re.compile(r"\s*([0-9]+)\s*:(.*)", re.DOTALL)
@@ -38,11 +38,12 @@ def _entries(text: str, *, imports: bool) -> Iterator[tuple[int, Strategy]]:
         match = _ENTRY.fullmatch(entry)
         if match is None:
             raise ConfigError(f"switch {entry.strip()!r}: must be STEP: RECIPE, such as {_EXAMPLE}")
-        step, recipe = int(match[1]), parse_recipe(match[2], imports=imports)
+        step, recipe = (
+            int(match[1]),
+            parse_strategy(match[2], "which cannot take over. Use AllReduce()", imports=imports),
+        )
         if step <= last:
             raise ConfigError(f"switch {text!r}: steps must be at least 1 and rise; {step} comes after {last}")
-        if not isinstance(recipe, Strategy):
-            raise ConfigError(f"switch {entry.strip()!r}: torch's own methods cannot take over. Use AllReduce()")
         last = step
         yield step, recipe
 
@@ -58,9 +59,7 @@ def check_switches(text: str, first: str, workers: int) -> str:
     Raises:
         ConfigError: it cannot be read, a recipe does not serve, or the first one cannot be left.
     """
-    begins = parse_recipe(first)
-    if not isinstance(begins, Strategy):
-        raise ConfigError(f"switch {text!r} with {first}: torch's own methods cannot be left. Begin with AllReduce()")
+    begins = parse_strategy(first, f"which cannot be left, as switch {text!r} asks. Begin with AllReduce()")
     found = parse_switches(text)
     every = math.lcm(*(each.traits.meets_every for each in (begins, *found.values())))
     for step, strategy in found.items():

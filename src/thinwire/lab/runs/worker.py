@@ -35,7 +35,7 @@ from thinwire.lab.runs.folder import Fields, RunFolder
 from thinwire.lab.runs.measure import peak_memory
 from thinwire.lab.runs.optimizer import make_optimizer
 from thinwire.lab.runs.own_functions import load_task
-from thinwire.lab.runs.recipes import Recipe, parse_recipe
+from thinwire.lab.runs.recipes import Recipe, parse_recipe, parse_strategy
 from thinwire.lab.runs.settings import Settings
 from thinwire.lab.runs.switches import in_force
 from thinwire.lab.runs.tensor import TensorParallel, tensor_parallel_engine
@@ -78,12 +78,8 @@ def in_bucket(settings: Settings, url: str) -> Generator[Ranks]:
         ConfigError: the settings have something that a bucket does not carry, or the store or the key cannot be used.
         CommError: the store cannot be reached, or not all workers arrived.
     """
-    recipe = parse_recipe(settings.strategy, imports=False)
-    if not isinstance(recipe, Strategy):
-        raise ConfigError(
-            f"--strategy {settings.strategy} with --rendezvous: PyTorch's own methods need a process group. Use a "
-            "strategy with rounds, such as DiLoCo(period=100)"
-        )
+    why_not = "which needs a process group. With --rendezvous, use a strategy with rounds, such as DiLoCo(period=100)"
+    recipe = parse_strategy(settings.strategy, why_not, imports=False)
     fleet, _ = fleet_in_bucket(url, workers=settings.workers, timeout=settings.timeout)
     try:
         check_carried(recipe, fleet.request_seconds)

@@ -23,17 +23,7 @@ from thinwire.lab.tasks.data.base import Batch, Shard
 from thinwire.lab.tasks.data.files import Folder
 from thinwire.lab.tasks.language import shakespeare, text, wikitext2
 
-__all__ = [
-    "IGNORED",
-    "Batch",
-    "Defaults",
-    "Evaluation",
-    "Measure",
-    "Shard",
-    "Task",
-    "load",
-    "names",
-]
+__all__ = ["IGNORED", "Batch", "Defaults", "Evaluation", "Measure", "Shard", "Task", "load", "names"]
 
 _TASKS: dict[str, Callable[[Folder], Task]] = {
     "text": text,

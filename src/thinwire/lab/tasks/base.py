@@ -96,16 +96,8 @@ class Measure:
     of: Callable[[float, float, int], float]
 
 
-def _fraction(_: float, hits: float, targets: int) -> float:
-    return hits / targets
-
-
-def _bits(loss: float, _: float, targets: int) -> float:
-    return loss / targets / math.log(2)
-
-
-ACCURACY = Measure("accuracy", True, _fraction)
-BITS_PER_BYTE = Measure("bits_per_byte", False, _bits)
+ACCURACY = Measure("accuracy", True, lambda _, hits, targets: hits / targets)
+BITS_PER_BYTE = Measure("bits_per_byte", False, lambda loss, _, targets: loss / targets / math.log(2))
 
 
 class CrossEntropy:

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,18 +17,6 @@ from thinwire.lab.tasks.data.base import Batch, ExampleMetadata, Indices, Random
 _SPECIAL = ("<padding>", "<begin>", "<end>", "<unknown>")
 UNKNOWN = 3
 _TOKEN = re.compile(r"\w+|[^\w\s]")
-
-
-class Table(Protocol):
-    """Examples that can be taken by index."""
-
-    def __len__(self) -> int:
-        """How many examples there are."""
-        ...
-
-    def take(self, rows: Indices, draws: RandomBits | None = None) -> Batch:
-        """These examples as a batch; with `draws`, one random word per example, they are augmented if they can be."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +90,9 @@ class Texts:
         return trimmed(self.numbers, rows), torch.from_numpy(self.labels[rows])
 
 
+Table = Images | Rows | Texts
+
+
 @dataclass(frozen=True, eq=False)
 class ExampleSet:
     """Examples that are drawn once per epoch, in another random order each epoch.
@@ -144,7 +134,7 @@ class ExampleSet:
             yield self.test.take(rows[first : first + self.evaluation_batch])
 
 
-def labelled(train: Images | Rows | Texts, test: Images | Rows | Texts) -> ExampleSet:
+def labelled(train: Table, test: Table) -> ExampleSet:
     """A data set in which every training example has a class and weight 1."""
     return ExampleSet(train, test, ExampleMetadata(np.ones(len(train), np.int64), labels=train.labels))
 
