@@ -117,7 +117,7 @@ def test_train_over_a_bucket_resumes(tmp_path, capsys, monkeypatch):
     ("arguments", "words"),
     [
         ([], "needs --workers, the number of machines that train together"),
-        (["--workers", "2", "--strategy", "ddp"], "PyTorch's own methods need a process group"),
+        (["--workers", "2", "--strategy", "ddp"], "which needs a process group"),
         (["--workers", "2", "--strategy", "AllReduce()"], "it sends at every step"),
         (["--workers", "2", "--elastic"], "--elastic with --rendezvous"),
         (["--workers", "2", "--link", "1mbit"], "over a bucket the links are real"),

@@ -164,11 +164,9 @@ def _strategy(text: str) -> Strategy:
 
     # Nothing but a strategy is explained, so that a mistyped name is not said to be near one of torch's methods.
     name = text.partition("(")[0].strip().replace("_", "-").lower()
-    return (
-        parse_strategy(text, "not run without data. AllReduce() sends what ddp does")
-        if name in BASELINES
-        else parse(text)
-    )
+    if name in BASELINES:
+        return parse_strategy(text, "which needs data. AllReduce() sends what ddp does")
+    return parse(text)
 
 
 def _print_card(card: Card, model: str, typed: str) -> None:

@@ -38,13 +38,18 @@ def test_a_row_has_each_figure_with_its_unit():
         "time/step": "100 ms",
         "vs ddp": "4.0×",
         "payload/step": "420 kB",
-        "wire/step": "-",
         "compute": "40.0 ms",
         "exposed": "60.0 ms",
         "train loss": "1.500",
         "held-out loss": "1.700",
         "accuracy": "0.5100",
     }
+
+
+def test_bytes_on_the_wire_are_a_column_where_a_run_has_counted_them():
+    counted = [PAIR[0], {**PAIR[1], "wire_bytes_per_worker_per_step": 4.3e5}]
+    assert [row["wire/step"] for row in rows(counted)] == ["-", "430 kB"]
+    assert "wire/step" not in rows(PAIR)[0]
 
 
 def test_speed_is_compared_only_where_ddp_is_present():

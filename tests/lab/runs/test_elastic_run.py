@@ -110,7 +110,7 @@ def test_a_worker_with_notice_leaves_and_the_summary_says_why(tmp_path: Path, pi
     ("asked", "message"),
     [
         ({"strategy": "ADPSGD()", "workers": 4}, "elastic=True with ADPSGD"),
-        ({"strategy": "ddp"}, "ddp with elastic: torch's own methods end with any worker"),
+        ({"strategy": "ddp"}, "ddp: is torch's own method, which ends with any worker"),
         ({"link": "100mbit"}, "link='100mbit' with elastic"),
         ({"save_every": 5}, "save_every=5 with elastic: checkpoints are of a fixed number"),
         ({"steps": None, "seconds": 3.0}, "seconds=3.0 with elastic"),
@@ -118,7 +118,10 @@ def test_a_worker_with_notice_leaves_and_the_summary_says_why(tmp_path: Path, pi
         ({"on_notice": "leave", "elastic": False}, "on_notice='leave': only elastic runs"),
         ({"restarts": 3, "elastic": False}, "restarts=3: only elastic runs"),
         ({"restarts": 0}, "restarts=0: must be at least 1"),
-        ({"on_notice": "save", "elastic": False, "strategy": "ddp"}, "on_notice='save' with ddp: torch's own"),
+        (
+            {"on_notice": "save", "elastic": False, "strategy": "ddp"},
+            "ddp: is torch's own method, which cannot be saved",
+        ),
         ({"on_notice": "go"}, "on_notice='go': must be one of save, leave"),
         ({"split": "label"}, "split='label' with elastic"),
     ],

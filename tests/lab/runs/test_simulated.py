@@ -125,19 +125,22 @@ def test_numbers_are_those_of_processes(capsys: Capture, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--simulate", "--strategies", "AllReduce(); ddp"), "ddp is torch's own method, whose code cannot be"),
+        (("--simulate", "--strategies", "AllReduce(); ddp"), "ddp: is torch's own method, whose code cannot be"),
         (("--step-seconds", "1"), "--step-seconds 1.0: is about simulated runs. Add --simulate"),
         (("--network", "x.toml"), "--network x.toml: is about simulated runs"),
         (("--simulate", "--network", "x.toml", "--link", "1gbit"), "both say what the network is. Give one"),
         (("--simulate", "--strategies", "AllReduce()", "--network", "x.toml"), "x.toml: cannot be read"),
         (("--simulate", "--step-seconds", "-1"), "must be positive seconds"),
         (("--simulate", "--strategies", "AllReduce()", "--elastic"), "simulated workers cannot be lost"),
-        (("--strategies", "AllReduce(); ddp", "--switch", "2: AllReduce()"), "torch's own methods cannot be left"),
+        (
+            ("--strategies", "AllReduce(); ddp", "--switch", "2: AllReduce()"),
+            "torch's own method, which cannot be left",
+        ),
         (
             ("--strategies", "AllReduce(); Paced(base=LocalSGD(period=4))", "--switch", "2: AllReduce()"),
             "only after multiples of 4 steps",
         ),
-        (("--strategies", "AllReduce(); ddp", "--elastic"), "torch's own methods end with any worker"),
+        (("--strategies", "AllReduce(); ddp", "--elastic"), "torch's own method, which ends with any worker"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(arguments: tuple[str, ...], words: str, capsys: Capture) -> None:

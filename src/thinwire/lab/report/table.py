@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MISSING = "-"
+_WIRE = "wire_bytes_per_worker_per_step"
 _HIGHER_IS_BETTER = ("accuracy", "bleu", "f1", "score", "auc", "precision", "recall", "matthews")
 _LOWER_IS_BETTER = ("loss", "perplexity", "error", "bits", "entropy", "nats")
 
@@ -27,7 +28,7 @@ _NOISE = {
     "seconds_to_target": 0.05,
     "exposed_seconds_per_step": 0.05,
     "payload_bytes_per_worker_per_step": 0.005,
-    "wire_bytes_per_worker_per_step": 0.02,
+    _WIRE: 0.02,
     "train_loss": 0.01,
     "eval_loss": 0.01,
     "eval_metric": 0.01,
@@ -63,7 +64,7 @@ class Cell:
 
 
 def columns(summaries: Sequence[Facts]) -> list[Column]:
-    """The columns for these summaries; time to a target only where a target was set."""
+    """The columns for these summaries: time to a target where one was set, bytes of the wire where they were counted."""
     name = metric_name(summaries)
     timed = ("slower", "faster")
     sized = ("more", "less")
@@ -71,7 +72,7 @@ def columns(summaries: Sequence[Facts]) -> list[Column]:
         Column("seconds_per_step", "time/step", units.seconds, -1, timed),
         *_target_columns(summaries),
         Column("payload_bytes_per_worker_per_step", "payload/step", units.nbytes, -1, sized),
-        Column("wire_bytes_per_worker_per_step", "wire/step", units.nbytes, -1, sized),
+        *([Column(_WIRE, "wire/step", units.nbytes, -1, sized)] if _counted(summaries, _WIRE) else []),
         Column("compute_seconds_per_step", "compute", units.seconds, 0),
         Column("exposed_seconds_per_step", "exposed", units.seconds, -1),
         Column("train_loss", "train loss", units.score, -1),
@@ -173,7 +174,7 @@ def written(summary: Facts, column: Column) -> str:
 
 def metric_name(summaries: Sequence[Facts]) -> str | None:
     """The name of the held-out metric; None where no run has one besides its loss."""
-    if all(number(facts, "eval_metric") is None for facts in summaries):
+    if not _counted(summaries, "eval_metric"):
         return None
     names = {text(facts, "metric") for facts in summaries} - {""}
     return names.pop() if len(names) == 1 else "metric"
@@ -226,10 +227,13 @@ def rich_table(summaries: Sequence[Facts], title: str | None = None) -> Table:
     return table
 
 
+def _counted(summaries: Sequence[Facts], key: str) -> bool:
+    return any(number(facts, key) is not None for facts in summaries)
+
+
 def _target_columns(summaries: Sequence[Facts]) -> list[Column]:
     targets = {target for facts in summaries if (target := number(facts, "target_loss")) is not None}
-    reached = any(number(facts, "seconds_to_target") is not None for facts in summaries)
-    if not targets and not reached:
+    if not targets and not _counted(summaries, "seconds_to_target"):
         return []
     heading = f"time to loss {units.mark(targets.pop())}" if len(targets) == 1 else "time to target"
     return [Column("seconds_to_target", heading, units.seconds, -1, ("later", "sooner"))]

@@ -38,10 +38,8 @@ def _entries(text: str, *, imports: bool) -> Iterator[tuple[int, Strategy]]:
         match = _ENTRY.fullmatch(entry)
         if match is None:
             raise ConfigError(f"switch {entry.strip()!r}: must be STEP: RECIPE, such as {_EXAMPLE}")
-        step, recipe = (
-            int(match[1]),
-            parse_strategy(match[2], "which cannot take over. Use AllReduce()", imports=imports),
-        )
+        step, why_not = int(match[1]), "which cannot take over. Use AllReduce()"
+        recipe = parse_strategy(match[2].strip(), why_not, imports=imports)
         if step <= last:
             raise ConfigError(f"switch {text!r}: steps must be at least 1 and rise; {step} comes after {last}")
         last = step
