@@ -100,10 +100,8 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         if self.bucket is None and (self.prices is not None or self.step_seconds != Explain.step_seconds):
             raise ConfigError("--prices and --step-seconds are for --bucket. Add that, or leave them out")
         if given["momentum"] is not None and given["optimizer"] not in (None, "sgd"):
-            raise ConfigError(
-                f"--momentum {given['momentum']} with --optimizer {given['optimizer']}: is the momentum of sgd. Leave "
-                "out one of them"
-            )
+            both = f"--momentum {given['momentum']} with --optimizer {given['optimizer']}"
+            raise ConfigError(f"{both}: is the momentum of sgd. Leave out one of them")
         if self.parameters is not None and given["data"] is not None:
             raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded. Leave it out")
 

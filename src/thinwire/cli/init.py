@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 import json as json_text
-import os
 import shlex
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 
 from thinwire.cli.console import out, print_json
-from thinwire.core.storage.files import make_folder_of, write_temporary
+from thinwire.core.storage.files import make_folder_of
 from thinwire.errors import ConfigError
 
 _TEMPLATE = Path(__file__).with_name("init_template.txt")
@@ -60,7 +59,12 @@ class Init:
         if self.rendezvous is not None:
             check_url(self.rendezvous)
         command = self._command()
-        _write_new(self.path, self._text(strategy, command).encode())
+        make_folder_of(self.path)
+        try:
+            with self.path.open("x", encoding="utf-8") as file:
+                file.write(self._text(strategy, command))
+        except FileExistsError:
+            raise ConfigError(f"{self.path}: exists, and is not replaced. Name another file, or remove it") from None
         if self.json:
             print_json({"path": self.path, "command": command})
         else:
@@ -85,22 +89,3 @@ class Init:
         for name, value in {"STRATEGY": json_text.dumps(strategy), "WHERE": where, "COMMAND": command}.items():
             text = text.replace(f"<{name}>", value)
         return text
-
-
-def _write_new(path: Path, content: bytes) -> None:
-    """Write a whole file that does not exist yet.
-
-    Raises:
-        ConfigError: it exists.
-    """
-    refused = ConfigError(f"{path}: exists, and is not replaced. Name another file, or remove it")
-    if path.exists():
-        raise refused
-    make_folder_of(path)
-    temporary = write_temporary(path, content)
-    try:
-        os.link(temporary, path)  # unlike a rename, it replaces nothing
-    except FileExistsError:
-        raise refused from None
-    finally:
-        temporary.unlink()

@@ -110,18 +110,15 @@ def _elastic_words(words: Sequence[str]) -> list[str]:
 def make_app(program: str, kind: type[Any]) -> App:
     """Make the program that reads a command's options: keyword-only fields are options, others positional."""
     hints, texts = get_type_hints(kind), _texts(kind)
-    parameters = [
-        _parameter(each.name, hints[each.name], texts, each.default, bool(each.kw_only)) for each in fields(kind)
-    ]
     configured = has_configuration(kind)
+    grouped = len(fields(kind)) + configured > _MOST_UNGROUPED
+    parameters = [_parameter(x.name, hints[x.name], texts, x.default, bool(x.kw_only), grouped) for x in fields(kind)]
     if configured:
         texts["config"] = (
             f"a TOML file of options, or the folder of an earlier run, which holds {CONFIG_FILE}. Options given here "
             f"override it, and --no-FLAG a flag of it; {DEFAULT_FILE} in the current folder unless given."
         )
-        parameters.append(_parameter("config", Path | None, texts, None, True))
-    if len(parameters) > _MOST_UNGROUPED:
-        parameters = [_in_group(each) for each in parameters]
+        parameters.append(_parameter("config", Path | None, texts, None, True, grouped))
 
     def command() -> None:
         raise AssertionError("only its signature is used")
@@ -174,26 +171,27 @@ def _texts(kind: type[Any]) -> dict[str, str]:
     return found
 
 
-def _parameter(name: str, hint: Any, texts: dict[str, str], default: Any, keyword: bool) -> inspect.Parameter:
+def _parameter(
+    name: str, hint: Any, texts: dict[str, str], default: Any, keyword: bool, grouped: bool
+) -> inspect.Parameter:
     several = get_origin(hint) is tuple
-    shape = inspect.Parameter
-    text = texts.get(name, "").removesuffix(".")
+    shape, text = inspect.Parameter, texts.get(name, "").removesuffix(".")
     shown = not (default is None or default is False or default is MISSING)
-    without = _UNLESS_GIVEN.match(text) if default is None else None
-    option = option_name(name)
+    without, option = _UNLESS_GIVEN.match(text) if default is None else None, option_name(name)
+
+    def in_words(value: Any) -> str:
+        return f"{value:g}" if isinstance(value, float) else str(value)
+
     if several:
         (hint, _), default = get_args(hint), MISSING
     settings = Parameter(
         name=f"--{option}" if keyword else option,
         help=without["text"] if without else text,
-        show_default=(
-            lambda x: _uncapitalized(without["default"]) if without else f"{x:g}" if isinstance(x, float) else str(x)
-        )
-        if without or shown
-        else False,
+        show_default=(lambda _: _uncapitalized(without["default"])) if without else in_words if shown else False,
         converter=_converter(option, hint),
         completer=_complete_recipe if option in ("strategy", "recipe") else None,
         allow_leading_hyphen=several,
+        group=_GROUP_OF.get(option, _OTHERS) if grouped and keyword else None,
     )
     return shape(
         name,
@@ -214,13 +212,6 @@ def _complete_recipe(_: object) -> list[str]:
     return [
         f"{name}()" for name in re.findall(r"^from thinwire\.methods\.strategies\.\S+ import ([A-Z]\w+)", stub, re.M)
     ]
-
-
-def _in_group(parameter: inspect.Parameter) -> inspect.Parameter:
-    if parameter.kind != parameter.KEYWORD_ONLY:
-        return parameter
-    group = _GROUP_OF.get(option_name(parameter.name), _OTHERS)
-    return parameter.replace(annotation=Annotated[parameter.annotation, Parameter(group=group)])
 
 
 def _converter(option: str, hint: Any) -> Callable[[Any, Sequence[Token]], Any] | None:

@@ -125,10 +125,7 @@ class Plan:
         seen = self._examination()
         if seen is not None and all(pair.problem for pair in seen.pairs):
             ranks = "one process alone" if seen.size == 1 else f"{seen.size} ranks, of which none reached another"
-            raise ConfigError(
-                f"--doctor {self.doctor}: has no link, as it is of {ranks}. Start the doctor on all machines or with "
-                "--workers, or give --link"
-            )
+            raise ConfigError(f"--doctor {self.doctor}: has no link, as it is of {ranks}. Give --link, or examine more")
         workers = self.workers if self.workers is not None else (seen.size if seen else 4)
         if not _FEWEST <= workers <= _MOST:
             raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
@@ -227,9 +224,7 @@ class Plan:
             words = f"--{given[0]} and --{given[1]}: give one of them" if given else "no network: give --link 100mbit"
             raise ConfigError(f"{words}. A network is --link, --network FILE, --doctor FILE or --bucket")
         if self.published is not None and given != ["published"]:
-            raise ConfigError(
-                f"--published {self.published} with --{given[0]}: its links are in its own file. Leave it out"
-            )
+            raise ConfigError(f"--published with --{given[0]}: its links are in its own file. Leave out one of them")
         if self.bucket is None and (self.prices is not None or self.within != Plan.within):
             raise ConfigError("--prices and --within are for --bucket. Add that, or leave them out")
         if self.own_model is not None and (self.task is not None or self.model_size is not None):
@@ -239,14 +234,10 @@ class Plan:
         if self.doctor is not None and self.task is None and self.own_model is None:
             for name, value in (("model-size", self.model_size), ("batch-size", self.batch_size), ("data", self.data)):
                 if value is not None:
-                    raise ConfigError(
-                        f"--{name} {value} with --doctor {self.doctor}: its step was timed already. Give --task too, "
-                        "and that task's model is timed here"
-                    )
+                    both = f"--{name} {value} with --doctor {self.doctor}"
+                    raise ConfigError(f"{both}: its step was timed already. Give --task too, to time that task's model")
         if self.latency is not None and self.link is None:
-            raise ConfigError(
-                f"--latency {self.latency}: goes with --link. A network file and the doctor have their own"
-            )
+            raise ConfigError(f"--latency {self.latency}: goes with --link. Network files have their own")
         if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
         if self.batch_size is not None and self.batch_size < 1:

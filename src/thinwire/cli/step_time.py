@@ -105,10 +105,7 @@ def model_of(
     if model is not None and data is None:
         module, own_loss, own = _own_model(model)
         if own is not None and optimizer is not None:
-            raise ConfigError(
-                f"--optimizer {optimizer}: {model} returns an optimizer of its own ({type(own).__name__}). Leave "
-                "--optimizer out, or return only the model and the loss"
-            )
+            raise ConfigError(f"--optimizer {optimizer}: {model} returns its own {type(own).__name__}. Leave it out")
         maker = maker_of(optimizer or "adamw", _MOMENTUM) if own is None else _again(own, f"--model {model}")
         return TimedModel(model, module, own_loss, maker, own)
     if model is not None:

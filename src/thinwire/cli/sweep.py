@@ -243,10 +243,8 @@ class Sweep:
         given = {"model": self.own_model, "data": self.data, "loss": self.own_loss}
         if any(given[name] is None for name in named):
             options = " ".join(f"--{name} {value}" for name, value in named.items())
-            raise ConfigError(
-                f"--resume {folder}: it trains functions of yours, and files import nothing; if you trust them, "
-                f"add {options}"
-            )
+            words = "it trains functions of yours, and files import nothing; if you trust them, add"
+            raise ConfigError(f"--resume {folder}: {words} {options}")
 
     def _adapting(self, folder: Path) -> Adapting | None:
         from thinwire.arrays.sweep.adapting import Adapting
@@ -318,18 +316,11 @@ class Sweep:
         if self.population is None:
             return None
         if self.sampler == "optuna":
-            raise ConfigError(
-                "--sampler optuna with --population: a member ends with other hyperparameters than were proposed, so "
-                "Optuna cannot learn from it. Use --sampler random"
-            )
+            raise ConfigError("--sampler optuna with --population: members change what it proposes. Use random")
         if self.check:
-            raise ConfigError(
-                "--check with --population: members copy each other, so none can be trained alone. Leave out --check"
-            )
+            raise ConfigError("--check with --population: members copy each other. Leave it out")
         if 1 in (self.trials, self.together):
-            raise ConfigError(
-                "--population with one trial in an array: there is no other member to copy. Use at least 2"
-            )
+            raise ConfigError("--population with one trial in an array: there is no other member to copy. Use 2")
         if self.population >= self.steps:
             raise ConfigError(
                 f"--population {self.population}: no selection within {self.steps} steps. Use a tenth of them"

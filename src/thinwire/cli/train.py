@@ -74,10 +74,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
             raise ConfigError(f"--workers {given['workers']}: torchrun has started {size}. Leave it out")
         _refuse_emulation(given, "under torchrun")
         if given["elastic"]:
-            raise ConfigError(
-                "--elastic under torchrun: its agent ends all workers with one. Leave out torchrun, or call "
-                "attach(elastic=True) in a program of yours (docs/how-to/elastic.md)"
-            )
+            raise ConfigError("--elastic under torchrun: its agent ends all workers with one. Leave out torchrun")
         settings, folder = self._prepare(size)
         self._prepare_rank(settings, folder, rank)
         with self._watch(settings) as watch:

@@ -117,10 +117,7 @@ def _inside(folder: Path, rounds: object) -> dict[str, list[Path]]:
 def _check_schema(where: Path, facts: Facts) -> None:
     schema = facts.get("schema", SCHEMA)
     if isinstance(schema, bool) or not isinstance(schema, int) or schema < 1:
-        raise ConfigError(
-            f"{where} has schema {schema!r}: a schema is a whole number from 1 to {SCHEMA}. "
-            "Restore the file, or run the training again"
-        )
+        raise ConfigError(f"{where} has schema {schema!r}: must be 1 to {SCHEMA}. Restore the file, or train again")
     if schema > SCHEMA:
         raise ConfigError(f"{where} has schema {schema}: this thinwire reads schemas up to {SCHEMA}. Upgrade thinwire")
 

@@ -64,7 +64,7 @@ class Cell:
 
 
 def columns(summaries: Sequence[Facts]) -> list[Column]:
-    """The columns for these summaries: time to a target where one was set, bytes of the wire where they were counted."""
+    """The columns for these summaries: time to a target if one was set, bytes on the wire if they were counted."""
     name = metric_name(summaries)
     timed = ("slower", "faster")
     sized = ("more", "less")

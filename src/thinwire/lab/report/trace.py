@@ -25,10 +25,7 @@ def write_trace(run_folder: Path) -> Path:
     """
     spans = read_spans(run_folder)
     if not spans:
-        raise ConfigError(
-            f"{run_folder}: a trace is made from timeline.jsonl, which is missing or empty here, as it "
-            "is after a few steps. Train longer, or give a run folder that has one"
-        )
+        raise ConfigError(f"{run_folder}: timeline.jsonl is missing or empty, as it is after a few steps. Train longer")
     document = {"traceEvents": trace_events(spans), "displayTimeUnit": "ms"}
     return write_text(run_folder / "trace.json", json.dumps(document, separators=(",", ":")))
 

@@ -114,10 +114,7 @@ def check_recipe(text: str, workers: int) -> str:
     if workers > MOST_WORKERS:
         raise ConfigError(f"workers={workers}: must be at most {MOST_WORKERS}")
     if text.strip() == "auto":
-        raise ConfigError(
-            "strategy='auto': only attach() takes it, and measures links first; `thinwire plan` recommends a recipe "
-            "for a model and links: give that"
-        )
+        raise ConfigError("strategy='auto': is for attach(). Give a recipe; `thinwire plan` recommends one")
     recipe = parse_recipe(text)
     if isinstance(recipe, Baseline):
         recipe.check(workers)
@@ -155,10 +152,8 @@ def _check_environment(given: Mapping[str, Any], *, emulated: bool) -> None:
             raise ConfigError("device='cuda' with a link: only CPU workers can be put behind emulated links")
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or given.get("workers") or 1)
         if torch.cuda.device_count() < local:
-            raise ConfigError(
-                f"device='cuda' with {local} workers here: torch sees {torch.cuda.device_count()} GPUs. Use fewer or "
-                "'cpu'"
-            )
+            gpus = torch.cuda.device_count()
+            raise ConfigError(f"device='cuda' with {local} workers here: torch sees {gpus} GPUs. Use fewer or 'cpu'")
 
 
 def _filled(given: dict[str, Any], task: Task) -> dict[str, Any]:

@@ -278,10 +278,7 @@ def _check_elastic(settings: Settings) -> None:
         if getattr(settings, name) is not None and not saves_alone:
             raise ConfigError(f"{name}={getattr(settings, name)!r} with elastic: {reason}. Leave out one of them")
     if settings.on_notice == "save":
-        raise ConfigError(
-            "on_notice='save' with elastic: checkpoints are of a fixed number of workers. Use 'leave', by which the "
-            "others go on"
-        )
+        raise ConfigError("on_notice='save' with elastic: checkpoints are of a fixed number of workers. Use 'leave'")
     if settings.device != "cpu" or settings.split != "iid":
         name = "split" if settings.device == "cpu" else "device"
         raise ConfigError(

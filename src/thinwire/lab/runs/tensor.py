@@ -46,10 +46,8 @@ def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> Non
     if settings.optimizer == "onebit-lamb":
         raise ConfigError(f"{here} with optimizer='onebit-lamb': needs norms of whole tensors. Use onebit-adam or lamb")
     if settings.batch_size % rows:
-        raise ConfigError(
-            f"{here} with batch_size={settings.batch_size}: {rows} rows must share it evenly. "
-            f"Use {-(-settings.batch_size // rows) * rows}"
-        )
+        fix = f"Use {-(-settings.batch_size // rows) * rows}"
+        raise ConfigError(f"{here} with batch_size={settings.batch_size}: {rows} rows must share it evenly. {fix}")
     problem = _why_not(task, settings.model, rows, columns)
     if problem is not None:
         fitting = [size for size in task.sizes if _why_not(task, size, rows, columns) is None]

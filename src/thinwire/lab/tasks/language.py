@@ -47,10 +47,7 @@ def text(folder: Folder | None = None, *, context: int = 128, nbytes: int = 4_00
     # By hashes rather than in order, so that a shorter text is a sample of the whole library.
     documents = _library(root, nbytes)
     if sum(len(document.text) for document in documents) < 1_000_000:
-        raise ConfigError(
-            f"{root} holds no library sources, and task 'text' learns from them. "
-            "Use a Python that is not stripped, or task 'shakespeare'"
-        )
+        raise ConfigError(f"{root} holds no library sources, and task 'text' learns from them. Use task 'shakespeare'")
     train = [document for document in documents if _hash(document.group) % 10]
     held = [document for document in documents if not _hash(document.group) % 10]
     return _task("text", "Python standard library sources", train, held, context=context)
