@@ -4,6 +4,7 @@
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
@@ -108,38 +109,23 @@ class Emulate:
         console.print(Text.assemble((f"[{rank}]", COLOURS[rank % len(COLOURS)]), " ", line))
 
 
-def _row(record: WorkerExit, carried: Traffic | None) -> dict[str, float | str | None]:
+def _row(record: WorkerExit, carried: Traffic | None) -> dict[str, Any]:
     """One worker's figures, in seconds, bytes and bits per second."""
-    row: dict[str, float | str | None] = {
+    sent, received = (None, None) if carried is None else (carried.sent_bytes, carried.received_bytes)
+    return {
         "rank": record.rank,
         "exit": record.how,
         "seconds": record.seconds,
         "cpu_seconds": record.cpu_seconds,
-        "sent_bytes": None,
-        "received_bytes": None,
-        "sent_bits_per_second": None,
+        "sent_bytes": sent,
+        "received_bytes": received,
+        "sent_bits_per_second": None if sent is None else 8 * sent / record.seconds,
     }
-    if carried is not None:
-        row["sent_bytes"] = carried.sent_bytes
-        row["received_bytes"] = carried.received_bytes
-        row["sent_bits_per_second"] = 8 * carried.sent_bytes / record.seconds
-    return row
 
 
-def _table(rows: Sequence[dict[str, float | str | None]]) -> Table:
+def _table(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table("rank", "exit", "seconds", "CPU seconds", "MB sent", "MB received", "mean Mbit/s sent")
-    for row in rows:
-        table.add_row(
-            str(row["rank"]),
-            str(row["exit"]),
-            _number(row["seconds"], 1),
-            _number(row["cpu_seconds"], 1),
-            _number(row["sent_bytes"], 1e-6),
-            _number(row["received_bytes"], 1e-6),
-            _number(row["sent_bits_per_second"], 1e-6),
-        )
+    for rank, how, *figures in (row.values() for row in rows):
+        scaled = zip(figures, (1, 1, 1e-6, 1e-6, 1e-6), strict=True)
+        table.add_row(str(rank), how, *("-" if each is None else f"{each * scale:.2f}" for each, scale in scaled))
     return table
-
-
-def _number(value: float | str | None, scale: float) -> str:
-    return f"{float(value) * scale:.2f}" if value is not None else "-"

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,20 +11,33 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from thinwire.core.comm.base import Comm
 from thinwire.core.comm.work import Interval
 from thinwire.worker.worker import Worker, internals_of
 
 
 class ThinwireEngine:
-    """A model under a thinwire strategy; the comm's meter counts bytes, and seconds blocked in waits."""
+    """A model under a thinwire strategy; meters of comms count bytes, and seconds blocked in waits.
 
-    def __init__(self, worker: Worker, optimizer: Optimizer) -> None:
+    Args:
+        worker: trains the model.
+        optimizer: of the model.
+        comms: over which its messages pass; the worker's unless given.
+    """
+
+    def __init__(self, worker: Worker, optimizer: Optimizer, comms: Sequence[Comm] = ()) -> None:
         self.worker = worker
         self.optimizer = optimizer
         self.network = worker.model
         self.consensus = worker.consensus
         self.metrics = partial(internals_of(worker).metrics, clear=True)  # each record has what is new
         self.wait_pending = internals_of(worker).wait_pending
+        self._given = comms
+
+    @property
+    def comms(self) -> Sequence[Comm]:
+        """The comms over which messages pass now; a view of an elastic worker has its own."""
+        return self._given or (self.worker.comm,)
 
     @property
     def step(self) -> int:
@@ -32,23 +46,24 @@ class ThinwireEngine:
 
     @property
     def payload_bytes(self) -> float:
-        """Bytes the meter has counted."""
-        return self.worker.comm.meter.payload_bytes
+        """Bytes sent by this rank so far, while training or not."""
+        return sum(comm.meter.payload_bytes for comm in self.comms)
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds blocked in waits."""
-        return self.worker.comm.meter.exposed_seconds
+        """Seconds in which this rank only waited for messages, so far."""
+        return sum(comm.meter.exposed_seconds for comm in self.comms)
 
     @property
     def intervals(self) -> list[Interval]:
-        """What the meter recorded while tracing was on."""
-        return self.worker.comm.meter.intervals
+        """Messages and waits of this rank, recorded while tracing was on."""
+        return [interval for comm in self.comms for interval in comm.meter.intervals]
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward pass, in which some strategies exchange gradients."""
         # Errors and intervals of messages sent within the pass name this step.
-        self.worker.comm.step = self.step
+        for comm in self.comms:
+            comm.step = self.step
         loss.backward()
 
     def update(self) -> None:
@@ -58,7 +73,8 @@ class ThinwireEngine:
 
     def trace(self, on: bool) -> None:
         """Switch the recording of intervals on or off."""
-        self.worker.comm.meter.tracing = on
+        for comm in self.comms:
+            comm.meter.tracing = on
 
     def load(self, folder: Path) -> dict[str, Any]:
         """Continue from the newest checkpoint, which another number of workers may have written."""

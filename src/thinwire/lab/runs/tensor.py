@@ -10,11 +10,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thinwire.core.comm.counting import CountingComm
-from thinwire.core.comm.work import Interval
 from thinwire.errors import ConfigError
 from thinwire.lab.runs.engine import ThinwireEngine
 from thinwire.lab.runs.optimizer import make_optimizer
-from thinwire.lab.runs.settings import NonFinite, Settings
+from thinwire.lab.runs.settings import Settings
 from thinwire.lab.tasks import Task
 from thinwire.lab.tasks.base import IGNORED
 from thinwire.lab.tasks.models.gpt import GPT
@@ -122,45 +121,9 @@ class _Whole(nn.Module):
         return whole_activation(logits, self._mesh, size=self._vocabulary)[: len(symbols)]
 
 
-class TensorParallelEngine(ThinwireEngine):
-    """Blocks of a model under a thinwire strategy; bytes and waits are those within copies and between them."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, recipe: Strategy, mesh: Mesh3D, *, seed: int, nonfinite: NonFinite
-    ) -> None:
-        super().__init__(attach(model, optimizer, recipe, mesh=mesh, seed=seed, nonfinite=nonfinite), optimizer)
-        self._comms = (mesh.data, mesh.block.along_row, mesh.block.along_column, mesh.block.whole)
-
-    @property
-    def payload_bytes(self) -> float:
-        """Bytes that the meters have counted."""
-        return sum(comm.meter.payload_bytes for comm in self._comms)
-
-    @property
-    def exposed_seconds(self) -> float:
-        """Seconds blocked in waits."""
-        return sum(comm.meter.exposed_seconds for comm in self._comms)
-
-    @property
-    def intervals(self) -> list[Interval]:
-        """What the meters recorded while tracing was on."""
-        return [interval for comm in self._comms for interval in comm.meter.intervals]
-
-    def backward(self, loss: Tensor) -> None:
-        """Run the backward pass, with messages between blocks."""
-        for comm in self._comms:
-            comm.step = self.step
-        loss.backward()
-
-    def trace(self, on: bool) -> None:
-        """Switch the recording of intervals on or off."""
-        for comm in self._comms:
-            comm.meter.tracing = on
-
-
 def tensor_parallel_engine(
     recipe: Strategy, model: nn.Module, settings: Settings
-) -> tuple[TensorParallelEngine, TensorParallel]:
+) -> tuple[ThinwireEngine, TensorParallel]:
     """This worker's blocks of a model under a recipe; all workers of the default group call together.
 
     Args:
@@ -178,5 +141,9 @@ def tensor_parallel_engine(
         optimizer = Lamb2D(
             model.parameters(), settings.lr, model=model, mesh=mesh.block, weight_decay=settings.weight_decay
         )
-    engine = TensorParallelEngine(model, optimizer, recipe, mesh, seed=settings.seed, nonfinite=settings.nonfinite)
+    worker = attach(model, optimizer, recipe, mesh=mesh, seed=settings.seed, nonfinite=settings.nonfinite)
+    # Bytes and waits are those within copies and between them.
+    engine = ThinwireEngine(
+        worker, optimizer, (mesh.data, mesh.block.along_row, mesh.block.along_column, mesh.block.whole)
+    )
     return engine, TensorParallel(mesh, vocabulary, f"{rows}x{columns}")

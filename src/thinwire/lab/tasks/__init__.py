@@ -25,16 +25,8 @@ from thinwire.lab.tasks.language import shakespeare, text, wikitext2
 
 __all__ = ["IGNORED", "Batch", "Defaults", "Evaluation", "Measure", "Shard", "Task", "load", "names"]
 
-_TASKS: dict[str, Callable[[Folder], Task]] = {
-    "text": text,
-    "digits": digits,
-    "mnist": mnist,
-    "cifar10": cifar10,
-    "shakespeare": shakespeare,
-    "wikitext2": wikitext2,
-    "agnews": agnews,
-    "a9a": a9a,
-}
+_LOADERS = (text, digits, mnist, cifar10, shakespeare, wikitext2, agnews, a9a)
+_TASKS: dict[str, Callable[[Folder], Task]] = {load.__name__: load for load in _LOADERS}
 
 
 def names() -> tuple[str, ...]:
