@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from thinwire.cli.console import err, out, print_error, print_json
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.lab.emulate import (
     Network,
@@ -64,12 +65,7 @@ class Emulate:
 
     def __call__(self) -> int:
         """Run the workers; returns 0, or 1 when one of them failed."""
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: must be at least 1")
-        if not self.timeout > 0:
-            raise ConfigError(f"--timeout {self.timeout:g}: must be positive seconds. A day is 86400")
-        if self.seed < 0:
-            raise ConfigError(f"--seed {self.seed}: must be a whole number from 0, as workers read it")
+        check_ranges(self, workers=("1..", "4 is usual"), timeout=("(0, inf)", "A day is 86400"), seed=("0..", "Use 0"))
         if not self.command:
             raise ConfigError("there is no command to run. Write it after --, such as -- python train.py")
         parse_stragglers(self.slow, self.stall, workers=self.workers, seed=self.seed)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from thinwire.cli.console import out, print_json
 from thinwire.core.storage.files import make_folder_of
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 
 _TEMPLATE = Path(__file__).with_name("init_template.txt")
@@ -52,8 +53,7 @@ class Init:
 
         if self.path.suffix != ".py":
             raise ConfigError(f"{self.path}: must be a Python script. Name it {self.path.with_suffix('.py')}")
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: must be at least 1")
+        check_ranges(self, workers=("1..", "2 is usual"))
         strategy = self.strategy or ("LocalSGD(period=8)" if self.rendezvous is None else _OVER_BUCKET)
         parse(strategy).check(self.workers)
         if self.rendezvous is not None:

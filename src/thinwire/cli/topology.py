@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from thinwire.cli.console import Output, out, print_json
 from thinwire.cli.options import slowest_rate
 from thinwire.core.units import count, digits, nbytes, rate, seconds
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,8 +62,7 @@ class Topology:
         Raises:
             ConfigError: a value that cannot be read, or options that need others.
         """
-        if self.workers < 1:
-            raise ConfigError(f"--workers {self.workers}: must be at least 1")
+        check_ranges(self, workers=("1..", "8 is usual"))
         if self.parameters is not None and (self.parameters < 1 or self.parameters % 1):
             raise ConfigError(f"--parameters {self.parameters:g}: must be a whole number from 1, such as 6.5e6")
         if self.link is not None and self.parameters is None:

@@ -217,11 +217,13 @@ class Settings:
         Raises:
             ConfigError: an unknown field, a missing one, or a value out of its range.
         """
-        unknown = sorted(set(content) - {field.name for field in fields(cls)})
+        # Options that an earlier version had, and that were not given, decide nothing.
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(name for name, value in content.items() if name not in known and value is not None)
         if unknown:
             raise ConfigError(f"settings hold {unknown[0]!r}, which this version of thinwire does not know")
         try:
-            return cls(**content)
+            return cls(**{name: value for name, value in content.items() if name in known})
         except TypeError as error:
             raise ConfigError(f"settings cannot be read: {error}") from None
 
