@@ -4,7 +4,7 @@
 import csv
 import hashlib
 import io
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,11 +43,7 @@ def digits(folder: Folder | None = None) -> Task:
     order = Stream((0xD161,)).permutation(len(labels))
     held_out, train = np.split(order, [len(labels) // 5])
     sets = [Images(images[rows], labels[rows], mean=0.3, deviation=0.35) for rows in (train, held_out)]
-    networks = {
-        "mlp": partial(classifiers.Perceptron, 64, 64, 10),
-        "cnn": partial(classifiers.Convolutional, channels=1, side=8, width=16, classes=10),
-        "logistic": partial(classifiers.Logistic, 64, 10),
-    }
+    networks = _of_digits(side=8, hidden=64)
     settings = (Defaults("sgd", lr=0.03, batch_size=32), Defaults("adamw", lr=3e-3, batch_size=32))
     return Task("digits", "scikit-learn digits", ACCURACY, networks, labelled(*sets), settings)
 
@@ -56,11 +52,7 @@ def mnist(folder: Folder) -> Task:
     """70,000 handwritten digits, 28 x 28, from mnist/*-ubyte.gz, or by the hub library; 10,000 are held out."""
     train, test = (_mnist_part(folder, part) for part in ("train", "t10k"))
     sets = [Images(*part, mean=0.1307, deviation=0.3081) for part in (train, test)]
-    networks = {
-        "mlp": partial(classifiers.Perceptron, 784, 128, 10),
-        "cnn": partial(classifiers.Convolutional, channels=1, side=28, width=16, classes=10),
-        "logistic": partial(classifiers.Logistic, 784, 10),
-    }
+    networks = _of_digits(side=28, hidden=128)
     settings = (Defaults("sgd", lr=0.02, batch_size=64), Defaults("adamw", lr=1e-3, batch_size=64))
     return Task("mnist", "MNIST", ACCURACY, networks, labelled(*sets), settings)
 
@@ -119,6 +111,15 @@ def a9a(folder: Folder) -> Task:
     settings = (Defaults("sgd", lr=0.1, batch_size=64, momentum=0.0), Defaults("adamw", lr=3e-3, batch_size=64))
     networks = {"logistic": partial(classifiers.BinaryLogistic, _A9A_FEATURES)}
     return Task("a9a", "a9a (UCI Adult)", ACCURACY, networks, labelled(*sets), settings)
+
+
+def _of_digits(*, side: int, hidden: int) -> dict[str, Callable[[], Any]]:
+    """Models of images of digits, by size."""
+    return {
+        "mlp": partial(classifiers.Perceptron, side * side, hidden, 10),
+        "cnn": partial(classifiers.Convolutional, channels=1, side=side, width=16, classes=10),
+        "logistic": partial(classifiers.Logistic, side * side, 10),
+    }
 
 
 def _mnist_part(folder: Folder, part: str) -> tuple[Pixels, Indices]:

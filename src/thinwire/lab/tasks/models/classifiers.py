@@ -34,7 +34,7 @@ class Logistic(Network):
         init.zeros_(self.linear.bias)
 
 
-class BinaryLogistic(Network):
+class BinaryLogistic(Logistic):
     """Logistic regression for two classes with one weight for each feature, not two.
 
     Args:
@@ -42,20 +42,14 @@ class BinaryLogistic(Network):
     """
 
     def __init__(self, features: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(features, 1)
+        super().__init__(features, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """Numbers, float [batch, features] to logits [batch, 2], the first of them 0.
 
         The cross entropy of (0, z) is the binary logistic loss of z.
         """
-        return F.pad(self.linear(x), (1, 0))
-
-    def initialise_(self, generator: Generator) -> None:
-        """Zero."""
-        init.zeros_(self.linear.weight)
-        init.zeros_(self.linear.bias)
+        return F.pad(super().forward(x), (1, 0))
 
 
 class Perceptron(Network):
