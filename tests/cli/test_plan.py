@@ -292,7 +292,7 @@ def test_the_step_is_timed_with_the_optimizer_of_the_run(
     # Signs of a gradient cannot serve AdamW.
     assert ["AdamW" in each for each in refused] == [True, False, False, False]
     for words, given in (
-        ("with_optimizer returns its own Counted", ["with_optimizer", "--optimizer", "sgd"]),
+        ("with_optimizer returns its Counted", ["with_optimizer", "--optimizer", "sgd"]),
         ("returned (Linear, function, str); must return a model", ["with_another"]),
     ):
         assert main(["plan", *options, "--model", f"own_optimizer:{given[0]}", *given[1:]]) == 2

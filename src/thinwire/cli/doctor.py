@@ -17,7 +17,7 @@ from rich.text import Text
 
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.options import words_of
-from thinwire.cli.step_time import model_of
+from thinwire.cli.step_time import ModelOptions
 from thinwire.core.storage.files import check_writable, write_atomically
 from thinwire.core.units import nbytes, rate, seconds
 from thinwire.errors import ConfigError
@@ -33,7 +33,7 @@ _COLOURS = {"error": "bold red", "warning": "yellow", "note": "cyan"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Doctor:
+class Doctor(ModelOptions):
     """Examine the machines and links of a job: what is wrong, how fast they are, what a training step costs on them.
 
     On your machines, start it as you start training, on all of them at about the same time:
@@ -46,14 +46,6 @@ class Doctor:
     Example: thinwire doctor --workers 3 --link 100mbit,1:35mbit
 
     Args:
-        task: whose model's training step is timed.
-        model_size: a named size of the task's model.
-        own_model: instead of a task, MODULE:FUNCTION of yours that returns the model, with --data and --loss as for
-            thinwire train; or one that returns the model, a function that computes the loss of a batch.
-        own_loss: with --model and --data, MODULE:FUNCTION from (outputs, targets) to the mean loss.
-        batch_size: examples per step of the task's model; the task's own unless given.
-        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
-            MODULE:FUNCTION from (rank, size, seed) to batches.
         workers: start so many ranks on this machine.
         link: with --workers, their emulated links, [RANK:]RATE[+DELAY], separated by commas.
         timeout: seconds to wait for an answer of another rank.
@@ -61,12 +53,6 @@ class Doctor:
         json: print everything as JSON.
     """
 
-    task: str = "text"
-    model_size: str | None = None
-    own_model: str | None = None
-    own_loss: str | None = None
-    batch_size: int | None = None
-    data: Path | None = None
     workers: int | None = None
     link: str | None = None
     timeout: float = 15.0
@@ -102,14 +88,7 @@ class Doctor:
         from thinwire.planning.doctor.rendezvous import join
         from thinwire.planning.doctor.verdict import costs_of
 
-        made = model_of(
-            task=self.task,
-            model_size=self.model_size,
-            model=self.own_model,
-            batch_size=self.batch_size,
-            data=self.data,
-            loss=self.own_loss,
-        )
+        made = self.made()
         rendezvous = os.environ["MASTER_ADDR"] if started_by_torchrun() else ""
         peers = join(seconds=self.timeout)
 

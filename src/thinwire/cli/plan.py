@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from thinwire.cli.console import err, out, print_json
 from thinwire.cli.progress import Parts
+from thinwire.cli.step_time import ModelOptions
 from thinwire.core.units import digits, nbytes, rate, seconds
 from thinwire.errors import ConfigError
 
@@ -38,7 +39,7 @@ _NOT_PLANNED = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class Plan(ModelOptions):
     """Say which strategy suits your model, network and number of workers, why, and what would change that.
 
     Example: thinwire plan --task text --link 100mbit --workers 4
@@ -49,15 +50,6 @@ class Plan:
     recipe that missed that loss in a measured run is not recommended. What is timed here is kept for later plans.
 
     Args:
-        task: whose model is planned for.
-        model_size: a named size of the task's model.
-        own_model: instead of a task, MODULE:FUNCTION of yours that returns the model, with --data and --loss as for
-            thinwire train; or one that returns the model, a function that computes the loss of a batch,
-            and optionally your optimizer.
-        own_loss: with --model and --data, MODULE:FUNCTION from (outputs, targets) to the mean loss.
-        batch_size: examples per worker and step of the task's model; the task's own unless given.
-        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
-            MODULE:FUNCTION from (rank, size, seed) to batches.
         link: the workers' links, [RANK:]RATE[+DELAY], separated by commas, such as 100mbit or 1gbit+5ms,0:100mbit.
         latency: one way between two workers, such as 10ms, besides the links' delays; 0.1ms unless given.
         workers: how many train together; those of the doctor's file, or 4, unless given.
@@ -83,12 +75,6 @@ class Plan:
         json: print everything as JSON.
     """
 
-    task: str | None = None
-    model_size: str | None = None
-    own_model: str | None = None
-    own_loss: str | None = None
-    batch_size: int | None = None
-    data: Path | None = None
     link: str | None = None
     latency: str | None = None
     workers: int | None = None
@@ -136,7 +122,7 @@ class Plan:
         busy = load > _BUSY * cores
         timings = Timings(timings_path(), again=self.measure_again, busy=busy)
         examined = seen is not None and bool(seen.steps) and self.task is None and self.own_model is None
-        made = self._made(meta=examined or self.step_seconds is not None)
+        made = self.made(optimizer=self.optimizer, meta=examined or self.step_seconds is not None)
         with Parts(f"planning: {len(recipes)} recipes are simulated, which may take minutes") as tell:
             step = self._step(made, seen if examined else None, timings, tell)
             model = None if self.strategies is not None or self.own_model is not None else self._language_model(seen)
@@ -186,7 +172,7 @@ class Plan:
         if not _FEWEST <= workers <= _MOST:
             raise ConfigError(f"--workers {workers}: a plan is for {_FEWEST} to {_MOST} workers")
         recipes = BUCKET_CANDIDATES if self.strategies is None else _recipes(self.strategies)
-        made = self._made(meta=self.step_seconds is not None)
+        made = self.made(optimizer=self.optimizer, meta=self.step_seconds is not None)
         with Parts(f"planning: the objects of {len(recipes)} recipes are counted") as tell:
             step = self._step(made, None, Timings(timings_path(), again=self.measure_again), tell)
             options = plan_bucket(
@@ -240,8 +226,6 @@ class Plan:
             raise ConfigError(f"--latency {self.latency}: goes with --link. Network files have their own")
         if self.step_seconds is not None and not 0 < self.step_seconds < 1e6:
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
-        if self.batch_size is not None and self.batch_size < 1:
-            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
         if self.optimizer not in (None, "sgd", "adamw"):
             raise ConfigError(f"--optimizer {self.optimizer}: must be sgd or adamw")
 
@@ -316,21 +300,6 @@ class Plan:
         if seen is not None and seen.steps and self.task is None:
             return None
         return language_model(self.task or "text", self.model_size, batch_size=self.batch_size, data=self.data)
-
-    def _made(self, *, meta: bool) -> TimedModel:
-        """The model, with the optimizer of the run; a mistake is named before anything is simulated."""
-        from thinwire.cli.step_time import model_of
-
-        return model_of(
-            task=self.task or "text",
-            model_size=self.model_size,
-            model=self.own_model,
-            batch_size=self.batch_size,
-            data=self.data,
-            loss=self.own_loss,
-            optimizer=self.optimizer,
-            meta=meta,
-        )
 
     def _step(
         self, made: TimedModel, seen: Examination | None, timings: Timings, tell: Callable[[str], None]

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from inspect import signature
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
     from torch import Tensor, nn
     from torch.optim import Optimizer
@@ -64,68 +64,82 @@ class TimedModel:
         return StepTime(self.name, [list(p.shape) for p in trained], dtype, nbytes, 0.0, 0.0, 0.0, [])
 
 
-def model_of(
-    *,
-    task: str,
-    model_size: str | None,
-    model: str | None,
-    batch_size: int | None,
-    data: Path | None,
-    loss: str | None = None,
-    optimizer: str | None = None,
-    meta: bool = False,
-) -> TimedModel:
-    """Make the model of a task, or the user's, now, so that a mistake is named before anyone waits.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The options of a command that times the training step of a model.
 
     Args:
-        task: whose model is timed.
-        model_size: a named size of it.
-        model: instead of a task, MODULE:FUNCTION of the user's: as for `thinwire train` with data and loss; or, without
-            them, it returns the model, a function that computes the loss of a batch, and optionally an optimizer.
-        batch_size: of the task's model; the task's own unless given.
-        data: the folder of data files, or MODULE:FUNCTION with a model.
-        loss: MODULE:FUNCTION with a model and data.
-        optimizer: sgd or adamw; unless given, the optimizer that the user's function returns, or that of the task, or
-            AdamW.
-        meta: whether the task's model has shapes only.
-
-    Raises:
-        ConfigError: one of them cannot be.
+        task: whose model it is; text unless given.
+        model_size: a named size of the task's model.
+        own_model: instead of a task, MODULE:FUNCTION of yours that returns the model, with --data and --loss as for
+            thinwire train; or one that returns the model, a function that computes the loss of a batch, and optionally
+            your optimizer.
+        own_loss: with --model and --data, MODULE:FUNCTION from (outputs, targets) to the mean loss.
+        batch_size: examples per worker and step of the task's model; the task's own unless given.
+        data: the folder of data files; that of the environment variable THINWIRE_DATA unless given. With --model,
+            MODULE:FUNCTION from (rank, size, seed) to batches.
     """
-    if batch_size is not None and batch_size < 1:
-        raise ConfigError(f"--batch-size {batch_size}: must be at least 1")
-    _check_alone(model, model_size, batch_size, data)
-    if loss is not None and (model is None or data is None):
-        raise ConfigError(f"--loss {loss}: goes with --model and --data. Give all three, or leave it out")
-    import torch
 
-    from thinwire.lab import tasks
-    from thinwire.lab.runs.optimizer import maker_of
+    task: str | None = None
+    model_size: str | None = None
+    own_model: str | None = None
+    own_loss: str | None = None
+    batch_size: int | None = None
+    data: Path | None = None
 
-    if model is not None and data is None:
-        module, own_loss, own = _own_model(model)
-        if own is not None and optimizer is not None:
-            raise ConfigError(f"--optimizer {optimizer}: {model} returns its own {type(own).__name__}. Leave it out")
-        maker = maker_of(optimizer or "adamw", _MOMENTUM) if own is None else _again(own, f"--model {model}")
-        return TimedModel(model, module, own_loss, maker, own)
-    if model is not None:
-        from thinwire.lab.runs.own_functions import complete_own
+    def made(self, *, optimizer: str | None = None, meta: bool = False) -> TimedModel:
+        """Make the model now, so that a mistake is named before anyone waits.
 
-        loaded = complete_own({"own_model": model, "data": data, "own_loss": loss})
-        task, meta = model, False
-    else:
-        loaded = tasks.load(task, data=data)
-    defaults = loaded.defaults
-    size = batch_size or defaults.batch_size
-    name = model or f"the model of {task}, batches of {size}"
-    maker = maker_of(optimizer, _MOMENTUM) if optimizer else maker_of(defaults.optimizer, defaults.momentum)
-    if meta:
-        with torch.device("meta"):
-            module = loaded.model(model_size, seed=0)
-        return TimedModel(name, module, _no_loss, maker)
-    module = loaded.model(model_size, seed=0)
-    batch = loaded.batch(loaded.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
-    return TimedModel(name, module, lambda: loaded.loss(module, batch), maker)
+        Args:
+            optimizer: sgd or adamw; unless given, the optimizer that the user's function returns, or that of the task,
+                or AdamW.
+            meta: whether the task's model has shapes only.
+
+        Raises:
+            ConfigError: one of the options cannot be.
+        """
+        if self.batch_size is not None and self.batch_size < 1:
+            raise ConfigError(f"--batch-size {self.batch_size}: must be at least 1")
+        model, data, loss = self.own_model, self.data, self.own_loss
+        self._check_alone()
+        if loss is not None and (model is None or data is None):
+            raise ConfigError(f"--loss {loss}: goes with --model and --data. Give all three, or leave it out")
+        import torch
+
+        from thinwire.lab import tasks
+        from thinwire.lab.runs.optimizer import maker_of
+
+        if model is not None and data is None:
+            module, own_loss, own = _own_model(model)
+            if own is not None and optimizer is not None:
+                raise ConfigError(f"--optimizer {optimizer}: {model} returns its {type(own).__name__}. Leave it out")
+            maker = maker_of(optimizer or "adamw", _MOMENTUM) if own is None else _again(own, f"--model {model}")
+            return TimedModel(model, module, own_loss, maker, own)
+        if model is not None:
+            from thinwire.lab.runs.own_functions import complete_own
+
+            loaded, meta = complete_own({"own_model": model, "data": data, "own_loss": loss}), False
+        else:
+            loaded = tasks.load(self.task or "text", data=data)
+        defaults = loaded.defaults
+        size = self.batch_size or defaults.batch_size
+        name = model or f"the model of {loaded.name}, batches of {size}"
+        maker = maker_of(optimizer, _MOMENTUM) if optimizer else maker_of(defaults.optimizer, defaults.momentum)
+        if meta:
+            with torch.device("meta"):
+                module = loaded.model(self.model_size, seed=0)
+            return TimedModel(name, module, _no_loss, maker)
+        module = loaded.model(self.model_size, seed=0)
+        batch = loaded.batch(loaded.shards(1)[0], 0, batch_size=size, seed=0, rank=0)
+        return TimedModel(name, module, lambda: loaded.loss(module, batch), maker)
+
+    def _check_alone(self) -> None:
+        """Refuse what belongs to a task's model beside one of the user's."""
+        makes = {"batch-size": "makes the batches", "model-size": "makes the model", "data": "reads its own data"}
+        folder = None if self.data is not None and ":" in str(self.data) else self.data
+        for name, value in (("batch-size", self.batch_size), ("model-size", self.model_size), ("data", folder)):
+            if self.own_model is not None and value is not None:
+                raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}. Leave it out")
 
 
 def _no_loss() -> Tensor:
@@ -180,19 +194,6 @@ def language_model(
     return LanguageModel(
         make, batch_size or loaded.defaults.batch_size, sample.shape[-1], made.embedding.num_embeddings
     )
-
-
-def _check_alone(model: str | None, model_size: str | None, batch_size: int | None, data: Path | None) -> None:
-    """Refuse what belongs to a task's model beside one of the user's.
-
-    Raises:
-        ConfigError: with the option.
-    """
-    makes = {"batch-size": "makes the batches", "model-size": "makes the model", "data": "reads its own data"}
-    folder = None if data is not None and ":" in str(data) else data
-    for name, value in (("batch-size", batch_size), ("model-size", model_size), ("data", folder)):
-        if model is not None and value is not None:
-            raise ConfigError(f"--{name} {value} with --model: your function {makes[name]}. Leave it out")
 
 
 def _own_model(place: str) -> tuple[nn.Module, Callable[[], Tensor], Optimizer | None]:
