@@ -75,7 +75,7 @@ def parse(arguments: Sequence[str]) -> Callable[[], int]:
 
 def kind_of(name: str) -> type[Any]:
     """Return the dataclass of a command, whose module is imported now, so that help does not wait for the others."""
-    return getattr(import_module(f"thinwire.cli.{name}"), name.capitalize())
+    return getattr(import_module(f"{__package__}.{name}"), name.capitalize())
 
 
 def program() -> App:
