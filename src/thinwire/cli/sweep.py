@@ -225,7 +225,8 @@ class Sweep:
             raise ConfigError(f"--out {self.out}: a sweep is resumed in its own folder, {folder}. Leave it out")
         if self.overwrite:
             raise ConfigError(f"--overwrite with --resume {folder}: resuming overwrites nothing. Leave out one of them")
-        before, now, defaults = settings_in(folder / _JOURNAL), self._settings(), Sweep()._settings()
+        defaults, now = Sweep()._settings(), self._settings()
+        before = defaults | settings_in(folder / _JOURNAL)
         self._check_named_again(folder, before)
         # An option that is given again with the value it began with is allowed, and so is one at its default.
         for name, value in now.items():
