@@ -25,8 +25,6 @@ def read(folder: Path) -> Collection:
     Raises:
         ConfigError: there is no such folder, it holds no run, or one of its JSON files is broken.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder. {_FIX}")
     comparison = _comparison(folder)
     if comparison is None:
         run = read_run(folder)
@@ -42,8 +40,6 @@ def rounds_of(folder: Path) -> dict[str, list[Path]] | None:
     Raises:
         ConfigError: there is no such folder, it has an unknown schema, or its comparison.json is broken.
     """
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: no such folder. {_FIX}")
     comparison = _comparison(folder)
     if comparison is None:
         return None
@@ -97,6 +93,8 @@ def _read_runs(folder: Path, comparison: Facts) -> tuple[list[Run], list[str]]:
 
 
 def _comparison(folder: Path) -> Facts | None:
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder. {_FIX}")
     comparison = json_object(folder / "comparison.json")
     if comparison is not None:
         _check_schema(folder / "comparison.json", comparison)
