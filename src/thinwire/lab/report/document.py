@@ -18,8 +18,10 @@ _PAGE_DARK = {"--page": "#0f1319", "--line": "#2a313c", "--link": "#7dbdf5", "--
 _TEMPLATES = Environment(
     loader=FileSystemLoader(_HERE), autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
 )
-_TEMPLATES.filters |= {"zip": zip, "count_of": units.count, "duration": units.seconds}
-_TEMPLATES.tests["filled"] = lambda body: bool(str(body).strip())
+_FILTERS: dict[str, Any] = {"zip": zip, "count_of": units.count, "duration": units.seconds}
+_TESTS: dict[str, Any] = {"filled": lambda body: bool(str(body).strip())}
+_TEMPLATES.filters.update(_FILTERS)
+_TEMPLATES.tests.update(_TESTS)
 
 
 def render(template: str, title: str, command: str, **values: Any) -> str:

@@ -65,7 +65,7 @@ class Totals:
         """
         steps = self.records
         if not steps:
-            return dict.fromkeys(Totals([Step(1, *[0.0] * 5)]).summary())
+            return dict.fromkeys(Totals([Step(1, 0.0, 0.0, 0.0, 0.0, 0.0)]).summary())
         # The median alone would hide what a method sends only every few steps, so the mean stands beside it.
         return {
             "seconds_per_step": fmean(step.step_seconds for step in steps),

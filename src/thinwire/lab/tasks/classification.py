@@ -104,7 +104,8 @@ def a9a(folder: Folder) -> Task:
         from sklearn.datasets import load_svmlight_file
     except ModuleNotFoundError as missing:
         raise ConfigError("task 'a9a' is read by scikit-learn: pip install 'thinwire[data]'") from missing
-    table, signs = read(path, partial(load_svmlight_file, n_features=_A9A_FEATURES, zero_based=False))
+    reader: Any = load_svmlight_file
+    table, signs = read(path, partial(reader, n_features=_A9A_FEATURES, zero_based=False))
     features, labels = table.toarray().astype(np.uint8), (signs > 0).astype(np.int64)
     held_out, train = np.split(Stream((0xA9A,)).permutation(len(labels)), [len(labels) // 5])
     sets = [Rows(features[rows], labels[rows]) for rows in (train, held_out)]
