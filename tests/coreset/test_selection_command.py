@@ -389,7 +389,7 @@ def test_weights_of_more_than_a_million_points_keep_their_digits(tmp_path: Path)
         (["--data", "x.npz", "--labels", "kind"], "holds data, kinds"),
         (["--data", "two.npz"], "holds 2 matrices"),
         (["--data", "x.libsvm", "--labels", "3"], "has its own"),
-        (["--data", "x.npy", "--fraction", "2"], "fraction=2.0"),
+        (["--data", "x.npy", "--fraction", "2"], "--fraction 2.0: must lie in (0, 1]"),
         (["--data", "x.npy", "--fraction", "0.1", "--budget", "3"], "one of budget"),
         (["--data", "objects.npy"], "cannot be read"),
         (["--data", "empty.npy"], "cannot be read"),

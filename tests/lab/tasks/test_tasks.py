@@ -268,7 +268,7 @@ def test_digits_without_scikit_learn_name_what_to_install(monkeypatch: pytest.Mo
         ({"lr": math.nan}, "lr=nan: must be positive and finite"),
         ({"batch_size": 0}, "batch_size=0: must be at least 1"),
         ({"momentum": 1.0}, r"momentum=1.0: must lie in \[0, 1\)"),
-        ({"weight_decay": -1.0}, "weight_decay=-1.0: must lie in"),
+        ({"weight_decay": -1.0}, "weight_decay=-1.0: must be finite and not negative"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, float], message: str) -> None:

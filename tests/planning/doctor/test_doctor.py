@@ -314,7 +314,7 @@ def test_a_rank_that_cannot_listen_is_named_as_the_one() -> None:
             "returned (function, Linear); must return a model, as of torch",
         ),
         (["--link", "100mbit"], "--link 100mbit: emulates links of --workers"),
-        (["--model", "no_such_module:f"], "--model no_such_module:f: there is no module no_such_module"),
+        (["--model", "no_such_module:f"], "--model no_such_module:f: no module no_such_module is installed"),
         (
             ["--model", "tests.planning.doctor.planted:main"],
             "--model tests.planning.doctor.planted:main: must be a function",
