@@ -150,7 +150,14 @@ def test_recipes_are_separated_by_semicolons():
     assert split_recipes("ddp; AllReduce(); ") == ["ddp", "AllReduce()"]
 
 
-@pytest.mark.parametrize(("text", "words"), [(" ; ", "at least one"), ("ddp; AllReduce; AllReduce()", "twice")])
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (" ; ", "at least one"),
+        ("ddp; AllReduce; AllReduce()", "twice"),
+        ("AllReduce(), LocalSGD(period=8)", "Separate several strategies by semicolons"),
+    ],
+)
 def test_a_wrong_list_of_recipes_is_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         split_recipes(text)

@@ -74,7 +74,12 @@ def split_recipes(text: str) -> list[str]:
     Raises:
         ConfigError: there is none, one occurs twice, or one cannot be read.
     """
-    recipes = [describe(parse_recipe(part)) for part in text.split(";") if part.strip()]
+    try:
+        recipes = [describe(parse_recipe(part)) for part in text.split(";") if part.strip()]
+    except ConfigError as error:
+        if ";" in text or ")," not in text:
+            raise
+        raise ConfigError(f"{error}. Separate several strategies by semicolons") from error
     if not recipes:
         raise ConfigError(f"strategies {text!r}: name at least one, such as 'AllReduce(); LocalSGD(period=8); ddp'")
     twice = next((recipe for recipe in recipes if recipes.count(recipe) > 1), None)
