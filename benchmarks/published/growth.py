@@ -144,31 +144,15 @@ def exponent(rows: list[dict[str, Any]], quantity: str) -> float:
     return math.log(last[quantity] / first[quantity]) / math.log(last["workers"] / first["workers"])
 
 
-def section() -> Iterator[str]:
-    """The section of the page; nothing before the first measurement."""
-    found = _committed()
-    if not found["rows"]:
-        return
-    yield "## How cost grows\n"
-    yield (
-        "Ten million parameters, a step of 0.1 s, 10 Gbit/s and 0.1 ms, from 4 to at most 4,096 workers. One worker\n"
-        "stands for all where all do the same. Others are simulated up to 64 workers. Sizes above one that took 40 s\n"
-        "are left out. `python -m benchmarks.published.growth` measures it.\n"
-    )
-    yield from table()
-    yield "\n![Time of a step and bytes sent in it, from 4 to 4,096 workers](_static/growth.svg)"
-    yield (
-        "\nSteps that grow faster than their bytes wait for the 2 (n - 1) hops of a ring: 0.8 s at 4,096 workers.\n"
-        f"The simulator itself takes at most {max(row['simulator_seconds'] for row in found['rows']):.0f} s."
-    )
-    for recipe, seconds in found["bar"].items():
-        yield f"\n100 steps of `{recipe}` on 1,024 workers with 10,000 parameters take {seconds:.0f} s of one core."
+def bar_seconds() -> str:
+    """The time that the simulator took for each recipe of the bar."""
+    return " and ".join(f"{seconds:.0f} s for `{recipe}`" for recipe, seconds in _committed()["bar"].items())
 
 
 def table() -> Iterator[str]:
     """One line per strategy."""
-    yield "| Strategy | Step at 4, at most | Bytes at 4, at most | Memory | Workers | Simulator | Step grows as |"
-    yield "| --- | --- | --- | --- | --- | --- | --- |"
+    yield "| Strategy | Step at 4, at most | Bytes at 4, at most | Memory | Workers | Step grows as |"
+    yield "|---|---|---|---|---|---|"
     found = _committed()["rows"]
     for text in dict.fromkeys(row["strategy"] for row in found):
         rows = [row for row in found if row["strategy"] == text]
@@ -176,8 +160,7 @@ def table() -> Iterator[str]:
         yield (
             f"| `{text}` | {first['step_seconds'] * 1e3:.0f}, {last['step_seconds'] * 1e3:.0f} ms "
             f"| {first['sent_bytes'] / 1e6:.1f}, {last['sent_bytes'] / 1e6:.1f} MB "
-            f"| {last['memory_bytes'] / 1e6:.0f} MB | {last['workers']:,} | {last['simulator_seconds']:.1f} s "
-            f"| n^{exponent(rows, 'step_seconds'):.2f} |"
+            f"| {last['memory_bytes'] / 1e6:.0f} MB | {last['workers']:,} | n^{exponent(rows, 'step_seconds'):.2f} |"
         )
 
 

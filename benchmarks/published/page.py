@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Write the page about predicted measurements, and its picture, from the committed results."""
+"""Write the pages about predicted measurements, and their picture, from the committed results."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from pathlib import Path
 
 from benchmarks.published import faults, growth
 from benchmarks.published.papers import papers
-from benchmarks.published.results import BOUNDS, HERE, all_predictions, classes, load, num_groups, wrong_orders
+from benchmarks.published.results import (
+    BOUNDS,
+    HERE,
+    RESULTS,
+    all_predictions,
+    classes,
+    load,
+    num_groups,
+    wrong_orders,
+)
 from thinwire.lab.report.palette import GRID, INK, MUTED, looks
 from thinwire.lab.report.picture import FONT_SIZE, canvas, plain
 from thinwire.planning.plan.published import load_source
@@ -21,7 +30,7 @@ _MARKERS = {"dense": "o", "methods": "^", "hard": "x"}
 def verdict() -> str:
     """The classes, and the groups whose methods are in the wrong order."""
     found = all_predictions()
-    lines = ["| Class | Cells | Within the bound | Share | Rule | Verdict |", "| --- | --- | --- | --- | --- | --- |"]
+    lines = ["| Class | Cells | Within the bound | Share | Rule | Verdict |", "|---|---|---|---|---|---|"]
     for each in classes(found):
         bound, share = BOUNDS[each.name]
         rule = f"{share:.0%} within {bound:.0%}" if share else "none"
@@ -38,7 +47,7 @@ def verdict() -> str:
 
 def _by_source() -> Iterator[str]:
     yield "| Source | Cells | Median error | Largest | Fitted numbers |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "|---|---|---|---|---|"
     for name, found in all_predictions().items():
         source = load_source(HERE / "sources" / name)
         errors = sorted((each.error for each in found if not each.calibrates and each.cell.kind != "hard"), key=abs)
@@ -53,7 +62,7 @@ def _by_source() -> Iterator[str]:
 
 def _outside() -> Iterator[str]:
     yield "| Source | Cell | Published | Predicted | Error |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "|---|---|---|---|---|"
     for name, found in all_predictions().items():
         title = load_source(HERE / "sources" / name).table["title"]
         for each in found:
@@ -66,7 +75,7 @@ def _outside() -> Iterator[str]:
 
 def _causes() -> Iterator[str]:
     yield "| Source | What is changed | Cells | Errors then | Within their bound | Wrong pairs before, then |"
-    yield "| --- | --- | --- | --- | --- | --- |"
+    yield "|---|---|---|---|---|---|"
     for name in all_predictions():
         title = load_source(HERE / "sources" / name).table["title"]
         for each in load(name).get("causes", []):
@@ -117,7 +126,7 @@ def draw(path: Path) -> None:
 
 
 def write() -> None:
-    """Write the page, its picture and the table of all cells."""
+    """Write the page, its details, its picture and the table of all cells."""
     draw(_DOCS / "_static" / "published.svg")
     growth.draw(_DOCS / "_static" / "growth.svg")
     found = all_predictions()
@@ -137,21 +146,23 @@ def write() -> None:
         for each in cells
     ]
     header = "source\tclass\tcell\tpublished\tpredicted\terror\tuse"
-    (HERE.parent / "results" / "published" / "cells.tsv").write_text(
-        "\n".join([header, *rows]) + "\n", encoding="utf-8"
-    )
-    text = (HERE / "scale.md").read_text(encoding="utf-8")
-    for name, lines in {
+    (RESULTS / "cells.tsv").write_text("\n".join([header, *rows]) + "\n", encoding="utf-8")
+    sections = {
         "verdict": [verdict()],
         "sources": _by_source(),
         "outside": _outside(),
         "causes": _causes(),
         "orders": list(_orders()) or ["None."],
         "papers": papers(),
-        "growth": growth.section(),
-        "faults": faults.section(),
+        "growth": growth.table(),
+        "growth-bar": [growth.bar_seconds()],
+        "faults": faults.table(),
+        "bars": faults.bars(),
         "cells": [str(sum(len(each) for each in found.values()))],
-    }.items():
-        text = text.replace(f"<!-- {name} -->", "\n".join(lines))
-    text = re.sub(r"\n{3,}", "\n\n", text)
-    (_DOCS / "scale.md").write_text(text, encoding="utf-8")
+    }
+    written = {f"<!-- {name} -->": "\n".join(lines) for name, lines in sections.items()}
+    for template, path in ((HERE / "scale.md", _DOCS / "scale.md"), (HERE / "details.md", RESULTS / "details.md")):
+        text = template.read_text(encoding="utf-8")
+        for mark, section in written.items():
+            text = text.replace(mark, section)
+        path.write_text(re.sub(r"\n{3,}", "\n\n", text), encoding="utf-8")

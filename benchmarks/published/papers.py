@@ -49,7 +49,7 @@ def _sent(recipe: str, workers: int, elements: int, dtype: torch.dtype) -> float
 def papers() -> Iterator[str]:
     """One line per result."""
     yield "| Paper | Result | Published | Predicted | Difference |"
-    yield "| --- | --- | --- | --- | --- |"
+    yield "|---|---|---|---|---|"
     for name, title in (("slowmo", "SlowMo, ImageNet"), ("slowmo-wmt", "SlowMo, WMT16")):
         for each in predictions(name):
             if not each.calibrates and "first version" not in each.cell.method:

@@ -17,18 +17,15 @@ from reproductions.shared.quick import told
 
 PAGE = Path(__file__).parents[2] / "docs" / "claims.md"
 RULES = Path(__file__).parents[1] / "claims.md"
-_MARKS = {"holds": "✓", "does not hold": "✗", "within noise": "~"}
 _HEAD = """# The papers' claims
 
-Each method of thinwire comes from a paper that claims something. A protocol says what is run and when each part of the
-claim holds. It is committed before its runs. ✓ holds; ✗ does not hold; ~ is within noise: some rounds or seeds meet the
-rule, others do not; ? cannot be decided on this machine.
+Each method of thinwire comes from a paper that claims something. A protocol, which is committed before its runs, says
+what is run and when each part of the claim holds. Within noise means that some rounds or seeds meet the rule and others
+do not.
 
 `python -m reproductions NAME` repeats a claim in a checkout; `--quick` runs a smaller form in about three minutes.
-`reproductions/claims.md` has the protocols, the rule of each part, earlier rules with their verdicts, and where each
-method does not pay.
-`python -m reproductions.shared.page` writes both pages from the claims and their committed results.
-Speeds at the size of the papers' own clusters are predicted on [a page of their own](scale.md).
+`reproductions/claims.md` has the protocols, the rules with their earlier forms, and where each method does not pay.
+[Speed at scale](scale.md) predicts the papers' own clusters.
 """
 _RULES_HEAD = """# Protocols of the papers' claims
 
@@ -54,13 +51,12 @@ def _outcomes(which: Claim, result: dict[str, Any] | None) -> dict[str, str]:
 
 
 def _verdicts(which: Claim, result: dict[str, Any] | None) -> str:
-    rows = "".join(f"| {part} | {_marked(outcome)} |\n" for part, outcome in _outcomes(which, result).items())
+    parts: dict[str, list[str]] = {}
+    for part, outcome in _outcomes(which, result).items():
+        parts.setdefault(outcome, []).append(part)
+    verdicts = "".join(f"- {outcome.capitalize()}: {'; '.join(parts[outcome])}.\n" for outcome in sorted(parts))
     figure = f"Measured: {result['measured']}.\n\n" if result else ""
-    return f"\n## {which.name}\n\n{which.sentence}\n\n{figure}| Part | Outcome |\n|---|---|\n{rows}"
-
-
-def _marked(outcome: str) -> str:
-    return _MARKS.get(outcome, f"? {outcome}")
+    return f"\n## {which.name}\n\n{which.sentence}\n\n{figure}{verdicts}"
 
 
 def _section(which: Claim, result: dict[str, Any] | None) -> str:
