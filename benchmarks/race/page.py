@@ -26,9 +26,9 @@ How long do workers over a thin link train until the held-out loss is as low as 
 recipes, PyTorch's own methods and other libraries train the same model from the same parameters on the same batches: a
 GPT of 6.5 M parameters (size `6m`) on text, and on one link a ResNet on pictures.
 
-Methods are timed minutes apart on a virtual machine whose speed varied by up to a fifth, so differences of a tenth
-between rows decide nothing. `benchmarks/race/results.md` has all methods with their bytes, memory and rates, and the
-rule that was committed before the runs. `python -m benchmarks.race page` writes both pages from the committed results.
+The speed of the machine varied by up to 20 %, so differences of 10 % between rows decide nothing.
+`benchmarks/race/results.md` has all methods with their bytes, memory and rates, and the rule that was committed before
+the runs.
 """
 _TRIED = """## What was tried and did not help
 
@@ -118,10 +118,9 @@ def _walls() -> str:
     walls = {link: seconds for link, seconds in found.items() if seconds is not None}
     if len({round(seconds, 2) for seconds in walls.values()}) < 2:
         return ""
-    each = ", ".join(f"{seconds:.2f} s ({_PLACES[link]})" for link, seconds in walls.items())
     return (
-        "Links were timed on several days, on which this machine was not equally fast: a step without communication "
-        f"took {each}. So compare within a row."
+        "Links were timed on several days, on which a step without communication took "
+        f"{min(walls.values()):.2f} to {max(walls.values()):.2f} s. So compare within a row."
     )
 
 
@@ -142,7 +141,7 @@ def _standing() -> str:
         "Seconds to the target: the fastest thinwire recipe, the fastest of the others, and DDP.",
         "",
         "| Link | Workers | Fastest thinwire recipe | Fastest of the others | DDP | The others' over thinwire's |",
-        "| --- | ---: | --- | --- | ---: | ---: |",
+        "|---|---:|---|---|---:|---:|",
     ]
     for task, link, workers in PLACES:
         if workers != SIZES[0]:
@@ -192,23 +191,18 @@ def _planned() -> str:
     lines = [
         "## What the planner says",
         "",
-        f"`thinwire doctor --workers {SIZES[0]}` examines the workers on each link, and `thinwire plan --doctor` "
-        "answers for what it has found: seconds of a step of this model, alone and while messages pass, and the "
-        "recommended recipe with its predicted seconds a step. The planner knows what recipes cost in steps from two "
-        "small tasks alone. Outer rates are those of its recipes, which the race tunes.",
+        f"`thinwire doctor --workers {SIZES[0]}` measures each link, and `thinwire plan --doctor` recommends a recipe. "
+        "Columns are seconds of a step, alone and while messages pass, then of the recommended recipe:",
         "",
         "| Link | step | amid messages | recommended | predicted | measured | to the target | fastest thinwire "
         "recipe | to the target |",
-        "| --- | ---: | ---: | --- | ---: | ---: | ---: | --- | ---: |",
+        "|---|---:|---:|---|---:|---:|---:|---|---:|",
     ]
     found = planner.lines()
     if not found:
         return "\n".join([*lines[:2], f"{NOT_RUN.capitalize()}."])
     near, count = planner.near()
-    steps = (
-        f"Of the seconds of a step, {near} of {count} predictions are within {100 * planner.NEAR:.0f} % of what was "
-        "measured, on a machine whose speed varies by a tenth."
-    )
+    steps = f"{near} of {count} predictions are within {100 * planner.NEAR:.0f} % of the measured seconds of a step."
     return "\n".join([*lines, *found, "", steps])
 
 
@@ -352,11 +346,9 @@ def _commands() -> str:
     when = f"Results of {days[0][:10]} to {days[-1][:10]}: {'; '.join(machines)}." if made else "No results yet."
     return f"""## Machine and commands
 
-{when} Workers are processes with one thread each, in network namespaces of one machine, behind emulated links. It is a
-virtual machine.
+{when} Workers are processes with one thread each, in network namespaces of one virtual machine, behind emulated links.
 
-`make race` runs everything that is missing, and goes on where it was stopped; `python -m benchmarks.race next` makes
-one result, `python -m benchmarks.race left` says how long is left, `python -m benchmarks.race table` prints all
-columns, `python -m benchmarks.race planner` asks `thinwire plan`, and `python -m benchmarks.race page` writes this
-page. `--only '100mbit/4/ddp*'` keeps to some links, numbers of workers and methods.
+`make race` runs everything that is missing and resumes an interrupted race, and `python -m benchmarks.race page` writes
+this page. `python -m benchmarks.race next` makes one result, `left` prints the time that is left, and `table` all
+columns. `--only '100mbit/4/ddp*'` selects links, numbers of workers and methods.
 """
