@@ -249,9 +249,9 @@ def _pictures(courses: Courses) -> Sequence[Picture]:
 
 CLAIM = Claim(
     name="backup-workers",
-    sentence="Where workers are late now and then, or one always is, synchronous SGD that waits for the first N of "
-    "N + b workers learns faster than with all of them, and at learning rates at which asynchronous SGD suffers from "
-    "old gradients.",
+    sentence="If workers are sometimes late, or one always is, synchronous SGD that waits for the first N of N + b "
+    "workers learns faster than with all of them, and at learning rates at which asynchronous SGD suffers "
+    "from old gradients.",
     paper="Chen et al., Revisiting Distributed Synchronous SGD, 2016, arXiv:1604.00981",
     published="in words: with backup workers synchronous training converges in less time and to better accuracy than "
     "asynchronous training, and in less time than without them (its figures, of 100 machines, are not comparable)",

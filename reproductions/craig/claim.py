@@ -228,8 +228,8 @@ def _present() -> set[str]:
 
 CLAIM = Claim(
     name="craig",
-    sentence="Trained on a weighted coreset of its data, an incremental gradient method comes as near to the optimum "
-    "several times sooner, the selection included.",
+    sentence="On a weighted coreset an incremental gradient method gets as near to the optimum several times "
+    "sooner than on all the data, the selection included.",
     paper="Mirzasoleiman, Bilmes and Leskovec, Coresets for Data-efficient Training of Machine Learning Models, "
     "ICML 2020, arXiv:1906.01827",
     published="up to 6 times for logistic regression, up to 3 times for networks",

@@ -269,8 +269,8 @@ def _pictures(biases: Biases, accuracies: Accuracies) -> Sequence[Picture]:
 
 CLAIM = Claim(
     name="decentlam",
-    sentence="Momentum amplifies the bias of decentralised SGD on heterogeneous data, the more visibly the larger the "
-    "batch; DecentLaM removes the momentum's part of it and stays accurate where DmSGD does not.",
+    sentence="Momentum amplifies the bias of decentralized SGD on heterogeneous data, more visibly with larger "
+    "batches; DecentLaM removes the momentum's part of it and stays accurate where DmSGD does not.",
     paper="Yuan et al., DecentLaM: Decentralized Momentum SGD for Large-batch Deep Training, ICCV 2021, "
     "arXiv:2104.11981",
     published="in words: momentum amplifies DmSGD's inconsistency bias, which becomes more evident as the batch grows, "

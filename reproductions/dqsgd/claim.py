@@ -213,8 +213,8 @@ def _pictures(bounds: Sequence[Kept], found: Mapping[str, Mapping[str, Sequence[
 
 CLAIM = Claim(
     name="dqsgd",
-    sentence="Bits chosen by the size of gradients and by what is left to spend keep a bound on the loss with hardly "
-    "more than the fewest there could be, and learn as much as fixed ones with fewer.",
+    sentence="Bits chosen by the size of gradients and by the remaining budget keep a bound on the loss with "
+    "nearly the fewest bits possible, and learn as much as fixed bits with fewer.",
     paper="Yan et al., DQ-SGD: Dynamic Quantization in SGD for Communication-Efficient Distributed Learning, 2021, "
     "arXiv:2107.14575",
     published="better trade-offs of accuracy against communication than SGD, SignSGD, TernGrad and QSGD",

@@ -376,9 +376,9 @@ def _pictures(races: Races, landscapes: Landscapes) -> Sequence[Picture]:
 
 CLAIM = Claim(
     name="lsgd",
-    sentence="Over a slow link and in the same time, leader SGD ends no higher than elastic averaging and "
-    "data-parallel SGD, at half an average's bytes; and where springs hold workers of different basins, a leader does "
-    "not.",
+    sentence="Over a slow link and in equal time, leader SGD ends no higher than elastic averaging and "
+    "data-parallel SGD, at half the bytes of an average; springs hold workers between basins, and a "
+    "leader does not.",
     paper="Teng et al., Leader Stochastic Gradient Descent, NeurIPS 2019, arXiv:1905.10395",
     published="curves without numbers: test error against time on CIFAR-10 and ImageNet with up to 16 workers, and the "
     "convergence of matrix completion",

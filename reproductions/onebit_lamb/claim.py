@@ -220,8 +220,8 @@ def _pictures(
 
 CLAIM = Claim(
     name="onebit-lamb",
-    sentence="From the same samples 1-bit LAMB learns what LAMB learns, with a fraction of its bytes, and over a slow "
-    "network in a fraction of its time.",
+    sentence="From the same samples 1-bit LAMB learns as much as LAMB, with a fraction of its bytes, and over a "
+    "slow network in a fraction of its time.",
     paper="Li et al., 1-bit LAMB, HiPC 2022, arXiv:2104.06069",
     published="BERT-Large, up to 256 GPUs: up to 4.6 times less volume with the warm-up counted, up to 2.8 times "
     "faster than LAMB, the same convergence per sample",

@@ -203,8 +203,8 @@ def _pictures(timed: Mapping[str, Comparison], ends: Ends) -> Sequence[Picture]:
 
 CLAIM = Claim(
     name="overlap",
-    sentence="Overlap Local-SGD hides its averages behind the next round, converges like synchronous SGD, and bears "
-    "data that differ between workers better than CoCoD-SGD.",
+    sentence="Overlap Local-SGD hides its averages behind the next round, converges like synchronous SGD, and "
+    "tolerates data that differ between workers better than CoCoD-SGD.",
     paper="Wang et al., Overlap Local-SGD, ICASSP 2020, arXiv:2002.09539",
     published="quoted at second hand: CIFAR-10, ResNet-18, 16 workers: time spent on communication from 34.6 % of that "
     "on computation to 1.5 %; on unlike data it converges where CoCoD-SGD does not",

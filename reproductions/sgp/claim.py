@@ -347,8 +347,8 @@ def _pictures(curves: Curves) -> Sequence[Picture]:
 
 CLAIM = Claim(
     name="sgp",
-    sentence="Stochastic gradient push, and overlapped with computation even more so, learns as much per step as "
-    "synchronous SGD and more per second over a thin link, also with a straggler among the workers.",
+    sentence="Stochastic gradient push learns as much per step as synchronous SGD and more per second over a thin "
+    "link, also with a straggler, and still more when it is overlapped with computation.",
     paper="Assran et al., Stochastic Gradient Push for Distributed Deep Learning, ICML 2019, arXiv:1811.10792",
     published="ImageNet, ResNet-50, 32 nodes, 10 Gbit/s: about 1.6 hours against over 5 with AllReduce, accuracy "
     "within 1.2 points",

@@ -297,8 +297,8 @@ def _pictures(found: Mapping[str, Found]) -> Sequence[Picture]:
 
 CLAIM = Claim(
     name="sketched-sgd",
-    sentence="Summing sketches of gradients, workers move a few coordinates at a time and learn as much as by dense "
-    "SGD, for a fraction of its bytes that does not grow with their number.",
+    sentence="Workers that sum sketches of gradients update a few coordinates at a time and learn as much as with "
+    "dense SGD, for a fraction of its bytes that does not grow with the number of workers.",
     paper="Ivkin et al., Communication-efficient Distributed SGD with Sketching, NeurIPS 2019, arXiv:1903.04488",
     published="up to 40 times less communication without loss, on up to 256 workers",
     protocol="MNIST (scikit-learn's digits where its files are missing), a network, 400 steps of 256 examples (quick: "

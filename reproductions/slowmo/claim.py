@@ -269,8 +269,8 @@ def _pictures(runs: Runs, ended: Mapping[str, Sequence[Figures]]) -> Sequence[Pi
 
 CLAIM = Claim(
     name="slowmo",
-    sentence="Where workers' data are unlike, slow momentum lowers both training and held-out loss of Local SGD and of "
-    "SGP after the same number of steps and for the same bytes, and makes no step slower than its bytes do.",
+    sentence="If workers' data differ, slow momentum lowers the training and held-out loss of Local SGD and of SGP "
+    "after equal steps and bytes, and makes no step slower than its bytes do.",
     paper="Wang et al., SlowMo, ICLR 2020, arXiv:1910.00643",
     published="CIFAR-10, ResNet-18, 32 workers: Local SGD from 91.73 to 93.20 %, SGP from 93.90 to 94.32 %",
     protocol="MNIST on 32 workers as threads (quick: digits on 16), examples dealt out by label and evenly, each "
