@@ -264,7 +264,7 @@ def verdicts(found: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
     for name in ("k120", "k60"):
         row = found["storms"][name]
         yield (
-            "`torchft` within 5 points of the published efficiency",
+            "torchft within 5 points of the published efficiency",
             name,
             abs(row["torchft"] - row["published"]) <= 0.05,
         )
