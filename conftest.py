@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     grids: dict[str, list[pytest.Item]] = {}
     for item in items:
         grids.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = set[pytest.Item]()
+    chosen = {item for item in items if item.get_closest_marker("every_case")}
     for name, cases in grids.items():
         cases.sort(key=lambda item: item.nodeid)
         first, count = zlib.crc32(name.encode()) % len(cases), min(most, len(cases))

@@ -217,6 +217,16 @@ def watched(
     return torch.stack(thinwire.run_threads(n, body), dim=1)
 
 
+def normal(n: int, seed: int = 0) -> Tensor:
+    """Normal numbers, drawn from a seed."""
+    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
+
+
+def scattered(n: int, width: int = 3, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Different parameters for each of n workers."""
+    return torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=torch.float64).to(dtype)
+
+
 def distance(x: Tensor, y: Tensor) -> float:
     """The largest difference, relative to the largest entry of the second."""
     return float((x - y).abs().max() / y.abs().max())

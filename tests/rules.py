@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
+
+from thinwire import ConfigError
 
 
 def for_each(things: Iterable[Any], name: Callable[[Any], str] = str) -> Callable[[Callable[[Any], None]], Any]:
@@ -31,3 +34,35 @@ def for_each(things: Iterable[Any], name: Callable[[Any], str] = str) -> Callabl
         return test
 
     return decorate
+
+
+def refusals(
+    cases: Iterable[tuple[Any, ...]],
+    call: Callable[..., Any] = lambda make: make(),
+    *,
+    error: type[Exception] = ConfigError,
+) -> Callable[[], None]:
+    """Return a test that calls a function for each case, which must raise an error with the case's words.
+
+    Args:
+        cases: the arguments of a call, and last a regular expression of the words. Often the argument is a function
+            without arguments, which is called.
+        call: what is called with the arguments.
+        error: what it raises.
+    """
+    listed = list(cases)
+
+    def test() -> None:
+        assert listed
+        wrong: list[str] = []
+        for *arguments, words in listed:
+            try:
+                call(*arguments)
+            except error as found:
+                if not re.search(words, str(found)):
+                    wrong.append(f"{words!r} is not in {str(found)!r}")
+            else:
+                wrong.append(f"nothing is raised with {words!r}")
+        assert not wrong, "\n".join(wrong)
+
+    return test

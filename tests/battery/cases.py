@@ -406,6 +406,8 @@ CODECS: list[CodecCase] = [
     ONE_BIT,
     CodecCase(OneBit(16, norm="l2"), lambda n: bits(n) + 4 * blocks(n), 2.0),
     CodecCase(OneBit(whole=True), lambda n: bits(n) + 4 * (n > 0), 1.0),
+    CodecCase(Quantize(1, 16), lambda n: bits(n) + 4 * blocks(n), 16.0, unbiased=True),
+    CodecCase(Quantize(2, 16), lambda n: 2 * bits(n) + 4 * blocks(n), 16.0, unbiased=True),
     CodecCase(Quantize(4, 16), lambda n: 4 * bits(n) + 4 * blocks(n), 16 / 49, unbiased=True),
     CodecCase(Quantize(3, 16, dither=True), lambda n: 3 * bits(n) + 4 * blocks(n), 16 / 9 / 12, unbiased=True),
     CodecCase(Quantize(8, 16, correlated=True), lambda n: 8 * bits(n) + 4 * blocks(n), 16 / 127**2, unbiased=True),

@@ -16,21 +16,13 @@ from tests.battery.cases import CODECS, FAULTS, CodecCase
 from tests.battery.runs import Case, begin, case, with_
 from tests.battery.test_strategies import saved_and_resumed
 from tests.grids import fast_where, one_of_each
-from thinwire import (
-    AllReduce,
-    BetweenNodes,
-    Codec,
-    Comm,
-    ErrorFeedback,
-    LocalSGD,
-    OneBit,
-    PowerSGD,
-    Strategy,
-)
+from tests.problems import normal
+from thinwire import AllReduce, BetweenNodes, Codec, Comm, ErrorFeedback, LocalSGD, OneBit, PowerSGD, Strategy
 from thinwire.methods.codecs.base import draw_key
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 LENGTH = 320
+EVERY_CASE = pytest.mark.every_case
 TWICE = (OneBit, PowerSGD, BetweenNodes)
 
 
@@ -54,21 +46,15 @@ def every(question: str = "", *, forms: bool = True) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("each", cases)
 
 
-def drawn(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
 def decoded(codec: Codec, x: Tensor, key: int = 5) -> Tensor:
     return codec.decode(codec.encode(x, {}, draw_key(0, key)), x, draw_key(0, key))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@EVERY_CASE
 @every()
-def test_a_vector_of_any_size_and_dtype_has_a_payload_of_the_bytes_of_its_formula(
-    each: CodecCase, dtype: torch.dtype
-) -> None:
-    for n in (0, 1, 7, 15, 16, 17, 63, 64, 65, 1000):
-        x = drawn(n).to(dtype)
+def test_a_vector_of_any_size_and_dtype_has_a_payload_of_the_bytes_of_its_formula(each: CodecCase) -> None:
+    for n, dtype in product((0, 1, 7, 15, 16, 17, 63, 64, 65, 1000), DTYPES):
+        x = normal(n).to(dtype)
         kept, codec, state = x.clone(), each.codec, dict[str, Tensor]()
         payload = codec.encode(x, state, 1)
         assert payload.numel() * payload.element_size() == codec.nbytes(n) == each.nbytes(n)
@@ -80,27 +66,30 @@ def test_a_vector_of_any_size_and_dtype_has_a_payload_of_the_bytes_of_its_formul
         assert state.keys() == ({"error"} if isinstance(codec, ErrorFeedback) else set())
 
 
+@EVERY_CASE
 @every()
 def test_the_mean_squared_error_is_within_its_bound_and_the_one_that_it_states(each: CodecCase) -> None:
     bound = min(each.error, each.codec.error_bound or each.error)
-    for x in (drawn(LENGTH), drawn(LENGTH, 1).pow(3), torch.ones(LENGTH)):
+    for x in (normal(LENGTH), normal(LENGTH, 1).pow(3), torch.ones(LENGTH)):
         errors = [(decoded(each.codec, x, key) - x).square().sum() for key in range(30)]
         assert torch.stack(errors).mean() <= 1.05 * bound * x.square().sum() + 1e-12
 
 
-@pytest.mark.parametrize("each", one_of_each((each for each in CODECS if each.unbiased), kind), ids=str)
+@EVERY_CASE
+@pytest.mark.parametrize("each", [each for each in CODECS if each.unbiased], ids=str)
 def test_the_mean_of_decoded_vectors_is_the_vector(each: CodecCase) -> None:
     # No element is so small that it is rarely anything but zero, since its spread could not be seen.
-    x, draws = drawn(64, 2), 600
+    x, draws = normal(64, 2), 600
     x += 0.1 * x.sign()
     found = torch.stack([decoded(each.codec, x, key) for key in range(draws)]).double()
     spread = found.std(0) / draws**0.5
     assert ((found.mean(0) - x).abs() <= 5 * spread + 1e-6 * x.abs().max()).all()
 
 
+@EVERY_CASE
 @every()
 def test_the_key_alone_decides_what_is_random(each: CodecCase) -> None:
-    x = drawn(500)
+    x = normal(500)
     first, again, other = (each.codec.encode(x, {}, draw_key(1, 2, rank)) for rank in (3, 3, 4))
     assert torch.equal(first, again)
     if each.unbiased:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One strategy of each family on real processes, which do bit for bit what threads do."""
+"""Strategies on real processes, which do bit for bit what threads do."""
 
 from __future__ import annotations
 
 import torch
 
 from tests.battery.cases import STRATEGIES
-from tests.battery.runs import Setting, ended, together, with_
+from tests.battery.runs import Setting, case, ended, together, with_
 from tests.pool import run_processes
 from thinwire import (
     DQSGD,
@@ -24,7 +24,11 @@ from thinwire import (
     LeaderSGD,
     LocalSGD,
     MinibatchLocalSGD,
+    NodeAverage,
+    OneBit,
+    OneBitAdam,
     OverlapLocalSGD,
+    Paced,
     Probe,
     PushSum,
     Sharded,
@@ -32,19 +36,45 @@ from thinwire import (
     SlowMo,
     Streaming,
     ZeroOne,
+    parse,
 )
 
 # On two workers Gloo adds in the order of ranks, as threads do.
 KINDS = (
     *(AllReduce, DQSGD, SketchedSGD, FetchSGD, CompressedMomentum, ZeroOne),
-    *(LocalSGD, MinibatchLocalSGD, CoCoD, OverlapLocalSGD, EASGD, SlowMo, DiLoCo, Sharded, Streaming),
+    *(
+        LocalSGD,
+        MinibatchLocalSGD,
+        CoCoD,
+        OverlapLocalSGD,
+        EASGD,
+        SlowMo,
+        DiLoCo,
+        Sharded,
+        Streaming,
+        NodeAverage,
+        Paced,
+    ),
     *(Gossip, DecentLaM, Choco, PushSum, EagerPushSum, LeaderSGD, AsyncLeaderSGD, Probe),
+)
+# Those that send in another way than the first case of their class.
+FORMS = (
+    *("AllReduce(PowerSGD(1, 0))", "AllReduce(Gathered(Quantize(8)))", "AllReduce(ErrorFeedback(Sketch(1, 32, 1)))"),
+    *("AllReduce(ErrorFeedback(RandomK(0.3, unbiased=False)))", "AllReduce(MajorityVote())"),
+    "LocalSGD(2, codec=ErrorFeedback(Gathered(ChunkedTopK(4, 16)), decay=0.9))",
+    *("LocalSGD(4, weights='samples')", "SlowMo(period=3, buffers='average')", "EASGD(3, momentum=0.5)"),
+    *("DiLoCo(period=4, fragments=2, delay=1, mixing=0.4)", "DQSGD(FixedBits(4), block=8, answer=None)"),
+    *("PushSum(staleness=2)", "MultiLeaderSGD(2, pull=0.3, node_size=1, global_period=4, global_pull=0.2)"),
+)
+OVERLAPPED = case(
+    CompressedMomentum(OneBit(8), warmup_steps=4, overlap=True), lambda s: s.start, optimizer=OneBitAdam, exact=False
 )
 
 
 def settings() -> list[Setting]:
-    """The first case of each."""
+    """The first case of each class, and the forms."""
     cases = [next(each for each in STRATEGIES if type(each.strategy) is kind) for kind in KINDS]
+    cases += [OVERLAPPED, *(case(parse(recipe), lambda s: s.start, exact=False) for recipe in FORMS)]
     return [with_(each, dtype=torch.float64 if each.exact else torch.float32) for each in cases]
 
 

@@ -102,6 +102,7 @@ def sizes() -> list[Any]:
     ]
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(("each", "size"), sizes())
 def test_it_equals_its_oracle_or_the_number_of_workers_is_refused(each: Case, size: int) -> None:
     setting = with_(each, size=size)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every registered topology is asked the same questions, for one to twelve workers."""
+"""Every registered topology is asked the same questions, for one to twelve workers and two larger numbers."""
 
 from __future__ import annotations
 
@@ -9,28 +9,21 @@ import numpy as np
 import pytest
 
 from tests.battery.cases import TOPOLOGIES
-from thinwire import ConfigError, Topology
+from tests.methods.topology.graphs import exists
+from thinwire import ConfigError, FromGraph, Topology
 from thinwire.methods.topology.base import check_edges, doubly_stochastic
 
-SIZES = range(1, 13)
+SIZES = (*range(1, 13), 16, 36)
 EVERY = pytest.mark.parametrize("topology", TOPOLOGIES, ids=str)
-
-SIZES_OF: dict[str, set[int]] = {
-    "Hypercube": {1, 2, 4, 8},
-    "BipartiteExponential": {1, 2, 4, 6, 8, 10, 12},
-    "Hierarchical(node_size=4": {1, 2, 3, 4, 8, 12},
-    "Hierarchical(node_size=3": {1, 2, 3, 6, 9, 12},
-    "FromGraph(edges=((0, 1), (1, 2), (1, 3), (3, 4))": {5},
-    "FromGraph(edges=((0, 1), (1, 2), (2, 0))": {3},
-}
-"""The numbers of workers of those that have not all of them."""
-
+pytestmark = pytest.mark.every_case
 MOVE_THE_AVERAGE = ("Star(weights='push-sum')",)
 
 
 def sizes_of(topology: Topology) -> set[int]:
-    found = [sizes for name, sizes in SIZES_OF.items() if repr(topology).startswith(name)]
-    return found[0] if found else set(SIZES)
+    """The numbers of workers that a graph exists for."""
+    if isinstance(topology, FromGraph):
+        return {topology.workers}
+    return {size for size in SIZES if exists(topology, size)}
 
 
 @EVERY
