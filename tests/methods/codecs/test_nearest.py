@@ -3,18 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from itertools import pairwise
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 
 import thinwire
 from tests.oracles import codecs as oracles
-from tests.pool import run_processes
-from tests.problems import Regression, distance, flat, quadratic, together, train
+from tests.problems import Regression, distance, normal, together
+from tests.rules import for_each, refusals
 from thinwire import (
     EASGD,
     AllReduce,
@@ -33,21 +29,13 @@ from thinwire import (
     Nearest,
     NonFiniteError,
     OneBit,
-    OuterOptimizer,
     OverlapLocalSGD,
     Quantize,
     RandomK,
-    Replica,
-    Strategy,
     TopK,
 )
-from thinwire.core.comm.group import comm_for
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
 from thinwire.planning.plan import explain
-
-
-def drawn(n: int, seed: int = 0) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
 
 
 def decoded(codec: Codec, x: Tensor) -> Tensor:
@@ -57,48 +45,33 @@ def decoded(codec: Codec, x: Tensor) -> Tensor:
 # -- nearest levels ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bits", range(1, 9))
+@for_each(range(1, 9))
 def test_values_are_those_of_the_oracle(bits: int) -> None:
     for n in (1, 16, 100):
-        x = drawn(n, n)
+        x = normal(n, n)
         assert torch.allclose(decoded(Nearest(bits, 16), x), oracles.nearest(bits, 16)(x), atol=1e-5)
-
-
-def test_one_bit_is_the_sign_and_the_mean_size() -> None:
-    x = drawn(1000)
-    assert torch.allclose(decoded(Nearest(1, 64), x), decoded(OneBit(64), x), atol=1e-6)
 
 
 @pytest.mark.parametrize(("bits", "lost"), [(1, 0.37), (2, 0.122), (3, 0.039), (4, 0.0125), (8, 2e-4)])
 def test_of_normal_numbers_little_is_lost(bits: int, lost: float) -> None:
-    x = drawn(1 << 16)
+    x = normal(1 << 16)
     assert (decoded(Nearest(bits), x) - x).square().sum() < lost * x.square().sum()
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize("x", [torch.eye(2048)[3], drawn(2048).pow(9), 1e-20 * drawn(2048), torch.full((2048,), -3.0)])
+@pytest.mark.parametrize(
+    "x", [torch.eye(2048)[3], normal(2048).pow(9), 1e-20 * normal(2048), torch.full((2048,), -3.0)]
+)
 def test_no_vector_has_an_error_as_large_as_itself(bits: int, x: Tensor) -> None:
     x = x / x.abs().max() * x.abs().max().clamp(max=1.0)
     assert (decoded(Nearest(bits), x) - x).norm() < x.norm()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("bits", [2, 3, 4, 8])
-@pytest.mark.parametrize("use", [AllReduce, lambda c: LocalSGD(2, codec=c), lambda c: DiLoCo(period=2, codec=c)])
-def test_with_feedback_training_ends_near_training_without_a_codec(bits: int, use: Any) -> None:
-    problem = quadratic(3, torch.float32, width=24)
-    rates = [0.3 * 0.9**k for k in range(50)]
-    codec = ErrorFeedback(Nearest(bits))
-    found, plain = together(3, use(codec), problem, rates), together(3, use(None), problem, rates)
-    assert (found[0] - plain[0]).norm() < 0.2 * (problem.start - plain[0]).norm()
-    assert torch.equal(found, found[:1].expand_as(found))
 
 
 # -- the largest of each chunk -----------------------------------------------------------------------------------------
 
 
 def test_of_each_chunk_the_largest_are_sent() -> None:
-    x, codec = drawn(100), ChunkedTopK(3, 16, 8)
+    x, codec = normal(100), ChunkedTopK(3, 16, 8)
     y = decoded(codec, x)
     assert int(y.count_nonzero()) == codec.count(100) == 6 * 3 + 1
     for begin in range(0, 100, 16):
@@ -115,33 +88,9 @@ def test_a_message_is_141_times_smaller_than_fp32() -> None:
     assert card.sent_bytes_per_step * 10 == 3 * (16 + 116 * 1024)
 
 
-def test_sparse_loco_sends_what_the_formula_says_to_the_byte() -> None:
-    n, workers = 3 * 4096 + 1000, 3
-    message = 3 * 116 + 4 + 16 * 12 // 8 + 16 * 2 // 8  # of the last 1,000 elements 16 are sent
-    strategy = DiLoCo(
-        period=2,
-        outer=OuterOptimizer("SGD", lr=1.0),
-        codec=ErrorFeedback(Gathered(ChunkedTopK(kept=64, chunk=4096, bits=2)), decay=0.95),
-    )
-
-    def body(comm: Comm) -> list[float]:
-        r = Replica(torch.zeros(n), torch.empty(0), comm, lr=lambda: 0.1)
-        strategy.start(r)
-        sent = [comm.meter.payload_bytes]
-        for step in range(1, 5):
-            r.x += drawn(n, 4 * comm.rank + step)
-            r.step = step
-            strategy.after_step(r)
-            sent.append(comm.meter.payload_bytes)
-        return [after - before for before, after in pairwise(sent)]
-
-    round_bytes = (workers - 1) * (message + 16)
-    assert thinwire.run_threads(workers, body) == [[0, round_bytes, 0, round_bytes]] * workers
-
-
 def test_places_beyond_a_chunk_are_refused_before_anything_is_written() -> None:
     codec, total = ChunkedTopK(2, 100), torch.zeros(130)
-    payload = codec.encode(drawn(130), {})
+    payload = codec.encode(normal(130), {})
     payload[4:6] = 255  # the first place is 127
     with pytest.raises(ConfigError, match="a position is outside its chunk"):
         codec.decode(payload, total)
@@ -150,7 +99,7 @@ def test_places_beyond_a_chunk_are_refused_before_anything_is_written() -> None:
 
 
 def test_a_vector_with_nan_has_no_largest() -> None:
-    x = drawn(64)
+    x = normal(64)
     x[5] = torch.nan
     with pytest.raises(NonFiniteError, match=r"some of \d+ elements are NaN"):
         ChunkedTopK(3, 16).encode(x, {})
@@ -172,7 +121,7 @@ def test_a_residual_decays_between_messages() -> None:
 def test_every_kind_of_mean_lets_the_residual_decay(inner: Codec) -> None:
     def body(comm: Comm, decay: float) -> Tensor:
         state: dict[str, Tensor] = {}
-        compressed_mean_(comm, drawn(40, comm.rank), ErrorFeedback(inner, decay), state).wait()
+        compressed_mean_(comm, normal(40, comm.rank), ErrorFeedback(inner, decay), state).wait()
         return state["error"]
 
     for whole, less in zip(*(thinwire.run_threads(2, lambda c, d=d: body(c, d)) for d in (1.0, 0.25)), strict=True):
@@ -199,12 +148,12 @@ def test_a_gathered_mean_is_that_of_the_decoded_vectors_and_keeps_state_where_on
 
     def body(comm: Comm) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         state: dict[str, Tensor] = {}
-        mean = compressed_mean_(comm, drawn(40, comm.rank), codec, state).wait()
-        before, bad = state["error"].clone(), drawn(40, 7)
+        mean = compressed_mean_(comm, normal(40, comm.rank), codec, state).wait()
+        before, bad = state["error"].clone(), normal(40, 7)
         bad[3] = torch.inf if comm.rank == 1 else 0.0
         return mean, compressed_mean_(comm, bad, codec, state).wait(), before, state["error"]
 
-    expected = torch.stack([decoded(Nearest(4, 16), drawn(40, rank)) for rank in range(3)]).mean(0)
+    expected = torch.stack([decoded(Nearest(4, 16), normal(40, rank)) for rank in range(3)]).mean(0)
     for mean, bad, before, after in thinwire.run_threads(3, body):
         assert torch.allclose(mean, expected, atol=1e-6)
         assert bad.isnan().all()
@@ -225,35 +174,13 @@ def test_workers_with_different_codecs_are_told() -> None:
     def body(comm: Comm) -> str:
         with pytest.raises(CommError, match="of another codec") as found:
             codec = Nearest(2, 16) if comm.rank else Quantize(2, 16)
-            compressed_mean_(comm, drawn(40), Gathered(codec), {}).wait()
+            compressed_mean_(comm, normal(40), Gathered(codec), {}).wait()
         return str(found.value)
 
     assert all("All ranks must run the same recipe" in text for text in thinwire.run_threads(2, body))
 
 
-RECIPES: list[Strategy] = [
-    AllReduce(ErrorFeedback(Nearest(2))),
-    LocalSGD(2, codec=ErrorFeedback(Gathered(ChunkedTopK(4, 16)), 0.9)),
-    AllReduce(Gathered(Quantize(8))),
-]
-
-
-def on_processes() -> list[list[float]]:
-    comm, problem = comm_for(), Regression(2, 8, torch.float32)
-    return [flat(train(comm, strategy, problem, [0.1] * 8).model).tolist() for strategy in RECIPES]
-
-
-def test_processes_train_as_threads_do() -> None:
-    problem = Regression(2, 8, torch.float32)
-    found = run_processes(2, on_processes)
-    for place, strategy in enumerate(RECIPES):
-        expected = together(2, strategy, problem, [0.1] * 8)
-        for rank in range(2):
-            assert found[rank][place] == expected[rank].tolist(), strategy
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_wrong_values_are_refused_with_the_fix = refusals(
     [
         (lambda: Nearest(0), r"bits=0: must lie in 1\.\.8"),
         (lambda: Nearest(4, 12), "block=12: must be a multiple of 8"),
@@ -271,8 +198,5 @@ def test_processes_train_as_threads_do() -> None:
         (lambda: OverlapLocalSGD(2, codec=ErrorFeedback(decay=0.9)).check(2), "Use decay=1"),
         (lambda: EASGD(2, codec=ErrorFeedback(decay=0.9)).check(2), "Use decay=1"),
         (lambda: DiLoCo(mixing=1.0, codec=ErrorFeedback(decay=0.9)).check(2), "Use decay=1"),
-    ],
+    ]
 )
-def test_wrong_values_are_refused_with_the_fix(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import thinwire
 from tests.engine import attach, batches, drawn, flat, steps
 from tests.oracles import codecs as oracles
-from tests.pool import run_processes
-from tests.problems import Regression, distance, together, train
+from tests.problems import Regression, distance, together
+from tests.rules import refusals
 from thinwire import (
     EASGD,
     AllReduce,
@@ -22,7 +22,6 @@ from thinwire import (
     Codec,
     Comm,
     CompressedMomentum,
-    ConfigError,
     DiLoCo,
     ErrorFeedback,
     Fp32,
@@ -34,7 +33,6 @@ from thinwire import (
     ddp_hook,
     fsdp_hook,
 )
-from thinwire.core.comm.group import comm_for
 from thinwire.core.kernels import uniform
 from thinwire.core.replica.flat import Segment, lay_out
 from thinwire.methods.codecs.base import Matrix, draw_key
@@ -168,11 +166,6 @@ def test_a_step_sends_the_bytes_of_the_formula(rank: int) -> None:
     assert 4 * PowerSGD(rank).count(matrices) == sent
 
 
-def on_processes(strategies: list[Strategy]) -> list[list[float]]:
-    comm, problem = comm_for(), Regression(2, 8, torch.float32)
-    return [flat(train(comm, strategy, problem, [0.1] * 8).model).tolist() for strategy in strategies]
-
-
 USES: list[Callable[[Codec | None], Strategy]] = [
     AllReduce,
     lambda c: LocalSGD(3, codec=c),
@@ -181,15 +174,6 @@ USES: list[Callable[[Codec | None], Strategy]] = [
     lambda c: EASGD(2, codec=c),
     lambda c: SlowMo(AllReduce(c), period=3),
 ]
-
-
-def test_processes_train_as_threads_do() -> None:
-    problem, strategies = Regression(2, 8, torch.float32), [use(PowerSGD(1, 0)) for use in USES]
-    found = run_processes(2, on_processes, strategies)
-    for place, strategy in enumerate(strategies):
-        expected = together(2, strategy, problem, [0.1] * 8)
-        for rank in range(2):
-            assert found[rank][place] == expected[rank].tolist(), strategy
 
 
 @pytest.mark.parametrize("use", USES)
@@ -224,8 +208,7 @@ def test_half_precision_parameters_keep_a_residual_in_fp32() -> None:
     assert torch.equal(first, second)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_wrong_uses_are_refused_with_the_fix = refusals(
     [
         (lambda: PowerSGD(0), "rank=0: must be at least 1"),
         (lambda: PowerSGD(1, -1), "min_ratio=-1: must be finite and not negative"),
@@ -235,8 +218,5 @@ def test_half_precision_parameters_keep_a_residual_in_fp32() -> None:
         (lambda: ZeroOne(PowerSGD()), "the shapes of tensors are not known here"),
         (lambda: fsdp_hook(PowerSGD(), thinwire.CountingComm(0, 2)), "the shapes of tensors are not known here"),
         (lambda: ddp_hook(PowerSGD()), "the shapes of tensors are not known here"),
-    ],
+    ]
 )
-def test_wrong_uses_are_refused_with_the_fix(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

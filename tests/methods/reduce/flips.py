@@ -1,16 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One bit of what ranks gather is flipped on the way, as drawn from a seed.
-
-`python -m tests.methods.reduce.flips --flips 5000 --seed 0` prints the flips that are not an error on all ranks.
-"""
+"""One bit of what ranks gather is flipped on the way, as drawn from a seed."""
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -227,23 +221,3 @@ def wrong(flip: Flip, found: Outcome) -> str:
         if rank in flip.seen_by or not any(f"rank {other} was lost" in words for other in flip.seen_by):
             return f"rank {rank} does not say what happened: {words}"
     return ""
-
-
-def main() -> None:
-    """Flip bits, and print what is wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tests.methods.reduce.flips", description=__doc__)
-    parser.add_argument("--flips", type=int, default=5000, help="how many")
-    parser.add_argument("--seed", type=int, default=0, help="the first seed; each flip has one of its own")
-    given = parser.parse_args()
-    kinds, bad, start = Counter[str](), 0, time.monotonic()
-    for seed in range(given.seed, given.seed + given.flips):
-        flip = drawn(seed)
-        kinds[f"{flip.what}, {flip.call}"] += 1
-        if problem := wrong(flip, outcome_of(flip)):
-            bad += 1
-            print(f"{flip}\n    {problem}", flush=True)
-    print(f"{sum(kinds.values())} flips in {time.monotonic() - start:.0f} s, {bad} ended badly;", dict(kinds))
-
-
-if __name__ == "__main__":
-    main()

@@ -7,7 +7,7 @@ import pytest
 
 from tests.methods.reduce.flips import CALLS, VECTORS, drawn, outcome_of, wrong
 
-QUICK = 300
+QUICK = 100
 
 
 @pytest.mark.parametrize("flips", [range(QUICK), pytest.param(range(QUICK, 5000), marks=pytest.mark.slow)], ids=len)

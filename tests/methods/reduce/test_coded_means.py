@@ -12,12 +12,8 @@ from torch import Tensor
 
 from tests.grids import fast_where
 from tests.oracles import codecs as oracles
-from tests.pool import run_processes
 from thinwire import Bf16, Codec, Comm, CommError, ConfigError, CountingComm, Ring, run_threads
-from thinwire.core.comm.group import comm_for
 from thinwire.core.comm.pending import PendingMeans
-from thinwire.core.comm.threads import Hub, ThreadComm, single_worker
-from thinwire.core.comm.work import Work
 from thinwire.methods.codecs.base import draw_key
 from thinwire.methods.codecs.cast import Fp8, Fp16
 from thinwire.methods.codecs.feedback import ErrorFeedback, resize_errors
@@ -29,7 +25,6 @@ from thinwire.methods.codecs.random_k import RandomK
 from thinwire.methods.codecs.sketch import Sketch
 from thinwire.methods.codecs.top_k import TopK
 from thinwire.methods.reduce.compressed_all_reduce import compressed_exchange, compressed_mean_, two_stage_mean_
-from thinwire.methods.reduce.pieces import pieces
 
 SIZES = [0, 1, 7, 8, 9, 33, 300]
 FEEDBACK: list[Codec] = [
@@ -120,14 +115,6 @@ def test_vectors_of_other_dtypes_get_the_mean_of_fp32(size: int, dtype: torch.dt
     for means, _ in run_threads(size, lambda comm: run(comm, xs.to(dtype), ErrorFeedback(OneBit(16)))):
         assert means.dtype == dtype
         assert torch.equal(means, expected.to(dtype))
-
-
-def test_one_worker_alone_encodes_too() -> None:
-    xs = vectors(5, 1, 40)
-    means, state = run(single_worker(), xs, ErrorFeedback(OneBit(8)))
-    oracle = oracles.TwoStages(oracles.signs(8), 8, [40])
-    assert torch.allclose(means, torch.stack([oracle(x) for x in xs]), rtol=1e-4, atol=1e-5)
-    assert state["error"].any()
 
 
 def test_a_biased_codec_has_feedback_in_two_stages_also_without_the_wrapper() -> None:
@@ -249,16 +236,6 @@ def test_exchanged_meta_vectors_are_counted_like_others(codec: Codec) -> None:
     assert sent(CountingComm(1, 4), "meta") == sent(CountingComm(1, 4), "cpu") == 2 * (16 + codec.nbytes(500))
 
 
-@pytest.mark.parametrize("n", [0, 1, 15, 16, 17, 500])
-@pytest.mark.parametrize("size", [1, 2, 7])
-def test_pieces_lie_end_to_end_at_multiples_of_the_alignment(n: int, size: int) -> None:
-    found = pieces(n, size, 16)
-    assert len(found) == size
-    assert [cut.start for cut in found] == [0, *(cut.stop for cut in found[:-1])]
-    assert found[-1].stop == n
-    assert all(cut.start % 16 == 0 or cut.start == n for cut in found)
-
-
 # -- steps that are skipped --------------------------------------------------------------------------------------------
 
 
@@ -370,11 +347,6 @@ def test_error_feedback_alone_forgets_a_vector_that_is_not_finite(bad: float, pl
         assert torch.equal(state["error"], before)
         code.encode(x, state)
         assert state["error"].isfinite().all()
-
-
-def test_huge_but_finite_vectors_are_not_skipped() -> None:
-    xs = torch.full((1, 2, 16), 1e30)
-    assert run_threads(2, lambda comm: run(comm, xs, ErrorFeedback(OneBit(8)))[0])[0].isfinite().all()
 
 
 # -- parts of one vector -----------------------------------------------------------------------------------------------
@@ -492,45 +464,6 @@ def test_every_flipped_bit_of_a_message_is_seen() -> None:
         assert unseal(flipped, header)[2] in ("is not a payload of a codec", "is damaged: its checksum does not match")
 
 
-class Tampered(ThreadComm):
-    """A comm that changes one byte of what this rank sends in one kind of call."""
-
-    def __init__(self, hub: Hub, rank: int, place: int) -> None:
-        super().__init__(hub, rank, timeout=10)
-        self.place = place
-        self.operation = "all_to_all"
-
-    def _all_to_all(self, xs: Sequence[Tensor], sizes: Sequence[int]) -> Work[list[Tensor]]:
-        if self.rank == 1 and self.operation == "all_to_all":
-            xs = [x.clone() for x in xs]
-            xs[2][self.place] ^= 0x55
-        return super()._all_to_all(xs, sizes)
-
-    def _all_gather(self, x: Tensor) -> Work[list[Tensor]]:
-        if self.rank == 1 and self.operation == "all_gather":
-            x = x.clone()
-            x[self.place] ^= 0x55
-        return super()._all_gather(x)
-
-
-@pytest.mark.parametrize("operation", ["all_to_all", "all_gather"])
-@pytest.mark.parametrize("place", [0, 2, 4, 8, 10, 17])
-def test_a_changed_byte_is_an_error_on_all_ranks(operation: str, place: int) -> None:
-    xs = vectors(1, 3, 100)[0]
-
-    def body(comm: Comm) -> str:
-        tampered = Tampered(comm._hub, comm.rank, place)  # type: ignore[attr-defined]
-        tampered.operation = operation
-        state: State = {}
-        with pytest.raises(CommError) as found:
-            two_stage_mean_(tampered, xs[comm.rank].clone(), OneBit(8), state, key=0).wait()
-        return str(found.value)
-
-    for rank, words in enumerate(run_threads(3, body)):
-        assert words.startswith(f"rank {rank}, step 0, compressed mean: ")
-        assert "All ranks must run the same recipe" in words
-
-
 def test_different_steps_or_codecs_are_an_error_on_all_ranks() -> None:
     x = vectors(1, 2, 64)[0]
 
@@ -554,47 +487,3 @@ def test_a_compressed_exchange_refuses_payloads_of_another_codec() -> None:
             work.wait()
 
     run_threads(2, body)
-
-
-# -- processes ---------------------------------------------------------------------------------------------------------
-
-
-def on_processes() -> list[tuple[list[list[float]], float, str]]:
-    """One rank's means over Gloo, its bytes, and its error when the other rank is at another step."""
-    comm = comm_for()
-    xs = vectors(6, comm.size, 77)
-    results: list[tuple[list[list[float]], float, str]] = []
-    for codec in GLOO:
-        before = comm.meter.payload_bytes
-        means, _ = run(comm, xs, codec)
-        results.append((means.tolist(), comm.meter.payload_bytes - before, ""))
-    x = xs[0, comm.rank].clone()
-    x[3] = float("nan") if comm.rank else 1.0
-    two_stage_mean_(comm, x, OneBit(8), {}, key=0).wait()
-    comm.step += comm.rank
-    try:
-        two_stage_mean_(comm, xs[0, comm.rank].clone(), OneBit(8), {}, key=0).wait()
-    except CommError as error:
-        results.append(([x.tolist()], 0.0, str(error)))
-    return results
-
-
-GLOO: list[Codec] = [
-    *(ErrorFeedback(OneBit(16)), ErrorFeedback(OneBit(whole=True, norm="l2")), ErrorFeedback(TopK(0.1))),
-    *(Quantize(4, 16, dither=True, correlated=True), ErrorFeedback(Sketch(1, 32, 1)), MajorityVote()),
-]
-
-
-def test_processes_get_the_means_of_threads() -> None:
-    found = run_processes(2, on_processes)
-    xs = vectors(6, 2, 77)
-    for place, codec in enumerate(GLOO):
-        means = run_threads(2, lambda comm, k=codec: run(comm, xs, k)[0])
-        for rank in range(2):
-            assert found[rank][place][0] == means[rank].tolist(), codec
-            assert found[rank][place][1] > 0
-    for rank in range(2):
-        x, _, words = found[rank][-1]
-        assert torch.tensor(x).isnan().all()
-        where = f"rank {rank}, step {5 + rank}, compressed mean"
-        assert words.startswith(f"{where}: the message of rank {1 - rank} is of step")

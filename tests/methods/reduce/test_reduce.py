@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+import thinwire
 from tests.problems import Irregular
 from thinwire import Bf16, Comm, Complete, CountingComm, Fp16, OnePeerExponential, Ring, Topology, run_threads
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_, gossip_, mean_, mix_
@@ -25,16 +26,6 @@ def test_the_mean_is_the_same_bits_on_every_rank(n: int) -> None:
     means = torch.stack(run_threads(n, lambda comm: mean_(comm, rows(n)[comm.rank].clone()).wait()))
     assert torch.equal(means, means[:1].expand_as(means))
     assert torch.allclose(means[0], rows(n).mean(0), rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize("n", SIZES)
-def test_the_mean_works_in_place_and_only_after_the_wait(n: int) -> None:
-    def body(comm: Comm) -> Tensor:
-        x = rows(n)[comm.rank].clone()
-        assert mean_(comm, x).wait() is x
-        return x
-
-    assert torch.allclose(run_threads(n, body)[-1], rows(n).mean(0), rtol=0, atol=1e-15)
 
 
 def test_a_mean_with_a_count_divides_by_the_ranks_that_contribute() -> None:
@@ -101,3 +92,32 @@ def test_means_in_fp16_are_finite_where_the_sum_is_not(codec: Fp16 | None, dtype
         return work.wait().tolist()
 
     assert run_threads(4, work) == [[40000.0, 30000.0, 1.0, -0.25]] * 4
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        "AllReduce()",
+        "AllReduce(codec=Fp16())",
+        'BackupWorkers(reduction="messages")',
+        'BackupWorkers(reduction="all_reduce")',
+        "NodeAverage(LocalSGD(4), period=1, node_size=3)",
+    ],
+)
+def test_strategies_whose_sums_overflow_fp16_train_where_the_mean_is_finite(recipe: str) -> None:
+    def train(comm: Comm) -> list[float]:
+        model = nn.Linear(1, 3, bias=False).half()
+        nn.init.constant_(model.weight, 30000.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        worker = thinwire.attach(model, optimizer, recipe, comm=comm)
+        scale = torch.tensor([40000.0, -30000.0, 1.0], dtype=torch.float16)
+        while worker.step < 1:
+            optimizer.zero_grad()
+            (model(torch.ones(1, 1, dtype=torch.float16)) * scale).backward(torch.ones(1, 3, dtype=torch.float16))
+            optimizer.step()
+        worker.detach()
+        return model.weight.flatten().tolist()
+
+    wanted = torch.tensor([10000.0, 45000.0, 30000.0], dtype=torch.float16).tolist()
+    for found in thinwire.run_threads(3, train, timeout=20):
+        assert found == pytest.approx(wanted, rel=2e-3)

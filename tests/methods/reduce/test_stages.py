@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.engine import net
 from tests.methods.optimizers.one_bit_runs import begun, path, taken
-from tests.problems import Regression, flat
+from tests.problems import Regression
 from thinwire import AllReduce, Codec, Comm, CommError
 from thinwire.core.comm.pending import PendingMeans, Stages
 from thinwire.core.comm.work import Work
@@ -22,8 +21,6 @@ from thinwire.methods.codecs.feedback import ErrorFeedback
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.codecs.random_k import RandomK
 from thinwire.methods.optimizers import base
-from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
-from thinwire.methods.optimizers.zero_one_adam import ZeroOneAdam
 from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
 from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
 
@@ -129,29 +126,6 @@ def test_residuals_are_kept_if_any_part_is_not_finite(codec: Codec, bad: int) ->
         assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-def test_training_in_parts_continues_after_a_skipped_step() -> None:
-    problem, strategy = Regression(2, 12, torch.float32), AllReduce(SIGNS)
-
-    def body(comm: Comm) -> Tensor:
-        model = problem.model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        worker = thinwire.attach(model, optimizer, strategy, comm=comm, bucket_bytes=40)
-        for step in range(12):
-            optimizer.zero_grad()
-            factor = float("nan") if (step, comm.rank) == (5, 1) else 1.0
-            (problem.loss(model, comm.rank, step) * factor).backward()
-            if step == 5:
-                assert all(p.grad is not None and p.grad.isnan().all() for p in model.parameters())
-                continue
-            optimizer.step()
-        worker.detach()
-        return flat(model)
-
-    first, second = thinwire.run_threads(2, body, timeout=20)
-    assert torch.equal(first, second)
-    assert first.isfinite().all()
-
-
 # -- momenta sent during the backward pass -----------------------------------------------------------------------------
 
 
@@ -188,9 +162,3 @@ def test_any_change_of_a_gradient_that_was_sent_is_refused(change: Callable[[Ten
             worker.detach()
 
     thinwire.run_threads(2, body, timeout=20)
-
-
-def test_only_zero_one_adam_has_local_steps() -> None:
-    ours, theirs = (set(kind(net().parameters()).param_groups[0]) for kind in (ZeroOneAdam, OneBitAdam))
-    assert ours - theirs == {"lr_sum", "local"}
-    assert theirs <= ours
