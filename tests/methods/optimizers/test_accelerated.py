@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Accelerated minibatch SGD: AC-SA on one process, and on gradients of many workers."""
+"""Accelerated minibatch SGD: AC-SA equals its oracle, evaluates, resumes, and refuses what would undo it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
-from math import ceil, sqrt
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import thinwire
 from tests.methods.strategies.local_runs import Make, begin, go_on
 from tests.oracles import minibatch as oracles
-from tests.pool import run_processes
-from tests.problems import Regression, distance, flat, train
+from tests.problems import Regression, distance, flat
+from tests.rules import for_each, refusals
 from thinwire import AllReduce, Comm, ConfigError, Gossip, Local, LocalSGD, SlowMo, Strategy, Worker
 from thinwire.methods.optimizers import AcSA
 from thinwire.methods.strategies.local.minibatch_local_sgd import MinibatchLocalSGD
@@ -71,45 +66,6 @@ def test_it_equals_its_oracle(n: int, period: int, stage: int | None) -> None:
         assert distance(found, wanted) < 1e-12
 
 
-def run_on_process() -> tuple[list[float], list[float], float]:
-    comm = thinwire.GroupComm()
-    worker = begin(comm, AllReduce(), Regression(comm.size, 12, DOUBLE), acsa())
-    worker.detach()
-    before = comm.meter.payload_bytes
-    worker = rounds(comm, Regression(comm.size, 12, DOUBLE), acsa(), 4)
-    after = comm.meter.payload_bytes
-    return flat(worker.model).tolist(), result(worker).tolist(), after - before
-
-
-def test_it_equals_its_oracle_on_processes() -> None:
-    found = run_processes(4, run_on_process)
-    for place, wanted in enumerate(expected(4, 12, 4)):
-        real = torch.tensor([each[place] for each in found], dtype=DOUBLE)
-        assert distance(real, wanted) < 1e-12
-
-
-@pytest.mark.parametrize(("make", "per_round"), [(acsa(), 1.0), (acsa(restart_every=2), 1.0)])
-def test_acceleration_costs_no_byte(make: Make, per_round: float) -> None:
-    problem = Regression(4, 12, torch.float32)
-
-    def body(comm: Comm) -> tuple[float, int]:
-        begin(comm, AllReduce(), problem, make).detach()  # a first meeting, whose bytes are not those of rounds
-        meeting, messages = comm.meter.payload_bytes, comm.meter.messages
-        rounds(comm, problem, make, 4).detach()
-        return comm.meter.payload_bytes - 2 * meeting, comm.meter.messages - 2 * messages
-
-    assert thinwire.run_threads(4, body) == [(3 * per_round * 2 * 3 / 4 * 4 * 34, 3)] * 4
-
-
-def test_the_first_step_is_gradient_descent() -> None:
-    problem = Regression(1, 1, DOUBLE)
-    (ours, theirs) = (
-        go_on(begin(None, AllReduce(), problem, make), problem, range(1))
-        for make in (acsa(), lambda model: torch.optim.SGD(model.parameters(), 0.05))
-    )
-    assert torch.equal(result(ours), flat(theirs.model))
-
-
 class Bowl(nn.Module):
     """A quadratic with given curvatures, whose optimum is the origin."""
 
@@ -129,31 +85,6 @@ def descend(bowl: Bowl, optimizer: AcSA, steps: int) -> float:
         optimizer.step()
     with optimizer.evaluating(), torch.no_grad():
         return float(bowl())
-
-
-@given(seed=st.integers(0, 10**6), width=st.integers(1, 8), steps=st.integers(1, 40), part=st.sampled_from([1.0, 0.3]))
-@settings(max_examples=60, deadline=None)
-def test_its_bound_holds_on_any_quadratic(seed: int, width: int, steps: int, part: float) -> None:
-    draw = torch.Generator().manual_seed(seed)
-    curvatures = 10 ** (6 * torch.rand(width, generator=draw, dtype=DOUBLE) - 5)
-    start = 10 * torch.randn(width, generator=draw, dtype=DOUBLE)
-    lr = part / (2 * float(curvatures.max()))
-    bowl = Bowl(curvatures, start)
-    gap = descend(bowl, AcSA(bowl.parameters(), lr), steps)
-    assert gap <= 2 * float(start.square().sum()) / (lr * steps * (steps + 1))
-
-
-@pytest.mark.parametrize("condition", [100, 10_000])
-def test_every_stage_at_least_halves_the_gap_of_a_strongly_convex_function(condition: int) -> None:
-    curvatures = torch.logspace(0, -1, 20, base=condition, dtype=DOUBLE)
-    start = torch.ones(20, dtype=DOUBLE)
-    bowl, plain = Bowl(curvatures, start), Bowl(curvatures, start)
-    optimizer = AcSA(bowl.parameters(), 0.5, strong_convexity=1 / condition)
-    stage = ceil(sqrt(8 / (0.5 / condition)))
-    gaps = [descend(bowl, optimizer, steps) for steps in (0, *[stage] * (1000 // stage))]
-    assert all(after <= before / 2 for before, after in pairwise(gaps))
-    whole = descend(plain, AcSA(plain.parameters(), 0.5), stage * (len(gaps) - 1))
-    assert gaps[-1] < whole
 
 
 def test_a_stage_as_long_as_the_strong_convexity_implies_is_that_stage() -> None:
@@ -270,7 +201,7 @@ def test_it_resumes_bit_for_bit(stop: int, tmp_path: Any) -> None:
 MOVERS = [LocalSGD(), Gossip(), SlowMo(), SlowMo(AllReduce()), MinibatchLocalSGD(inner=0.0)]
 
 
-@pytest.mark.parametrize("strategy", MOVERS, ids=str)
+@for_each(MOVERS)
 def test_strategies_whose_moves_it_would_undo_are_refused(strategy: Strategy) -> None:
     words = "would undo what the strategy does" if not isinstance(strategy, MinibatchLocalSGD) else "no_sync"
     with pytest.raises(ConfigError, match=words):
@@ -285,14 +216,7 @@ def test_strategies_that_leave_the_parameters_alone_are_served(strategy: Strateg
     assert distance(result(worker)[None], oracles.accelerated(problem.gradient, start, 0.05, 4)[1]) < 1e-13
 
 
-def test_the_model_of_other_optimizers_is_evaluated_as_it_is() -> None:
-    problem = Regression(1, 2, DOUBLE)
-    worker = train(None, AllReduce(), problem, [0.1, 0.1])
-    assert torch.equal(result(worker), flat(worker.model))
-
-
-@pytest.mark.parametrize(
-    ("settings", "words"),
+test_settings_that_cannot_work_are_refused = refusals(
     [
         ({"lr": 0.0}, r"lr=0.0: must be positive and finite. Up to 1/\(2L\)"),
         ({"lr": float("nan")}, "lr=nan"),
@@ -301,8 +225,5 @@ def test_the_model_of_other_optimizers_is_evaluated_as_it_is() -> None:
         ({"restart_every": 0}, "restart_every=0: must be at least 1"),
         ({"restart_every": 3, "strong_convexity": 0.1}, "both set the length of a stage"),
     ],
+    lambda settings: AcSA([nn.Parameter(torch.ones(1))], **{"lr": 0.1, **settings}),
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, Any], words: str) -> None:
-    make: Callable[..., AcSA] = AcSA
-    with pytest.raises(ConfigError, match=words):
-        make([nn.Parameter(torch.ones(1))], **{"lr": 0.1, **settings})

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import thinwire
+from tests.rules import for_each
 from thinwire import AllReduce, ConfigError, ErrorFeedback, LocalSGD, MajorityVote, OneBit, Quantize, SlowMo, TernGrad
 from thinwire.core.comm.base import Comm
 from thinwire.methods.codecs.base import Codec
@@ -37,20 +38,18 @@ DIVIDE = [
 KEEP = [torch.optim.SGD, torch.optim.ASGD, thinwire.AcSA, torch.optim.LBFGS]
 
 
-@pytest.mark.parametrize("kind", DIVIDE, ids=lambda kind: kind.__name__)
+@for_each(DIVIDE, lambda kind: kind.__name__)
 def test_an_optimizer_that_divides_each_element_by_its_size_is_recognised(kind: type[torch.optim.Optimizer]) -> None:
     assert divides_by_size(kind(weights()))  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("kind", KEEP, ids=lambda kind: kind.__name__)
+@for_each(KEEP, lambda kind: kind.__name__)
 def test_one_that_keeps_sizes_is_not(kind: type[torch.optim.Optimizer]) -> None:
     taken = weights()[:1] if kind is torch.optim.LBFGS else weights()
     assert not divides_by_size(kind(taken, lr=0.1))  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize(
-    "more", [{"lr": 0.0}, {"lr": torch.tensor(1e-3)}, {"foreach": True}, {"fused": True}, {"capturable": True}], ids=str
-)
+@for_each([{"lr": 0.0}, {"lr": torch.tensor(1e-3)}, {"foreach": True}, {"fused": True}, {"capturable": True}])
 def test_how_adam_is_computed_makes_no_difference(more: dict[str, object]) -> None:
     assert divides_by_size(torch.optim.Adam(weights(), **more))  # type: ignore[arg-type]
 
@@ -70,7 +69,7 @@ def test_the_optimizer_and_torch_s_generator_are_as_before() -> None:
 SIGNS = [ErrorFeedback(OneBit()), MajorityVote(), Quantize(bits=1)]
 
 
-@pytest.mark.parametrize("codec", SIGNS, ids=str)
+@for_each(SIGNS)
 def test_signs_of_gradients_under_adam_are_refused_on_all_ranks_with_what_to_use(codec: Codec) -> None:
     def told(comm: Comm) -> str:
         model = nn.Linear(3, 2)
@@ -84,12 +83,12 @@ def test_signs_of_gradients_under_adam_are_refused_on_all_ranks_with_what_to_use
         assert "Quantize(4), or SGD" in message
 
 
-@pytest.mark.parametrize("codec", [None, ErrorFeedback(thinwire.TopK(0.1)), Quantize(2), TernGrad()], ids=str)
+@for_each([None, ErrorFeedback(thinwire.TopK(0.1)), Quantize(2), TernGrad()])
 def test_codes_that_keep_sizes_are_accepted_under_adam(codec: Codec | None) -> None:
     AllReduce(codec).check(2, torch.optim.AdamW(weights()))
 
 
-@pytest.mark.parametrize("codec", SIGNS, ids=str)
+@for_each(SIGNS)
 def test_signs_are_accepted_under_sgd_and_of_displacements(codec: Codec) -> None:
     AllReduce(codec).check(2, torch.optim.SGD(weights(), lr=0.1, momentum=0.9))
     if codec.keeps_size:

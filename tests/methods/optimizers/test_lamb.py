@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""LAMB."""
+"""LAMB: its oracle, trust, steps that are counted, and values that are refused."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
-from tests.engine import batches, net, steps
+from tests.engine import batches, net
 from tests.oracles import one_bit as oracles
-from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
-from thinwire import AllReduce, Comm, ConfigError
+from tests.rules import refusals
+from thinwire import AllReduce, Comm
 from thinwire.methods.optimizers.lamb import Lamb
 
 SIZES = [20, 4, 8, 2]
@@ -43,19 +43,6 @@ def test_it_equals_its_oracle(corrected: bool, decay: float, dtype: torch.dtype)
     hyperparameters = oracles.Hyperparameters(rate=0.05, decay=decay, corrected=corrected)
     expected = oracles.lamb(problem.gradient, problem.start.expand(3, -1), SIZES, 20, hyperparameters)
     assert distance(torch.stack(found), expected) < (1e-11 if dtype == torch.float64 else 1e-4)
-
-
-def on_processes() -> list[float]:
-    return trained(None, Regression(2, 10, torch.float64), lr=0.05, weight_decay=0.1).tolist()
-
-
-def test_it_equals_its_oracle_on_processes() -> None:
-    problem = Regression(2, 10, torch.float64)
-    hyperparameters = oracles.Hyperparameters(rate=0.05, decay=0.1, corrected=True)
-    expected = oracles.lamb(problem.gradient, problem.start.expand(2, -1), SIZES, 10, hyperparameters)
-    found = torch.tensor(run_processes(2, on_processes), dtype=torch.float64)
-    assert distance(found, expected) < 1e-11
-    assert torch.equal(found[0], found[1])
 
 
 def one(value: list[float], gradient: list[float], dtype: torch.dtype = torch.float64) -> nn.Parameter:
@@ -108,18 +95,6 @@ def test_only_steps_that_move_something_are_counted() -> None:
     assert torch.equal(x.detach(), y.detach())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_parameters_in_sixteen_bits_are_the_roundings_of_an_exact_copy(dtype: torch.dtype) -> None:
-    x = one([1.0, -2.0, 3.0], [0.5, 0.25, -1.0], dtype)
-    exact = one([1.0, -2.0, 3.0], [0.5, 0.25, -1.0], torch.float32)
-    coarse, fine = Lamb([x], lr=1e-4), Lamb([exact], lr=1e-4)
-    for _ in range(50):
-        coarse.step()
-        fine.step()
-    assert torch.equal(x.detach(), exact.detach().to(dtype))
-    assert coarse.state[x]["master"].dtype == torch.float32
-
-
 def test_a_resumed_optimizer_goes_on_bit_for_bit_in_sixteen_bits_too() -> None:
     def run(count: int, saved: dict[str, Any] | None = None) -> tuple[nn.Sequential, Lamb]:
         model = net().to(torch.bfloat16)
@@ -139,18 +114,6 @@ def test_a_resumed_optimizer_goes_on_bit_for_bit_in_sixteen_bits_too() -> None:
     assert torch.equal(flat(whole), flat(again))
 
 
-def test_a_checkpoint_goes_on_bit_for_bit() -> None:
-    def fresh() -> thinwire.Worker:
-        model = net()
-        return thinwire.attach(model, Lamb(model.parameters(), lr=0.01), AllReduce())
-
-    whole = steps(fresh(), batches(0, 6))
-    half = steps(fresh(), batches(0, 3))
-    again = fresh()
-    again.load_state_dict(half.state_dict(model=True, optimizer=True))
-    assert torch.equal(flat(whole.model), flat(steps(again, batches(0, 3, first=3)).model))
-
-
 def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     x = one([1.0], [1.0])
     calls: list[int] = []
@@ -163,8 +126,7 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
+test_values_out_of_their_range_are_refused = refusals(
     [
         ({"lr": -1.0}, "lr=-1.0: must be finite"),
         ({"betas": (1.0, 0.9)}, r"betas=\(1.0, 0.9\): must be two numbers"),
@@ -172,7 +134,5 @@ def test_a_closure_is_called_once_and_its_loss_returned() -> None:
         ({"weight_decay": -0.1}, "weight_decay=-0.1: must be finite"),
         ({"least_trust": 2.0, "most_trust": 1.0}, "least_trust=2.0, most_trust=1.0"),
     ],
+    lambda settings: Lamb([one([1.0], [1.0])], **settings),
 )
-def test_values_out_of_their_range_are_refused(settings: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        Lamb([one([1.0], [1.0])], **settings)

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.grids import fast_where
-from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, parameters_of, path, taken
+from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, kept, oracle, parameters_of, path
 from tests.oracles import one_bit as oracles
-from tests.pool import run_processes
-from tests.problems import Regression, distance, flat
+from tests.problems import Regression, distance
 from thinwire import AllReduce, Comm, Worker
 from thinwire.methods.codecs.one_bit import OneBit
 from thinwire.methods.optimizers.lamb import Lamb
@@ -115,27 +114,6 @@ def test_clipping_has_one_factor_for_all_workers(kind: Kind) -> None:
     assert distance(found[-1, 0], free.path[-1]) > 1e-3, "the clip must have bitten"
 
 
-def on_processes(overlap: bool) -> list[list[float]]:
-    problem = Regression(2, 20, torch.float64)
-    strategy = CompressedMomentum(OneBit(block=16), warmup_steps=8, overlap=overlap)
-    worker = begun(None, strategy, problem.model(), lr=0.03, weight_decay=0.1)
-    seen = taken(worker, problem, 0, 20)
-    worker.detach()
-    return torch.stack(seen).tolist()
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_it_equals_its_oracle_on_processes(overlap: bool) -> None:
-    problem = Regression(2, 20, torch.float64)
-    code = oracles.signs(16, parts=_PARTS if overlap else ())
-    expected = oracle(
-        problem, 2, 20, warmup=8, code=code, hyperparameters=oracles.Hyperparameters(rate=0.03, decay=0.1)
-    )
-    first, second = (torch.tensor(each, dtype=torch.float64) for each in run_processes(2, on_processes, overlap))
-    assert torch.equal(first, second)
-    assert distance(first, torch.stack(expected.path)) < _EXACT[torch.float64]
-
-
 # -- the first stage ---------------------------------------------------------------------------------------------------
 
 
@@ -147,12 +125,6 @@ def test_the_first_stage_is_lamb_bit_for_bit(size: int, decay: float) -> None:
     plain: Any = lambda params, **settings: Lamb(params, bias_correction=False, **settings)  # noqa: E731
     expected = path(size, AllReduce(), problem, 12, plain, lr=0.03, weight_decay=decay)
     assert torch.equal(found, expected)
-
-
-def test_the_first_step_is_not_lost() -> None:
-    problem = Regression(2, 1, torch.float32)
-    moved = path(2, CompressedMomentum(warmup_steps=1), problem, 1, lr=0.03)[0, 0] - problem.start
-    assert (moved != 0).all()
 
 
 def test_the_variance_and_the_mean_trust_are_frozen_once() -> None:
@@ -227,15 +199,6 @@ def test_the_warm_up_ends_by_itself_when_the_variance_has_settled() -> None:
 # -- the second stage --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
-@pytest.mark.slow
-def test_all_workers_hold_the_same_bits_after_every_step(kind: Kind, overlap: bool) -> None:
-    problem = Regression(4, 25, torch.float32)
-    found = path(4, CompressedMomentum(OneBit(block=8), warmup_steps=5, overlap=overlap), problem, 25, kind, lr=0.03)
-    assert all(torch.equal(found[:, 0], found[:, rank]) for rank in range(1, 4))
-
-
 def test_the_factor_stays_in_its_bounds_and_changes_by_its_share_at_most() -> None:
     problem = Regression(2, 60, torch.float64)
 
@@ -262,29 +225,6 @@ def test_the_factor_is_one_as_long_as_the_fresh_variance_is_the_frozen_one() -> 
     state = optimizer.state[model[0]]
     assert torch.equal(state["fresh"], state["variance"])
     assert state["factor"] == 1
-
-
-def test_equal_gradients_of_one_size_a_block_lose_nothing() -> None:
-    draw = torch.Generator().manual_seed(3)
-    gradient = torch.where(torch.rand(32, generator=draw) < 0.5, -0.25, 0.25)
-    gradient[16:] *= 8
-
-    def body(comm: Comm | None) -> Tensor:
-        x = nn.ParameterList([nn.Parameter(torch.linspace(1, 2, 32))])
-        optimizer = OneBitLamb(x.parameters(), lr=0.01)
-        if comm is not None:
-            thinwire.attach(x, optimizer, CompressedMomentum(OneBit(block=16), warmup_steps=4), comm=comm)
-        for step in range(20):
-            optimizer.zero_grad()
-            (x[0] * gradient * (1 + step % 3)).sum().backward()
-            optimizer.step()
-            if comm is None and step == 3:
-                optimizer.freeze()
-        return flat(x)
-
-    single = body(None)
-    for found in thinwire.run_threads(2, body):
-        assert distance(found, single) < 1e-6
 
 
 @pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
@@ -322,51 +262,6 @@ def test_entries_that_first_have_a_gradient_when_the_variance_is_frozen_take_ord
         assert second < 10 * first
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("overlap", [False, True])
-def test_nothing_is_ever_lost_of_what_momenta_should_have_been(overlap: bool) -> None:
-    size, steps, n = 4, 200, 100
-    draw = torch.Generator().manual_seed(9)
-    gradients = torch.randn(steps, size, n, generator=draw)
-
-    def body(comm: Comm) -> tuple[Tensor, dict[str, Tensor]]:
-        model = nn.ParameterList([nn.Parameter(torch.zeros(60)), nn.Parameter(torch.zeros(40))])
-        strategy = CompressedMomentum(OneBit(block=8), warmup_steps=1, overlap=overlap)
-        worker = begun(comm, strategy, model, OneBitAdam, lr=0.0)
-        momenta: list[Tensor] = []
-        for step in range(steps):
-            worker.optimizer.zero_grad()
-            (torch.cat([*model]) * gradients[step, comm.rank]).sum().backward()
-            worker.optimizer.step()
-            momenta.append(kept(worker, "momentum"))
-        worker.detach()
-        return torch.stack(momenta), dict(worker.replicas[0].state)
-
-    found = thinwire.run_threads(size, body, timeout=20)
-    momenta = found[0][0]
-    sent = momenta[1:].sum(0)
-    meant = (0.9 * momenta[:-1] + 0.1 * gradients[1:].mean(1)).sum(0)
-    residual = torch.stack([state["error"] for _, state in found]).mean(0)
-    for _, state in found:
-        for name in state:
-            if name.startswith("server_error/"):
-                start, stop = map(int, name.removeprefix("server_error/").split("-"))
-                residual[start:stop] += state[name]
-    assert (sent + residual - meant).abs().max() < 1e-5
-    assert residual.abs().max() > 1e-2
-
-
-def test_the_order_of_ranks_does_not_matter() -> None:
-    class Turned(Regression):
-        def loss(self, model: nn.Module, rank: int, step: int) -> Tensor:
-            return super().loss(model, (rank + 1) % 3, step)
-
-    strategy = CompressedMomentum(OneBit(block=8), warmup_steps=5)
-    found = path(3, strategy, Turned(3, 20, torch.float64), 20, lr=0.03)
-    expected = path(3, strategy, Regression(3, 20, torch.float64), 20, lr=0.03)
-    assert distance(found, expected) < 2e-6
-
-
 def test_a_rank_without_data_brings_the_momentum_alone() -> None:
     problem = Regression(2, 20, torch.float64)
     lengths = (20, 14)
@@ -390,27 +285,6 @@ def test_a_rank_without_data_brings_the_momentum_alone() -> None:
     last = expected.run(gradient, problem.start.expand(2, -1), 20)[-1]
     for found in thinwire.run_threads(2, body, timeout=20):
         assert distance(found, last) < _EXACT[torch.float64]
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_passes_that_accumulate_are_one_gradient(overlap: bool) -> None:
-    problem = Regression(2, 12, torch.float32)
-
-    def body(comm: Comm) -> Tensor:
-        strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
-        worker = begun(comm, strategy, problem.model(), lr=0.03)
-        for step in range(12):
-            worker.optimizer.zero_grad()
-            with worker.no_sync():
-                (problem.loss(worker.model, comm.rank, step) / 2).backward()
-            (problem.loss(worker.model, comm.rank, step) / 2).backward()
-            worker.optimizer.step()
-        worker.detach()
-        return parameters_of(worker)
-
-    strategy = CompressedMomentum(OneBit(block=8), warmup_steps=4, overlap=overlap)
-    expected = path(2, strategy, problem, 12, lr=0.03)[-1]
-    assert torch.equal(torch.stack(thinwire.run_threads(2, body, timeout=20)), expected)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

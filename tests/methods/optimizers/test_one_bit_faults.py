@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1-bit methods with faults and unusual sizes: what is skipped, saved and counted."""
+"""1-bit methods with faults and unusual sizes: what is skipped, kept and counted."""
 
 from __future__ import annotations
 
@@ -11,13 +11,11 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.engine import Mixed, batch, batches, net, steps
-from tests.methods.optimizers.one_bit_runs import Kind, begun, freezing, path, taken
+from tests.methods.optimizers.one_bit_runs import begun, freezing, path, taken
 from tests.problems import Regression, flat
 from thinwire import Comm, Worker
-from thinwire.methods.codecs.feedback import resize_errors
 from thinwire.methods.codecs.header import HEADER_BYTES
 from thinwire.methods.codecs.one_bit import OneBit
-from thinwire.methods.optimizers.one_bit_adam import OneBitAdam
 from thinwire.methods.optimizers.one_bit_lamb import OneBitLamb
 from thinwire.methods.strategies.gradients.one_bit import CompressedMomentum
 from thinwire.planning.plan import explain
@@ -113,26 +111,6 @@ def test_an_overflow_on_one_rank_skips_the_scaled_step_on_all() -> None:
     assert torch.equal(first, second)
 
 
-def test_a_scaled_loss_changes_nothing() -> None:
-    problem = Regression(2, 12, torch.float32)
-
-    def body(comm: Comm) -> Tensor:
-        worker = begun(comm, SMALL, problem.model(), lr=0.03)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        internals_of(worker).scaler = scaler
-        share_skips(internals_of(worker))
-        for step in range(12):
-            worker.optimizer.zero_grad()
-            scaler.scale(problem.loss(worker.model, comm.rank, step)).backward()
-            scaler.step(worker.optimizer)
-            scaler.update()
-        worker.detach()
-        return flat(worker.model)
-
-    found = torch.stack(thinwire.run_threads(2, body, timeout=20))
-    assert torch.equal(found, path(2, SMALL, problem, 12, lr=0.03)[-1])
-
-
 # -- parameters without elements ---------------------------------------------------------------------------------------
 
 
@@ -167,27 +145,6 @@ def test_an_optimizer_of_nothing_can_be_frozen() -> None:
 
 
 # -- checkpoints -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("at", [2, 4, 7])
-@pytest.mark.parametrize("kind", [OneBitLamb, OneBitAdam])
-@pytest.mark.parametrize("strategy", [SMALL, OVERLAPPED], ids=["after", "during"])
-def test_a_resumed_run_is_the_uninterrupted_one(strategy: CompressedMomentum, kind: Kind, at: int) -> None:
-    problem = Regression(2, 11, torch.float32)
-
-    def body(comm: Comm) -> Tensor:
-        worker = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        taken(worker, problem, 0, at)
-        again = begun(comm, strategy, problem.model(), kind, lr=0.03, weight_decay=0.1)
-        again.load_state_dict(worker.state_dict(model=True, optimizer=True))
-        worker.detach()
-        taken(again, problem, at, 11)
-        again.detach()
-        return flat(again.model)
-
-    found = torch.stack(thinwire.run_threads(2, body, timeout=20))
-    expected = path(2, strategy, problem, 11, kind, lr=0.03, weight_decay=0.1)
-    assert torch.equal(found, expected[-1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -235,31 +192,6 @@ def test_an_optimizer_frozen_at_any_step_begins_with_its_own_variance() -> None:
         state = loaded.state[parameter]
         assert torch.equal(state["fresh"], state["variance"])
         assert (state["fresh"] > 0).all()
-
-
-def test_residuals_are_conserved_when_the_number_of_workers_changes() -> None:
-    problem = Regression(3, 12, torch.float32)
-
-    def body(comm: Comm) -> dict[str, Tensor]:
-        worker = begun(comm, OVERLAPPED, problem.model(), lr=0.03)
-        taken(worker, problem, 0, 12)
-        worker.detach()
-        return {name: x.clone() for name, x in worker.replicas[0].state.items()}
-
-    def residual(states: list[dict[str, Tensor]]) -> Tensor:
-        whole = torch.stack([state["error"] for state in states]).mean(0)
-        for state in states:
-            for name in state:
-                if name.startswith("server_error/"):
-                    start, stop = map(int, name.removeprefix("server_error/").split("-"))
-                    whole[start:stop] += state[name]
-        return whole
-
-    before = thinwire.run_threads(3, body, timeout=20)
-    after = resize_errors(before, 2)
-    assert len(after) == 2
-    assert residual(before).abs().max() > 0
-    assert torch.allclose(residual([{**state} for state in after]), residual(before), rtol=1e-5, atol=1e-9)
 
 
 # -- unusual sizes and values ------------------------------------------------------------------------------------------

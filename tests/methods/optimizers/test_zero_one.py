@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0/1 Adam: its oracle on threads and on processes, its steps, and the guarantees of its stages."""
+"""0/1 Adam: its oracle, its steps, and the guarantees of its stages."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import thinwire
 from tests.engine import net
 from tests.methods.optimizers.one_bit_runs import SIZES, begun, kept, parameters_of, taken
 from tests.oracles import one_bit as oracles
-from tests.pool import run_processes
 from tests.problems import Regression, distance, flat
+from tests.rules import refusals
 from thinwire import AllReduce, Comm, Worker
 from thinwire.errors import ConfigError
 from thinwire.methods.codecs.one_bit import OneBit
@@ -89,18 +89,6 @@ def test_it_equals_its_oracle(size: int, decay: float) -> None:
         assert not torch.equal(found[13, 0], found[13, 1]), "workers must have taken local steps"
 
 
-def on_processes() -> list[list[float]]:
-    worker, path = trained(None, Regression(4, STEPS, torch.float64), 0.1)
-    worker.detach()
-    return path.tolist()
-
-
-@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
-def test_it_equals_its_oracle_on_four_processes() -> None:
-    found = torch.tensor(run_processes(4, on_processes), dtype=torch.float64).transpose(0, 1)
-    assert distance(found, expected(Regression(4, STEPS, torch.float64), 4, 0.1)) < 2e-6
-
-
 def test_with_gradients_at_every_step_it_is_adam_without_corrections_bit_for_bit() -> None:
     problem = Regression(2, 12, torch.float32)
 
@@ -130,30 +118,6 @@ def test_with_a_warm_up_and_no_local_step_it_is_one_bit_adam() -> None:
     found = thinwire.run_threads(2, lambda comm: body(comm, ours, ZeroOneAdam))
     known = thinwire.run_threads(2, lambda comm: body(comm, theirs, OneBitAdam))
     assert torch.equal(found[0], known[0])
-
-
-@pytest.mark.parametrize("middle", [5, 21])
-@pytest.mark.slow
-def test_a_resumed_run_is_the_uninterrupted_one(middle: int) -> None:
-    problem = Regression(2, STEPS, torch.float32)
-
-    def whole(comm: Comm) -> Tensor:
-        worker, path = trained(comm, problem, 0.1)
-        worker.detach()
-        return path[-1]
-
-    def halves(comm: Comm) -> Tensor:
-        worker, _ = trained(comm, problem, 0.1, 0, middle)
-        state = worker.state_dict(model=True, optimizer=True)
-        worker.detach()
-        other = begun(comm, SCHEDULE, problem.model(), ZeroOneAdam, weight_decay=0.1)
-        other.load_state_dict(state)
-        path = gone(other, problem, middle, STEPS)
-        other.detach()
-        return path[-1]
-
-    for before, after in zip(thinwire.run_threads(2, whole), thinwire.run_threads(2, halves), strict=True):
-        assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("step", [11, 16], ids=["after another", "after local steps"])
@@ -216,25 +180,6 @@ def test_weight_decay_is_not_part_of_momenta() -> None:
     assert distance(found, problem.start * (1 - 0.01 * 0.5) ** 20) < 1e-12
 
 
-def test_parameters_in_16_bits_move_by_a_master() -> None:
-    problem = Regression(2, 24, torch.float32)
-
-    def body(comm: Comm) -> Tensor:
-        model = problem.model().bfloat16()
-        worker = begun(comm, SCHEDULE, model, ZeroOneAdam, lr=0.01)
-        for step in range(23):
-            worker.optimizer.zero_grad()
-            torch.stack([(p * (1 + step)).sum() for p in model.parameters()]).sum().backward()
-            worker.optimizer.step()
-        masters = kept(worker, "master")
-        worker.detach()
-        assert torch.equal(masters.bfloat16(), flat(model))
-        return masters
-
-    first, second = thinwire.run_threads(2, body)
-    assert torch.equal(first, second)
-
-
 def test_nothing_is_sent_in_a_local_step() -> None:
     problem = Regression(2, STEPS, torch.float32)
 
@@ -261,8 +206,7 @@ def test_a_dry_run_counts_its_bytes() -> None:
     assert every.all_reduce_bytes_per_step > 30 * every.sent_bytes_per_step
 
 
-@pytest.mark.parametrize(
-    ("settings", "reason"),
+test_schedules_that_cannot_be_are_refused = refusals(
     [
         ({"variance_steps": 0}, "at least 1"),
         ({"variance_doubling": 0}, "at least 1"),
@@ -270,10 +214,8 @@ def test_a_dry_run_counts_its_bytes() -> None:
         ({"most_local": 3}, "power of two"),
         ({"most_local": 0}, "power of two"),
     ],
+    lambda settings: ZeroOne(**settings),
 )
-def test_schedules_that_cannot_be_are_refused(settings: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        ZeroOne(**settings)
 
 
 def test_other_optimizers_are_refused() -> None:

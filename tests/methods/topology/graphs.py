@@ -62,10 +62,6 @@ def exists(topology: Topology, n: int) -> bool:
     return True
 
 
-def sizes_of(topology: Topology) -> list[int]:
-    return [n for n in SIZES if exists(topology, n)]
-
-
 @cache
 def seen(topology: Topology, n: int) -> list[list[Peers]]:
     """Every rank's peers at every step of a period."""

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine import attach, batches, flat, steps
 from tests.methods.topology.graphs import GRAPHS, KEEPING, exists, mixings, product
-from tests.pool import run_processes
 from tests.problems import Breathing, Irregular
+from tests.rules import for_each
 from thinwire import (
     BaseGraph,
     BipartiteExponential,
@@ -22,11 +21,8 @@ from thinwire import (
     ConfigError,
     DirectedExponential,
     FromGraph,
-    GroupComm,
-    Hierarchical,
     Hypercube,
     OnePeerExponential,
-    PushSum,
     RandomMatching,
     Ring,
     Star,
@@ -51,7 +47,6 @@ from thinwire.methods.topology.analysis import (
     symmetric,
     traffic,
 )
-from thinwire.methods.topology.base import check_edges
 
 LOPSIDED = FromGraph(((0, 1), (1, 2), (2, 0), (0, 2)), directed=True, weights="push-sum")
 
@@ -70,7 +65,7 @@ def left_after(topology: Topology, n: int, count: int) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("topology", [*GRAPHS, LOPSIDED, Irregular()], ids=str)
+@for_each([*GRAPHS, LOPSIDED, Irregular()])
 def test_disagreement_and_the_steps_it_takes_are_those_of_a_loop(topology: Topology) -> None:
     for n in (3, 8, 12):
         if (topology is LOPSIDED and n != 3) or not exists(topology, n):
@@ -103,19 +98,12 @@ def test_the_gap_is_one_minus_the_second_modulus() -> None:
     assert spectral_gap(OnePeerExponential(), 3) == pytest.approx(0.5, abs=1e-9)
 
 
-@pytest.mark.parametrize("n", [3, 6, 7, 12])
+@for_each([3, 6, 7, 12])
 def test_the_gap_of_a_changing_graph_is_its_rate_in_the_long_run(n: int) -> None:
     for graph in (OnePeerExponential(), RandomMatching(draws=8)):
         period = graph.period(n)
         late = np.linalg.norm(np.linalg.matrix_power(product(graph, n) - 1 / n, 12), 2)
         assert (1 - spectral_gap(graph, n)) ** (12 * period) == pytest.approx(late, rel=3)
-
-
-def test_contraction_is_what_a_period_leaves() -> None:
-    for graph in KEEPING:
-        for n in (3, 8, 12, 24):
-            if exists(graph, n):
-                assert contraction(graph, n) == pytest.approx(np.linalg.norm(product(graph, n) - 1 / n, 2), abs=1e-13)
 
 
 def test_what_is_static_and_what_is_symmetric() -> None:
@@ -218,48 +206,12 @@ def mixed(comm: Comm, graphs: list[Topology]) -> list[list[float]]:
     return found
 
 
-def over_gloo(graphs: list[Topology]) -> list[list[float]]:
-    return mixed(GroupComm(timeout=20), graphs)
-
-
 @pytest.mark.parametrize("n", [4, 6, 9])
 def test_threads_mix_as_the_matrices_do(n: int) -> None:
     graphs = [graph for graph in GRAPHS if exists(graph, n)]
     rows = run_threads(n, lambda comm: mixed(comm, graphs), timeout=30)
     for place, graph in enumerate(graphs):
         assert np.allclose([row[place] for row in rows], product(graph, n), rtol=0, atol=1e-14), graph
-
-
-@pytest.mark.parametrize("n", [4, 5])
-def test_processes_mix_as_the_matrices_do(n: int) -> None:
-    graphs = [graph for graph in GRAPHS if exists(graph, n)]
-    rows = run_processes(n, over_gloo, graphs)
-    for place, graph in enumerate(graphs):
-        assert np.allclose([row[place] for row in rows], product(graph, n), rtol=0, atol=1e-14), graph
-
-
-@pytest.mark.parametrize("topology", [Star("push-sum"), LOPSIDED, BaseGraph(), Hierarchical(2, every=3)], ids=str)
-def test_push_sum_without_updates_finds_the_average_on_every_graph(topology: Topology) -> None:
-    n = 3 if topology is LOPSIDED else 4
-
-    def work(comm: Comm) -> Tensor:
-        still = attach(comm, PushSum(topology), optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
-        steps(still, batches(comm.rank, 1))  # parameters that differ before the first step are refused
-        for replica in still.replicas:
-            replica.x.add_(comm.rank)
-            if "mass" in replica.state:
-                replica.state["mass"][: replica.x.numel()].add_(comm.rank)
-                replica.state["debiased"].add_(comm.rank)
-        start = flat(still.model).clone()
-        steps(still, batches(comm.rank, 40))
-        end = flat(still.model).clone()
-        still.detach()
-        return torch.stack([start, end])
-
-    found = torch.stack(run_threads(n, work, timeout=30))
-    check_edges(topology, n)
-    assert torch.allclose(found[:, 1], found[:, 0].mean(0).expand_as(found[:, 1]), atol=1e-5)
-    assert not torch.allclose(found[0, 0], found[1, 0])
 
 
 def test_a_bipartite_graph_works_with_methods_that_exchange_in_pairs() -> None:

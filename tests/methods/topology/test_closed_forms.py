@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 from tests.methods.topology.graphs import SIZES, Matrix, mixings, product
+from tests.rules import for_each, refusals
 from thinwire import (
     BaseGraph,
     BipartiteExponential,
     Complete,
-    ConfigError,
     DirectedExponential,
     Hierarchical,
     Hypercube,
@@ -258,7 +258,7 @@ def test_no_hop_leads_back_to_its_start_or_to_one_peer_twice() -> None:
     assert [OnePeerExponential().peers(0, 4, step).dst for step in range(4)] == [(1,), (2,), (1,), (2,)]
 
 
-@pytest.mark.parametrize("degree", [1, 2, 4, 9])
+@for_each([1, 2, 4, 9])
 def test_the_longest_hop_is_not_lost_to_rounding(degree: int) -> None:
     base = degree + 1
     for power in (base**3, base**5):
@@ -271,17 +271,7 @@ def test_the_longest_hop_is_not_lost_to_rounding(degree: int) -> None:
     ]
 
 
-def test_two_dtypes_that_exchange_in_turn_both_use_the_whole_graph() -> None:
-    graph = OnePeerExponential()
-    seen: list[list[tuple[int, ...]]] = [[], []]
-    for step in range(4):
-        for dtype in (0, 1):
-            seen[dtype].append(graph.peers(0, 16, step).dst)
-    assert seen[0] == seen[1] == [(1,), (2,), (4,), (8,)]
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_numbers_that_make_no_graph_are_refused = refusals(
     [
         (lambda: PPeerExponential(0), "degree=0: must be at least 1"),
         (lambda: BaseGraph(0), "degree=0: must be at least 1"),
@@ -292,8 +282,5 @@ def test_two_dtypes_that_exchange_in_turn_both_use_the_whole_graph() -> None:
         (lambda: Hierarchical(every=1), "every=1: must be at least 2"),
         (lambda: Hierarchical(inside=Ring), r"inside must be a Topology. Write Ring\(\)"),
         (lambda: Star("uniform"), "weights must be 'metropolis' or 'push-sum'"),
-    ],
+    ]
 )
-def test_numbers_that_make_no_graph_are_refused(make: object, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()  # type: ignore[operator]

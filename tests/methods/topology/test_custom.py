@@ -3,13 +3,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import networkx as nx
 import numpy as np
 import pytest
 
 from tests.methods.topology.graphs import mixings, reaches_all
+from tests.rules import for_each, refusals
 from thinwire import ConfigError, FromGraph, Gossip, PushSum, Ring, Star, Topology, Torus, parse
 from thinwire.methods.strategies.recipe import parse_topology
 from thinwire.methods.topology.analysis import symmetric
@@ -23,7 +22,7 @@ def drawn(n: int, seed: int) -> nx.Graph:
     return graph
 
 
-@pytest.mark.parametrize("n", [2, 3, 7, 20, 64])
+@for_each([2, 3, 7, 20, 64])
 def test_metropolis_weights_keep_the_average_on_any_graph(n: int) -> None:
     graph = drawn(n, seed=n)
     topology = FromGraph.from_networkx(graph)
@@ -39,7 +38,7 @@ def test_metropolis_weights_keep_the_average_on_any_graph(n: int) -> None:
     Gossip(topology).check(n)
 
 
-@pytest.mark.parametrize("n", [3, 8, 33])
+@for_each([3, 8, 33])
 def test_push_sum_weights_split_evenly_on_any_directed_graph(n: int) -> None:
     graph = nx.DiGraph([(i, (i + 1) % n) for i in range(n)])
     graph.add_edges_from(nx.gnp_random_graph(n, 0.2, seed=n, directed=True).edges)
@@ -97,7 +96,7 @@ def test_one_worker_alone_needs_no_edges() -> None:
     assert FromGraph.from_networkx(lonely) == FromGraph()
 
 
-@pytest.mark.parametrize("size", [1, 3, 5, 128])
+@for_each([1, 3, 5, 128])
 def test_a_graph_of_another_size_is_refused_with_what_to_use_instead(size: int) -> None:
     square = FromGraph(((0, 1), (1, 2), (2, 3), (3, 0)))
     for strategy in (PushSum(square), Gossip(square)):
@@ -115,8 +114,7 @@ def isolated() -> nx.Graph:
     return graph
 
 
-@pytest.mark.parametrize(
-    ("graph", "words"),
+test_a_networkx_graph_that_cannot_work_is_refused = refusals(
     [
         (islands(), r"no message travels from rank 0 to rank 3\. Add edges .* such as Ring\(\)"),
         (nx.DiGraph([(0, 1), (1, 2)]), "no message travels from rank 1 to rank 0"),
@@ -125,15 +123,11 @@ def isolated() -> nx.Graph:
         (nx.Graph([(0, 1), (1, 1)]), r"\(1, 1\)...\): a self-loop. The share that rank 1 keeps is its own weight"),
         (nx.MultiGraph([(0, 1), (1, 0)]), "is repeated. Keep one"),
     ],
-    ids=["islands", "one way", "isolated", "empty", "loop", "parallel"],
+    lambda graph: PushSum(FromGraph.from_networkx(graph)).check(len(graph)),
 )
-def test_a_networkx_graph_that_cannot_work_is_refused(graph: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        PushSum(FromGraph.from_networkx(graph)).check(len(graph))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
+test_edges_and_weights_that_make_no_graph_are_refused = refusals(
     [
         ({"edges": ((0, 1, 2),)}, r"an edge must be a pair of ranks from 0, such as \(0, 1\)"),
         ({"edges": ((0, -1),)}, "an edge must be a pair of ranks"),
@@ -151,10 +145,8 @@ def test_a_networkx_graph_that_cannot_work_is_refused(graph: Any, words: str) ->
             "from 1 to 2 peers, .* Use weights='metropolis', or",
         ),
     ],
+    lambda arguments: FromGraph(**arguments),
 )
-def test_edges_and_weights_that_make_no_graph_are_refused(arguments: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        FromGraph(**arguments)
 
 
 def test_a_graph_from_networkx_has_its_edges() -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every graph, for every number of workers: its edges, its weights, and how fast it agrees."""
+"""How fast graphs agree, and edges and weights that are refused. The battery asks every graph about its edges."""
 
 from __future__ import annotations
 
@@ -9,20 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.methods.topology.graphs import (
-    GRAPHS,
-    KEEPING,
-    SIZES,
-    disagreement,
-    exists,
-    mixings,
-    product,
-    reaches_all,
-    seen,
-    sizes_of,
-)
+from tests.methods.topology.graphs import SIZES, disagreement, product
 from tests.oracles import common as oracles
 from tests.problems import Irregular
+from tests.rules import for_each, refusals
 from thinwire import (
     BipartiteExponential,
     Complete,
@@ -38,65 +28,6 @@ from thinwire.methods.topology import Peers
 from thinwire.methods.topology.base import check_edges, doubly_stochastic
 
 
-@pytest.mark.parametrize("few", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_both_ends_of_every_edge_agree_on_it(topology: Topology, few: bool) -> None:
-    for n in sizes_of(topology):
-        if few and n > 36:
-            break
-        for ranks in seen(topology, n):
-            sent = [(rank, j) for rank, peers in enumerate(ranks) for j in peers.dst]
-            expected = [(j, rank) for rank, peers in enumerate(ranks) for j in peers.src]
-            edges = set(sent)
-            assert edges == set(expected) and len(edges) == len(sent) == len(expected)
-            assert all(i != j and 0 <= j < n for i, j in edges)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_every_rank_conserves_its_mass_and_every_period_connects_all(topology: Topology) -> None:
-    for n in sizes_of(topology):
-        steps = mixings(topology, n)
-        for mixing in steps:
-            assert np.abs(mixing.sum(0) - 1).max() < 1e-14
-            assert (np.diag(mixing) > 0).all() and (mixing >= 0).all()
-        assert reaches_all(np.any([mixing > 0 for mixing in steps], axis=0))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("topology", KEEPING, ids=str)
-def test_every_step_keeps_the_average(topology: Topology) -> None:
-    for n in sizes_of(topology):
-        for mixing in mixings(topology, n):
-            assert np.abs(mixing.sum(1) - 1).max() < 1e-14
-
-
-@pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_the_library_accepts_exactly_the_sizes_that_the_definition_has(topology: Topology) -> None:
-    for n in SIZES:
-        if exists(topology, n):
-            topology.check(n)
-        else:
-            with pytest.raises(
-                ConfigError, match=f"{type(topology).__name__}.* with {n} workers: .*. Use .*{n - 1}|or"
-            ):
-                topology.check(n)
-    for n in (1, 4, 12, 16, 128):
-        if exists(topology, n):
-            check_edges(topology, n)
-            assert doubly_stochastic(topology, n) == (topology in KEEPING or n == 1)
-            for step, mixing in enumerate(mixings(topology, n)):
-                assert np.array_equal(topology.matrix(n, step), mixing)
-
-
-@pytest.mark.parametrize("topology", GRAPHS, ids=str)
-def test_a_graph_repeats_after_its_period(topology: Topology) -> None:
-    for n in (1, 2, 4, 8, 12, 36, 64):
-        if exists(topology, n):
-            for step in (0, 1, 5, 1000):
-                assert topology.peers(n - 1, n, step) == topology.peers(n - 1, n, step + topology.period(n))
-
-
 def test_graphs_mix_as_their_definitions_do() -> None:
     for n in (1, 2, 3, 4, 5, 8, 12, 16):
         pairs = [(Ring(), oracles.ring), (Complete(), oracles.complete), (OnePeerExponential(), oracles.one_peer)]
@@ -108,7 +39,7 @@ def test_graphs_mix_as_their_definitions_do() -> None:
                 assert np.allclose(topology.matrix(n, step), wanted, rtol=0, atol=1e-15), (topology, n, step)
 
 
-@pytest.mark.parametrize("topology", [OnePeerExponential(), Hypercube()], ids=str)
+@for_each([OnePeerExponential(), Hypercube()])
 def test_powers_of_two_average_exactly_in_one_period(topology: Topology) -> None:
     for n in (1, 2, 4, 8, 16, 32, 64, 128):
         assert topology.period(n) == max(1, n.bit_length() - 1)
@@ -123,20 +54,6 @@ def test_one_peer_leaves_at_most_a_quarter_of_any_disagreement_after_a_period() 
 @pytest.mark.parametrize(("n", "left"), [(3, 0.25), (5, 0.20), (6, 0.22), (7, 0.125), (12, 0.21), (24, 0.21)])
 def test_one_peer_agrees_as_fast_as_known(n: int, left: float) -> None:
     assert disagreement(OnePeerExponential(), n) == pytest.approx(left, abs=0.005)
-
-
-def test_a_complete_graph_agrees_in_one_step_and_a_ring_in_many() -> None:
-    assert disagreement(Complete(), 24) < 1e-14
-    assert np.linalg.norm(np.linalg.matrix_power(Ring().matrix(24, 0), 5) - 1 / 24, 2) > 0.85
-
-
-def test_a_cube_needs_a_power_of_two() -> None:
-    for n in SIZES:
-        if n & (n - 1):
-            with pytest.raises(
-                ConfigError, match=rf"Hypercube\(\) with {n} workers: needs a power of two\. Use \d+ or"
-            ):
-                check_edges(Hypercube(), n)
 
 
 def test_a_bipartite_graph_needs_an_even_number_of_workers() -> None:
@@ -165,8 +82,7 @@ def unconnected() -> Peers:
     return Peers((), (), 1.0, ())
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
+test_a_graph_that_cannot_work_is_refused_with_the_reason = refusals(
     [
         ([Peers((1,), (), 0.5, ()), Peers((), (), 1.0, ())], "the edge 0 -> 1 exists at one end only"),
         ([Peers((), (1,), 0.5, (0.5,)), unconnected()], "the edge 1 -> 0 exists at one end only"),
@@ -181,10 +97,8 @@ def unconnected() -> Peers:
         ([unconnected(), unconnected()], "no message travels from rank 0 to rank 1"),
         ([Peers((1,), (), 0.5, ()), Peers((), (0,), 1.0, (0.5,))], "no message travels from rank 1 to rank 0"),
     ],
+    lambda rows: check_edges(Drawn(tuple(rows)), len(rows)),
 )
-def test_a_graph_that_cannot_work_is_refused_with_the_reason(rows: list[Peers], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        check_edges(Drawn(tuple(rows)), len(rows))
 
 
 def test_doubly_stochastic_checks_rows_and_columns() -> None:
