@@ -175,13 +175,6 @@ class LowRank:
         return agreed
 
 
-def coded_sgd(gradient: Gradient, x: Tensor, rates: Sequence[float], mean: Callable[[Tensor], Tensor]) -> Tensor:
-    """SGD on agreed gradients."""
-    for k, rate in enumerate(rates):
-        x = x - rate * mean(gradient(x, k))
-    return x
-
-
 def coded_local_sgd(
     gradient: Gradient, x: Tensor, rates: Sequence[float], mean: Callable[[Tensor], Tensor], period: int
 ) -> Tensor:
@@ -202,49 +195,6 @@ def coded_local(gradient: Gradient, x: Tensor, update: Update, steps: int, mean:
         x = x + update(x, gradient(x, k - 1), k - 1)
         if k % period == 0:
             anchor = anchor + mean(x - anchor, k)
-            x = anchor.expand_as(x)
-    return x
-
-
-def coded_slow_momentum(
-    gradient: Gradient,
-    x: Tensor,
-    rate: float,
-    steps: int,
-    mean: Callable[[Tensor], Tensor],
-    *,
-    period: int,
-    momentum: float,
-) -> Tensor:
-    """SlowMo, Algorithm 1, whose averages are agreed on as differences to the anchor."""
-    anchor, slow = x[0], torch.zeros_like(x[0])
-    for k in range(steps):
-        x = x - rate * gradient(x, k)
-        if (k + 1) % period == 0:
-            slow = momentum * slow - mean(x - anchor) / rate
-            anchor = anchor - rate * slow
-            x = anchor.expand_as(x)
-    return x
-
-
-def coded_diloco(
-    gradient: Gradient,
-    x: Tensor,
-    rates: Sequence[float],
-    mean: Callable[[Tensor], Tensor],
-    *,
-    period: int,
-    lr: float,
-    momentum: float,
-) -> Tensor:
-    """DiLoCo, Algorithm 1, with Nesterov momentum, whose outer gradients are agreed on in code."""
-    anchor, buffer = x[0], torch.zeros_like(x[0])
-    for k, rate in enumerate(rates):
-        x = x - rate * gradient(x, k)
-        if (k + 1) % period == 0:
-            outer = -mean(x - anchor)
-            buffer = momentum * buffer + outer
-            anchor = anchor - lr * (outer + momentum * buffer)
             x = anchor.expand_as(x)
     return x
 

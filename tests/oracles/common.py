@@ -105,31 +105,6 @@ def slow_momentum(
     return z
 
 
-def block_momentum(
-    gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int, momentum: float
-) -> Tensor:
-    """BMUF (Chen and Huo 2016): the change of a block's mean, smoothed over blocks, is what moves the model."""
-    model, delta = x, torch.zeros_like(x)
-    for k in range(steps):
-        x = x + descend(x, gradient(x, k), k)
-        if (k + 1) % period == 0:
-            delta = momentum * delta + (x.mean(0) - model)
-            model = model + delta
-            x = model
-    return x
-
-
-def lookahead(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int, pull: float) -> Tensor:
-    """Lookahead (Zhang et al. 2019): slow weights take a part of the way the fast ones went, who start again there."""
-    slow = x
-    for k in range(steps):
-        x = x + descend(x, gradient(x, k), k)
-        if (k + 1) % period == 0:
-            slow = slow + pull * (x - slow)
-            x = slow
-    return x
-
-
 def shares(n: int, targets: Callable[[int], set[int]], dtype: torch.dtype) -> Tensor:
     """The matrix in which every worker splits its vector evenly among itself and its targets; columns sum to one."""
     matrix = torch.zeros(n, n, dtype=dtype)

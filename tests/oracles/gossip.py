@@ -35,17 +35,6 @@ def decentlam(
     return x
 
 
-def heavy_ball_of_displacements(
-    gradient: Gradient, x: Tensor, rates: Sequence[float], *, mixing: Mixing, momentum: float
-) -> Tensor:
-    """DecentLaM without a momentum vector: x <- W(x - rate * g) + momentum * rate/rate_before * (x - x_before)."""
-    before, last = x, rates[0]
-    for k, rate in enumerate(rates):
-        moved = mixing(k) @ (x - rate * gradient(x, k)) + momentum * (rate / last) * (x - before)
-        before, last, x = x, rate, moved
-    return x
-
-
 def quasi_global(
     gradient: Gradient,
     x: Tensor,
@@ -105,39 +94,6 @@ def exact_diffusion(
         corrected = adapted + x - before
         x, before = (corrected + mixing(k) @ corrected) / 2, adapted
     return x
-
-
-def at_rest(weights: Tensor, curvature: Tensor, centre: Tensor, pull: Tensor) -> Tensor:
-    """The point X where (I - W) X = -pull G(X) and mean G(X) = 0, for gradients curvature_i (x_i - centre_i).
-
-    Args:
-        weights: W, doubly stochastic, (n, n).
-        curvature: one per worker, (n,).
-        centre: one row per worker.
-        pull: the matrix before the gradients, such as rate * W; its columns sum to a constant.
-    """
-    apart = torch.eye(len(weights), dtype=weights.dtype) - weights
-    slope = torch.diag(curvature)
-    return torch.linalg.solve(apart + pull @ slope, pull @ slope @ centre)
-
-
-def bias_of_modes(values: Tensor, step: float, method: str, momentum: float) -> Tensor:
-    """How much of a gossip mode of the optima is left in the workers' errors, at equal curvature.
-
-    Args:
-        values: eigenvalues of W below one.
-        step: rate times curvature.
-        method: "displacement" (D-PSGD, DecentLaM, QG), "after" (DmSGD), "while" (AWC) or "double" (DA).
-        momentum: of the method.
-    """
-    long = step / (1 - momentum)
-    if method == "displacement":
-        return step * values / (1 - values + step * values)
-    if method == "after":
-        return long * values / (1 - values + long * values)
-    if method == "while":
-        return long / (1 - values + long)
-    return step * values / ((1 - values) * (1 - momentum * values) + step * values)
 
 
 def directed_exponential(n: int, dtype: torch.dtype) -> Mixing:

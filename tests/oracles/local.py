@@ -138,16 +138,6 @@ def federated_adam(gradient: Gradient, x: Tensor, worker: Worker, steps: int, *,
     return x
 
 
-def double_averaging(gradient: Gradient, x: Tensor, worker: Momentum, steps: int, *, period: int) -> Tensor:
-    """Parameters and momentum are averaged together (Yu, Jin and Yang, 2019)."""
-    for k in range(steps):
-        x = x + worker(x, gradient(x, k))
-        if (k + 1) % period == 0:
-            x = x.mean(0).expand_as(x)
-            worker.velocity = worker.velocity.mean(0).expand_as(x)
-    return x
-
-
 def in_nodes(
     gradient: Gradient,
     x: Tensor,

@@ -14,15 +14,6 @@ from torch import Tensor
 Gradient = Callable[[Tensor, int], Tensor]
 
 
-def minibatch(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int) -> Tensor:
-    """All gradients of a round are taken where it begins, and one step is made along their mean, times their number."""
-    steps = len(rates)
-    for first in range(0, steps - steps % period, period):
-        total = sum(rates[k] * gradient(x, k).mean(0) for k in range(first, first + period))
-        x = x - total
-    return x
-
-
 def inner_outer(
     gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int, inner: float, active: Sequence[int] = ()
 ) -> Tensor:
@@ -45,15 +36,6 @@ def inner_outer(
         if (k + 1) % period == 0:
             begun = x = begun - total
             total = torch.zeros_like(total)
-    return x
-
-
-def local(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int) -> Tensor:
-    """Every worker by itself, and a mean of all after every round."""
-    for k, rate in enumerate(rates):
-        x = x - rate * gradient(x, k)
-        if (k + 1) % period == 0:
-            x = x.mean(0).expand_as(x)
     return x
 
 

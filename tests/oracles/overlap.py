@@ -34,23 +34,6 @@ def overlap_local_sgd(
     return x
 
 
-def overlap_by_local_momentum(
-    gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int, pull: float, momentum: float
-) -> Tensor:
-    """The same with a share of the momentum on every worker, in units of gradients: while the rate is constant."""
-    z, v = x.mean(0), torch.zeros_like(x)
-    rate, sent = descend.rates[0], None
-    for k in range(1, steps + 1):
-        x = x + descend(x, gradient(x, k - 1), k - 1)
-        if k % period == 0:
-            if sent is not None:
-                z = sent.mean(0)
-            x = (1 - pull) * x + pull * z
-            v = momentum * v + (z - x) / rate
-            sent = z - rate * v
-    return x
-
-
 def cocod(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int) -> Tensor:
     """CoCoD-SGD: the mean of where a round began, plus what each worker has learned in it."""
     start = x
@@ -60,13 +43,3 @@ def cocod(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period
             x = start.mean(0) + (x - start)
             start = x
     return x
-
-
-def elastic(gradient: Gradient, x: Tensor, descend: Descent, steps: int, *, period: int, pull: float) -> Tensor:
-    """Periodic EASGD: workers and centre pull at each other alike; returns all of them, the centre last."""
-    z = x.mean(0)
-    for k in range(1, steps + 1):
-        x = x + descend(x, gradient(x, k - 1), k - 1)
-        if k % period == 0:
-            x, z = (1 - pull) * x + pull * z, z + pull * (x - z).sum(0)
-    return torch.cat([x, z[None]])

@@ -11,7 +11,6 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tests.problems import Irregular
 from thinwire import Comm, PushSum, Replica, Strategy, Topology, run_threads
 from thinwire.core.comm.threads import Delay, Hub, ThreadComm
 from thinwire.methods.topology import Peers
@@ -48,22 +47,6 @@ def _lopsided(rank: int, size: int) -> Peers:
     src = tuple(i for i in range(size) if rank in targets[i])
     weights = tuple(1 / (len(targets[i]) + 1) for i in src)
     return Peers(tuple(targets[rank]), src, 1 / (len(targets[rank]) + 1), weights)
-
-
-@dataclass(frozen=True)
-class CachedIrregular(Topology):
-    """`Irregular`, computed once."""
-
-    def peers(self, rank: int, size: int, step: int) -> Peers:
-        return _irregular(rank, size, step % 2)
-
-    def period(self, size: int) -> int:
-        return 2
-
-
-@lru_cache
-def _irregular(rank: int, size: int, step: int) -> Peers:
-    return Irregular().peers(rank, size, step)
 
 
 def uneven(size: int, steps: int, seed: int, slow: Sequence[float] = ()) -> Iterator[int]:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.engine import attach, batches, steps
+from tests.engine import Mixed, attach, batches, drawn, steps
 from tests.grids import fast_where
 from tests.methods.strategies.async_runs import CompleteBipartite, end_step, replicas, uneven
 from tests.oracles.asynchronous import eager_push_sum, pair_averages
-from tests.problems import Irregular, Regression, distance, flat, quadratic, train
+from tests.problems import Irregular, Regression, distance, flat, quadratic, scattered, train
+from tests.rules import for_each, refusals
 from thinwire import (
     AsyncLeaderSGD,
     Comm,
@@ -27,7 +28,6 @@ from thinwire import (
     PeerLostError,
     Replica,
     Ring,
-    SlowMo,
     Strategy,
     Streaming,
     Topology,
@@ -35,19 +35,13 @@ from thinwire import (
 )
 from thinwire.asynchronous.ad_psgd import ADPSGD
 from thinwire.methods.strategies.push_sum.eager_push_sum import EagerPushSum
-from thinwire.methods.strategies.push_sum.mass import mix_mass_, numerator, weight
-from thinwire.methods.strategies.push_sum.push_sum import PushSum
+from thinwire.methods.strategies.push_sum.mass import weight
 from thinwire.methods.topology.base import Peers
 from thinwire.methods.topology.bipartition import is_active, neighbours, partner
 from thinwire.methods.topology.exponential import BipartiteExponential
 from thinwire.planning.plan import Link, explain
 
 DOUBLE = torch.float64
-
-
-def scattered(n: int, width: int = 3, dtype: torch.dtype = DOUBLE) -> Tensor:
-    """Different parameters for each of n workers."""
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=DOUBLE).to(dtype)
 
 
 def own_gradient(problem: Any, rank: int, x: Tensor) -> Tensor:
@@ -80,18 +74,6 @@ def test_ad_psgd_equals_its_oracle_in_any_order_of_steps(n: int, seed: int) -> N
 
     expected = pair_averages(lambda rank, at, step: own_gradient(problem, rank, at), x, 0.1, order, partner_at)
     assert distance(torch.stack([own(r) for r in workers]), expected) < 1e-14
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, DOUBLE])
-@pytest.mark.slow
-def test_the_sum_of_parameters_is_conserved_in_any_order_of_steps(dtype: torch.dtype) -> None:
-    x, strategy = scattered(6, 50, dtype), ADPSGD(CompleteBipartite())
-    workers = replicas(strategy, x)
-    for rank in uneven(6, 500, 1, slow=[1, 1, 1, 0.1, 5, 1]):
-        end_step(strategy, workers[rank])
-    total = torch.stack([own(r) for r in workers]).double().sum(0)
-    assert torch.allclose(total, x.double().sum(0), rtol=0, atol=500 * torch.finfo(dtype).eps)
-    assert (torch.stack([own(r) for r in workers]) - x.mean(0)).abs().max() < 0.1
 
 
 def test_a_passive_worker_is_averaged_in_the_middle_of_its_step() -> None:
@@ -128,27 +110,6 @@ def test_threads_at_uneven_speeds_keep_the_sum_and_do_not_wait_for_each_other(n:
     assert torch.allclose(total, starts.sum(0), rtol=0, atol=1e-13)
     for _, agreed, _ in parts:
         assert torch.allclose(agreed, starts.mean(0), rtol=0, atol=1e-13)
-
-
-def test_workers_agree_in_the_end() -> None:
-    x, strategy = scattered(8), ADPSGD(Ring())
-    workers = replicas(strategy, x)
-    for _ in range(60):
-        for r in workers:
-            end_step(strategy, r)
-    assert torch.allclose(torch.stack([own(r) for r in workers]), x.mean(0).expand(8, -1), rtol=0, atol=1e-3)
-
-
-def test_ad_psgd_settles_where_the_workers_gradients_cancel() -> None:
-    problem, strategy = quadratic(4, DOUBLE), ADPSGD(CompleteBipartite())
-    workers = replicas(strategy, scattered(4))
-    draw = random.Random(0)
-    for _ in range(1200):
-        for rank in draw.sample(range(4), 4):
-            end_step(strategy, workers[rank], 0.01 * own_gradient(problem, rank, workers[rank].x))
-    mean = torch.stack([own(r) for r in workers]).mean(0)
-    best = (problem.curvature[:, None] * problem.centre).sum(0) / problem.curvature.sum()
-    assert (mean - best).abs().max() < 0.03
 
 
 def test_an_active_worker_sends_no_request_before_the_last_answer() -> None:
@@ -244,29 +205,8 @@ def test_a_run_continues_after_a_flush(strategy: Strategy) -> None:
             assert torch.allclose(agreed, starts.mean(0), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("base", [ADPSGD(CompleteBipartite()), EagerPushSum(staleness=2)], ids=str)
-def test_slow_momentum_over_asynchronous_bases_averages_exactly(base: Strategy) -> None:
-    problem = Regression(4, 8, DOUBLE)
-
-    def body(comm: Comm) -> list[Tensor]:
-        seen = []
-
-        def record(worker: thinwire.Worker) -> None:
-            if worker.step % 4 == 0:
-                seen.append(flat(worker.model))
-
-        train(comm, SlowMo(base, period=4), problem, [0.1] * 8, after_step=record)
-        return seen
-
-    found = run_threads(4, body, timeout=20)
-    for seen in found:
-        assert all(torch.equal(x, y) for x, y in zip(seen, found[0], strict=True))
-
-
 @pytest.mark.parametrize("strategy", [ADPSGD(), EagerPushSum()], ids=str)
 def test_a_loop_of_any_user_trains_with_several_dtypes_at_once(strategy: Strategy) -> None:
-    from tests.engine import Mixed, drawn
-
     def body(comm: Comm) -> tuple[float, float]:
         worker = attach(comm, strategy, model=drawn(Mixed()))
         assert len(worker.replicas) == 2
@@ -281,27 +221,16 @@ def test_a_loop_of_any_user_trains_with_several_dtypes_at_once(strategy: Strateg
         steps(worker, data * 4)
         return before, loss()
 
-    model_output = run_threads(2, lambda comm: body(comm), timeout=20)
-    for before, after in model_output:
+    for before, after in run_threads(2, body, timeout=20):
         assert after < before
-
-
-@pytest.mark.parametrize("strategy", [ADPSGD(), EagerPushSum()], ids=str)
-def test_one_worker_alone_trains_as_without_a_strategy(strategy: Strategy) -> None:
-    problem = Regression(1, 8, torch.float32)
-    found = train(None, strategy, problem, [0.1] * 8, momentum=0.9)
-    assert torch.equal(flat(found.model), flat(train(None, thinwire.Local(), problem, [0.1] * 8, momentum=0.9).model))
-    assert found.comm.meter.payload_bytes == 0
-    with found.consensus() as model:
-        assert torch.equal(flat(model), flat(found.model))
 
 
 # -- bipartite graphs --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("topology", [BipartiteExponential(), Ring(), CompleteBipartite(), Hypercube()], ids=str)
-@pytest.mark.parametrize("n", [1, 2, 4, 8, 16, 64])
-def test_every_edge_joins_an_active_and_a_passive_rank(topology: Topology, n: int) -> None:
+@for_each(product([BipartiteExponential(), Ring(), CompleteBipartite(), Hypercube()], [1, 2, 4, 8, 16, 64]))
+def test_every_edge_joins_an_active_and_a_passive_rank(pair: tuple[Topology, int]) -> None:
+    topology, n = pair
     ADPSGD(topology).check(n)
     for rank in range(n):
         for other in neighbours(topology, rank, n):
@@ -311,8 +240,7 @@ def test_every_edge_joins_an_active_and_a_passive_rank(topology: Topology, n: in
             assert partners == set(neighbours(topology, rank, n))
 
 
-@pytest.mark.parametrize(
-    ("topology", "size", "words"),
+test_graphs_that_are_not_bipartite_are_refused = refusals(
     [
         (
             Ring(),
@@ -328,10 +256,8 @@ def test_every_edge_joins_an_active_and_a_passive_rank(topology: Topology, n: in
         (Hypercube(), 6, r"needs a power of two"),
         (BipartiteExponential(), 7, r"needs an even number"),
     ],
+    lambda topology, size: ADPSGD(topology).check(size),
 )
-def test_graphs_that_are_not_bipartite_are_refused(topology: Topology, size: int, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        ADPSGD(topology).check(size)
 
 
 def test_graphs_that_do_not_connect_are_refused() -> None:
@@ -403,17 +329,6 @@ def test_eager_push_sum_equals_its_oracle_whatever_the_delays(n: int, topology: 
         assert (weights != 1).any()
 
 
-@pytest.mark.parametrize("topology", [OnePeerExponential(), Irregular()], ids=str)
-def test_without_staleness_it_is_push_sum(topology: Topology) -> None:
-    problem = Regression(5, 12, torch.float32)
-
-    def parameters(strategy: Strategy) -> Tensor:
-        bodies = run_threads(5, lambda comm: flat(train(comm, strategy, problem, [0.1] * 12, momentum=0.9).model))
-        return torch.stack(bodies)
-
-    assert distance(parameters(EagerPushSum(topology, 0)), parameters(PushSum(topology))) < 1e-6
-
-
 def test_messages_that_take_no_time_are_added_in_their_own_step_and_never_waited_for() -> None:
     starts = scattered(4)
     z, weights, metrics = run_eager(4, EagerPushSum(staleness=3), [0.1] * 12, lambda *_: 0, starts)
@@ -433,40 +348,6 @@ def test_a_worker_waits_if_and_only_if_a_message_is_later_than_the_staleness(sta
     assert (metrics[:, 0, 0].sum() > 0) == (delay > staleness)
     assert not metrics[:, 1:, 0].any()
     assert metrics[..., 1].max() == min(delay, staleness)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(DOUBLE, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_mass_is_conserved_for_thousands_of_steps_of_random_delays(dtype: torch.dtype) -> None:
-    n, count = 3, 10_000 if dtype is DOUBLE else 1_000
-    strategy, x = EagerPushSum(staleness=3), scattered(n, 4, dtype)
-    delays = torch.randint(1, 6, (count, n, n), generator=torch.Generator().manual_seed(0)).tolist()
-    workers = replicas(strategy, x, delay=lambda src, dst, step: delays[step][src][dst])
-
-    def total() -> tuple[Tensor, float]:
-        numerators, weights = torch.zeros(4, dtype=DOUBLE), 0.0
-        for r in workers:
-            mass = r.state["mass"].clone()
-            for name, _, share in strategy._in_flight(r):
-                box = r.comm.mailbox(r)
-                step, rank = (int(word) for word in name.split() if word.isdigit())
-                (found,) = (each for each in box._edges[rank].inbox.values() if each.step == step)
-                mix_mass_(mass, [found.content], Peers((), (), 1.0, (share,)))
-            numerators += numerator(mass).double()
-            weights += float(weight(mass))
-        return numerators, weights
-
-    spread = 0.0
-    for step in range(count):
-        for r in workers:
-            end_step(strategy, r)
-        spread = max(spread, *(abs(float(weight(r.state["mass"])) - 1) for r in workers))
-        if step % 500 == 499:
-            numerators, weights = total()
-            assert abs(weights / n - 1) < 1e-12
-            tolerance = 1e-12 if dtype is DOUBLE else 1e-5
-            assert torch.allclose(numerators, x.double().sum(0), rtol=0, atol=tolerance * float(x.abs().sum()))
-    assert spread > 0.2
 
 
 def test_no_more_messages_are_in_flight_than_the_capacity() -> None:

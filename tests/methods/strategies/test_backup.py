@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.engine import Mixed, attach, batch, batches, flat, momentum, net, steps, threads
-from tests.grids import fast_where
-from tests.methods.strategies.backup_runs import MakeOptimizer, Run, adam, check_runs, loss_of, slow_last, stalls, train
-from tests.pool import run_processes, start_processes
-from thinwire import AllReduce, Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
+from tests.engine import Mixed, attach, batch, batches, momentum, net, steps
+from tests.methods.strategies.backup_runs import Run, check_runs, loss_of, slow_last, stalls, train
+from tests.pool import start_processes
+from tests.rules import refusals
+from thinwire import Comm, ConfigError, MismatchError, Probe, SlowMo, Strategy, run_threads
 from thinwire.asynchronous.backup_workers import BackupWorkers
 from thinwire.asynchronous.quorum.log import memberships
 from thinwire.asynchronous.quorum.messages import ControlMessage
@@ -32,63 +31,7 @@ from thinwire.lab.runs.defaults import resolve
 from thinwire.lab.runs.launcher import launch
 from thinwire.planning.plan.traffic import DryRun
 
-# -- without backups ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_without_backups_it_is_all_reduce_to_the_bit(size: int) -> None:
-    expected = threads(size, AllReduce())
-    for mine, theirs in zip(threads(size, BackupWorkers(backups=0)), expected, strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def ends_equally() -> bool:
-    runs = [steps(attach(None, s), batches(int(os.environ["RANK"]), 6)) for s in (AllReduce(), BackupWorkers(0))]
-    return torch.equal(flat(runs[0].model), flat(runs[1].model))
-
-
-def test_without_backups_it_is_all_reduce_to_the_bit_on_processes() -> None:
-    assert run_processes(3, ends_equally) == [True] * 3
-
-
 # -- the method --------------------------------------------------------------------------------------------------------
-
-
-PAUSES = [(1, stalls), (2, stalls), (3, stalls), (1, slow_last)]
-
-
-@pytest.mark.parametrize(
-    ("make_optimizer", "backups", "pause"),
-    fast_where(
-        lambda each: each in ((adam, 1, stalls), (momentum, 3, stalls), (adam, 1, slow_last)),
-        [(make, *pause) for make in (momentum, adam) for pause in PAUSES],
-    ),
-)
-@pytest.mark.slow
-def test_all_ranks_hold_what_one_process_computes_from_the_log(
-    make_optimizer: MakeOptimizer, backups: int, pause: Callable[[int, int], float]
-) -> None:
-    strategy = BackupWorkers(backups=backups)
-
-    def body(comm: Comm) -> Run:
-        return train(attach(comm, strategy, optimizer=make_optimizer), 25, pause)
-
-    check_runs(run_threads(4, body, timeout=20), strategy, make_optimizer)
-
-
-def stalled(strategy: BackupWorkers) -> Run:
-    return train(attach(None, strategy, optimizer=adam), 20, stalls)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        pytest.param(BackupWorkers(reduction="messages"), marks=pytest.mark.slow),
-        BackupWorkers(2, coordinator=3, reduction="messages"),
-    ],
-)
-def test_all_ranks_hold_what_one_process_computes_from_the_log_on_processes(strategy: BackupWorkers) -> None:
-    check_runs(run_processes(4, stalled, strategy), strategy, adam)
 
 
 @pytest.mark.slow
@@ -105,18 +48,6 @@ def test_a_late_coordinator_still_coordinates() -> None:
     runs = run_threads(4, lambda comm: train(attach(comm, strategy), 30, slow_last), timeout=20)
     check_runs(runs, strategy, momentum)
     assert sum(3 in members for members in runs[0].log) < 30
-
-
-@pytest.mark.slow
-def test_a_number_of_members_chosen_from_times_is_the_divisor() -> None:
-    strategy = BackupWorkers(2, "deadline")
-
-    def body(comm: Comm) -> Run:
-        return train(attach(comm, strategy, optimizer=adam), 40, lambda rank, step: 0.04 if rank == 3 else 0.004)
-
-    runs = run_threads(4, body, timeout=20)
-    check_runs(runs, strategy, adam)
-    assert all(2 <= len(members) <= 4 for members in runs[0].log)
 
 
 def test_delayed_messages_change_nothing() -> None:
@@ -209,36 +140,7 @@ def test_a_stopped_process_holds_up_nobody_and_catches_up(within: bool, reductio
     assert not all(reduced)
 
 
-# -- saving ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_a_run_goes_on_from_its_checkpoint_and_may_go_back(tmp_path: Path) -> None:
-    def body(comm: Comm) -> tuple[Run, Run]:
-        worker = attach(comm, BackupWorkers(), optimizer=adam)
-        train(worker, 8, stalls, ends=False)
-        worker.save(tmp_path)
-        train(worker, 14, stalls, ends=False)
-        worker.load(tmp_path)
-        assert worker.step == 8
-        again = train(worker, 20, stalls)
-        fresh = attach(comm, BackupWorkers(), optimizer=adam)
-        fresh.load(tmp_path)
-        return again, train(fresh, 20, stalls)
-
-    runs = run_threads(4, body, timeout=20)
-    for which in (0, 1):
-        check_runs([run[which] for run in runs], BackupWorkers(), adam)
-
-
 # -- bytes -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("size", "backups"), [(4, 1), (8, 2), (16, 1)])
-def test_a_member_sends_what_an_all_reduce_among_members_would(size: int, backups: int) -> None:
-    numel, number = 3_000_000, size - backups
-    run = DryRun(BackupWorkers(backups), [numel], workers=size, rank=1, dtype=torch.float32, bucket_bytes=1 << 20)
-    assert run.step().sent == pytest.approx(2 * (number - 1) / number * 4 * numel, rel=1e-3)
 
 
 def test_a_dry_run_counts_what_a_real_member_sends() -> None:
@@ -260,8 +162,7 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
 # -- what cannot be ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("made", "words"),
+test_recipes_that_cannot_work_are_refused_with_the_rule = refusals(
     [
         (lambda: BackupWorkers(-1), "backups=-1: must be at least 0"),
         (lambda: BackupWorkers(deviations=-1.0), "deviations=-1.0: must be finite and not negative"),
@@ -278,11 +179,8 @@ def test_a_dry_run_counts_what_a_real_member_sends() -> None:
             "backups=5: must be at most 3: at least 1 of 4 workers must be awaited",
         ),
         (lambda: BackupWorkers(coordinator=4).check(4), r"coordinator=4: must be a rank, 0\.\.3"),
-    ],
+    ]
 )
-def test_recipes_that_cannot_work_are_refused_with_the_rule(made: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        made()
 
 
 def test_parameters_of_two_kinds_are_refused_before_the_first_step() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from tempfile import TemporaryDirectory
 
 import pytest
-import torch
 
 from tests.engine import attach, flat, momentum
 from tests.methods.strategies.backup_runs import Run, check_runs, stalls, train
@@ -130,42 +129,6 @@ def test_the_others_go_on_without_up_to_as_many_as_backups(
     size: int, backups: int, victims: dict[int, int], within: bool
 ) -> None:
     check_survivors(size, backups, victims, within, "messages")
-
-
-@pytest.mark.slow
-def test_without_one_worker_no_all_reduce_is_left_and_the_others_go_on_by_messages() -> None:
-    workers = start_processes(4, dies, {3: 5}, False, 1, "all_reduce")
-    deadline = time.monotonic() + 40
-    for worker in workers:
-        worker.finish(deadline)
-    runs = [worker.result for worker in workers[:3]]
-    assert all(torch.equal(run.x, runs[0].x) and len(run.log) == STEPS for run in runs)
-    assert all(metrics["all_reduced"] == 0 for metrics in runs[0].metrics[8:])
-
-
-@pytest.mark.parametrize(("size", "backups", "victims"), [(4, 1, {1: 5}), (5, 2, {1: 5, 2: 9}), (3, 1, {2: 4})])
-@pytest.mark.slow
-def test_threads_go_on_without_one_that_leaves(
-    size: int, backups: int, victims: dict[int, int], caplog: pytest.LogCaptureFixture
-) -> None:
-    def body(comm: Comm) -> Run:
-        worker = attach(comm, BackupWorkers(backups))
-        try:
-            seen = train(worker, victims.get(comm.rank, STEPS), ends=False)
-            if comm.rank in victims:
-                raise InterruptedError
-        except InterruptedError:
-            worker.detach()  # where an error is handled, nobody is waited for
-            return Run()
-        worker.detach()
-        return seen
-
-    runs = run_threads(size, body, timeout=20)
-    check_survived([run for rank, run in enumerate(runs) if rank not in victims], victims, backups)
-    for survivor in set(range(size)) - set(victims):
-        told = [each for each in caplog.messages if each.startswith(f"rank {survivor}, ")]
-        assert len(told) == len(victims), "each loss is told once"
-        assert all(f"continues without rank {victim}" in each for victim, each in zip(victims, told, strict=True))
 
 
 def test_nobody_is_told_of_losses_where_there_are_none(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine import attach, batches, flat, momentum, net, steps, threads
+from tests.engine import attach, momentum, net, threads
 from tests.methods.strategies.backup_runs import MakeOptimizer, Run, adam, check_runs, slow_last, stalls, train
 from tests.pool import run_processes
 from thinwire import AllReduce, Comm, ConfigError, run_threads
@@ -47,18 +46,6 @@ def test_without_backups_every_reduction_is_all_reduce_to_the_bit(reduction: Red
     expected = threads(3, AllReduce())
     for mine, theirs in zip(threads(3, BackupWorkers(0, reduction=reduction)), expected, strict=True):
         assert torch.equal(mine, theirs)
-
-
-def ends_equally(reductions: tuple[Reduction, ...]) -> bool:
-    def end(strategy: AllReduce | BackupWorkers) -> Tensor:
-        return flat(steps(attach(None, strategy), batches(int(os.environ["RANK"]), 6)).model)
-
-    expected = end(AllReduce())
-    return all(torch.equal(end(BackupWorkers(0, reduction=reduction)), expected) for reduction in reductions)
-
-
-def test_without_backups_every_reduction_is_all_reduce_to_the_bit_on_processes() -> None:
-    assert run_processes(4, ends_equally, REDUCTIONS) == [True] * 4
 
 
 # -- the method --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from thinwire import ConfigError
+from tests.rules import refusals
 from thinwire.methods.strategies.gradients.bit_rules import (
     BitBudget,
     BitLedger,
@@ -158,6 +158,7 @@ RATES = {
 }
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("rates", RATES.values(), ids=RATES)
 @pytest.mark.parametrize("convexity", [0.0, 0.05, 0.3])
 def test_the_error_of_a_run_stays_within_its_bound(rates: list[float], convexity: float) -> None:
@@ -170,17 +171,7 @@ def test_the_error_of_a_run_stays_within_its_bound(rates: list[float], convexity
     assert ledger.step == 60
 
 
-@pytest.mark.parametrize("convexity", [0.0, 0.05])
-@pytest.mark.slow
-def test_bits_chosen_step_by_step_are_near_the_fewest_of_hindsight(convexity: float) -> None:
-    steps, rates = 400, [0.4] * 400
-    squares = [10.0 * 0.995**t for t in range(steps)]
-    weights = error_weights(squares, rates, smoothness=1.0, strong_convexity=convexity)
-    error = error_of(weights, [5] * steps)
-    chosen, _ = run(ErrorBound(error, steps, 1.0, convexity), squares, rates, share=1.0)
-    assert sum(chosen) <= 1.01 * sum(fewest_bits(weights, error))
-
-
+@pytest.mark.every_case
 @pytest.mark.parametrize(("convexity", "lr", "steps"), [(1.0, 1.0, 5), (0.9, 1.0, 500)])
 def test_errors_that_die_at_once_or_below_the_smallest_number_are_planned_for(
     convexity: float, lr: float, steps: int
@@ -270,8 +261,7 @@ def test_a_skipped_step_costs_bits_and_adds_no_error() -> None:
     assert after == BitLedger(4, 20.0, 0.5, 1.0, 0.2)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_rules_that_cannot_work_are_refused = refusals(
     [
         (lambda: FixedBits(1), r"least=1, most=1: must lie in 2\.\.8"),
         (lambda: FixedBits(4.5), "bits must be a whole number"),
@@ -282,14 +272,11 @@ def test_a_skipped_step_costs_bits_and_adds_no_error() -> None:
         (lambda: ErrorBound(0.0), "error=0.0: must be positive and finite"),
         (lambda: ErrorBound(smoothness=1.0, strong_convexity=2.0), "the second lie between 0 and it"),
         (lambda: ErrorBound(most=16), "most=16"),
-    ],
+    ]
 )
-def test_rules_that_cannot_work_are_refused(make: object, words: str) -> None:
-    assert callable(make)
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize("convexity", [0.05, 0.3])
 @pytest.mark.parametrize("remaining", [1, 2, 7, 30])
 def test_an_earlier_error_counts_as_what_will_be_left_of_it_at_the_end(remaining: int, convexity: float) -> None:

@@ -11,16 +11,14 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.problems import Regression, quadratic, together
+from tests.rules import refusals
 from thinwire import (
     AllReduce,
-    BetweenNodes,
     Budget,
     ChunkedTopK,
     CoCoD,
     Codec,
     Comm,
-    ConfigError,
     DiLoCo,
     ErrorFeedback,
     Gathered,
@@ -155,32 +153,6 @@ def test_with_more_than_enough_every_round_has_eight_bits_and_nothing_is_saved_u
     assert all(balance < 4 * LENGTH / 8 for balance in thinwire.run_threads(2, body))
 
 
-@pytest.mark.parametrize(
-    "base",
-    [LocalSGD(2, codec=CODEC), SlowMo(period=2, codec=CODEC), LocalSGD(2, codec=BetweenNodes(CODEC, 1))],
-    ids=str,
-)
-def test_eight_bits_train_as_the_base_in_eight_bits(base: Any) -> None:
-    problem = Regression(2, 8, torch.float32)
-    found = together(2, Budget(base, "1MB/step"), problem, [0.1] * 8)
-    wide = LocalSGD(2, codec=ErrorFeedback(Nearest(8, 64)))
-    if isinstance(base, SlowMo):
-        wide = SlowMo(period=2, codec=ErrorFeedback(Nearest(8, 64)))
-    assert torch.equal(found, together(2, wide, problem, [0.1] * 8))
-
-
-@pytest.mark.slow
-def test_rounds_that_cannot_be_paid_for_go_on_and_training_converges() -> None:
-    problem = quadratic(3, torch.float32, width=2000)
-    rates = [0.3 * 0.95**k for k in range(80)]
-    codec = ErrorFeedback(Gathered(Nearest(4, 64)))
-    found, plain = (
-        together(3, strategy, problem, rates)
-        for strategy in (Budget(LocalSGD(2, codec=codec), "600B/step"), LocalSGD(2))
-    )
-    assert (found.mean(0) - plain[0]).norm() < 0.3 * (problem.start - plain[0]).norm()
-
-
 def replica(comm: Comm, strategy: Strategy) -> Replica:
     x = torch.zeros(LENGTH)
     r = Replica(x, gradient_buffer(strategy, x), comm, lr=lambda: 0.1)
@@ -313,8 +285,7 @@ def test_means_of_a_base_within_the_base_are_paid_for() -> None:
         assert 0.7 * 800 * 48 < sent <= 800 * 48
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_wrong_budgets_are_refused_with_the_fix = refusals(
     [
         (lambda: Budget(budget="2MB"), "budget='2MB': must be a number of bytes per second or step. Use 2MB/s"),
         (lambda: Budget(budget="0B/s"), "Use 2MB/s"),
@@ -327,8 +298,5 @@ def test_means_of_a_base_within_the_base_are_paid_for() -> None:
         ),
         (lambda: Budget(DiLoCo(NodeAverage(LocalSGD(4), period=2), period=8)), r"Use Local\(\) in its place"),
         (lambda: Budget(SlowMo(period=4, buffers="average")), "Use buffers='maintain' or 'reset'"),
-    ],
+    ]
 )
-def test_wrong_budgets_are_refused_with_the_fix(make: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

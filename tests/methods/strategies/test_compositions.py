@@ -17,8 +17,8 @@ import thinwire
 from tests.oracles import common, compositions
 from tests.oracles.common import Mixing
 from tests.oracles.compositions import Fragments, Machine, Nodes, SlowMomentum
-from tests.oracles.local import Adam
 from tests.problems import Irregular, Quadratic, average_outside, distance, flat, quadratic
+from tests.rules import for_each
 from thinwire import (
     ADPSGD,
     DQSGD,
@@ -75,7 +75,6 @@ DOUBLE = torch.float64
 STEPS = 12  # two slow steps of five, and two steps more
 RATES = [0.1 + 0.05 * cos(k) for k in range(STEPS)]
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-Update = Callable[[Tensor, Tensor, float], Tensor]  # of parameters, gradients and learning rate
 Oracle = Callable[[int, int], Machine]  # of the number of workers, and the steps that it is ahead
 
 
@@ -406,18 +405,7 @@ WRAPPERS: dict[str, Callable[[Case], tuple[Strategy, Oracle]]] = {
     "Streaming": streamed,
     "Probe": probed,
 }
-CASES = [
-    pytest.param(
-        wrapper,
-        case,
-        id=f"{wrapper}({case.strategy})",
-        # Where the state of slow momentum lies is nothing to its base.
-        marks=pytest.mark.slow if wrapper in ("Sharded", "Offloaded") else (),
-    )
-    for wrapper in WRAPPERS
-    for cases in BASES.values()
-    for case in cases
-]
+CASES = [(wrapper, case) for wrapper in WRAPPERS for cases in BASES.values() for case in cases]
 
 
 # -- runs --------------------------------------------------------------------------------------------------------------
@@ -475,9 +463,8 @@ def real_run(
 
 def real(n: int, strategy: Strategy, case: Case, **settings: Any) -> tuple[Tensor, Tensor]:
     """All ranks' parameters after every step, and their optimizers' moves: (steps, n, width)."""
-    make = settings.pop("make", case.optimizer)
     results = thinwire.run_threads(
-        n, lambda comm: real_run(comm, strategy, problem_of(case, n), make, **settings), timeout=30
+        n, lambda comm: real_run(comm, strategy, problem_of(case, n), case.optimizer, **settings), timeout=30
     )
     return torch.stack([x for x, _ in results], 1), torch.stack([moves for _, moves in results], 1)
 
@@ -487,7 +474,6 @@ def stacked(
     problem: Quadratic,
     n: int,
     moves: Tensor | None = None,
-    optimizer: Update | None = None,
     starts: Tensor | None = None,
 ) -> Tensor:
     """The oracle's parameters after every step."""
@@ -496,9 +482,8 @@ def stacked(
     seen = list[Tensor]()
     for k in range(STEPS):
         g = machine.exchanged(problem.gradient(x, k))
-        move = -RATES[k] * g if optimizer is None else optimizer(x, g, RATES[k])
         losses = torch.stack([problem.loss(x[i].clone, i, k) for i in range(n)]).float()
-        x = machine.step(x, move if moves is None else moves[k], RATES[k], losses)
+        x = machine.step(x, -RATES[k] * g if moves is None else moves[k], RATES[k], losses)
         seen.append(x)
     return torch.stack(seen)
 
@@ -516,34 +501,45 @@ def test_every_registered_strategy_is_in_the_table() -> None:
 KINDS = (LocalSGD, OverlapLocalSGD, PushSum, AllReduce)
 
 
+def is_refused(wrapper: str, case: Case, n: int) -> bool:
+    # A worker alone has its own weight, one, on every graph.
+    alone = n == 1 and case.strategy == PushSum(Irregular()) and wrapper == "SlowMo without averages"
+    return wrapper in case.refused and not alone
+
+
+@for_each(
+    [(wrapper, case) for wrapper, case in CASES if wrapper in case.refused],
+    lambda pair: f"{pair[0]} {pair[1].strategy}",
+)
+def test_a_wrapper_refuses_a_base_for_the_reason_in_the_table(pair: tuple[str, Case]) -> None:
+    wrapper, case = pair
+    for n in (2, 3, 5):
+        with pytest.raises(ConfigError) as refused:
+            WRAPPERS[wrapper](case)[0].check(n)
+        assert re.search(case.refused[wrapper], str(refused.value))
+
+
 def sized(n: int) -> list[Any]:
-    """The table with a number of workers.
+    """The bases that wrappers take, with a number of workers.
 
     Always asked is each wrapper around the first base of each class, with three workers, or with two where three are
     refused; `DiLoCo`, whose outer step comes when that of `SlowMo` does, and `Sharded` and `Offloaded`, which wrap the
     outer step and not the base, around bases of a few kinds.
     """
     found: list[Any] = []
-    for each in CASES:
-        wrapper, case = each.values
+    for wrapper, case in CASES:
+        if is_refused(wrapper, case, n):
+            continue
         usual = 2 if isinstance(case.strategy, ADPSGD) else 3
         first = case is BASES[type(case.strategy).__name__][0]
         asked = first and (wrapper not in ("DiLoCo", "Sharded", "Offloaded") or isinstance(case.strategy, KINDS))
-        marks = () if n == usual and (asked or wrapper in case.refused) else pytest.mark.slow
-        found.append(pytest.param(*each.values, n, id=f"{each.id}-{n}", marks=marks))
+        marks = () if n == usual and asked else pytest.mark.slow
+        found.append(pytest.param(wrapper, case, n, id=f"{wrapper}({case.strategy})-{n}", marks=marks))
     return found
 
 
 @pytest.mark.parametrize(("wrapper", "case", "n"), [each for n in (1, 2, 3, 5) for each in sized(n)])
-def test_a_wrapped_strategy_equals_its_oracle_or_is_refused(wrapper: str, case: Case, n: int) -> None:
-    # A worker alone has its own weight, one, on every graph.
-    alone = n == 1 and case.strategy == PushSum(Irregular()) and wrapper == "SlowMo without averages"
-    if wrapper in case.refused and not alone:
-        with pytest.raises(ConfigError) as refused:
-            strategy, _ = WRAPPERS[wrapper](case)
-            strategy.check(n)
-        assert re.search(case.refused[wrapper], str(refused.value))
-        return
+def test_a_wrapped_strategy_equals_its_oracle(wrapper: str, case: Case, n: int) -> None:
     strategy, oracle = WRAPPERS[wrapper](case)
     if isinstance(case.strategy, ADPSGD) and n % 2 and n > 1:
         with pytest.raises(ConfigError, match="even number"):
@@ -572,63 +568,6 @@ def test_averages_within_nodes_equal_their_oracle_around_local_steps_and_nothing
     assert case.oracle is not None
     found, _ = real(4, strategy, case)
     expected = stacked(Nodes(case.oracle(4, 0), 1, every, 2), problem_of(case, 4), 4)
-    assert distance(found, expected) <= case.tolerance
-
-
-@pytest.mark.parametrize(
-    "base",
-    [each.values[1] for each in CASES if each.values[0] == "Probe" and "Probe" not in each.values[1].refused],
-    ids=lambda case: str(case.strategy),
-)
-@pytest.mark.parametrize("n", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_measured_strategy_trains_bit_for_bit_as_without_the_probe(base: Case, n: int) -> None:
-    measured, _ = real(n, Probe(base.strategy, every=2), base)
-    assert torch.equal(measured, real(n, base.strategy, base)[0])
-
-
-# -- weight decay ------------------------------------------------------------------------------------------------------
-
-
-def decayed_sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=1.0, weight_decay=0.3)
-
-
-def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1.0, betas=(0.0, 0.999), weight_decay=0.3)
-
-
-class AdamW(Adam):
-    """AdamW, Algorithm 2 of Loshchilov and Hutter, without a first moment and with a rate for each step."""
-
-    def __init__(self) -> None:
-        super().__init__(1.0, decay=0.3)
-
-    def __call__(self, x: Tensor, g: Tensor, rate: float = 1.0) -> Tensor:
-        self.steps += 1
-        self.second = 0.999 * self.second + 0.001 * g**2
-        return -rate * (self.decay * x + g / ((self.second / (1 - 0.999**self.steps)).sqrt() + 1e-8))
-
-
-DECAYING = [
-    pytest.param(case, id=str(case.strategy), marks=() if case is cases[0] else pytest.mark.slow)
-    for name, cases in BASES.items()
-    for case in cases
-    if case.oracle is not None and not case.constant and name != "MinibatchLocalSGD"  # which refuses weight decay
-]
-
-
-# With AdamW tests/battery asks it of each class.
-@pytest.mark.parametrize("kind", ["sgd", pytest.param("adamw", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("case", DECAYING)
-def test_weight_decay_acts_on_the_parameters_that_the_gradient_was_taken_at(case: Case, kind: str) -> None:
-    n = 3
-    if kind == "adamw" and isinstance(case.strategy, Probe) and not case.strategy.traits.sends_gradients:
-        pytest.skip("measures SGD only")
-    make = {"sgd": decayed_sgd, "adamw": adamw}[kind]
-    update: Update = AdamW() if kind == "adamw" else lambda x, g, rate: -rate * (g + 0.3 * x)
-    found, _ = real(n, case.strategy, case, make=make)
-    assert case.oracle is not None
-    expected = stacked(case.oracle(n, 0), problem_of(case, n), n, optimizer=update)
     assert distance(found, expected) <= case.tolerance
 
 
@@ -675,20 +614,6 @@ def test_workers_that_start_apart_follow_the_oracle_or_are_refused(case: Case, n
         assert distance(mine, machine.average(expected[-1])[0]) <= case.tolerance
 
 
-def test_workers_that_load_equal_parameters_by_themselves_are_not_refused() -> None:
-    case, starts = Case(AllReduce()), starts_of(1).expand(3, -1)
-    found, _ = real(3, AllReduce(), case, starts=starts)
-    expected = stacked(compositions.MeanGradient(), problem_of(case, 3), 3, starts=starts)
-    assert distance(found, expected) <= 1e-9
-
-
-def test_slow_momentum_of_each_worker_by_itself_may_start_apart() -> None:
-    case, strategy = Case(Local()), SlowMo(Local(), period=5, momentum=0.5, lr=0.9, exact=False)
-    found, _ = real(3, strategy, case, starts=starts_of(3))
-    oracle = SlowMomentum(Machine(), 5, exact=False)
-    assert distance(found, stacked(oracle, problem_of(case, 3), 3, starts=starts_of(3))) <= 1e-9
-
-
 # -- what is in flight -------------------------------------------------------------------------------------------------
 
 
@@ -718,13 +643,12 @@ def test_local_steps_of_zero_one_adam_begin_anew_where_the_parameters_were_set()
     assert all((x - y - 10).abs().max() < 1 for x, y in zip(moved, plain, strict=True))
 
 
-@pytest.mark.parametrize(
-    "make",
+@for_each(
     [
         lambda: SlowMo(Streaming(SlowMo(period=4), fragments=2)),
         lambda: Streaming(SlowMo(Streaming(OverlapLocalSGD(), fragments=2))),
         lambda: Probe(SlowMo(Probe(AllReduce()))),
-    ],
+    ]
 )
 def test_a_wrapper_around_a_wrapper_of_the_same_kind_is_refused(make: Callable[[], Strategy]) -> None:
     with pytest.raises(ConfigError, match=r"does one thing twice|one slow momentum at a time"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, Literal
@@ -16,17 +16,17 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.battery import adapters as to
+from tests.grids import one_of_each
 from tests.oracles.codecs import Agreed, Decaying, TwoStages, largest_of_chunks, signs
 from tests.oracles.common import Descent
 from tests.oracles.diloco import Rule, descent, streaming_diloco
-from tests.pool import run_processes
-from tests.problems import Regression, average_outside, distance, flat, together, train
+from tests.problems import Regression, average_outside, distance, flat, together
+from tests.rules import refusals
 from thinwire import (
     AllReduce,
     ChunkedTopK,
     Codec,
     Comm,
-    ConfigError,
     DiLoCo,
     ErrorFeedback,
     Gathered,
@@ -35,12 +35,10 @@ from thinwire import (
     Offloaded,
     OneBit,
     OuterOptimizer,
-    PowerSGD,
     Quantize,
     Sharded,
     Strategy,
     Streaming,
-    TopK,
 )
 
 DOUBLE = torch.float64
@@ -160,8 +158,7 @@ def test_every_coded_combination_equals_the_oracle(n: int, strategies: list[DiLo
 
 
 @pytest.mark.parametrize("carry", ["full", "adaptive"])
-@pytest.mark.parametrize("codec", [None, SIGNS, LEVELS], ids=str)
-@pytest.mark.slow
+@pytest.mark.parametrize("codec", one_of_each([None, SIGNS, LEVELS]), ids=str)
 def test_carried_steps_of_the_delay_equal_the_oracle(carry: Any, codec: Codec | None) -> None:
     dtype = torch.float32 if codec else DOUBLE
     problem = Regression(3, STEPS, dtype)
@@ -207,46 +204,6 @@ def test_a_worker_that_is_not_finite_is_left_out_and_comes_back() -> None:
     assert thinwire.run_threads(3, body) == [([-2.0], 0.0)] * 3
 
 
-def on_a_process() -> list[list[float]]:
-    comm = thinwire.GroupComm()
-    problem = Regression(comm.size, STEPS, torch.float32)
-    return [flat(train(comm, each, problem, RATES).model).tolist() for each in (*UNCODED[5::9], *CODED[1::5])]
-
-
-@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
-def test_processes_do_bit_for_bit_what_threads_do() -> None:
-    rows = run_processes(2, on_a_process)
-    problem = Regression(2, STEPS, torch.float32)
-    for i, strategy in enumerate((*UNCODED[5::9], *CODED[1::5])):
-        assert [row[i] for row in rows] == together(2, strategy, problem, RATES).tolist(), strategy
-
-
-@pytest.mark.parametrize(
-    ("cut", "codec"),
-    # Cut evenly without a codec, the combinations above are the same.
-    [("evenly", PowerSGD(5, min_ratio=0)), ("layers", PowerSGD(5, min_ratio=0)), ("layers", None)],
-    ids=str,
-)
-@pytest.mark.slow
-def test_a_rank_that_is_full_changes_nothing_and_layers_are_fragments_of_their_own(
-    cut: Literal["evenly", "layers"], codec: Codec | None
-) -> None:
-    @dataclass(frozen=True)
-    class Layered(Regression):
-        def model(self) -> nn.Module:
-            return TwoLayers(self.start)
-
-    problem = Layered(3, STEPS, torch.float32)
-    for fragments, delay, mixing in ((1, 3, 0.0), (2, 0, 0.4), (2, 3, 0.4)):
-        strategy = DiLoCo(
-            period=4, outer=NESTEROV, codec=codec, fragments=fragments, cut=cut, delay=delay, mixing=mixing
-        )
-        uncoded = replace(strategy, codec=None)
-        edges = [0, 24, 34] if cut == "layers" and fragments == 2 else None
-        real = together(3, strategy, problem, RATES)
-        assert distance(real, expected(3, uncoded, torch.float32, edges=edges)) < 2e-5, strategy
-
-
 @pytest.mark.parametrize(
     ("fragments", "delay", "mixing", "codec"),
     [
@@ -280,25 +237,6 @@ def test_workers_weigh_as_much_as_they_have_used_since_they_last_sent(
 
     real = torch.stack(thinwire.run_threads(n, body))
     assert distance(real, expected(n, strategy, dtype, samples=list(used))) < (2e-5 if codec else 1e-12)
-
-
-def test_plain_outer_descent_with_weights_is_weighted_local_sgd() -> None:
-    problem = Regression(3, STEPS, DOUBLE)
-    mine, local = (
-        together(3, each, problem, RATES)
-        for each in (DiLoCo(period=4, outer=PLAIN, weights="samples"), LocalSGD(4, weights="samples"))
-    )
-    assert distance(mine, local) < 1e-12
-
-
-@pytest.mark.parametrize(("delay", "mixing"), [(0, 0.5), (2, 0.0), (2, 0.5)])
-@pytest.mark.slow
-def test_sharded_and_offloaded_rounds_are_the_same(delay: int, mixing: float) -> None:
-    problem = Regression(3, STEPS, DOUBLE)
-    strategy = DiLoCo(period=5, outer=NESTEROV, fragments=2, delay=delay, mixing=mixing)
-    plain = together(3, strategy, problem, RATES)
-    for placed in (Sharded(strategy), Sharded(Offloaded(strategy))):
-        assert distance(together(3, placed, problem, RATES), plain) < 1e-12
 
 
 @pytest.mark.parametrize("place", [lambda each: each, Sharded, Offloaded], ids=["whole", "sharded", "offloaded"])
@@ -355,24 +293,6 @@ def test_fragments_are_even_or_whole_layers(fragments: int, cut: Literal["evenly
 GOLDEN: list[dict[str, Any]] = json.loads(
     (Path(__file__).parent / "data" / "torchft_diloco.json").read_text(encoding="utf-8")
 )["traces"]
-
-
-class TwoLayers(nn.Module):
-    """The perceptron of the other tests, each of its layers a module."""
-
-    def __init__(self, start: Tensor) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(5, 4), nn.Linear(4, 2)])
-        w1, b1, w2, b2 = start.split([20, 4, 8, 2])
-        with torch.no_grad():
-            for layer, weight, bias in zip(self.layers, (w1.view(5, 4), w2.view(4, 2)), (b1, b2), strict=True):
-                # Kept as inputs by outputs, as the oracle has them.
-                layer.weight = nn.Parameter(weight.clone())
-                layer.bias = nn.Parameter(bias.clone())
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second = self.layers
-        return torch.tanh(x @ first.weight + first.bias) @ second.weight + second.bias
 
 
 class Two(nn.Module):
@@ -445,60 +365,7 @@ def test_the_second_stage_of_a_coded_mean_starts_in_the_middle_of_its_delay() ->
         assert thinwire.run_threads(2, body) == [steps, steps], strategy
 
 
-@pytest.mark.slow  # tests/battery asks it of each class
-@pytest.mark.parametrize("codec", [SIGNS, LEVELS], ids=str)
-def test_a_run_that_is_saved_in_mid_flight_goes_on_as_if_it_had_not_been(codec: Codec, tmp_path: Path) -> None:
-    problem = Regression(2, STEPS, torch.float32)
-    # With error feedback and mixing weights must be equal.
-    weights: Any = "equal" if codec == SIGNS else "samples"
-    strategy = DiLoCo(period=6, fragments=2, delay=4, mixing=0.5, codec=codec, weights=weights)
-
-    def begin(comm: Comm) -> thinwire.Worker:
-        model = problem.model()
-        return thinwire.attach(model, torch.optim.AdamW(model.parameters(), lr=0.01), strategy, comm=comm)
-
-    def go_on(worker: thinwire.Worker, steps: range) -> Tensor:
-        for step in steps:
-            worker.optimizer.zero_grad()
-            problem.loss(worker.model, worker.comm.rank, step).backward()
-            worker.optimizer.step()
-        return flat(worker.model)
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        whole = begin(comm)
-        go_on(whole, range(9))
-        whole.save(tmp_path)
-        ends = go_on(whole, range(9, STEPS))
-        again = begin(comm)
-        again.load(tmp_path)
-        return ends, go_on(again, range(9, STEPS))
-
-    for whole, again in thinwire.run_threads(2, body):
-        assert torch.equal(whole, again)
-
-
-@pytest.mark.slow
-def test_where_workers_come_together_in_part_what_was_forgotten_leaves_them_too() -> None:
-    """An element that is never sent is away from the anchor by the mixed steps alone, however long training goes on."""
-    codec = ErrorFeedback(TopK(0.1), decay=0.5)
-    strategy = DiLoCo(period=2, outer=PLAIN, mixing=0.5, codec=codec)
-
-    def body(comm: Comm) -> list[float]:
-        model, seen = torch.nn.ParameterList([torch.zeros(10)]), list[float]()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        worker = thinwire.attach(model, optimizer, strategy, comm=comm)
-        for _ in range(200):
-            model[0].grad = torch.tensor([1.0] + [0.01] * 9)
-            optimizer.step()
-            seen.append(float(model[0][3].detach() - worker.replicas[0].state["anchor"][3]))
-        return seen
-
-    for seen in thinwire.run_threads(2, body):
-        assert seen[199] == pytest.approx(seen[99], rel=1e-3) == pytest.approx(-0.002, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_what_cannot_be_meant_is_refused_with_the_fix = refusals(
     [
         (lambda: DiLoCo(period=4, fragments=5), "fragments=5: must lie between 1 and period=4"),
         (lambda: DiLoCo(period=4, delay=4), r"delay=4: must lie in 0..3"),
@@ -518,8 +385,5 @@ def test_where_workers_come_together_in_part_what_was_forgotten_leaves_them_too(
         (lambda: Sharded(DiLoCo(weights="samples")).check(2), "Use weights='equal'"),
         (lambda: NodeAverage(DiLoCo(period=4, delay=1), period=2), "must take local steps between averages"),
         (lambda: Streaming(DiLoCo(period=4), fragments=2), "has its own fragments. Use it without Streaming"),
-    ],
+    ]
 )
-def test_what_cannot_be_meant_is_refused_with_the_fix(make: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DQ-SGD: its oracle, bounds and budgets, bytes, faults and checkpoints."""
+"""DQ-SGD: its oracle, budgets, bytes and faults."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import thinwire
 from tests import engine
 from tests.grids import fast_where
 from tests.oracles.sketched import coded, squares
-from tests.pool import run_processes
-from tests.problems import Problem, Quadratic, Regression, distance, flat, quadratic, together, train, watched
-from thinwire import Comm, ConfigError, Replica
+from tests.problems import Problem, Regression, distance, flat, train, watched
+from tests.rules import refusals
+from thinwire import Comm, Replica
 from thinwire.core.kernels import uniform
 from thinwire.methods.codecs.base import draw_key, worker_key
 from thinwire.methods.codecs.quantize import Quantize
@@ -111,50 +110,6 @@ def test_on_threads_it_equals_its_oracle_bits_and_all(rule: Rule, answer: int | 
     assert distance(seen[:, 0], wanted) < 1e-5
 
 
-def on_a_process(strategies: list[DQSGD]) -> list[tuple[list[float], list[int]]]:
-    ended = [train(None, strategy, Regression(4, 8, torch.float32), RATES) for strategy in strategies]
-    return [(flat(each.model).tolist(), parts_of(each.replicas[0]).tolist()) for each in ended]
-
-
-@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
-def test_on_four_processes_it_equals_its_oracle_bits_and_all() -> None:
-    problem = Regression(4, 8, torch.float32)
-    strategies = [DQSGD(RULES[1], block=8), DQSGD(SIX[1], block=8, answer=2), DQSGD(SIX[2], block=8, answer=None)]
-    ended = run_processes(4, on_a_process, strategies)
-    assert all(each == ended[0] for each in ended)
-    for strategy, (x, sent) in zip(strategies, ended[0], strict=True):
-        rows = torch.tensor(sent).view(-1, 3)
-        parts = [slice(int(start), int(stop)) for start, stop, _ in rows]
-        wanted, bits = oracle(strategy.rule, problem, 4, parts, block=8, answer=strategy.answer)
-        assert rows[:, 2].tolist() == bits[-1]
-        assert distance(torch.tensor(x), wanted[-1]) < 1e-5
-
-
-def test_eight_bits_are_nearly_all_reduce_and_fewer_are_less_so() -> None:
-    problem = Regression(3, 8, torch.float32)
-    exact = together(3, thinwire.AllReduce(), problem, RATES, momentum=0.9)
-    off = [distance(together(3, DQSGD(FixedBits(b), block=8), problem, RATES, momentum=0.9), exact) for b in (8, 5, 2)]
-    assert off[0] < 0.01 < off[2]
-    assert off == sorted(off)
-
-
-@pytest.mark.slow  # tests/battery asks it of each class
-@pytest.mark.parametrize("optimizer", [engine.momentum, lambda model: torch.optim.AdamW(model.parameters(), 0.01)])
-@pytest.mark.parametrize("correlated", [False, True])
-def test_any_optimizer_follows_and_workers_stay_equal(
-    optimizer: Callable[[nn.Module], torch.optim.Optimizer], correlated: bool
-) -> None:
-    strategy = DQSGD(BitBudget(4.0, 6), block=8, correlated=correlated)
-    ended = engine.threads(3, strategy, 6, optimizer=optimizer)
-    assert all(torch.equal(x, ended[0]) for x in ended)
-    assert ended[0].isfinite().all()
-
-
-def test_one_worker_alone_codes_nothing() -> None:
-    problem = Regression(1, 8, torch.float32)
-    assert torch.equal(together(1, DQSGD(FixedBits(2)), problem, RATES), together(1, thinwire.Local(), problem, RATES))
-
-
 # -- what the rules know -----------------------------------------------------------------------------------------------
 
 
@@ -164,55 +119,6 @@ def test_squares_are_sums_of_entries_times_their_blocks_squared_scale() -> None:
     assert float(square_of(x, 7)) == float(square_of(x, 100)) == 7 * 16
     assert float(square_of(x[:0], 8)) == 0
     assert float(square_of(x.to(torch.bfloat16), 2)) == 59
-
-
-@pytest.mark.slow
-def test_codes_err_no_more_than_the_bound_says() -> None:
-    draw = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, 200, generator=draw)
-    for bits, answer in ((2, 0), (4, 0), (6, 0), (2, 1), (5, 3), (3, None)):
-        for dither in (False, True):
-            means = [two_stages(rows, bits, 8, key, dither=dither, answer=answer) for key in range(40)]
-            error = sum(float((each - rows.mean(0)).square().sum()) for each in means) / 40
-            share = share_of(4, dither=dither, answer=answer)
-            # With dither the error equals the formula, up to three standard errors of what was drawn here.
-            assert error < 1.03 * squares(rows, 8) / 4 * share / (2 ** (bits - 1) - 1) ** 2
-
-
-def test_draws_of_workers_are_independent_so_that_their_errors_average_out() -> None:
-    x = torch.randn(512, generator=torch.Generator().manual_seed(1))
-    keys = [int(worker_key(draw_key(0, t), rank, 8)) for t in range(50) for rank in range(8)]
-    errors = torch.stack([coded(x, 3, 64, uniform(512, key), dither=True) - x for key in keys])
-    single, averaged = errors.square().mean(), errors.view(50, 8, 512).mean(1).square().mean()
-    assert 0.09 < float(averaged / single) < 0.16
-
-
-@pytest.mark.parametrize("convexity", [0.0, 0.2])
-@pytest.mark.slow
-def test_a_bound_on_the_error_is_kept_and_so_is_the_loss(convexity: float) -> None:
-    size, steps, rate = 3, 40, 0.5
-    same = quadratic(size, torch.float32, width=64)
-    problem = Quadratic(torch.full((size,), 0.2), same.centre)  # F is 0.2-smooth and 0.2-strongly convex
-    rule = ErrorBound(1e-3, steps, smoothness=0.2, strong_convexity=convexity)
-    # The next exchange settles what the last one of the run was like.
-    rates = [rate] * steps + [0.0]
-    seen = watched(size, DQSGD(rule, block=16), problem, rates, lambda r: torch.cat([r.x, r.state["ledger"]]))
-    x, ledger = seen[-1, 0, :64], BitLedger.read(seen[-1, 0, 64:])
-    assert ledger.step == steps
-    assert 2e-4 < ledger.error < 1e-3
-    best = problem.centre.mean(0)
-    gap = 0.1 * float((x - best).square().sum())
-    start = 0.1 * float((problem.start - best).square().sum())
-    assert gap < (1 - 2 * 0.2 * rate + 0.2 * 0.2 * rate**2) ** steps * start + 1e-3
-
-
-def test_finer_answers_let_workers_keep_the_same_bound_with_fewer_bits() -> None:
-    problem, rule = Regression(3, 8, torch.float32), ErrorBound(2e-4, 8, smoothness=2.0, most=6)
-    spent = [
-        float(watched(3, DQSGD(rule, block=8, answer=a), problem, RATES, lambda r: r.state["ledger"])[-1, 0, 1])
-        for a in (0, 1, None)
-    ]
-    assert spent[0] > spent[1] > spent[2]
 
 
 def test_a_budget_bounds_the_bytes_on_the_wire() -> None:
@@ -311,25 +217,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_is_so_on_all_and_the_rule_ski
         assert x.isfinite().all()
 
 
-@pytest.mark.parametrize("strategy", [*(DQSGD(rule, block=8) for rule in RULES), DQSGD(SIX[1], answer=2)], ids=str)
-@pytest.mark.slow
-def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: DQSGD) -> None:
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        whole = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 8))
-        first = engine.steps(engine.attach(comm, strategy), engine.batches(comm.rank, 5))
-        saved = first.state_dict(model=True, optimizer=True)
-        second = engine.attach(comm, strategy)
-        second.load_state_dict(saved)
-        engine.steps(second, engine.batches(comm.rank, 3, first=5))
-        for each in (whole, first, second):
-            each.detach()
-        return flat(whole.model), flat(second.model)
-
-    for whole, resumed in thinwire.run_threads(3, body):
-        assert torch.equal(whole, resumed)
-
-
 def test_a_run_goes_on_in_other_buckets_than_it_began_in() -> None:
     strategy = DQSGD(BitBudget(4.0, 8), block=8)
 
@@ -364,20 +251,7 @@ def test_ranks_without_data_count_in_no_mean() -> None:
     assert torch.equal(ours[0], ours[1])
 
 
-def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
-    def body(comm: Comm) -> tuple[int, bool]:
-        model = engine.drawn(engine.Mixed())
-        worker = engine.attach(comm, DQSGD(FixedBits(6), block=8), model=model)
-        data = [engine.batch(comm.rank, step) for step in range(4)]
-        engine.steps(worker, data).detach()
-        ledgers = [BitLedger.read(r.state["ledger"]).bits for r in worker.replicas]
-        return len(ledgers), ledgers == [18.0, 18.0]
-
-    assert thinwire.run_threads(2, body) == [(2, True)] * 2
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_what_cannot_work_is_refused_with_the_value_and_the_rule = refusals(
     [
         (lambda: DQSGD(block=12), "block=12: must be a multiple of 8"),
         (lambda: DQSGD(rule=4), "rule must be a FixedBits or a ErrorBound or a BitBudget"),
@@ -387,8 +261,5 @@ def test_parameters_of_two_dtypes_have_a_ledger_each() -> None:
         (lambda: DQSGD(answer=1), r"answer=1: .* rule's 8 bits codes have at most 8.* BitBudget\(most=7\)"),
         (lambda: DQSGD(FixedBits(6), answer=3), "the rule's 6 bits"),
         (lambda: DQSGD(answer=1.5), "answer must be a whole number or None"),
-    ],
+    ]
 )
-def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

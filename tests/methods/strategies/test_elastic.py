@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -13,25 +12,20 @@ from torch import Tensor
 import thinwire
 from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, together, train
 from tests.oracles.common import Descent
-from tests.oracles.leader import eamsgd, easgd
-from tests.pool import run_processes
-from tests.problems import Quadratic, Regression, average_outside, distance, flat
+from tests.oracles.leader import eamsgd, easgd, starts_of
+from tests.problems import Regression, average_outside, distance, flat
+from tests.rules import refusals
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.methods.strategies.local.elastic_averaging import EASGD
 from thinwire.planning.plan.traffic import DryRun
 
 DOUBLE = torch.float64
 STEPS = 24
-STEPS_UPHILL = 900
 RATES = [0.1] * STEPS
 FORMS: list[dict[str, Any]] = [
     {"period": 1, "pull": 0.2, "centre_pull": 0.6},
     {"period": 5, "pull": 0.3, "centre_pull": 0.9},
 ]
-
-
-def starts_of(n: int, width: int = 34) -> Tensor:
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) / 2
 
 
 def workers_and_centre(
@@ -72,61 +66,12 @@ def test_with_momentum_it_equals_the_oracle_that_looks_ahead(form: dict[str, Any
         assert distance(ours, theirs) < 1e-12
 
 
-def on_processes() -> tuple[Any, Any]:
-    problem = Regression(4, STEPS, DOUBLE)
-    plain = workers_and_centre(None, EASGD(**FORMS[1]), problem, None, RATES)
-    return plain, workers_and_centre(None, EASGD(**FORMS[1], momentum=0.8), problem, None, RATES)
-
-
-def test_on_processes_as_the_oracles() -> None:
-    rows = run_processes(4, on_processes)
-    problem = Regression(4, STEPS, DOUBLE)
-    starts = problem.start.expand(4, -1)
-    expected = (
-        easgd(problem.gradient, starts, Descent(RATES), STEPS, **FORMS[1]),
-        eamsgd(problem.gradient, starts, RATES, **FORMS[1], momentum=0.8),
-    )
-    for place, pair in enumerate(expected):
-        for ours, theirs in zip(stacked([row[place] for row in rows]), pair, strict=True):
-            assert distance(ours, theirs) < 1e-12
-
-
 def test_the_paper_s_pull_is_divided_by_the_number_of_workers() -> None:
     assert EASGD().pull_for(4) == 0.9 / 4
     assert EASGD(pull=0.5).pull_for(4) == 0.5
     problem, starts = Regression(3, 6, DOUBLE), starts_of(3)
     shared = together(3, EASGD(period=2), problem, RATES[:6], starts=starts)
     assert torch.equal(shared, together(3, EASGD(period=2, pull=0.9 / 3), problem, RATES[:6], starts=starts))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("elasticity", "stuck"), [(0.3, True), (0.6, True), (0.7, False)])
-def test_workers_in_two_wells_keep_their_centre_on_the_hill_up_to_two_thirds(elasticity: float, stuck: bool) -> None:
-    """The spurious point: workers at plus and minus the root of 1 - rho, the centre at the local maximum between."""
-    rate, n = 0.3, 2
-    strategy = EASGD(period=1, pull=elasticity * rate, centre_pull=n * elasticity * rate)
-    nudge = 0.1
-    starts = torch.tensor([[1.0 + nudge], [-1.0]], dtype=DOUBLE)
-    x, centre = stacked(
-        run_threads(2, lambda c: workers_and_centre(c, strategy, DoubleWell(), starts, [rate] * STEPS_UPHILL))
-    )
-    if stuck:
-        place = math.sqrt(1 - elasticity)
-        assert torch.allclose(x, torch.tensor([[place], [-place]], dtype=DOUBLE), rtol=0, atol=1e-9)
-        assert float(centre) == pytest.approx(0, abs=1e-9)
-    else:
-        assert torch.allclose(x, torch.ones_like(x), rtol=0, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_gradients_cancel_at_rest_but_no_worker_s_own_is_zero() -> None:
-    curvature = torch.tensor([0.5, 1.0, 1.5], dtype=DOUBLE)
-    problem = Quadratic(curvature, torch.tensor([[0.0, 1.0], [2.0, -1.0], [-3.0, 2.0]], dtype=DOUBLE))
-    strategy = EASGD(period=1, pull=0.2, centre_pull=0.6)
-    x = together(3, strategy, problem, [0.2] * 250)
-    gradients = problem.gradient(x, 0)
-    assert gradients.mean(0).abs().max() < 1e-9
-    assert gradients.abs().min() > 0.05
 
 
 @pytest.mark.parametrize("n", [1, 2, 4])
@@ -147,8 +92,7 @@ def test_pulls_that_are_never_stable_are_refused() -> None:
     EASGD(pull=1.0, centre_pull=0.99).check(2)
 
 
-@pytest.mark.parametrize(
-    ("words", "reason"),
+test_recipes_that_cannot_work_are_refused = refusals(
     [
         ({"period": 0}, "period=0"),
         ({"centre_pull": 0.0}, r"centre_pull=0.0: must lie in \(0, 1\]"),
@@ -156,10 +100,8 @@ def test_pulls_that_are_never_stable_are_refused() -> None:
         ({"pull": 1.1}, r"pull=1.1: must lie in \[0, 1\]"),
         ({"momentum": 1.0}, "momentum=1"),
     ],
+    lambda words: EASGD(**words),
 )
-def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        EASGD(**words)
 
 
 def test_a_second_momentum_is_refused() -> None:
@@ -172,24 +114,6 @@ def test_a_round_sends_one_all_reduce() -> None:
     for n in (2, 4, 8):
         run = DryRun(EASGD(period=8), [840], workers=n, rank=0, dtype=torch.float32, bucket_bytes=1)
         assert sum(run.step().sent for _ in range(16)) == 2 * 2 * (n - 1) / n * 4 * 840
-
-
-@pytest.mark.parametrize("strategy", [EASGD(period=4), EASGD(period=4, momentum=0.5)], ids=repr)
-@pytest.mark.parametrize("first", [3, 4])
-def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(strategy: EASGD, first: int) -> None:
-    problem, starts = Regression(3, 12, torch.float32), starts_of(3).float()
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        worker = go_on(begin(comm, strategy, problem, starts), problem, RATES[:first])
-        saved = worker.state_dict(model=True, optimizer=True)
-        go_on(worker, problem, RATES[first:12], first)
-        again = begin(comm, strategy, problem, starts)
-        again.load_state_dict(saved)
-        go_on(again, problem, RATES[first:12], first)
-        return flat(worker.model), flat(again.model)
-
-    for through, resumed in run_threads(3, body, timeout=20):
-        assert torch.equal(through, resumed)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.5])

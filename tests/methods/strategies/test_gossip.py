@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Strategies that average with neighbours, on any problem."""
+"""Push-sum and gossip: sums that are conserved, exact averages, consensus, and graphs that are refused."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -11,7 +9,7 @@ from torch import Tensor
 
 import thinwire
 from tests.grids import fast_where
-from tests.problems import Irregular, Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from tests.problems import Irregular, Regression, distance, flat, quadratic, scattered, together, train, watched
 from thinwire import (
     AllReduce,
     Comm,
@@ -19,7 +17,6 @@ from thinwire import (
     ConfigError,
     Gossip,
     Hypercube,
-    Local,
     LocalSGD,
     OnePeerExponential,
     PushSum,
@@ -29,16 +26,9 @@ from thinwire import (
     Strategy,
     Topology,
 )
-from thinwire.methods.strategies.push_sum import push_sum
-from thinwire.methods.topology import Peers
 from thinwire.methods.topology.base import doubly_stochastic
 
 DOUBLE = torch.float64
-
-
-def scattered(n: int, width: int = 3) -> Tensor:
-    """Different parameters for each of n workers."""
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=DOUBLE)
 
 
 def mass(r: Replica) -> Tensor:
@@ -53,15 +43,6 @@ def test_push_sum_conserves_the_sums_of_parameters_and_of_weights(n: int) -> Non
     assert torch.allclose(seen[..., :-1].sum(1), starts.sum(0), rtol=0, atol=2e-15 * n)
     assert torch.allclose(seen[..., -1].sum(1), torch.tensor(float(n), dtype=DOUBLE), rtol=0, atol=2e-15 * n)
     assert (seen[..., -1] != 1).any()
-
-
-def test_the_sum_of_parameters_moves_by_the_gradients_alone() -> None:
-    problem = quadratic(5, DOUBLE)
-    both = watched(5, PushSum(Irregular()), problem, [0.1] * 12, lambda r: torch.cat([mass(r), r.x]))
-    totals, z = both[..., :3].sum(1), both[..., 4:]
-    for k in range(1, 12):
-        moved = -0.1 * problem.gradient(z[k - 1], k).sum(0)
-        assert torch.allclose(totals[k] - totals[k - 1], moved, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
@@ -98,38 +79,8 @@ def test_the_complete_graph_is_all_reduce_after_every_step(strategy: Strategy, s
     assert distance(seen, watched(3, AllReduce(), problem, [0.1] * 12, **settings)) < 1e-14
 
 
-@dataclass(frozen=True)
-class Lopsided(Topology):
-    """Every rank sends to the next one, and rank 0 to all: worker 0 keeps the smallest share of its vector."""
-
-    def peers(self, rank: int, size: int, step: int) -> Peers:
-        targets = [sorted({(i + 1) % size} if i else set(range(1, size))) for i in range(size)]
-        src = tuple(i for i in range(size) if rank in targets[i])
-        weights = tuple(1 / (len(targets[i]) + 1) for i in src)
-        return Peers(tuple(targets[rank]), src, 1 / (len(targets[rank]) + 1), weights)
-
-
 def spread(z: Tensor) -> float:
     return float((z - z.mean(0)).abs().max())
-
-
-@pytest.mark.slow  # that of overlap, test_push_sum.py, is asked always
-def test_without_the_quotient_workers_on_an_irregular_graph_never_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4))
-    fast, slow = (together(4, PushSum(Lopsided()), problem, [rate] * n) for rate, n in ((0.4, 60), (0.1, 260)))
-    for settled in (fast, slow):
-        assert problem.gradient(settled, 0).sum(0).abs().max() < 1e-9
-    assert spread(slow) < 0.35 * spread(fast)
-
-    monkeypatch.setattr(push_sum, "debias_", skip_the_quotient)
-    biased = [spread(together(4, PushSum(Lopsided()), problem, [rate] * n)) for rate, n in ((0.4, 60), (0.1, 260))]
-    assert biased[1] > 0.8 * biased[0]
-    assert biased[1] > 4 * spread(slow)
-
-
-def skip_the_quotient(r: Replica, mass: Tensor) -> None:
-    r.x.copy_(mass[:-1])
-    r.state["debiased"].copy_(r.x)
 
 
 def test_the_consensus_of_push_sum_is_mass_over_weight() -> None:
@@ -158,31 +109,6 @@ def test_the_consensus_of_gossip_is_the_plain_mean(order: str) -> None:
 
     own, agreed = (torch.stack(part) for part in zip(*thinwire.run_threads(4, body), strict=True))
     assert torch.allclose(agreed, own.mean(0).expand(4, -1), rtol=0, atol=1e-15)
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [AllReduce(), Local(), LocalSGD(3), Gossip(), Gossip(order="after"), PushSum(), PushSum(Irregular())],
-    ids=str,
-)
-def test_one_worker_trains_as_if_alone_and_sends_nothing(strategy: Strategy) -> None:
-    problem = Regression(1, 8, torch.float32)
-    plain = problem.model()
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(8):
-        optimizer.zero_grad()
-        problem.loss(plain, 0, step).backward()
-        optimizer.step()
-    worker = train(None, strategy, problem, [0.1] * 8, momentum=0.9)
-    assert torch.equal(flat(worker.model), flat(plain))
-    assert worker.comm.meter.payload_bytes == 0
-    assert worker.comm.meter.messages == 0
-
-
-def test_two_workers_on_one_peer_average_at_every_step() -> None:
-    problem = Regression(2, 10, torch.float32)
-    pushed = together(2, PushSum(), problem, [0.1] * 10, momentum=0.9)
-    assert torch.equal(pushed, together(2, LocalSGD(1), problem, [0.1] * 10, momentum=0.9))
 
 
 def test_gossip_refuses_a_graph_that_would_move_the_average() -> None:

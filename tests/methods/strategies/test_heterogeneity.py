@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.methods.strategies.local_runs import adamw, begin, go_on, sent, sgd
-from tests.pool import run_processes
-from tests.problems import Problem, Regression, Vector, flat, together
+from tests.problems import Problem, Regression, Vector, together
+from tests.rules import refusals
 from thinwire import (
     AllReduce,
     Bf16,
@@ -26,7 +25,6 @@ from thinwire import (
     Local,
     LocalSGD,
     MajorityVote,
-    Natural,
     NodeAverage,
     OneBit,
     PowerSGD,
@@ -112,34 +110,12 @@ def figures(seen: dict[str, float]) -> list[float]:
     return [seen[name] for name in NAMES]
 
 
-def test_without_noise_the_figures_are_exact() -> None:
-    problem = Slopes(4, 6, noise=0.0)
-    for seen in thinwire.run_threads(4, lambda comm: measured(comm, Probe(AllReduce(), every=3), problem, 6)):
-        assert [bool(each) for each in seen] == [False, False, True, False, False, True]
-        assert figures(seen[5]) == pytest.approx([problem.truth[0], 0.0, problem.truth[2]], rel=1e-12, abs=1e-12)
-
-
 @pytest.mark.parametrize("n", [2, 3, 5])
 def test_a_measurement_is_as_it_is_defined(n: int) -> None:
     problem = Slopes(n, 8)
     for seen in thinwire.run_threads(n, lambda comm: measured(comm, Probe(AllReduce(), every=4, keep=0.0), problem, 8)):
         for step in (3, 7):
             assert figures(seen[step]) == pytest.approx(direct(*problem.slopes[[step, step - 1]]), rel=1e-12)
-
-
-@pytest.mark.slow
-def test_the_error_of_an_unbiased_codec_counts_as_noise_and_not_as_dissimilarity() -> None:
-    problem, codec = Slopes(3, 300, noise=0.0), Natural()
-    truth = torch.tensor(problem.truth)
-
-    def body(comm: Comm) -> list[float]:
-        return figures(measured(comm, Probe(AllReduce(codec), every=2, keep=0.99), problem, 300)[-1])
-
-    seen = torch.tensor(thinwire.run_threads(3, body)[0])
-    error = float(seen[1]) * 2 / 3  # what is counted as noise is n / (n - 1) times the error
-    assert 1e-3 < error / float(truth[2]) < 1 / 4  # two stages of 1 / 8 at most
-    assert float(seen[0]) == pytest.approx(float(truth[0]), abs=0.3 * error)
-    assert float(seen[2]) == pytest.approx(float(truth[2]) + error / 2, abs=0.3 * error)
 
 
 @pytest.mark.parametrize(("n", "period"), [(2, 1), (3, 4)])
@@ -157,35 +133,6 @@ def test_a_measurement_of_averages_computes_gradients_from_displacements(n: int,
             for r in (1, 3):
                 wanted = direct(rounds[r], rounds[r - 1], period)
                 assert figures(seen[(r + 1) * period - 1]) == pytest.approx(wanted, rel=1e-9)
-
-
-def looks_on_processes() -> list[list[float]]:
-    comm = thinwire.GroupComm()
-    problem = Slopes(comm.size, 8)
-    return [
-        figures(measured(comm, strategy, problem, 8)[-1])
-        for strategy in (Probe(AllReduce(), every=2, keep=0.0), Probe(LocalSGD(2), every=2, keep=0.0))
-    ]
-
-
-def test_measurements_on_processes_are_as_they_are_defined() -> None:
-    problem = Slopes(4, 8)
-    rounds = problem.slopes.unflatten(0, (4, 2)).mean(1)
-    for gradients, averages in run_processes(4, looks_on_processes):
-        assert gradients == pytest.approx(direct(problem.slopes[7], problem.slopes[6]), rel=1e-9)
-        assert averages == pytest.approx(direct(rounds[3], rounds[2], 2), rel=1e-9)
-
-
-@pytest.mark.slow
-def test_figures_are_unbiased() -> None:
-    problem, count = Slopes(4, 300, apart=0.4), 150
-    strategy = Probe(AllReduce(), every=2, keep=0.0)
-    seen = thinwire.run_threads(4, lambda comm: measured(comm, strategy, problem, 2 * count))[0]
-    found = torch.tensor([figures(each) for each in seen if each], dtype=DOUBLE)
-    errors = (found.mean(0) - torch.tensor(problem.truth, dtype=DOUBLE)) / (found.std(0) / count**0.5)
-    assert len(found) == count
-    assert float(errors.abs().max()) < 4
-    assert float((found.std(0) / count**0.5 / torch.tensor(problem.truth)).max()) < 0.2
 
 
 def test_metrics_are_exponential_moving_averages() -> None:
@@ -210,18 +157,6 @@ def test_a_measurement_costs_three_numbers() -> None:
         assert probed[1] - plain[1] == count
     card = explain(Probe(AllReduce(), every=4), parameters=1000, workers=4)
     assert card.sent_bytes_per_step == pytest.approx(2 * 3 / 4 * (4000 + 24 / 4))
-
-
-def test_clipping_after_the_exchange_does_not_change_the_figures() -> None:
-    problem = Slopes(3, 4)
-
-    def clip(worker: Worker, _: int) -> None:
-        nn.utils.clip_grad_norm_(worker.model.parameters(), 0.1)
-
-    (seen, _, _) = thinwire.run_threads(
-        3, lambda comm: measured(comm, Probe(AllReduce(), 4), problem, 4, before_step=clip)
-    )
-    assert figures(seen[3]) == pytest.approx(direct(problem.slopes[3], problem.slopes[2]), rel=1e-12)
 
 
 def test_nothing_is_measured_while_some_workers_have_no_data() -> None:
@@ -270,34 +205,6 @@ def test_a_learning_rate_of_zero_adds_nothing_to_the_figures() -> None:
     assert all(torch.tensor(figures(seen[3])).isfinite())
 
 
-@pytest.mark.parametrize("strategy", [Probe(AllReduce(), 4), Probe(LocalSGD(3), 2)], ids=str)
-@pytest.mark.parametrize("stop", [3, 5])
-def test_it_resumes_between_the_two_halves_of_a_measurement(strategy: Strategy, stop: int) -> None:
-    problem = Slopes(3, 12)
-
-    def body(comm: Comm) -> bool:
-        one = go_on(begin(comm, strategy, problem, sgd(0.05, 0.0)), problem, range(stop))
-        saved = one.state_dict(model=True, optimizer=True)
-        internals_of(one).metrics(clear=True)
-        go_on(one, problem, range(stop, 12))
-        two = begin(comm, strategy, problem, sgd(0.05, 0.0))
-        two.load_state_dict(saved)
-        go_on(two, problem, range(stop, 12))
-        return torch.equal(flat(one.model), flat(two.model)) and one.metrics() == two.metrics() != {}
-
-    assert thinwire.run_threads(3, body) == [True] * 3
-
-
-def test_single_precision_parameters_are_measured_as_well() -> None:
-    problem = Regression(3, 4, torch.float32)
-    double = Regression(3, 4, DOUBLE)
-    single_seen, double_seen = (
-        thinwire.run_threads(3, lambda comm, which=which: measured(comm, Probe(AllReduce(), 2), which, 4))[0][3]
-        for which in (problem, double)
-    )
-    assert figures(single_seen) == pytest.approx(figures(double_seen), rel=1e-4)
-
-
 # -- recommendations ---------------------------------------------------------------------------------------------------
 
 
@@ -305,6 +212,7 @@ def metrics(dissimilarity: float, noise: float, gradient: float) -> dict[str, fl
     return dict(zip(NAMES, (dissimilarity, noise, gradient), strict=True))
 
 
+@pytest.mark.every_case
 @pytest.mark.parametrize(
     ("seen", "method", "recipe", "words"),
     [
@@ -339,43 +247,7 @@ def test_what_is_recommended_follows_from_the_figures(
     assert parse(recipe) == strategy
 
 
-def test_recipes_that_average_parameters_are_understood() -> None:
-    assert parse(recommend(metrics(0.01, 1.0, 1.0), workers=4).recipe) == LocalSGD(10)
-
-
-def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> None:
-    """Where workers agree, local steps get further in as many rounds; where they differ, they miss the optimum."""
-    draw = torch.Generator().manual_seed(3)
-    curvature = torch.rand(4, 6, generator=draw, dtype=DOUBLE) + 0.05
-    for apart, method in ((0.0, "local"), (100.0, "minibatch")):
-        centre = 5 + apart * torch.randn(4, 6, generator=draw, dtype=DOUBLE)
-        optimum = (curvature * centre).sum(0) / curvature.sum(0)
-        start = optimum + 2
-
-        def ends(inner: float, lr: float, c: Tensor = centre, start: Tensor = start) -> Tensor:
-            x = start.expand(4, -1)
-            for _ in range(5):
-                begun, total = x, torch.zeros_like(start)
-                for _ in range(8):
-                    g = curvature * (x - c)
-                    total, x = total + g.mean(0), x - inner * lr * g
-                x = begun - lr * total
-            return x[0]
-
-        def gap(inner: float, target: Tensor = optimum) -> float:
-            tried = [(ends(inner, 0.02 * 2**i) - target).square().sum() for i in range(6)]
-            return float(torch.stack(tried).nan_to_num(torch.inf).min())
-
-        gradients = curvature * (start - centre)
-        mean = gradients.mean(0)
-        seen = metrics(float((gradients - mean).square().sum(1).mean()), 0.0, float(mean @ mean))
-        found = recommend(seen, workers=4, period=8)
-        assert found.method == method
-        assert gap(found.inner) < gap(1 - found.inner)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_recipes_that_cannot_be_measured_are_refused = refusals(
     [
         (lambda: Probe(every=1), "every=1: must be at least 2. A measurement takes two successive exchanges"),
         (lambda: Probe(keep=1.0), r"keep=1.0: must lie in \[0, 1\)"),
@@ -393,11 +265,8 @@ def test_the_method_that_is_recommended_is_the_better_one_on_quadratics() -> Non
         (lambda: recommend(metrics(1, 1, 1), workers=2, period=0), "1 step per round"),
         (lambda: recommend({}, workers=2), "gradient_dissimilarity=None: must be finite"),
         (lambda: recommend(metrics(1, float("nan"), 1), workers=2), "gradient_noise=nan: must be finite"),
-    ],
+    ]
 )
-def test_recipes_that_cannot_be_measured_are_refused(make: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
 @pytest.mark.parametrize("make", [adamw(), sgd(0.1, 0.9)])
@@ -418,9 +287,3 @@ def test_a_base_that_sends_nothing_in_the_backward_pass_is_refused_at_the_first_
             measured(comm, Probe(Late(), 2), Slopes(2, 4), 4)
 
     thinwire.run_threads(2, body)
-
-
-def test_averages_without_noise_give_the_exact_dissimilarity_of_slopes() -> None:
-    problem = Slopes(3, 8, noise=0.0)
-    (seen, _, _) = thinwire.run_threads(3, lambda comm: measured(comm, Probe(LocalSGD(2), 2), problem, 8))
-    assert figures(seen[7]) == pytest.approx([problem.truth[0], 0.0, problem.truth[2]], rel=1e-9, abs=1e-9)

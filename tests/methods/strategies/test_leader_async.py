@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together, train
+from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losses_of, together
+from tests.oracles.leader import starts_of
 from tests.pool import run_processes
 from tests.problems import Regression, flat
-from thinwire import Comm, CommTimeoutError, ConfigError, Local, run_threads
+from tests.rules import refusals
+from thinwire import Comm, CommTimeoutError, Local, run_threads
 from thinwire.asynchronous.async_leader import AsyncLeaderSGD
 from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.planning.plan.traffic import DryRun
@@ -22,10 +24,6 @@ from thinwire.worker.worker import internals_of
 DOUBLE = torch.float64
 STEPS = 24
 RATES = [0.1] * STEPS
-
-
-def starts_of(n: int, width: int = 34) -> Tensor:
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(0), dtype=DOUBLE) / 2
 
 
 def rounds_of(comm: Comm | None, steps: int, pauses: list[float], period: int) -> list[int]:
@@ -63,18 +61,6 @@ def test_a_round_has_its_budget_of_steps_and_at_most_one_more_of_each_other_work
     assert len(sizes_of(rounds)) >= 30 // (period + 1)
 
 
-def slow_processes() -> list[int]:
-    return rounds_of(None, 24, [0.001, 0.001, 0.008], 4)
-
-
-def test_on_processes_the_fast_ones_take_more_of_a_round() -> None:
-    rounds = run_processes(3, slow_processes)
-    for size in sizes_of(rounds):
-        assert 12 <= size <= 14
-    fast, slow = (next(place for place, number in enumerate(mine) if number) + 1 for mine in (rounds[0], rounds[2]))
-    assert slow < fast
-
-
 @pytest.mark.parametrize("n", [2, 4])
 def test_at_equal_speeds_it_is_leader_sgd(n: int) -> None:
     problem, starts = Regression(n, STEPS, DOUBLE), starts_of(n)
@@ -95,13 +81,6 @@ def test_without_a_pull_workers_train_by_themselves() -> None:
     problem, starts = Regression(3, STEPS, DOUBLE), starts_of(3)
     found = together(3, AsyncLeaderSGD(period=2, pull=0.0), problem, RATES, starts=starts)
     assert torch.equal(found, together(3, Local(), problem, RATES, starts=starts))
-
-
-def test_one_worker_alone_sends_nothing() -> None:
-    problem = Regression(1, STEPS, DOUBLE)
-    worker = train(None, AsyncLeaderSGD(period=2), problem, RATES)
-    assert worker.comm.meter.messages == 0
-    assert torch.equal(flat(worker.model), flat(train(None, Local(), problem, RATES).model))
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
@@ -144,10 +123,6 @@ def check_uneven(rows: list[tuple[int, list[list[float]]]]) -> None:
     assert all(shipped == rows[0][1] for _, shipped in rows)
 
 
-def test_between_two_barriers_workers_may_take_different_numbers_of_steps() -> None:
-    check_uneven(run_threads(3, lambda comm: at_their_own_pace(comm, UNEVEN), timeout=20))
-
-
 def uneven_processes() -> tuple[int, list[list[float]]]:
     return at_their_own_pace(None, UNEVEN)
 
@@ -171,34 +146,6 @@ def test_a_worker_that_never_reaches_the_barrier_is_waited_for_until_the_timeout
 
     words = run_threads(2, body, timeout=0.3)[0]
     assert "rank 0 waited 0.3 s for rank 1 to reach the barrier at step 1" in words
-
-
-@pytest.mark.parametrize("first", [3, 6])
-def test_a_run_resumed_in_the_middle_of_a_round_is_the_uninterrupted_one(first: int) -> None:
-    problem, starts = Regression(3, 12, torch.float32), starts_of(3).float()
-    strategy = AsyncLeaderSGD(period=4, pull=0.3)
-
-    def steps(worker: Any, begun: int, ended: int) -> None:
-        for step in range(begun, ended):
-            go_on(worker, problem, [0.1], step)
-            internals_of(worker).wait_pending()
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        worker = begin(comm, strategy, problem, starts, momentum=0.9)
-        steps(worker, 0, first)
-        saved = worker.state_dict(model=True, optimizer=True)
-        steps(worker, first, 12)
-        worker.detach()
-        again = begin(comm, strategy, problem, starts, momentum=0.9)
-        again.load_state_dict(saved)
-        if comm.rank == 0:
-            time.sleep(0.05)  # the others write to a rank that has not taken a step yet
-        steps(again, first, 12)
-        again.detach()
-        return flat(worker.model), flat(again.model)
-
-    for through, resumed in run_threads(3, body, timeout=20):
-        assert torch.equal(through, resumed)
 
 
 def test_rank_zero_may_still_be_reading_a_checkpoint_when_others_have_taken_a_step() -> None:
@@ -239,7 +186,6 @@ def test_a_round_sends_the_leader_once_and_a_step_two_messages() -> None:
         assert sum(run.step().sent for _ in range(16)) == 2 * (3 / 4 * 4 * 840 + 8) + 16 * messages
 
 
-@pytest.mark.parametrize(("words", "reason"), [({"period": 0}, "period=0"), ({"pull": 1.1}, r"pull=1.1: must lie in")])
-def test_recipes_that_cannot_work_are_refused(words: dict[str, Any], reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
-        AsyncLeaderSGD(**words)
+test_recipes_that_cannot_work_are_refused = refusals(
+    [({"period": 0}, "period=0"), ({"pull": 1.1}, r"pull=1.1: must lie in")], lambda words: AsyncLeaderSGD(**words)
+)

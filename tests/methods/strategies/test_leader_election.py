@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -16,14 +15,10 @@ from tests.methods.strategies.leader_runs import DoubleWell, begin, go_on, losse
 from tests.oracles.common import Descent
 from tests.oracles.leader import lsgd, starts_of
 from tests.problems import Regression, distance, flat, quadratic
+from tests.rules import for_each, refusals
 from thinwire import Comm, ConfigError, CountingComm, Local, Replica, run_threads
 from thinwire.core.replica.replica import as_number
-from thinwire.methods.strategies.leader.election import (
-    ScoreFunction,
-    best_rank,
-    elect,
-    encode_key,
-)
+from thinwire.methods.strategies.leader.election import ScoreFunction, best_rank, elect, encode_key
 from thinwire.methods.strategies.leader.leader import LeaderSGD
 from thinwire.methods.strategies.leader.leader_gradient import LeaderGradientDescent
 from thinwire.methods.strategies.leader.multi_leader import MultiLeaderSGD
@@ -41,8 +36,7 @@ def replica(comm: Comm, width: int = 3) -> Replica:
 # -- elections ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("scores", "leader"),
+@for_each(
     [
         ([3.0, 1.0, 2.0], 1),
         ([1.0, 1.0, 1.0], 0),
@@ -55,9 +49,10 @@ def replica(comm: Comm, width: int = 3) -> Replica:
         ([0.0, -0.0, 1.0], 0),
         ([1e-45, 0.0, -1e-45], 2),
         ([3e38, NAN, 3.4e38], 0),
-    ],
+    ]
 )
-def test_the_least_finite_score_wins_and_the_lowest_rank_among_equals(scores: list[float], leader: int | None) -> None:
+def test_the_least_finite_score_wins_and_the_lowest_rank_among_equals(case: tuple[list[float], int | None]) -> None:
+    scores, leader = case
     found = run_threads(3, lambda comm: elect(replica(comm), torch.tensor(scores[comm.rank])))
     assert found == [leader] * 3
 
@@ -176,16 +171,13 @@ def test_a_custom_score_function_decides() -> None:
     assert together(2, strategy, well, [0.0], starts=starts).tolist() == [[-1.0], [-1.0]]
 
 
-@pytest.mark.parametrize(
-    ("answer", "words"),
+test_a_score_function_without_one_number_is_refused_before_the_first_step = refusals(
     [
         (lambda r: r.x, r"has shape \(3,\), but must be one number. Take its mean"),
         (lambda r: torch.zeros((), device="meta"), "returned a tensor on meta. Compute it on cpu"),
     ],
+    lambda answer: begin(None, LeaderSGD(metric=ScoreFunction(answer)), quadratic(1, DOUBLE)),
 )
-def test_a_score_function_without_one_number_is_refused_before_the_first_step(answer: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        begin(None, LeaderSGD(metric=ScoreFunction(answer)), quadratic(1, DOUBLE))
 
 
 def test_the_arguments_of_record_batch_are_checked_and_reset_after_the_step() -> None:

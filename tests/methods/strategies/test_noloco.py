@@ -7,17 +7,10 @@ import pytest
 import torch
 
 import thinwire
-from tests.problems import quadratic, together, watched
+from tests.problems import quadratic, together
 from thinwire import Comm, ConfigError, DiLoCo, NoLoCo, OnePeerExponential, OuterOptimizer, RandomMatching, Replica
 
 DOUBLE = torch.float64
-
-
-def test_workers_under_noloco_that_start_apart_come_together() -> None:
-    starts = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=DOUBLE)
-    seen = watched(5, NoLoCo(period=1), quadratic(5, DOUBLE), [0.0] * 150, lambda r: r.x, starts=starts)
-    # What they have in common stays, and all of them end there.
-    assert torch.allclose(seen[-1], starts.mean(0).expand(5, -1), rtol=0, atol=1e-8)
 
 
 def test_the_mean_of_workers_under_noloco_moves_as_under_diloco_with_heavy_ball_momentum() -> None:

@@ -13,8 +13,8 @@ from torch import Tensor
 import thinwire
 from tests.engine import attach, batch, batches, flat, steps
 from tests.oracles.paced import unequal_rounds
-from tests.pool import run_processes
 from tests.problems import Regression
+from tests.rules import for_each
 from thinwire import (
     AllReduce,
     Comm,
@@ -76,12 +76,6 @@ def test_given_steps_and_weights_by_samples_are_the_oracle_on_threads(base: Stra
     rows = thinwire.run_threads(3, lambda comm: trained(comm, base), timeout=20)
     torch.testing.assert_close(torch.tensor(rows, dtype=torch.float64), expected(momentum), rtol=1e-10, atol=1e-12)
     assert rows[0] == rows[1] == rows[2]
-
-
-def test_given_steps_and_weights_by_samples_are_the_oracle_on_processes() -> None:
-    base, momentum = BASES[1]
-    rows = torch.tensor(run_processes(3, trained, None, base), dtype=torch.float64)
-    torch.testing.assert_close(rows, expected(momentum), rtol=1e-10, atol=1e-12)
 
 
 class Clock:
@@ -172,8 +166,7 @@ def test_parameters_in_16_bits_move_by_the_weighted_mean() -> None:
         assert moved.mean() == pytest.approx(should, rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "base",
+@for_each(
     [
         AllReduce(),
         LocalSGD(4, warmup_steps=2),
@@ -181,8 +174,7 @@ def test_parameters_in_16_bits_move_by_the_weighted_mean() -> None:
         LocalSGD(4, codec=ErrorFeedback(OneBit(8))),
         NodeAverage(LocalSGD(4), period=2),
         SlowMo(LocalSGD(3), period=6),
-    ],
-    ids=str,
+    ]
 )
 def test_a_base_without_plain_rounds_is_refused(base: Strategy) -> None:
     with pytest.raises(ConfigError, match="must have equal rounds of local steps"):

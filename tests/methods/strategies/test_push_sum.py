@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
@@ -13,9 +12,9 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.engine import Mixed, attach, batches, drawn, steps
+from tests.engine import attach, batches, steps
 from tests.grids import fast_where
-from tests.methods.strategies.async_runs import CachedIrregular, Lopsided, StepByStep
+from tests.methods.strategies.async_runs import Lopsided, StepByStep
 from tests.oracles import common as oracles
 from tests.oracles.common import Descent
 from tests.oracles.push_sum import overlap_push_sum, seldom_overlap_push_sum
@@ -27,25 +26,22 @@ from tests.problems import (
     distance,
     flat,
     quadratic,
+    scattered,
     together,
     train,
-    watched,
 )
+from tests.rules import for_each, refusals
 from thinwire import (
-    AllReduce,
     Comm,
     CommTimeoutError,
     Complete,
-    ConfigError,
     Hypercube,
     OnePeerExponential,
     Periodic,
     PushSum,
     Replica,
     Ring,
-    SlowMo,
     Topology,
-    Worker,
     parse,
 )
 from thinwire.methods.reduce.compressed_all_reduce import mix_
@@ -61,11 +57,6 @@ SETTINGS = {
     "nesterov": {"momentum": 0.8, "nesterov": True},
     "decay": {"weight_decay": 0.1},
 }
-
-
-def scattered(n: int, width: int = 3, dtype: torch.dtype = DOUBLE) -> Tensor:
-    """Different parameters for each of n workers."""
-    return torch.randn(n, width, generator=torch.Generator().manual_seed(n), dtype=DOUBLE).to(dtype)
 
 
 def weight_of(r: Replica) -> Tensor:
@@ -118,36 +109,6 @@ def test_sending_at_every_tau_th_step_equals_algorithm_2(tau: int, graph: str) -
     assert distance(together(n, strategy, problem, rates, momentum=0.9), wanted) < 1e-12
 
 
-def test_dense_first_is_a_switch_from_the_complete_graph_to_one_peer() -> None:
-    n, dense, problem, rates = 4, 6, Regression(4, 14, DOUBLE), [0.02] * 14
-
-    def body(comm: Comm) -> Tensor:
-        def after(worker: Worker) -> None:
-            if worker.step == dense:
-                worker.switch("PushSum()")
-
-        return flat(train(comm, PushSum(Complete()), problem, rates, after_step=after).model)
-
-    sparse = oracles.one_peer(n, DOUBLE)
-    wanted = expected(
-        problem,
-        n,
-        rates,
-        {},
-        mixing=lambda k: torch.full((n, n), 1 / n, dtype=DOUBLE) if k < dense else sparse(k),
-        staleness=0,
-    )
-    assert distance(torch.stack(thinwire.run_threads(n, body)), wanted) < 1e-12
-
-
-def test_overlap_equals_its_oracle_in_single_precision() -> None:
-    problem = Regression(4, 14, SINGLE)
-    for graph, make in MIXINGS.items():
-        real = together(4, PushSum(GRAPHS[graph], 2), problem, [0.02] * 14, momentum=0.9)
-        wanted = expected(problem, 4, [0.02] * 14, {"momentum": 0.9}, mixing=make(4, SINGLE), staleness=2)
-        assert distance(real, wanted) < 1e-5
-
-
 @pytest.mark.parametrize("staleness", [0, 2])
 def test_the_ablation_is_the_paper_s_method_without_its_weights(staleness: int) -> None:
     problem = Regression(3, 12, DOUBLE)
@@ -163,42 +124,10 @@ def test_by_default_push_sum_waits_and_is_not_biased() -> None:
     assert "ablation" in PushSum(biased=True).limits and "ablation" not in PushSum().limits
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=list(SETTINGS))
-def test_on_the_complete_graph_push_sum_is_all_reduce_whatever_the_momentum(settings: dict[str, float]) -> None:
-    problem = Regression(5, 12, DOUBLE)
-    seen = watched(5, PushSum(Complete()), problem, [0.1] * 12, **settings)
-    assert distance(seen, watched(5, AllReduce(), problem, [0.1] * 12, **settings)) < 1e-14
-
-
-def test_overlap_under_slow_momentum_averages_messages_in_flight_too() -> None:
-    problem, rates = Regression(3, 12, DOUBLE), [0.1] * 12
-    slow = SlowMo(PushSum(Irregular(), 2), period=4, momentum=0.0)
-    wanted = expected(problem, 3, rates, {}, mixing=oracles.irregular(3, DOUBLE), staleness=2, averaged=range(4, 13, 4))
-    assert distance(together(3, slow, problem, rates), wanted) < 1e-12
-
-
 # -- what is conserved -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("n", "staleness", "steps"), [pytest.param(3, 2, 10_000, marks=pytest.mark.slow), (5, 1, 400), (4, 7, 400)]
-)
-@pytest.mark.slow
-def test_weights_add_up_for_thousands_of_steps_of_random_delays(n: int, staleness: int, steps: int) -> None:
-    strategy = PushSum(CachedIrregular(), staleness)
-    run = StepByStep(strategy, torch.ones(n, 2, dtype=SINGLE))
-    for k in range(steps // 4, steps + 1, steps // 4):
-        run.run(k, seed=k)
-        total, weights = in_flight(run.replicas, strategy)
-        held = torch.stack([weight_of(r) for r in run.replicas])
-        assert abs(float(held.sum() + weights) / n - 1) < 1e-12
-        total += sum(numerator(r.state["mass"]).double() for r in run.replicas)
-        assert torch.allclose(total / n, torch.ones(2, dtype=DOUBLE), rtol=0, atol=2e-5)
-    assert (held != 1).all()
-    assert all(torch.allclose(r.x, torch.ones(2), rtol=0, atol=2e-5) for r in run.replicas)
-
-
-@pytest.mark.parametrize("n", [3, 5, 6])
+@for_each([3, 5, 6])
 def test_shares_are_exact_and_add_up_to_one_at_every_sender(n: int) -> None:
     for topology in (Ring(), Complete(), OnePeerExponential(), Irregular(), Lopsided()):
         for dtype in (torch.bfloat16, SINGLE, DOUBLE):
@@ -244,23 +173,6 @@ def step_all(run: StepByStep, moves: Tensor) -> None:
     thinwire.run_threads(len(moves), lambda comm: run.step(comm.rank, moves[comm.rank]))
 
 
-def test_on_a_regular_graph_a_stale_weight_is_one_minus_the_weight_in_flight() -> None:
-    seen = watched(5, PushSum(staleness=1), quadratic(5, DOUBLE), [0.1] * 40, weight_of)
-    assert (seen[0] == 0.5).all()
-    assert torch.allclose(seen[1:] + seen[:-1] / 2, torch.ones_like(seen[1:]), rtol=0, atol=1e-15)
-    assert torch.allclose(seen[-1], torch.full_like(seen[-1], 2 / 3), rtol=0, atol=1e-11)
-
-
-@pytest.mark.parametrize("staleness", [1, 3])
-@pytest.mark.parametrize("n", [3, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_workers_that_do_not_learn_agree_on_the_mean_at_any_staleness(staleness: int, n: int) -> None:
-    starts = scattered(n)
-    for topology in (OnePeerExponential(), CachedIrregular()):
-        seen = StepByStep(PushSum(topology, staleness), starts).run(250)
-        assert torch.allclose(seen, starts.mean(0).expand(n, -1), rtol=0, atol=1e-13)
-
-
 def test_a_weight_travels_in_eight_bytes_behind_numerators_of_any_precision() -> None:
     for dtype, exact, tail in ((torch.bfloat16, SINGLE, 2), (SINGLE, SINGLE, 2), (DOUBLE, DOUBLE, 1)):
         mass = mass_of(torch.arange(1, 4).to(dtype))
@@ -295,32 +207,6 @@ def test_half_precision_is_mixed_in_single() -> None:
 
 
 # -- which worker waits ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("staleness", [1, 2, 4])
-@pytest.mark.slow
-def test_results_do_not_depend_on_the_order_of_arrival(staleness: int) -> None:
-    def end(seed: int) -> Tensor:
-        run = StepByStep(PushSum(Irregular(), staleness), scattered(5, dtype=SINGLE))
-        return run.run(40, lambda rank, z: 0.01 * rank - 0.03 * z, seed=seed)
-
-    first = end(0)
-    assert all(torch.equal(end(seed), first) for seed in range(1, 4))
-
-
-def test_results_do_not_depend_on_the_workers_speeds() -> None:
-    problem = Regression(4, 10, SINGLE)
-    naps = torch.rand(4, 10, generator=torch.Generator().manual_seed(3)) / 200
-
-    def body(comm: Comm) -> Tensor:
-        def nap(worker: thinwire.Worker) -> None:
-            time.sleep(float(naps[comm.rank, worker.step - 1]))
-
-        return flat(train(comm, strategy, problem, [0.1] * 10, momentum=0.9, after_step=nap).model)
-
-    strategy = PushSum(staleness=2)
-    hurried = together(4, strategy, problem, [0.1] * 10, momentum=0.9)
-    assert torch.equal(torch.stack(thinwire.run_threads(4, body)), hurried)
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -399,40 +285,21 @@ def test_the_ablation_s_consensus_is_the_mean_of_what_workers_train_at() -> None
     assert torch.allclose(agreed, own.mean(0).expand(3, -1), rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        PushSum(staleness=1),
-        PushSum(Irregular(), 3),
-        PushSum(staleness=2, biased=True),
-        SlowMo(PushSum(Irregular(), 2), period=4),
-    ],
-    ids=str,
-)
-@pytest.mark.slow
-def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: PushSum | SlowMo) -> None:
+@pytest.mark.parametrize("strategy", [PushSum(Irregular(), 3), PushSum(staleness=2, biased=True)], ids=str)
+def test_a_run_that_was_saved_with_messages_in_flight_goes_on_bitwise(strategy: PushSum) -> None:
     def body(comm: Comm) -> tuple[Tensor, Tensor, int]:
         whole = steps(attach(comm, strategy), batches(comm.rank, 6))
         state, kept = whole.state_dict(model=True, optimizer=True), len(whole.replicas[0].inflight)
-        steps(whole, batches(comm.rank, 7, 6))
-        whole.detach()
-        again = attach(comm, strategy, init="own")
+        again = attach(comm, strategy)
         again.load_state_dict(state)
-        steps(again, batches(comm.rank, 7, 6))
-        again.detach()
+        for worker in (whole, again):
+            steps(worker, batches(comm.rank, 7, 6))
+            worker.detach()
         return flat(whole.model), flat(again.model), kept
 
-    plain = thinwire.run_threads(4, lambda comm: flat(finished(comm, strategy).model))
-    for (uninterrupted, resumed, kept), never_saved in zip(thinwire.run_threads(4, body), plain, strict=True):
-        assert torch.equal(uninterrupted, never_saved)
-        assert torch.equal(resumed, never_saved)
-        assert kept == (strategy.staleness if isinstance(strategy, PushSum) else 2)
-
-
-def finished(comm: Comm, strategy: PushSum | SlowMo) -> thinwire.Worker:
-    worker = steps(attach(comm, strategy), batches(comm.rank, 13))
-    worker.detach()
-    return worker
+    for whole, resumed, kept in thinwire.run_threads(4, body):
+        assert torch.equal(resumed, whole)
+        assert kept == strategy.staleness
 
 
 def test_workers_whose_data_end_early_go_on_taking_part() -> None:
@@ -460,74 +327,7 @@ def shares_at(name: str, rank: int) -> tuple[float, ...]:
     return exact_weights(Irregular(), rank, 3, int(name.rpartition(" ")[2]), SINGLE).weights
 
 
-@pytest.mark.slow
-def test_a_hundred_and_twenty_eight_workers_agree_after_seven_steps() -> None:
-    starts = scattered(128, 2)
-    ends = together(128, PushSum(), Quadratic(torch.ones(128, dtype=DOUBLE), starts), [0.0] * 7, starts=starts)
-    assert torch.allclose(ends, starts.mean(0).expand(128, -1), rtol=0, atol=1e-14)
-
-
-def test_models_of_two_precisions_overlap_too() -> None:
-    def body(comm: Comm) -> Tensor:
-        worker = attach(comm, PushSum(Irregular(), 1), model=drawn(Mixed()))
-        steps(worker, batches(comm.rank, 8))
-        worker.detach()
-        assert [r.state["mass"].dtype for r in worker.replicas] == [SINGLE, DOUBLE]
-        with torch.no_grad(), worker.consensus() as model:
-            return torch.cat([p.double().reshape(-1) for p in model.parameters()])
-
-    first, *others = thinwire.run_threads(3, body)
-    assert all(torch.equal(first, other) for other in others)
-
-
-# -- where the bias goes -----------------------------------------------------------------------------------------------
-
-
-def spread(z: Tensor) -> float:
-    return float((z - z.mean(0)).abs().max())
-
-
-def settled(strategy: PushSum, rate: float) -> Tensor:
-    """The fixed point of four workers with a centre each."""
-    centres = scattered(4)
-    return StepByStep(strategy, torch.zeros(4, 3, dtype=DOUBLE)).run(
-        int(25 / rate), lambda rank, z: rate * (centres[rank] - z)
-    )
-
-
-@pytest.mark.parametrize("staleness", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.slow
-def test_workers_on_an_irregular_graph_agree_as_the_rate_falls_and_only_with_their_weights(staleness: int) -> None:
-    slow, slower = (settled(PushSum(Lopsided(), staleness), rate) for rate in (0.2, 0.04))
-    for z in (slow, slower):
-        assert torch.allclose(z.mean(0), scattered(4).mean(0), rtol=0, atol=1e-6)
-    assert 0.15 < spread(slower) / spread(slow) < 0.3
-    biased = [spread(settled(PushSum(Lopsided(), staleness, biased=True), rate)) for rate in (0.2, 0.04)]
-    assert biased[1] > 0.8 * biased[0]
-    assert biased[1] > 5 * spread(slower)
-
-
-@pytest.mark.parametrize("staleness", [1, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.slow
-def test_the_fixed_point_does_not_depend_on_staleness(staleness: int) -> None:
-    waiting = together(4, PushSum(Ring()), Quadratic(torch.ones(4, dtype=DOUBLE), scattered(4)), [0.1] * 250)
-    assert torch.allclose(settled(PushSum(Ring(), staleness), 0.1).mean(0), waiting.mean(0), rtol=0, atol=1e-8)
-
-
 # -- bytes and bad input -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("staleness", [1, 4])
-def test_a_stale_message_is_the_vector_and_eight_bytes(staleness: int) -> None:
-    def body(comm: Comm) -> float:
-        worker = attach(comm, PushSum(Ring(), staleness))
-        before = comm.meter.payload_bytes
-        steps(worker, batches(comm.rank, 6))
-        worker.detach()
-        return (comm.meter.payload_bytes - before) / 6
-
-    elements = 32
-    assert thinwire.run_threads(5, body) == [2 * (4 * elements + 8)] * 5
 
 
 @pytest.mark.parametrize(
@@ -569,8 +369,7 @@ class Pairs(Topology):
         return Peers((rank ^ 1,), (rank ^ 1,), 0.5, (0.5,))
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_recipes_that_cannot_work_are_refused_with_the_reason = refusals(
     [
         (lambda: PushSum(staleness=-1), r"staleness=-1: must be at least 0"),
         (lambda: PushSum(staleness=0.5), r"staleness must be a whole number"),  # pyright: ignore[reportArgumentType]
@@ -578,11 +377,8 @@ class Pairs(Topology):
         (lambda: PushSum(Hollow(), 1).check(4), r"Hollow\(\).*keeps and sends 0.8 of its vector"),
         (lambda: PushSum(Pairs(), 1).check(4), r"Pairs\(\).*no message travels from rank 0 to rank 2"),
         (lambda: PushSum(Hypercube(), 1).check(3), r"Hypercube\(\) with 3 workers: needs a power of two"),
-    ],
+    ]
 )
-def test_recipes_that_cannot_work_are_refused_with_the_reason(make: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
 def test_a_doubly_stochastic_graph_is_mixed_without_weights_and_without_drift() -> None:

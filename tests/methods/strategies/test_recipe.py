@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import thinwire
+from tests.rules import for_each, refusals
 from thinwire import (
     AllReduce,
     Bf16,
@@ -94,7 +95,7 @@ def test_errors_show_a_recipe_as_it_was_typed() -> None:
     assert strategy == parse(canonical(strategy)) == pickle.loads(pickle.dumps(strategy))
 
 
-@pytest.mark.parametrize("text", ["slow-mo", "slowmo", "Slow_Mo", "SLOWMO()", " slow-mo( Period = 12 )"])
+@for_each(["slow-mo", "slowmo", "Slow_Mo", "SLOWMO()", " slow-mo( Period = 12 )"])
 def test_case_hyphens_and_underscores_in_names_do_not_matter(text: str) -> None:
     assert parse(text) == SlowMo()
 
@@ -104,7 +105,7 @@ def test_no_two_names_differ_in_case_hyphens_and_underscores_alone() -> None:
     assert len(set(plain)) == len(plain) > 50
 
 
-@pytest.mark.parametrize("text", ["a.b:C and more", "{'a-b:c': True}", "it's 1e-3 slow-mo", r"\\x:y"])
+@for_each(["a.b:C and more", "{'a-b:c': True}", "it's 1e-3 slow-mo", r"\\x:y"])
 def test_what_looks_like_a_name_within_a_string_is_read_as_it_is(text: str) -> None:
     outer = read(f"Quote(words={text!r}, more=('x-y',))", Quote, what="quote", example="Quote()")
     assert (outer.words, outer.more) == (text, ("x-y",))
@@ -188,17 +189,14 @@ def test_any_text_is_a_recipe_or_refused(text: str) -> None:
         assert str(error)
 
 
-@pytest.mark.parametrize(
-    "text", ["(" * 5000, "-" * 50000 + "1", "SlowMo(" * 90 + ")" * 90, "LocalSGD(" + "9" * 10000 + ")"]
-)
+@for_each(["(" * 5000, "-" * 50000 + "1", "SlowMo(" * 90 + ")" * 90, "LocalSGD(" + "9" * 10000 + ")"])
 def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(text)
     assert len(str(caught.value)) < 400
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
+test_errors_name_the_fault_and_the_fix = refusals(
     [
         ("", "Write it like SlowMo"),
         ("SlowMo(", r"never closed\. Write it like SlowMo\(period=12\)"),
@@ -228,10 +226,8 @@ def test_endless_texts_are_refused_and_not_repeated_in_full(text: str) -> None:
         ("PushSum(topology=Bf16())", "topology must be a Topology"),
         ("AllReduce(codec=Ring())", "codec must be a Codec or None"),
     ],
+    lambda text: parse(text),
 )
-def test_errors_name_the_fault_and_the_fix(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        parse(text)
 
 
 class _Cycle:

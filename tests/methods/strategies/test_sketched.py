@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import thinwire
 from tests import engine
-from tests.oracles.sketched import Sketched, fetch_sgd
-from tests.pool import run_processes
+from tests.oracles.sketched import Sketched
 from tests.pretend_gpu import GPU, pretend_gpu
-from tests.problems import Quadratic, Regression, distance, flat, quadratic, together, train, watched
+from tests.problems import Quadratic, Regression, distance, flat, together, train, watched
+from tests.rules import refusals
 from thinwire import Comm, ConfigError, NonFiniteError, Replica, Strategy, Worker
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.kernels import sketch_
@@ -93,33 +93,6 @@ def test_every_form_equals_its_oracle_on_threads(strategy: SketchedSGD, small: l
 
 def unsent_and_momentum(r: Replica) -> Tensor:
     return torch.cat([r.state["unsent"], r.state["momentum"]])
-
-
-def on_a_process(strategy: Strategy, size: int) -> list[float]:
-    return flat(train(None, strategy, Regression(size, 12, torch.float32), RATES).model).tolist()
-
-
-@pytest.mark.parametrize("strategy", [SKETCH(dense_below=5), CASES[-1][0], FetchSGD(0.2, 2)], ids=str)
-@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
-def test_four_processes_do_what_the_oracle_does(strategy: SketchedSGD | FetchSGD) -> None:
-    problem = Regression(4, 12, torch.float32)
-    start = problem.start.expand(4, -1)
-    if isinstance(strategy, FetchSGD):
-        fixed = matrix(34, 5, 2 * 7, draw_key(0, 0))
-        wanted = fetch_sgd(problem.gradient, start, RATES, k=7, momentum=0.9, matrix=fixed)[0]
-    else:
-        second = oracle(strategy, 34, 4, small=SMALL, gathers=strategy.recovery == "gather")
-        wanted = second.run(problem.gradient, start, RATES)
-    ended = run_processes(4, on_a_process, strategy, 4)
-    assert all(x == ended[0] for x in ended)
-    assert distance(torch.tensor(ended[0]), wanted[-1]) < 2e-5
-
-
-# Those above are compared with their oracle too.
-@pytest.mark.parametrize("strategy", [FetchSGD(0.2), FetchSGD(0.2, conserving=True)], ids=str)
-def test_all_workers_hold_the_same_bits_after_every_step(strategy: Strategy) -> None:
-    seen = watched(3, strategy, Regression(3, 8, torch.float32), RATES[:8])
-    assert torch.equal(seen, seen[:, :1].expand_as(seen))
 
 
 # -- updates and residuals ---------------------------------------------------------------------------------------------
@@ -199,21 +172,6 @@ def test_chosen_positions_whose_sum_is_zero_are_cleared_too() -> None:
     assert torch.equal(seen, torch.zeros_like(seen))
 
 
-def test_updating_everything_at_every_step_is_plain_sgd_whatever_the_momentum() -> None:
-    problem = Regression(3, 12, DOUBLE)
-    for recovery in ("sketch", "gather"):
-        strategy = SketchedSGD(1.0, 1, momentum=0.9, dense_below=0, recovery=recovery)
-        plain = together(3, thinwire.AllReduce(), problem, RATES)
-        assert distance(together(3, strategy, problem, RATES), plain) < 1e-12
-
-
-def test_without_masking_updating_everything_is_heavy_ball() -> None:
-    problem = Regression(3, 12, DOUBLE)
-    strategy = SketchedSGD(1.0, 1, momentum=0.9, masking=False, dense_below=0)
-    wanted = together(3, thinwire.AllReduce(), problem, [0.05] * 12, momentum=0.9)
-    assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
-
-
 @pytest.mark.parametrize("recovery", ["sketch", "gather", "auto"])
 def test_small_tensors_keep_the_momentum_of_plain_sgd(recovery: str) -> None:
     problem = Regression(3, 12, DOUBLE)
@@ -223,27 +181,6 @@ def test_small_tensors_keep_the_momentum_of_plain_sgd(recovery: str) -> None:
     assert distance(together(3, strategy, problem, [0.05] * 12), wanted) < 1e-12
 
 
-def test_second_rounds_over_all_candidates_find_the_true_largest() -> None:
-    n = 50
-    strategy = SketchedSGD(0.1, 2, second_round=10, momentum=0.0, dense_below=0, recovery="sketch")
-    problem = quadratic(2, torch.float32, width=n)
-    second = Sketched(5, 50, 0.0, lambda t: torch.eye(n)[None])
-    wanted = second.run(problem.gradient, problem.start.expand(2, -1), [0.1] * 10)
-    assert distance(watched(2, strategy, problem, [0.1] * 10)[:, 0], wanted) < 1e-5
-
-
-@pytest.mark.parametrize("size", [1, 2])
-def test_two_steps_on_few_parameters_are_those_computed_by_hand(size: int) -> None:
-    # F = (x - 1)^2 / 2 at 1 + 1: each step the gradient is the error; momentum is forgotten as all of it moves.
-    problem = Quadratic(torch.ones(size), torch.zeros(size, 2))
-    strategy = SketchedSGD(1.0, 4, momentum=0.9, dense_below=0, recovery="sketch")
-    seen = watched(size, strategy, problem, [0.005, 0.005])[:, 0]
-    assert torch.allclose(seen[:, 0], torch.tensor([0.995, 0.995**2]), rtol=0, atol=1e-7)
-    heavy = SketchedSGD(1.0, 4, momentum=0.9, masking=False, dense_below=0, recovery="sketch")
-    seen = watched(size, heavy, problem, [0.005, 0.005])[:, 0]
-    assert torch.allclose(seen[:, 0], torch.tensor([0.995, 0.995 - 0.005 * 0.995 - 0.9 * 0.005]), rtol=0, atol=1e-7)
-
-
 def test_a_parameter_without_learning_rate_stays_and_so_does_its_residual() -> None:
     problem = Regression(2, 6, torch.float32)
     for strategy in (SKETCH(fraction=1.0), SKETCH(fraction=1.0, lr_in_residual=False), FetchSGD(1.0, conserving=True)):
@@ -251,13 +188,6 @@ def test_a_parameter_without_learning_rate_stays_and_so_does_its_residual() -> N
         assert torch.equal(seen[-1, 0, 20:24], problem.start[20:24])
         assert not torch.equal(seen[-1, 0, :20], problem.start[:20])
         assert seen.isfinite().all()
-
-
-def test_rates_of_groups_are_kept_apart() -> None:
-    problem = Regression(2, 12, DOUBLE)
-    strategy = SketchedSGD(1.0, 1, momentum=0.0, dense_below=0)
-    found = together(2, strategy, problem, RATES, factors=[1.0, 0.5])
-    assert distance(found, together(2, thinwire.AllReduce(), problem, RATES, factors=[1.0, 0.5])) < 1e-12
 
 
 def test_half_precision_keeps_residuals_in_single() -> None:
@@ -304,25 +234,6 @@ def test_a_gradient_that_is_not_finite_on_one_rank_makes_all_skip_the_step(strat
         assert stays
         assert x.isfinite().all()
         assert skipped == 1.0
-
-
-@pytest.mark.parametrize(
-    "strategy", [SKETCH(), SKETCH(recovery="gather"), FetchSGD(0.2), FetchSGD(0.2, conserving=True)]
-)
-def test_a_run_resumed_midway_is_bitwise_the_uninterrupted_one(strategy: Strategy) -> None:
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        whole = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 8))
-        first = engine.steps(engine.attach(comm, strategy, optimizer=plain), engine.batches(comm.rank, 5))
-        saved = first.state_dict(model=True, optimizer=True)
-        second: Worker = engine.attach(comm, strategy, optimizer=plain)
-        second.load_state_dict(saved)
-        engine.steps(second, engine.batches(comm.rank, 3, first=5))
-        for each in (whole, first, second):
-            each.detach()
-        return flat(whole.model), flat(second.model)
-
-    for whole, resumed in thinwire.run_threads(3, body):
-        assert torch.equal(whole, resumed)
 
 
 def test_another_number_of_workers_has_the_same_residual_in_total() -> None:
@@ -414,27 +325,7 @@ def test_a_sketch_is_chosen_where_there_are_more_workers_than_rows_times_columns
         assert step.sent == pytest.approx(expected)
 
 
-def test_the_cost_of_a_sketch_hardly_grows_with_the_number_of_workers() -> None:
-    def nbytes(size: int, recovery: Any) -> float:
-        how = SketchedSGD(recovery=recovery)
-        return DryRun(how, [1_000_000], workers=size, rank=0, dtype=torch.float32, bucket_bytes=1).step().sent
-
-    assert nbytes(256, "sketch") < 1.01 * nbytes(128, "sketch") < 1.03 * nbytes(64, "sketch")
-    assert nbytes(256, "gather") > 4 * nbytes(64, "gather")
-
-
 # -- FetchSGD ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("size", [1, 3])
-def test_fetch_sgd_equals_its_oracle(size: int) -> None:
-    problem = Regression(size, 12, torch.float32)
-    fixed = matrix(34, 5, 2 * 7, draw_key(0, 0))
-    wanted, error = fetch_sgd(problem.gradient, problem.start.expand(size, -1), RATES, k=7, momentum=0.9, matrix=fixed)
-    seen = watched(size, FetchSGD(0.2, 2), problem, RATES)
-    assert distance(seen, wanted[:, None].expand_as(seen)) < 2e-5
-    tables = watched(size, FetchSGD(0.2, 2), problem, RATES, lambda r: r.state["error_sketch"])
-    assert torch.allclose(tables[-1, 0], error, rtol=0, atol=2e-6)
 
 
 def test_a_conserving_table_stays_the_sketch_of_the_residuals() -> None:
@@ -465,8 +356,7 @@ def test_conserving_fetch_sgd_loses_nothing_where_the_published_one_does() -> No
 # -- what cannot work --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_what_cannot_work_is_refused_with_the_value_and_the_rule = refusals(
     [
         (lambda: SketchedSGD(0.0), r"fraction=0.0: must lie in \(0, 1\]"),
         (lambda: SketchedSGD(columns=0), "columns=0: must be at least 1"),
@@ -478,11 +368,8 @@ def test_conserving_fetch_sgd_loses_nothing_where_the_published_one_does() -> No
         (lambda: FetchSGD(rows=2), "must be odd"),
         (lambda: FetchSGD(momentum=-0.1), r"must lie in \[0, 1\)"),
         (lambda: FetchSGD(second_round=0), "second_round=0"),
-    ],
+    ]
 )
-def test_what_cannot_work_is_refused_with_the_value_and_the_rule(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
 @pytest.mark.parametrize("strategy", [SketchedSGD(), FetchSGD()], ids=lambda s: type(s).__name__)

@@ -8,6 +8,7 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from tests.problems import normal
 from thinwire.core.kernels import heavy, sketch_, unsketch
 from thinwire.methods.strategies.gradients.sketches import Split, Table
 
@@ -18,12 +19,8 @@ def table_of(x: Tensor, rows: int, columns: int, key: int) -> Tensor:
     return table
 
 
-def drawn(n: int, seed: int) -> Tensor:
-    return torch.randn(n, generator=torch.Generator().manual_seed(seed))
-
-
 def test_tables_of_whole_numbers_add_up_exactly() -> None:
-    x, y = ((10 * drawn(1000, seed)).round() for seed in (3, 4))
+    x, y = ((10 * normal(1000, seed)).round() for seed in (3, 4))
     added = table_of(x, 5, 64, 7) + table_of(y, 5, 64, 7)
     assert torch.equal(added, table_of(x + y, 5, 64, 7))
     assert torch.equal(-3 * table_of(x, 5, 64, 7), table_of(-3 * x, 5, 64, 7))
@@ -32,7 +29,7 @@ def test_tables_of_whole_numbers_add_up_exactly() -> None:
 def test_an_estimate_is_seldom_off_by_more_than_two_standard_errors() -> None:
     far = total = 0
     for key in range(20):
-        x = drawn(4000, key)
+        x = normal(4000, key)
         off = (unsketch(table_of(x, 5, 256, key), None, 4000, key=key) - x).abs()
         far += int((off > 2 * x.norm() / sqrt(256)).sum())
         total += 4000
@@ -40,7 +37,7 @@ def test_an_estimate_is_seldom_off_by_more_than_two_standard_errors() -> None:
 
 
 def test_one_row_is_off_by_nothing_on_average_and_by_no_more_than_its_variance() -> None:
-    x = drawn(600, 1)
+    x = normal(600, 1)
     off = torch.stack([unsketch(table_of(x, 1, 32, key), None, 600, key=key) - x for key in range(400)])
     deviation = float(x.norm()) / sqrt(32)
     assert off.mean(0).abs().max() < 5 * deviation / sqrt(400)
@@ -49,7 +46,7 @@ def test_one_row_is_off_by_nothing_on_average_and_by_no_more_than_its_variance()
 
 def test_the_norm_can_be_estimated_from_a_table() -> None:
     for key in range(5):
-        x = drawn(5000, key)
+        x = normal(5000, key)
         estimate = float(table_of(x, 5, 512, key).square().sum(1).median())
         assert abs(estimate / float(x.square().sum()) - 1) < 3 * sqrt(2 / 512)
 
@@ -67,7 +64,7 @@ def test_two_elements_share_a_cell_no_more_often_than_at_random() -> None:
 
 
 def test_a_table_as_wide_as_the_vector_holds_it_whole() -> None:
-    x = drawn(100, 2)
+    x = normal(100, 2)
     assert torch.equal(unsketch(table_of(x, 3, 100, 9), None, 100, key=9), x)
 
 
@@ -75,7 +72,7 @@ def test_four_candidates_for_each_hold_nearly_all_of_the_largest() -> None:
     n, k, found = 20_000, 50, 0
     for key in range(5):
         ranks = torch.randperm(n, generator=torch.Generator().manual_seed(key)) + 1
-        x = drawn(n, key).sign() * ranks.double().pow(-1.0).float()
+        x = normal(n, key).sign() * ranks.double().pow(-1.0).float()
         true = set(x.abs().topk(k).indices.tolist())
         found += len(true & set(heavy(table_of(x, 5, 32 * k, key), n, 4 * k, key=key).tolist()))
     assert found >= 0.98 * 5 * k
@@ -94,9 +91,9 @@ def test_the_cells_of_elements_are_those_that_any_of_them_alone_would_fill() -> 
 
 def test_a_few_values_are_subtracted_bit_by_bit_as_the_sketch_of_the_whole_vector() -> None:
     where = torch.arange(3, 300, 7)
-    values, whole = drawn(len(where), 1), torch.zeros(300)
+    values, whole = normal(len(where), 1), torch.zeros(300)
     whole[where] = values
-    before = table_of(drawn(300, 2), 5, 8, 1)
+    before = table_of(normal(300, 2), 5, 8, 1)
     table = Table(before.clone(), 300, 1)
     table.subtract_(where, values)
     assert table.cells.equal(before - table_of(whole, 5, 8, 1))

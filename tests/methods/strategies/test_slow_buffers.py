@@ -15,12 +15,12 @@ from torch.optim import Optimizer
 import thinwire
 from tests import engine
 from tests.grids import fast_where
-from tests.methods.strategies.local_runs import Make, adamw, ended, run, sent, sgd
+from tests.methods.strategies.local_runs import Make, adamw, ended, sent, sgd
 from tests.oracles import common as oracles
 from tests.oracles import local as oracles_local
-from tests.pool import run_processes
-from tests.problems import Regression, distance, flat
-from thinwire import AllReduce, Comm, ConfigError, Local, LocalSGD, PushSum, SlowMo
+from tests.problems import Regression, distance
+from tests.rules import for_each
+from thinwire import Comm, ConfigError, Local, LocalSGD, PushSum, SlowMo
 from thinwire.core.replica.flat import lay_out
 from thinwire.core.replica.moments import Moments, fresh_optimizer, moment_names
 from thinwire.methods.optimizers.lamb import Lamb
@@ -54,35 +54,6 @@ def test_each_treatment_of_the_optimizer_s_state_equals_its_oracle(worker: str, 
     assert distance(real, expected(3, worker, buffers=buffers, mixing=mixing)) < 1e-12
 
 
-def slow_runs(dtype: torch.dtype) -> list[list[float]]:
-    """Where this process ends, for each worker and treatment."""
-    comm = thinwire.GroupComm()
-    problem = Regression(comm.size, STEPS, dtype)
-    return [
-        flat(run(comm, SlowMo(buffers=buffers, exact=exact, **SLOW), problem, STEPS, make).model).tolist()
-        for make, _ in WORKERS.values()
-        for buffers, exact in CHOICES
-    ]
-
-
-CHOICES: list[tuple[Any, bool]] = [("maintain", True), ("reset", True), ("average", True), ("reset", False)]
-
-
-def test_each_treatment_equals_its_oracle_on_processes() -> None:
-    rows = torch.tensor(run_processes(3, slow_runs, DOUBLE), dtype=DOUBLE)
-    wanted = [expected(3, worker, buffers=buffers, exact=exact) for worker in WORKERS for buffers, exact in CHOICES]
-    assert max(distance(rows[:, i], each) for i, each in enumerate(wanted)) < 1e-12
-
-
-def test_averages_of_parameters_and_momentum_are_double_averaging() -> None:
-    problem = Regression(4, STEPS, DOUBLE)
-    strategy = SlowMo(period=4, momentum=0.0, buffers="average")
-    real = ended(4, strategy, problem, STEPS, sgd(0.05))
-    start = problem.start.expand(4, -1)
-    oracle = oracles_local.double_averaging(problem.gradient, start, oracles_local.Momentum(0.05), STEPS, period=4)
-    assert distance(real, oracle) < 1e-12
-
-
 def test_averaged_moments_cost_one_all_reduce_of_their_size() -> None:
     problem = Regression(4, 8, torch.float32)
     vector = 2 * 3 / 4 * 4 * 34
@@ -112,11 +83,6 @@ def test_push_sum_without_averages_equals_its_oracle_and_sends_no_more_than_push
     assert sent(4, strategy, problem, STEPS, sgd()) == sent(4, PushSum(), problem, STEPS, sgd())
 
 
-def test_over_all_reduce_slow_steps_send_nothing() -> None:
-    problem = Regression(3, 8, torch.float32)
-    assert sent(3, SlowMo(AllReduce(), period=4), problem, 8, sgd()) == sent(3, AllReduce(), problem, 8, sgd())
-
-
 def test_slow_momentum_sends_no_more_than_local_sgd_of_the_same_period() -> None:
     problem = Regression(4, 24, torch.float32)
     local = sent(4, LocalSGD(6), problem, 24, sgd())
@@ -139,10 +105,12 @@ KINDS: list[tuple[type[Optimizer], dict[str, Any], tuple[str, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "settings", "names"), KINDS, ids=lambda each: getattr(each, "__name__", ""))
+@for_each(KINDS)
 def test_a_reset_optimizer_continues_as_a_new_one(
-    kind: type[Optimizer], settings: dict[str, Any], names: tuple[str, ...]
+    case: tuple[type[Optimizer], dict[str, Any], tuple[str, ...]],
 ) -> None:
+    kind, settings, names = case
+
     def step(optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:

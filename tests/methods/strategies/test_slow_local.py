@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 import thinwire
-from tests.methods.strategies.local_runs import adamw, begin, ended, go_on, run, sent, sgd
+from tests.methods.strategies.local_runs import begin, ended, go_on, sent, sgd
 from tests.oracles import local as oracles_local
-from tests.oracles.local import Adam, Momentum
-from tests.pool import run_processes
+from tests.oracles.local import Momentum
 from tests.problems import Regression, distance, flat, quadratic, watched
+from tests.rules import refusals
 from thinwire import (
     AllReduce,
     Comm,
@@ -131,39 +131,11 @@ def test_workers_are_weighted_by_samples_since_the_last_average(n: int) -> None:
     assert distance(real, weighted(n)) < 1e-11
 
 
-def runs_on_processes() -> list[list[float]]:
-    comm = thinwire.GroupComm()
-    problem = Regression(comm.size, STEPS, DOUBLE)
-    nodes = run(comm, NODES, problem, STEPS, sgd(0.05))
-    weighed = run(comm, WEIGHTED, problem, STEPS, sgd(0.05, 0.0), before_step=record_samples)
-    return [flat(nodes.model).tolist(), flat(weighed.model).tolist()]
-
-
-def test_nodes_and_weights_equal_their_oracles_on_processes() -> None:
-    rows = torch.tensor(run_processes(4, runs_on_processes), dtype=DOUBLE)
-    assert distance(rows[:, 0], in_nodes(4, 2)) < 1e-12
-    assert distance(rows[:, 1], weighted(4)) < 1e-11
-
-
 def test_weights_need_no_message_of_their_own() -> None:
     problem = Regression(4, 8, torch.float32)
     plain, weighed = (sent(4, LocalSGD(4, weights=w), problem, 8, sgd())[0] for w in ("equal", "samples"))  # type: ignore[arg-type]
     assert plain == (2 * 1.5 * 4 * 34, 2)
     assert weighed == (2 * 1.5 * 4 * 35, 2)
-
-
-def test_equal_samples_give_the_plain_mean() -> None:
-    problem = Regression(3, STEPS, DOUBLE)
-    plain, unrecorded, recorded = (
-        ended(3, strategy, problem, STEPS, sgd(0.05), before_step=before)
-        for strategy, before in [
-            (LocalSGD(4), None),
-            (WEIGHTED, None),
-            (WEIGHTED, lambda worker, step: worker.record_batch(32)),
-        ]
-    )
-    assert distance(unrecorded, plain) < 1e-14
-    assert distance(recorded, plain) < 1e-14
 
 
 def test_a_rank_that_runs_out_of_data_keeps_its_weight() -> None:
@@ -235,50 +207,13 @@ def test_after_the_warm_up_workers_average_every_period() -> None:
     assert messages == [5, 5, 5]
 
 
-def test_bytes_of_nodes_are_those_of_the_formula() -> None:
-    problem = Regression(4, 12, torch.float32)
-    (nbytes, _), *_ = sent(4, NODES, problem, 12, sgd())
-    vector = 4 * 34
-    assert nbytes == pytest.approx(4 * (2 * 1 / 2 * vector) + 2 * (2 * 3 / 4 * vector))
-
-
 def test_explain_counts_what_nodes_send() -> None:
     card = explain(NodeAverage(LocalSGD(period=32), period=8), parameters=1000, workers=4)
     assert card.sent_bytes_per_step == pytest.approx((3 * 1 * 4000 + 1.5 * 4000) / 32)
     assert [link.dst for link in card.links] == [1]
 
 
-def test_adam_in_nodes_keeps_its_moments_local() -> None:
-    problem = Regression(4, STEPS, DOUBLE)
-    oracle = oracles_local.in_nodes(
-        problem.gradient,
-        problem.start.expand(4, -1),
-        Adam(0.01),
-        STEPS,
-        period=2,
-        node_size=2,
-        global_period=6,
-    )
-    assert distance(ended(4, NODES, problem, STEPS, adamw(0.01)), oracle) < 1e-12
-
-
-@pytest.mark.parametrize("strategy", [WEIGHTED, NODES, LocalSGD(4, warmup_steps=9)], ids=str)
-def test_local_sgd_resumes_within_a_round(strategy: Strategy) -> None:
-    problem = Regression(4, STEPS, torch.float32)
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        one = go_on(begin(comm, strategy, problem, sgd()), problem, range(7), before_step=record_samples)
-        saved = one.state_dict(model=True, optimizer=True)
-        go_on(one, problem, range(7, STEPS), before_step=record_samples)
-        two = begin(comm, strategy, problem, sgd())
-        two.load_state_dict(saved)
-        return flat(one.model), flat(go_on(two, problem, range(7, STEPS), before_step=record_samples).model)
-
-    assert all(torch.equal(one, two) for one, two in thinwire.run_threads(4, body))
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_nodes_and_weights_that_cannot_work_are_refused = refusals(
     [
         (lambda: NodeAverage(node_size=0), "node_size=0: must be at least 1"),
         (lambda: NodeAverage(period=0), "period=0: must be at least 1"),
@@ -292,11 +227,8 @@ def test_local_sgd_resumes_within_a_round(strategy: Strategy) -> None:
         (lambda: LocalSGD(warmup_steps=-1), "warmup_steps=-1: must be at least 0"),
         (lambda: LocalSGD(weights="bytes"), "'equal' or 'samples'"),  # type: ignore[arg-type]
         (lambda: NODES.check(5), "node_size=2 with 5 workers: ranks do not fill whole nodes"),
-    ],
+    ]
 )
-def test_nodes_and_weights_that_cannot_work_are_refused(make: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
 @pytest.mark.parametrize("samples", [-1.0, float("nan"), float("inf")])

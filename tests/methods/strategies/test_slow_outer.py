@@ -13,27 +13,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import thinwire
-from tests.grids import fast_where
-from tests.methods.strategies.local_runs import Make, adamw, begin, ended, go_on, run, sgd
-from tests.oracles import common as oracles
+from tests.methods.strategies.local_runs import Make, adamw, ended, run, sgd
 from tests.oracles import local as oracles_local
 from tests.oracles.local import Adam, Momentum
-from tests.pool import run_processes
-from tests.problems import Regression, distance, flat
-from thinwire import (
-    Comm,
-    ConfigError,
-    DiLoCo,
-    Local,
-    LocalSGD,
-    NodeAverage,
-    Offloaded,
-    PushSum,
-    Sharded,
-    SlowMo,
-    Strategy,
-    Streaming,
-)
+from tests.problems import Regression, distance
+from tests.rules import for_each, refusals
+from thinwire import Comm, ConfigError, DiLoCo, Local, LocalSGD, Offloaded, Sharded, SlowMo, Strategy, Streaming
 from thinwire.core.comm.threads import single_worker
 from thinwire.core.replica.replica import Replica
 from thinwire.lab.runs.recipes import modules_of
@@ -85,94 +70,13 @@ def test_known_methods_are_outer_optimizers(strategy: DiLoCo, n: int) -> None:
     assert distance(real, oracle(problem.gradient, problem.start.expand(n, -1))) < 1e-12
 
 
-def outer_runs() -> list[list[float]]:
-    comm = thinwire.GroupComm()
-    problem = Regression(comm.size, STEPS, DOUBLE)
-    return [flat(run(comm, s, problem, STEPS, case(s)[0]).model).tolist() for s in (DILOCO, BLOCK, SERVER)]
-
-
-def test_known_methods_are_outer_optimizers_on_processes() -> None:
-    rows = torch.tensor(run_processes(3, outer_runs), dtype=DOUBLE)
-    problem = Regression(3, STEPS, DOUBLE)
-    for i, strategy in enumerate((DILOCO, BLOCK, SERVER)):
-        assert distance(rows[:, i], case(strategy)[1](problem.gradient, problem.start.expand(3, -1))) < 1e-12
-
-
-def test_heavy_ball_outside_is_classical_block_momentum_at_any_learning_rate() -> None:
-    problem = Regression(4, STEPS, DOUBLE)
-    strategy = DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.75))
-    rates = [0.02 * (k + 1) for k in range(STEPS)]
-
-    def warm(worker: Any, step: int) -> None:
-        worker.optimizer.param_groups[0]["lr"] = rates[step]
-
-    real = ended(4, strategy, problem, STEPS, sgd(0.1, 0.0), before_step=warm)
-    start = problem.start.expand(4, -1)
-    block = oracles.block_momentum(problem.gradient, start, oracles.Descent(rates), STEPS, period=5, momentum=0.75)
-    assert distance(real, block) < 1e-12
-
-
-def test_one_worker_under_plain_outer_descent_is_lookahead() -> None:
-    problem = Regression(1, STEPS, DOUBLE)
-    real = ended(1, DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=0.5)), problem, STEPS, adamw(0.01))
-    start, worker = problem.start.expand(1, -1), Adam(0.01)
-    ahead = oracles.lookahead(problem.gradient, start, lambda x, g, k: worker(x, g), STEPS, period=5, pull=0.5)  # type: ignore[arg-type]
-    assert distance(real, ahead) < 1e-12
-
-
-def test_slow_momentum_is_outer_sgd_with_momentum_at_a_constant_learning_rate() -> None:
-    problem = Regression(3, STEPS, DOUBLE)
-    real, outer = (
-        ended(3, strategy, problem, STEPS, sgd(0.05))
-        for strategy in (
-            SlowMo(period=5, momentum=0.5),
-            DiLoCo(period=5, outer=OuterOptimizer("SGD", lr=1.0, momentum=0.5)),
-        )
-    )
-    assert distance(real, outer) < 1e-12
-
-
-@pytest.mark.parametrize(
-    "strategy",
-    [
-        SERVER,
-        DILOCO,
-        SlowMo(PushSum(), period=5, momentum=0.5, buffers="reset"),
-        Sharded(SlowMo(period=5, buffers="average")),
-        Sharded(Offloaded(DiLoCo(period=5, outer=OuterOptimizer("Adam", lr=0.05)))),
-        NodeAverage(DiLoCo(period=6), period=2, node_size=3),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("saved", fast_where(lambda saved: saved == 7, [7, 10]))
-def test_a_run_resumed_from_its_checkpoint_is_the_uninterrupted_one(
-    strategy: Strategy, saved: int, tmp_path: Path
-) -> None:
-    problem = Regression(3, STEPS, torch.float32)
-
-    def body(comm: Comm) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        whole = go_on(begin(comm, strategy, problem, adamw()), problem, range(saved))
-        whole.save(tmp_path)
-        go_on(whole, problem, range(saved, STEPS))
-        again = begin(comm, strategy, problem, adamw())
-        again.load(tmp_path)
-        go_on(again, problem, range(saved, STEPS))
-        return tuple({"x": r.x, **r.state} for worker in (whole, again) for r in worker.replicas)  # type: ignore[return-value]
-
-    for whole, again in thinwire.run_threads(3, body):
-        assert whole.keys() == again.keys()
-        assert all(torch.equal(x, again[name]) for name, x in whole.items())
-
-
 def test_the_outer_optimizer_s_state_is_part_of_the_strategy_s() -> None:
     (r,) = run(None, SERVER, Regression(1, 10, DOUBLE), 10, sgd()).replicas
     assert set(r.state) == {"anchor", "outer.step", "outer.exp_avg", "outer.exp_avg_sq"}
     assert r.state["outer.step"] == 2
 
 
-@pytest.mark.parametrize(
-    "name", ["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Adafactor"]
-)
+@for_each(["ASGD", "Adadelta", "Adagrad", "Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "Adafactor"])
 def test_every_dense_optimizer_of_torch_continues_where_it_stopped(name: str) -> None:
     outer, x, y = OuterOptimizer(name, lr=0.1), torch.ones(3), torch.ones(3)
     state: dict[str, Tensor] = {}
@@ -186,8 +90,7 @@ def test_every_dense_optimizer_of_torch_continues_where_it_stopped(name: str) ->
     assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
+test_outer_optimizers_that_cannot_work_are_refused_with_the_reason = refusals(
     [
         (lambda: OuterOptimizer("SDG"), "torch.optim has no such optimizer; did you mean SGD"),
         (lambda: OuterOptimizer("Optimizer"), "must be a subclass of Optimizer"),
@@ -223,16 +126,11 @@ def test_every_dense_optimizer_of_torch_continues_where_it_stopped(name: str) ->
         (lambda: Streaming(Sharded(SlowMo(buffers="average"))), "Use buffers='maintain'"),
         (lambda: Sharded(LocalSGD()), r"has no outer steps. Use SlowMo\(\) or DiLoCo\(\)"),
         (lambda: Offloaded(Local()), "has no outer steps"),
-    ],
+    ]
 )
-def test_outer_optimizers_that_cannot_work_are_refused_with_the_reason(make: Any, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
-@pytest.mark.parametrize(
-    "strategy", [SERVER, DILOCO, DiLoCo(outer=LAMB), SlowMo(Local(), buffers="reset", exact=False)], ids=str
-)
+@for_each([SERVER, DILOCO, DiLoCo(outer=LAMB), SlowMo(Local(), buffers="reset", exact=False)])
 def test_recipes_with_outer_optimizers_are_made_again_from_their_text(strategy: Strategy) -> None:
     assert thinwire.parse(repr(strategy)) == strategy
     assert hash(thinwire.parse(str(strategy))) == hash(strategy)
@@ -293,15 +191,13 @@ def test_optimizers_with_norms_are_told_from_elementwise_ones(outer: OuterOptimi
     assert outer.is_elementwise() == elementwise
 
 
-@pytest.mark.parametrize(
-    "strategy",
+@for_each(
     [
         SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5),
         Sharded(SlowMo(LocalSGD(2), period=4, momentum=0.0, lr=0.5)),
         SlowMo(Local(), period=4, momentum=0.0, lr=0.5, codec=thinwire.ErrorFeedback(thinwire.TopK(1.0))),
         DiLoCo(period=4, outer=OuterOptimizer("SGD", lr=0.5)),
-    ],
-    ids=str,
+    ]
 )
 def test_a_round_that_is_begun_anew_starts_at_the_parameters(strategy: Strategy) -> None:
     def work(comm: Comm) -> Tensor:
@@ -321,7 +217,7 @@ def test_a_round_that_is_begun_anew_starts_at_the_parameters(strategy: Strategy)
         assert torch.equal(x, torch.full_like(x, 5.0))
 
 
-@pytest.mark.parametrize("strategy", [DiLoCo(period=2), SlowMo(period=2)], ids=str)
+@for_each([DiLoCo(period=2), SlowMo(period=2)])
 def test_an_outer_step_does_not_change_the_average_which_may_be_the_parameters(strategy: OuterStep) -> None:
     r = Replica(torch.ones(3), torch.empty(0), single_worker(), lr=lambda: 0.1)
     strategy.start(r)

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 import thinwire
 from tests.grids import fast_where
-from tests.methods.strategies.local_runs import begin, ended, go_on, run, sent, sgd
-from tests.pool import run_processes
-from tests.problems import Irregular, Regression, distance, flat, quadratic, watched
+from tests.methods.strategies.local_runs import ended, run, sent, sgd
+from tests.problems import Irregular, Regression, flat, quadratic, watched
 from thinwire import (
     AllReduce,
     Comm,
@@ -28,15 +27,8 @@ from thinwire import (
     Strategy,
     Streaming,
 )
-from thinwire.methods.strategies.local.means import (
-    all_gather_,
-    own_shard,
-    reduce_scatter,
-    ring_all_reduce_,
-    weighted_mean_,
-)
+from thinwire.methods.strategies.local.means import own_shard, ring_all_reduce_, weighted_mean_
 from thinwire.methods.strategies.local.outer_optimizer import OuterOptimizer
-from thinwire.planning.plan import explain
 
 DOUBLE = torch.float64
 STEPS = 13
@@ -60,15 +52,6 @@ def test_sharded_slow_steps_give_the_same_bits(strategy: Strategy, n: int) -> No
     problem = Regression(n, STEPS, torch.float32)
     whole, shared = (ended(n, each, problem, STEPS, sgd()) for each in (strategy, Sharded(strategy)))
     assert torch.equal(shared, whole)
-
-
-@pytest.mark.parametrize("strategy", fast_where(lambda each: each in STRATEGIES[2:5], STRATEGIES[:5]), ids=str)
-@pytest.mark.slow
-def test_offloaded_slow_steps_give_the_same_bits_inside_and_outside_of_shards(strategy: Strategy) -> None:
-    problem = Regression(3, STEPS, torch.float32)
-    whole = ended(3, strategy, problem, STEPS, sgd())
-    for placed in (Offloaded(strategy), Sharded(Offloaded(strategy)), Offloaded(Sharded(strategy))):
-        assert torch.equal(ended(3, placed, problem, STEPS, sgd()), whole)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES[:4], ids=str)
@@ -99,23 +82,6 @@ def test_each_parameter_group_s_rate_is_sharded_with_its_parameters() -> None:
     assert torch.equal(shared, whole)
 
 
-def shared_runs() -> list[list[float]]:
-    comm = thinwire.GroupComm()
-    problem = Regression(comm.size, STEPS, DOUBLE)
-    return [
-        flat(run(comm, each, problem, STEPS, sgd()).model).tolist()
-        for strategy in STRATEGIES
-        for each in (strategy, Sharded(strategy))
-    ]
-
-
-@pytest.mark.slow  # threads are asked always, and tests/battery/test_processes.py has the strategy on processes
-def test_sharded_slow_steps_are_the_same_on_processes() -> None:
-    rows = torch.tensor(run_processes(3, shared_runs), dtype=DOUBLE)
-    assert distance(rows[:, ::2], rows[:, 1::2]) < 1e-12
-    assert torch.equal(rows[:, 1], rows[:1, 1].expand(3, -1)) is False, "mid-round, workers differ"
-
-
 @pytest.mark.parametrize(
     ("strategy", "vectors"),
     [(Sharded(SlowMo(period=4)), 2), (Sharded(DiLoCo(period=4, outer=OuterOptimizer())), 1)],
@@ -134,13 +100,6 @@ def test_sharding_sends_as_much_and_keeps_a_part(strategy: Strategy, vectors: in
     assert thinwire.run_threads(2, kept) == [17 * 4 * vectors] * 2
 
 
-def test_after_a_sharded_slow_step_all_workers_hold_the_same_bits() -> None:
-    for strategy in STRATEGIES:
-        seen = watched(3, Sharded(strategy), Regression(3, 8, torch.float32), [0.1] * 8)
-        assert torch.equal(seen[3], seen[3, :1].expand_as(seen[3])), strategy
-        assert torch.equal(seen[7], seen[7, :1].expand_as(seen[7])), strategy
-
-
 def test_slow_state_is_kept_in_single_precision_at_least() -> None:
     r = Replica(torch.ones(2, dtype=torch.bfloat16), torch.zeros(0), thinwire.CountingComm(0, 1), lr=lambda: 1.0)
     strategy = SlowMo(period=1, momentum=0.5)
@@ -153,17 +112,6 @@ def test_slow_state_is_kept_in_single_precision_at_least() -> None:
     assert r.state["anchor"].dtype == r.state["slow"].dtype == torch.float32
     assert r.state["anchor"].tolist() == [pytest.approx(1 - moved), 1.0]
     assert torch.equal(r.x, r.state["anchor"].bfloat16())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES[:2] + STRATEGIES[-1:], ids=str)
-@pytest.mark.slow
-def test_explain_counts_the_bytes_and_the_memory_of_sharded_state(strategy: Strategy) -> None:
-    whole, shared = (explain(each, parameters=1200, workers=4) for each in (strategy, Sharded(strategy)))
-    assert shared.sent_bytes_per_step == whole.sent_bytes_per_step == 2 * 3 / 4 * 4800 / 4
-    names = [name for name in whole.memory_bytes_per_parameter if name != "parameters"]
-    assert any(name.endswith("anchor") for name in names) and len(names) >= 2
-    for name in names:
-        assert whole.memory_bytes_per_parameter[name] == 4 * shared.memory_bytes_per_parameter[f"base/{name}"] == 4
 
 
 def test_the_slow_state_can_be_kept_on_the_host() -> None:
@@ -222,25 +170,6 @@ def test_some_ranks_compute_a_sum_without_the_others(members: range, length: int
             assert (nbytes, x.tolist()) == (0, drawn(rank, length).tolist())
 
 
-def means_on_processes() -> list[list[float]]:
-    comm = thinwire.GroupComm()
-    ring = ring_all_reduce_(comm, drawn(comm.rank, 7), range(3))
-    x = drawn(comm.rank, 7)
-    all_gather_(comm, reduce_scatter(comm, x).wait(), x)
-    y = drawn(comm.rank, 7)
-    weighted_mean_(y, torch.tensor(float(comm.rank)), lambda v: comm.all_reduce_(v).wait())
-    return [ring.tolist(), x.tolist(), y.tolist()]
-
-
-def test_means_on_processes_are_those_of_arithmetic() -> None:
-    rows = torch.tensor(run_processes(3, means_on_processes), dtype=DOUBLE)
-    drawn_by_rank = torch.stack([drawn(rank, 7) for rank in range(3)])
-    weights = torch.tensor([0.0, 1.0, 2.0], dtype=DOUBLE) / 3
-    for i, wanted in enumerate((drawn_by_rank.sum(0), drawn_by_rank.mean(0), weights @ drawn_by_rank)):
-        assert torch.allclose(rows[:, i], wanted, rtol=0, atol=1e-6 if i == 2 else 1e-14)
-        assert torch.equal(rows[:, i], rows[:1, i].expand(3, -1))
-
-
 def test_parts_of_a_vector_are_all_of_it() -> None:
     x = torch.arange(7)
     parts = thinwire.run_threads(9, lambda comm: own_shard(comm, x))
@@ -254,18 +183,3 @@ def test_where_all_weights_are_zero_the_mean_is_the_plain_one() -> None:
 
     plain = torch.stack([drawn(rank, 5) for rank in range(3)]).mean(0)
     assert torch.allclose(thinwire.run_threads(3, body)[0], plain, rtol=0, atol=1e-12)
-
-
-def test_sharded_slow_state_resumes_within_a_round() -> None:
-    problem = Regression(3, STEPS, torch.float32)
-
-    def body(comm: Comm) -> tuple[Tensor, Tensor]:
-        strategy = Sharded(SlowMo(period=4))
-        one = go_on(begin(comm, strategy, problem, sgd()), problem, range(6))
-        saved = one.state_dict(model=True, optimizer=True)
-        go_on(one, problem, range(6, STEPS))
-        two = begin(comm, strategy, problem, sgd())
-        two.load_state_dict(saved)
-        return flat(one.model), flat(go_on(two, problem, range(6, STEPS)).model)
-
-    assert all(torch.equal(one, two) for one, two in thinwire.run_threads(3, body))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.rules import for_each
 from thinwire import CountingComm, Replica, Strategy
 from thinwire.methods.strategies.traits import Rounds, Traits
 from thinwire.methods.strategies.wrapper import SOURCES, Wrapper
@@ -57,7 +58,7 @@ def test_the_table_has_every_trait_and_hook() -> None:
     assert sorted(SOURCES) == sorted([*TRAITS, *HOOKS])
 
 
-@pytest.mark.parametrize("hook", [hook for hook in HOOKS if SOURCES[hook] != "own" and hook != "resized"])
+@for_each([hook for hook in HOOKS if SOURCES[hook] != "own" and hook != "resized"])
 def test_every_hook_is_the_base_s_and_is_given_the_base_s_replica(hook: str) -> None:
     answer, r = object(), replica()
     base, calls = recording(answer)
@@ -76,7 +77,7 @@ def test_the_state_of_another_number_of_workers_is_the_base_s_under_the_base_s_n
     assert found == [{"own": own, "base/new": inner}, {"own": own}]
 
 
-@pytest.mark.parametrize("hook", [hook for hook in HOOKS if SOURCES[hook] == "own"])
+@for_each([hook for hook in HOOKS if SOURCES[hook] == "own"])
 def test_a_hook_of_its_own_is_that_of_every_strategy(hook: str) -> None:
     assert getattr(Wrapper, hook) is getattr(Strategy, hook)
 
