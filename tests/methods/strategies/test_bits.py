@@ -10,7 +10,7 @@ from math import log2
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rules import refusals
@@ -79,7 +79,6 @@ def test_weights_are_those_of_the_bound() -> None:
 
 
 @given(WEIGHTS, st.floats(1e-6, 1e3))
-@settings(max_examples=40, deadline=None)
 def test_under_an_error_every_step_contributes_the_same(weights: list[float], error: float) -> None:
     levels = levels_within(weights, error)
     shares = [weight / s**2 for weight, s in zip(weights, levels, strict=True)]
@@ -87,7 +86,6 @@ def test_under_an_error_every_step_contributes_the_same(weights: list[float], er
 
 
 @given(WEIGHTS, st.floats(1.0, 200.0))
-@settings(max_examples=40, deadline=None)
 def test_under_a_budget_levels_grow_with_the_root_of_the_weight(weights: list[float], bits: float) -> None:
     levels = levels_for(weights, bits)
     assert sum(log2(s) for s in levels) == pytest.approx(bits, rel=1e-9, abs=1e-9)
@@ -115,7 +113,6 @@ def every(count: int) -> list[tuple[int, ...]]:
 
 
 @given(st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=4), st.floats(1e-3, 10.0))
-@settings(max_examples=60, deadline=None)
 def test_whole_bits_within_an_error_are_as_few_as_can_be(weights: list[float], error: float) -> None:
     found = fewest_bits(weights, error, most=5)
     fitting = [sum(bits) for bits in every(len(weights)) if error_of(weights, bits) <= error * (1 + 1e-12)]
@@ -124,7 +121,6 @@ def test_whole_bits_within_an_error_are_as_few_as_can_be(weights: list[float], e
 
 
 @given(st.lists(st.floats(1e-4, 10.0), min_size=1, max_size=4), st.integers(0, 24))
-@settings(max_examples=60, deadline=None)
 def test_whole_bits_within_a_budget_leave_as_little_error_as_can_be(weights: list[float], budget: int) -> None:
     found = best_bits(weights, budget, most=5)
     fitting = [error_of(weights, bits) for bits in every(len(weights)) if sum(bits) <= budget]
@@ -200,7 +196,6 @@ def test_under_a_bound_bits_fall_with_the_gradient_and_rise_towards_the_end() ->
     st.floats(0.5, 1.0),
     st.lists(st.integers(1, 1000), min_size=1, max_size=5),
 )
-@settings(max_examples=60, deadline=None)
 def test_a_budget_is_never_overspent(squares: list[float], bits: float, decay: float, sizes: list[int]) -> None:
     rule, ledger = BitBudget(bits, len(squares), decay), BitLedger()
     for square in squares:

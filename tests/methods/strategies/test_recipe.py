@@ -179,7 +179,7 @@ def test_nothing_in_a_recipe_is_ever_evaluated(attack: str, tmp_path: Path) -> N
 
 
 @given(
-    text=some.text(alphabet=some.characters(codec="utf-8"), max_size=40)
+    text=some.text(some.characters(max_codepoint=0x2FF), max_size=40)
     | some.text("()[]{}=,*-'\"SlowMobase1 ", max_size=60)
 )
 def test_any_text_is_a_recipe_or_refused(text: str) -> None:

@@ -105,7 +105,7 @@ def exact(topology: Topology, n: int) -> bool:
 
 
 def test_one_peer_is_exact_for_powers_of_two_alone() -> None:
-    assert [n for n in SIZES if exact(OnePeerExponential(), n)] == [1, 2, 4, 8, 16, 32, 64, 128]
+    assert [n for n in range(1, 65) if exact(OnePeerExponential(), n)] == [1, 2, 4, 8, 16, 32, 64]
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_base_graphs_have_the_lengths_that_their_algorithms_give() -> None:
 def test_in_a_bipartite_graph_every_rank_has_one_partner_on_the_other_side() -> None:
     graph = BipartiteExponential()
     assert [graph.active(rank) for rank in range(4)] == [False, True, False, True]
-    for n in range(2, 129, 2):
+    for n in range(2, 65, 2):
         partners: set[int] = set()
         for step in range(graph.period(n)):
             for rank in range(n):

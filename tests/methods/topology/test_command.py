@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 
 from tests.grids import fast_where
 from tests.methods.topology.graphs import KEEPING
@@ -33,6 +32,12 @@ def refused(capsys: Capture, *arguments: str) -> str:
     output = capsys.readouterr()
     assert output.out == "" and output.err.count("thinwire:") == 1 and "Traceback" not in output.err
     return output.err
+
+
+def picture_in(path: Path) -> np.ndarray:
+    from matplotlib.image import imread  # for slow tests only
+
+    return imread(path)
 
 
 def test_a_graph_is_described_and_drawn_as_text(capsys: Capture) -> None:
@@ -123,7 +128,7 @@ def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: st
     path = tmp_path / "new" / "graph.png"
     out = printed(capsys, name, "--workers", str(workers), "--out", str(path))
     assert str(path) in out
-    picture = imread(path)
+    picture = picture_in(path)
     assert picture.shape[0] > 300 and picture.shape[1] > 300 and np.ptp(picture) > 0.5
 
 
@@ -131,7 +136,7 @@ def test_a_graph_is_drawn_step_by_step(capsys: Capture, tmp_path: Path, name: st
 def test_agreement_of_all_graphs_is_drawn_in_one_picture(capsys: Capture, tmp_path: Path) -> None:
     printed(capsys, "--workers", "8", "--out", str(tmp_path / "all.png"), "--json")
     assert [path.name for path in tmp_path.iterdir()] == ["all.png"]
-    assert imread(tmp_path / "all.png").shape[1] > 600
+    assert picture_in(tmp_path / "all.png").shape[1] > 600
 
 
 @pytest.mark.slow
