@@ -12,12 +12,15 @@ import torch
 
 from thinwire import CheckpointError, ConfigError
 from thinwire.integrations.session import Session, plain_model, plain_optimizer
-from thinwire.integrations.trainer_folders import loaded_from
 
 pytestmark = pytest.mark.slow  # the tools take seconds to import
 
 
 def test_a_trainer_that_resumes_needs_the_state_of_the_workers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    from thinwire.integrations.transformers import loaded_from
+
     written = {"global_step": 4, "log_history": [{"step": 4, "loss": 0.1}]}
     state = SimpleNamespace(**json.loads(json.dumps(written)))
     arguments = SimpleNamespace(resume_from_checkpoint=None, output_dir=str(tmp_path))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The end of a session that fails, and folders beside checkpoints, without any trainer."""
+"""The end of a session that fails, and folders beside checkpoints, without a trainer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from tests.integrations.small import Net, optimizer_of
 from tests.pool import run_processes
 from thinwire import CommTimeoutError
-from thinwire.integrations.lightning_folders import WorkerFolders
 from thinwire.integrations.session import Session
 
 
@@ -49,6 +48,8 @@ def test_an_abandoned_session_puts_the_workers_own_parameters_back() -> None:
 
 def own_disks(folder: str) -> list[str]:
     """Three checkpoints, of which one is removed, on ranks that do not share a disk and name them differently."""
+    from thinwire.integrations.lightning import WorkerFolders
+
     rank = torch.distributed.get_rank()
     home = Path(folder, str(rank))
     home.mkdir()
@@ -67,7 +68,9 @@ def own_disks(folder: str) -> list[str]:
     return [*first, *found]
 
 
+@pytest.mark.slow
 def test_folders_beside_checkpoints_have_one_name_and_are_removed_from_every_disk(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
     rank0, rank1 = run_processes(2, own_disks, str(tmp_path))
     assert rank0 == ["second.ckpt.workers", "second.ckpt.workers", "third.ckpt.workers"]
     assert rank1 == ["loss=0.ckpt.workers", *rank0]

@@ -211,7 +211,7 @@ def test_a_folder_that_was_saved_without_a_worker_is_refused_before_anything_is_
     model = Net()
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
     accelerator.save_state(str(tmp_path))
-    with pytest.raises(ConfigError, match="log_every=0: must be at least 1 step"):
+    with pytest.raises(ConfigError, match="log_every=0: must be at least 1"):
         attach(accelerator, model, optimizer, "LocalSGD(period=2)", log_every=0)
     worker = attach(accelerator, model, optimizer, "LocalSGD(period=2)")
     optimizer.param_groups[0]["lr"] = 0.5

@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from itertools import chain, count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
+from thinwire.core.validation import check_range
 from thinwire.errors import CheckpointError
-from thinwire.integrations.accelerate_weights import copy_weights
-from thinwire.integrations.loggers import check_every, log_to
+from thinwire.integrations.loggers import log_to
 from thinwire.integrations.session import FOLDER, Session, needs, plain_model
 from thinwire.methods.strategies.base import Strategy
 from thinwire.worker.checkpoint import together
@@ -20,17 +22,6 @@ from thinwire.worker.worker import Worker, internals_of
 
 with needs("accelerate"):
     from accelerate import Accelerator
-
-
-class _Trackers:
-    """The accelerator's trackers, as a logger."""
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
-
-    def log(self, figures: Mapping[str, float], step: int) -> None:
-        """Record figures in all of them."""
-        self._accelerator.log(dict(figures), step=step)
 
 
 class _Loaded:
@@ -56,6 +47,55 @@ def _check_saved(folder: str, place: str) -> None:
             f"{folder}: has no subfolder {place!r} with the workers' own state, so it was saved without a worker. Call "
             "load_state before attach"
         )
+
+
+class _Copies:
+    """In the place of `accelerator.get_state_dict`: of attached models it returns copies of the tensors.
+
+    Args:
+        method: the accelerator's own.
+    """
+
+    def __init__(self, method: Callable[..., Any]) -> None:
+        self._method = method
+        self.models: list[nn.Module] = []
+
+    def __call__(self, model: nn.Module, *args: Any, **more: Any) -> Any:
+        """The weights by name."""
+        found = self._method(model, *args, **more)
+        return _copies_of(found) if any(plain_model(model) is each for each in self.models) else found
+
+
+def _copies_of(state: Mapping[str, Any]) -> OrderedDict[str, Any]:
+    """Tensors by name, each in memory of its own; those that are tied are one copy."""
+    made: dict[Any, Tensor] = {}
+
+    def copy(x: Any) -> Any:
+        return made.setdefault((x.data_ptr(), x.shape, x.stride()), x.detach().clone()) if isinstance(x, Tensor) else x
+
+    return OrderedDict((name, copy(x)) for name, x in state.items())
+
+
+def _copy_weights(accelerator: Any, worker: Worker) -> None:
+    """Let `get_state_dict` copy a worker's weights until it detaches, and so `save_model` and `save_state`.
+
+    They leave out all but one of the tensors in one vector, as if these were tied.
+
+    Args:
+        accelerator: Accelerate's.
+        worker: of a model that it has prepared.
+    """
+    copies = vars(accelerator).get("get_state_dict")
+    if not isinstance(copies, _Copies):
+        accelerator.get_state_dict = copies = _Copies(accelerator.get_state_dict)
+    copies.models.append(worker.model)
+
+    def remove() -> None:
+        copies.models.remove(worker.model)
+        if not copies.models:
+            vars(accelerator).pop("get_state_dict", None)
+
+    internals_of(worker).undo.callback(remove)
 
 
 def attach(
@@ -88,7 +128,7 @@ def attach(
         ConfigError: as `thinwire.attach` does.
         CheckpointError: `load_state` of a folder that was saved without a worker, on all ranks; nothing is loaded.
     """
-    check_every(log_every, name="log_every")  # on all ranks, and not on the one alone that logs
+    check_range("log_every", log_every, "1..", "10 is usual")  # on all ranks, and not on the one alone that logs
     # Attached in the same order, each of several models finds its own state again.
     taken = {each.place for each in accelerator._custom_objects if isinstance(each, _Loaded)}  # pyright: ignore[reportPrivateUsage]
     place = next(each for each in chain((FOLDER,), (f"{FOLDER}-{i}" for i in count(2))) if each not in taken)
@@ -109,11 +149,12 @@ def attach(
         models[:] = [each for each in models if plain_model(each) is not worker.model]
         loaded.folder = folder
 
-    copy_weights(accelerator, worker)
+    _copy_weights(accelerator, worker)
     internals_of(worker).undo.callback(accelerator.register_save_state_pre_hook(before_save).remove)
     internals_of(worker).undo.callback(accelerator.register_load_state_pre_hook(before_load).remove)
     accelerator.register_for_checkpointing(loaded)
     internals_of(worker).undo.callback(accelerator._custom_objects.remove, loaded)  # pyright: ignore[reportPrivateUsage]
     if accelerator.is_main_process:
-        log_to(worker, _Trackers(accelerator), every=log_every)
+        trackers: Any = SimpleNamespace(log=lambda figures, step: accelerator.log(dict(figures), step=step))
+        log_to(worker, trackers, every=log_every)
     return worker

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,22 +21,6 @@ from thinwire.methods.reduce.compressed_all_reduce import compressed_mean_
 
 Key = tuple[int, ...]
 _RESIDUAL = "error/"
-
-
-class Bucket(Protocol):
-    """What DistributedDataParallel passes to a hook: gradients that travel together."""
-
-    def buffer(self) -> Tensor:
-        """The gradients, end to end."""
-        ...
-
-    def parameters(self) -> list[Tensor]:
-        """The parameters they belong to."""
-        ...
-
-    def is_last(self) -> bool:
-        """Whether this is the last bucket of the backward pass."""
-        ...
 
 
 class DdpHook:
@@ -85,14 +69,14 @@ class DdpHook:
 
         Args:
             state: what was given to `register_comm_hook`; not used.
-            bucket: the gradients.
+            bucket: gradients that travel together, a `torch.distributed.GradBucket`.
 
         Returns:
             A future of the mean, which is done at the end of the pass.
         """
         return self._launch(bucket)
 
-    def _launch(self, bucket: Bucket) -> Future[Tensor]:
+    def _launch(self, bucket: Any) -> Future[Tensor]:
         x, state = bucket.buffer(), self._state_of(bucket.parameters())
         key = draw_key(self.seed, self.comm.step, offset=self._offset)
         self._offset += x.numel()

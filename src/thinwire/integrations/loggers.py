@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.core.storage.files import local_path
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.integrations.session import figures_of, needs
 from thinwire.worker.worker import Worker, internals_of
@@ -66,16 +67,6 @@ class WandB:
         self._run.log({**figures, "thinwire/step": step})
 
 
-def check_every(every: int, *, name: str = "every") -> None:
-    """Refuse a number of steps between records that is none.
-
-    Raises:
-        ConfigError: with the argument's name.
-    """
-    if every < 1:
-        raise ConfigError(f"{name}={every}: must be at least 1 step; 10 is usual")
-
-
 def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
     """Record bytes, waits and the strategy's metrics from the next step on, until `worker.detach()`.
 
@@ -104,7 +95,7 @@ def log_to(worker: Worker, logger: Logger, *, every: int = 10) -> None:
         ...     optimizer.step()
         2 ['thinwire/bytes', 'thinwire/bytes_per_step', 'thinwire/evaluation_bytes', 'thinwire/wait_seconds_per_step']
     """
-    check_every(every)
+    check_range("every", every, "1..", "10 is usual")
     read = figures_of(worker)
 
     last = worker.step

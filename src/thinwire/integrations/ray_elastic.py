@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -14,7 +15,6 @@ from typing import Any
 from thinwire.core.comm.rendezvous import host_store
 from thinwire.elastic.records import TOKEN
 from thinwire.errors import CommTimeoutError, ConfigError, PeerLostError
-from thinwire.integrations.ray_actors import Group
 from thinwire.integrations.session import needs
 
 with needs("ray[train]"):
@@ -23,6 +23,18 @@ with needs("ray[train]"):
 
 _LOGGER = logging.getLogger("thinwire")
 _LOST = (RayActorError, PeerLostError, CommTimeoutError)
+
+
+class _Worker:
+    """Runs the loop in a process of its own, whose environment says which run it belongs to."""
+
+    def ready(self) -> None:
+        """Returns as soon as the actor has its resources."""
+
+    def run(self, loop: Callable[[Any], Any], config: Any, environment: Mapping[str, str]) -> Any:
+        """What the loop returns."""
+        os.environ.update(environment)
+        return loop(config)
 
 
 def run(
@@ -72,28 +84,45 @@ def run(
         "THINWIRE_WORKERS": str(workers),
         TOKEN: secrets.token_hex(16),
     }
-    group = Group(loop, config, environment, {"num_cpus": 1, **(resources or {})})
+    wanted: dict[str, Any] = {"num_cpus": 1, **(resources or {})}
+    make: Any = ray.remote(**wanted)(_Worker)  # Ray's types take the class for a function
+    actors: dict[Any, tuple[int, Any]] = {}  # by what they will return
     results: dict[int, Any] = {}
+
+    def start(rank: int) -> Any:
+        actor = make.remote()
+        # An actor's calls run one after another, so this one must come first.
+        ready = actor.ready.remote()
+        actors[actor.run.remote(loop, config, {**environment, "THINWIRE_RANK": str(rank)})] = (rank, actor)
+        return ready
+
     try:
-        for rank in range(workers):
-            group.start(rank)
-        group.wait_for_all(start_seconds)
-        while group.actors:
-            done, _ = ray.wait(list(group.actors), num_returns=1, timeout=last_seconds if results else None)
+        started = [start(rank) for rank in range(workers)]
+        _, late = ray.wait(started, num_returns=workers, timeout=start_seconds)
+        if late:
+            cluster = ray.cluster_resources()
+            has = ", ".join(f"{n} {cluster.get(n, 0):g}" for n in ("CPU", "GPU", *wanted.get("resources", {})))
+            raise CommTimeoutError(
+                f"{len(late)} of {workers} actors have not started within {start_seconds:g} s: each asks for "
+                f"{wanted}, and the whole cluster has {has}. Ask for less, or raise start_seconds"
+            )
+        while actors:
+            done, _ = ray.wait(list(actors), num_returns=1, timeout=last_seconds if results else None)
             if not done:
                 break
-            rank, _ = group.actors.pop(done[0])
+            rank, _ = actors.pop(done[0])
             try:
                 results[rank] = ray.get(done[0])
             except _LOST as error:
                 # A run that has ended, or that has no workers left, cannot be joined.
-                again = restarts > 0 and not results and bool(group.actors)
+                again = restarts > 0 and not results and bool(actors)
                 _LOGGER.warning("worker %s is lost%s (%s)", rank, "; another one joins" if again else "", _brief(error))
                 if again:
                     restarts -= 1
-                    group.start(rank)
+                    start(rank)
     finally:
-        group.close()
+        for _, actor in actors.values():
+            ray.kill(actor)
     if not results:
         raise PeerLostError(f"all {workers} actors were lost. Give more restarts, or save and resume")
     return results

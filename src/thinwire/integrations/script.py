@@ -273,9 +273,6 @@ class _Run:
     def _share_data(self, undo: ExitStack) -> None:
         """Give each worker its part of what a DataLoader reads for training, and let rank 0 alone write files."""
         iterate, length, save = DataLoader.__iter__, DataLoader.__len__, torch.save
-        undo.callback(setattr, DataLoader, "__iter__", iterate)
-        undo.callback(setattr, DataLoader, "__len__", length)
-        undo.callback(setattr, torch, "save", save)
 
         def shared(loader: DataLoader[Any]) -> Any:
             if not self._is_shared(loader):
@@ -310,6 +307,7 @@ class _Run:
             *[(torch, "save", save_on_first)] * (not self._own_order),
         ]
         for owner, name, function in changed:
+            undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, function)
 
     def _is_shared(self, loader: DataLoader[Any]) -> bool:
@@ -339,13 +337,7 @@ class _Share:
         self._batches, self._rank, self._size, self._seed = batches, rank, size, seed
 
     def __iter__(self) -> Iterator[Any]:
-        # Samplers draw their order with the first batch.
-        state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(self._seed)
-        batches = iter(self._batches)
-        first = list(islice(batches, 1))
-        torch.default_generator.set_state(state)
-        batches = chain(first, batches)
+        batches = _drawn(self._batches, self._seed)
         while len(group := list(islice(batches, self._size))) == self._size:
             yield group[self._rank]
 
@@ -358,17 +350,22 @@ class _OwnOrder:
 
     def __iter__(self) -> Iterator[Any]:
         seed = secrets.randbits(32)
-        state = torch.default_generator.get_state()
-        torch.default_generator.manual_seed(seed)
-        batches = iter(self._batches)
-        first = list(islice(batches, 1))
-        torch.default_generator.set_state(state)
-        batches = chain(first, batches)
+        batches = _drawn(self._batches, seed)
         if isinstance(getattr(self._batches, "sampler", None), SequentialSampler):
             rows = list(batches)
             order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed), device="cpu")
             batches = (rows[index] for index in order.tolist())
         yield from batches
+
+
+def _drawn(batches: Any, seed: int) -> Iterator[Any]:
+    """Iterate over batches in the order of a seed: samplers draw it with the first batch."""
+    state = torch.default_generator.get_state()
+    torch.default_generator.manual_seed(seed)
+    found = iter(batches)
+    first = list(islice(found, 1))
+    torch.default_generator.set_state(state)
+    return chain(first, found)
 
 
 class _Parity:
@@ -508,6 +505,3 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Generator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, places
-
-
-__all__ = ["ADD_LINES", "Finished", "run_script"]

@@ -154,8 +154,7 @@ class Session:
             first(*args, **more)
             return method(*args, **more)
 
-        setattr(owner, name, both)
-        internals_of(self.worker).undo.callback(vars(owner).pop, name, None)
+        self._replace(owner, name, both)
 
     def agree_in(self, owner: Any, name: str) -> None:
         """Let a method that returns the model's weights by name return those that all workers agree on.
@@ -175,7 +174,10 @@ class Session:
                 if not held:
                     self.release()
 
-        setattr(owner, name, agreed)
+        self._replace(owner, name, agreed)
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        setattr(owner, name, function)
         internals_of(self.worker).undo.callback(vars(owner).pop, name, None)
 
     def hold(self) -> None:

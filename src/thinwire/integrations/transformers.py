@@ -3,17 +3,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import os
+from pathlib import Path
 from typing import Any
 
 from thinwire.errors import ConfigError
-from thinwire.integrations.loggers import TensorBoard
-from thinwire.integrations.session import Session, abandon_open, needs
-from thinwire.integrations.trainer_folders import check_search, count_tokens_apart, loaded_from, loads_best, loggers_of
+from thinwire.integrations.loggers import TensorBoard, WandB
+from thinwire.integrations.session import FOLDER, Session, abandon_open, needs
 from thinwire.methods.strategies.base import Strategy
 
 with needs("transformers[torch]"):
     from accelerate.state import GradientState
     from transformers import TrainerCallback
+
+_LOGGER = logging.getLogger("thinwire")
 
 
 class Callback(TrainerCallback):
@@ -43,11 +48,11 @@ class Callback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Attach, and continue from the checkpoint that the Trainer has loaded."""
-        count_tokens_apart(args)
+        _count_tokens_apart(args)
         if self.session is not None:
             self.session.abandon()
         abandon_open(more["model"])  # of a training that an error has ended, perhaps with another callback
-        check_search(args, state)
+        _check_search(args, state)
         syncs = GradientState()
         self.session = Session(
             more["model"], more["optimizer"], self.strategy, self.options, syncs=lambda: bool(syncs.sync_gradients)
@@ -56,7 +61,7 @@ class Callback(TrainerCallback):
             self.session.load(loaded_from(args, state, self.resume_from))
         if getattr(args, "eval_on_start", False):
             self.session.hold()
-        self._loggers = loggers_of(args) if state.is_world_process_zero else []
+        self._loggers = _loggers_of(args) if state.is_world_process_zero else []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Where the Trainer is about to evaluate or save, give it the model that all workers agree on."""
@@ -86,7 +91,7 @@ class Callback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **more: Any) -> None:
         """Add bytes and waits."""
-        if self.session is not None and "train_runtime" in (logs or {}) and not loads_best(args, state):
+        if self.session is not None and "train_runtime" in (logs or {}) and not _loads_best(args, state):
             # The last record: callbacks in front may save or upload the model when training ends.
             self.session.hold()
         if self.session is None or logs is None or "loss" not in logs:
@@ -100,7 +105,7 @@ class Callback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Leave the model that all workers agree on; the best one, where the Trainer has loaded that."""
         if self.session is not None:
-            self.session.finish(agree=not (self.session.holding or loads_best(args, state)))
+            self.session.finish(agree=not (self.session.holding or _loads_best(args, state)))
             self.session = None
         for logger in self._loggers:
             if isinstance(logger, TensorBoard):
@@ -114,3 +119,75 @@ class Callback(TrainerCallback):
                 "that all agree on. Put thinwire's Callback last in the list of callbacks. A callback that called for "
                 "it directly must set control.should_evaluate or control.should_save instead, in on_step_end"
             )
+
+
+def _count_tokens_apart(args: Any) -> None:
+    """Turn off the count of all devices' tokens, by which the loss is scaled: one message and one wait a step."""
+    if args.world_size > 1 and args.average_tokens_across_devices:
+        _LOGGER.warning("average_tokens_across_devices is turned off: it would let workers wait at every step")
+        args.average_tokens_across_devices = False
+
+
+def _loads_best(args: Any, state: Any) -> bool:
+    """Whether the Trainer ends with the best model that it has saved."""
+    return bool(args.load_best_model_at_end and state.best_model_checkpoint)
+
+
+def _check_search(args: Any, state: Any) -> None:
+    """Refuse a hyperparameter search that saves.
+
+    Raises:
+        ConfigError: with the argument that turns saving off.
+    """
+    if getattr(state, "is_hyper_param_search", False) and args.save_strategy != "no":
+        raise ConfigError(
+            f"hyperparameter_search with save_strategy={args.save_strategy!r}: each trial saves in a folder "
+            'that callbacks are not told, so that workers\' states would lie elsewhere. Set save_strategy="no"'
+        )
+
+
+def loaded_from(args: Any, state: Any, resume_from: str | None) -> str:
+    """The checkpoint that the Trainer has loaded, of which a callback is told its contents and not its place.
+
+    Args:
+        args: the Trainer's arguments.
+        state: the Trainer's state, as it was loaded.
+        resume_from: what the callback was told.
+
+    Raises:
+        ConfigError: none that is known fits, or more than one.
+    """
+    given, step = args.resume_from_checkpoint, state.global_step
+    named = [resume_from, given if isinstance(given, str) else None, f"{args.output_dir}/checkpoint-{step}"]
+    fits = {os.path.realpath(each): each for each in named if each and _is_of(Path(each), state)}
+    if resume_from in fits.values():
+        return str(resume_from)
+    if len(fits) == 1:
+        return next(iter(fits.values()))
+    raise ConfigError(
+        f"the Trainer resumes at step {step}, and "
+        + (f"{' and '.join(fits.values())} both fit" if fits else f"{named[-1]} holds no state of the workers there")
+        + ". Pass Callback(..., resume_from=folder), the folder that train(resume_from_checkpoint=...) was given"
+    )
+
+
+def _is_of(folder: Path, state: Any) -> bool:
+    """Whether a checkpoint folder has the workers' state, and is what a Trainer's state was loaded from."""
+    try:
+        told = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    same = told["global_step"] == state.global_step and told["log_history"] == json.loads(json.dumps(state.log_history))
+    return same and (folder / FOLDER).is_dir()
+
+
+def _loggers_of(args: Any) -> list[Any]:
+    """TensorBoard and W&B, where the Trainer reports to them."""
+    found: list[Any] = []
+    names = [args.report_to] if isinstance(args.report_to, str) else list(args.report_to or [])
+    if "tensorboard" in names:
+        folder = os.environ.get("TENSORBOARD_LOGGING_DIR") or getattr(args, "logging_dir", None)
+        found.append(TensorBoard(Path(folder or f"{args.output_dir}/runs/thinwire").expanduser()))
+    if "wandb" in names:
+        found.append(WandB())
+    return found
