@@ -12,11 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from reproductions.optimus.transformer_layers import SCHEMES, Scheme
-from reproductions.optimus.worker import Counts, Race
-from thinwire.errors import ThinwireError
-from thinwire.lab.emulate import Network, Workers, parse_links
-from thinwire.tensor2d.costs import (
+from reproductions.optimus.costs import (
     Layer,
     layer_elements,
     norm_elements,
@@ -24,6 +20,10 @@ from thinwire.tensor2d.costs import (
     step_peak,
     vector_elements,
 )
+from reproductions.optimus.transformer_layers import SCHEMES, Scheme
+from reproductions.optimus.worker import Counts, Race
+from thinwire.errors import ThinwireError
+from thinwire.lab.emulate import Network, Workers, parse_links
 
 ELEMENT_BYTES = 4
 _TIMEOUT_SECONDS = 900.0

@@ -6,8 +6,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import isqrt
 
+from reproductions.optimus.costs import (
+    Direction,
+    Layer,
+    layer_elements,
+    most_tokens,
+    one_dimensional_elements,
+    step_peak,
+)
 from reproductions.optimus.transformer_layers import SCHEMES, Scheme
-from thinwire.tensor2d.costs import Direction, Layer, layer_elements, most_tokens, one_dimensional_elements, step_peak
 
 # The model grows with the ranks, as in the paper's weak scaling: parameters per rank and tokens per feature stay.
 RANKS = (4, 16, 36, 64, 256, 1024)

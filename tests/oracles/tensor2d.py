@@ -38,40 +38,6 @@ def serial_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters(remove_duplicate=False) if p.grad is not None}
 
 
-class Rotary(nn.Module):
-    """Causal attention with rotary positions and grouped queries, one head at a time."""
-
-    def __init__(self, width: int, heads: int, key_heads: int) -> None:
-        super().__init__()
-        self.heads, self.key_heads, self.size = heads, key_heads, width // heads
-        self.query = nn.Linear(width, width)
-        self.key = nn.Linear(width, key_heads * self.size)
-        self.value = nn.Linear(width, key_heads * self.size)
-        self.out = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        q, k, v = (layer(x).unflatten(-1, (-1, self.size)) for layer in (self.query, self.key, self.value))
-        q, k = self.rotated(q), self.rotated(k)
-        output = torch.zeros_like(q)
-        length = x.shape[1]
-        for head in range(self.heads):
-            shared = head * self.key_heads // self.heads
-            scores = q[:, :, head] @ k[:, :, shared].transpose(1, 2) / self.size**0.5
-            allowed = torch.ones(length, length, dtype=torch.bool).tril() if mask is None else mask
-            weights = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
-            output[:, :, head] = weights @ v[:, :, shared]
-        return self.out(output.flatten(2))
-
-    def rotated(self, x: Tensor) -> Tensor:
-        """Pairs as complex numbers, rotated by angles proportional to their position."""
-        half = self.size // 2
-        pairs = torch.complex(x[..., :half], x[..., half:])
-        rates = 10000.0 ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None] * rates
-        rotated = pairs * torch.polar(torch.ones_like(angles), angles)[:, None, :]
-        return torch.cat([rotated.real, rotated.imag], -1)
-
-
 class Encoder(nn.Module):
     """Torch's own encoder layers over an embedding, with dropout, a tied head and an RMS norm."""
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import lcm
 from typing import Any
 
 import pytest
@@ -13,21 +12,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from tests.grids import fast_where
-from tests.oracles.tensor2d import MESHES, Rotary, drawn, joined, serial_gradients
+from tests.oracles.tensor2d import MESHES, drawn, joined, serial_gradients
 from tests.tensor2d.helpers import block_of, gradients, run
 from thinwire import ConfigError
 from thinwire.tensor2d import (
-    Attention2D,
     Dropout2D,
     Embedding2D,
-    FeedForward2D,
     LayerNorm2D,
     Linear2D,
     Mesh2D,
     PositionTable2D,
     RMSNorm2D,
     cross_entropy_2d,
-    linear_2d,
     parallelize_2d,
     whole_activation,
     whole_state,
@@ -69,19 +65,23 @@ def linear(inputs: int, outputs: int, bias: bool = True) -> nn.Linear:
     return layer
 
 
+def split(layer: nn.Linear, mesh: Mesh2D, layout: Any = "auto") -> Linear2D:
+    return Linear2D(layer.weight, layer.bias, mesh, layout=layout)
+
+
 @pytest.mark.parametrize("layout", ["AB", "ABT"])
 @pytest.mark.parametrize(("rows", "columns"), SHAPES)
 def test_a_linear_layer_is_the_serial_one_in_either_storage(rows: int, columns: int, layout: Any) -> None:
     for outputs in (12, 36):
         serial = linear(H, outputs)
-        expected, found = both(serial, lambda mesh, s=serial: linear_2d(s, mesh, layout=layout), rows, columns)
+        expected, found = both(serial, lambda mesh, s=serial: split(s, mesh, layout), rows, columns)
         for name in expected:
             torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
 
 
 def test_a_linear_layer_takes_the_storage_that_moves_less() -> None:
     def work(mesh: Mesh2D) -> list[str]:
-        return [linear_2d(linear(a, b), mesh).layout for a, b in ((12, 24), (24, 24), (24, 12))]
+        return [split(linear(a, b), mesh).layout for a, b in ((12, 24), (24, 24), (24, 12))]
 
     assert run(2, 2, work)[0] == ["AB", "AB", "ABT"]
 
@@ -175,94 +175,6 @@ def test_positions_are_added_alike_in_all_rows() -> None:
     torch.testing.assert_close(found[0][1], table.grad)
 
 
-# -- attention and feed-forward ---------------------------------------------------------------------------------------
-
-
-def can_share(heads: int, key_heads: int, size: int, rows: int, columns: int) -> bool:
-    slices = lcm(rows, columns)
-    if key_heads % columns == 0:
-        return (heads + 2 * key_heads) * size % slices == 0
-    own, group = heads // columns, heads // key_heads
-    return key_heads * size % slices == 0 and (own % group == 0 or group % own == 0)
-
-
-@pytest.mark.parametrize("key_heads", [12, 4, 2, 1])
-@pytest.mark.parametrize(("rows", "columns"), fast_where(lambda mesh: mesh in ((2, 2), (1, 4)), MESHES))
-def test_attention_with_shared_heads_and_rotary_positions_is_the_serial_one(
-    rows: int, columns: int, key_heads: int
-) -> None:
-    width = 48
-    serial = Rotary(width, 12, key_heads).double()
-    for number, parameter in enumerate(serial.parameters()):
-        parameter.data = 0.3 * drawn(*parameter.shape, seed=number)
-    x = drawn(T, 5, width, seed=9)
-
-    def make(mesh: Mesh2D) -> nn.Module:
-        weights = [(layer.weight, layer.bias) for layer in (serial.query, serial.key, serial.value, serial.out)]
-        return Attention2D(*weights, mesh, heads=12, causal=True, rotary_base=10000.0)
-
-    if not can_share(12, key_heads, 4, rows, columns):
-        with pytest.raises(ConfigError, match=r"must be 0|must divide the other"):
-            both(serial, make, rows, columns, x)
-        return
-    expected, found = both(serial, make, rows, columns, x)
-    if "projection.weight" in found:
-        for kind in ("weight", "bias"):
-            parts = found[f"projection.{kind}"].split([width, key_heads * 4, key_heads * 4])
-            found |= {f"{name}.{kind}": part for name, part in zip(("query", "key", "value"), parts, strict=True)}
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)
-
-
-def test_attention_takes_masks() -> None:
-    serial = Rotary(H, 6, 6).double()
-    mask = torch.rand(5, 5, generator=torch.Generator().manual_seed(0)) < 0.6
-    mask |= torch.eye(5, dtype=torch.bool)
-    expected = serial(X, mask)
-    layers = (serial.query, serial.key, serial.value, serial.out)
-
-    def work(mesh: Mesh2D) -> Tensor:
-        layer = Attention2D(*((s.weight, s.bias) for s in layers), mesh, heads=6, rotary_base=1e4)
-        return layer(block_of(X, mesh), mask)
-
-    torch.testing.assert_close(joined(run(2, 3, work), 2, 3), expected)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), SHAPES)
-def test_feed_forward_parts_are_the_serial_ones(rows: int, columns: int, gated: bool) -> None:
-    class Serial(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wide, self.gate, self.out = linear(H, 48, False), linear(H, 48, False), linear(48, H)
-            self.gate.weight.data.mul_(-0.5)
-
-        def forward(self, x: Tensor) -> Tensor:
-            wide = self.wide(x)
-            return self.out(F.silu(self.gate(x)) * wide if gated else F.gelu(wide))
-
-    serial = Serial()
-    weights = [(layer.weight, layer.bias) for layer in (serial.wide, serial.out, serial.gate)]
-
-    def make(mesh: Mesh2D) -> nn.Module:
-        if not gated:
-            return FeedForward2D(*weights[:2], mesh)
-        return FeedForward2D(*weights[:2], mesh, activation="swiglu", gate=weights[2])
-
-    expected, found = both(serial, make, rows, columns)
-    if gated:
-        found["gate.weight"], found["wide.weight"] = found["wide.weight"].chunk(2)
-    for name in expected:
-        torch.testing.assert_close(found[name], expected[name], rtol=1e-11, atol=1e-10)
-
-
-def test_a_gate_without_its_weights_is_refused() -> None:
-    pair = linear(H, 48).weight, None
-    for settings in ({"activation": "swiglu"}, {"gate": pair}):
-        with pytest.raises(ConfigError, match="gate"):
-            run(1, 1, lambda mesh, s=settings: FeedForward2D(pair, (linear(48, H).weight, None), mesh, **s))
-
-
 # -- dropout ----------------------------------------------------------------------------------------------------------
 
 
@@ -312,8 +224,8 @@ def test_dropout_leaves_evaluation_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda mesh: linear_2d(linear(20, 12), mesh), r"20 inputs: 20 % 6 must be 0.*pad to 24"),
-        (lambda mesh: linear_2d(linear(12, 20), mesh), r"20 outputs: 20 % 6"),
+        (lambda mesh: split(linear(20, 12), mesh), r"20 inputs: 20 % 6 must be 0.*pad to 24"),
+        (lambda mesh: split(linear(12, 20), mesh), r"20 outputs: 20 % 6"),
         (lambda mesh: Linear2D(drawn(24, 12), None, mesh, sections=(20, 4)), r"sections.*20 % 3"),
         (lambda mesh: Linear2D(drawn(24, 12), None, mesh, sections=(12, 6)), "add up to its 24"),
         (lambda mesh: LayerNorm2D(None, None, mesh, size=20), r"20 % 3"),

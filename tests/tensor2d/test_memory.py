@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from reproductions.optimus.costs import Layer, activations_held, most_tokens, parameters_held, step_peak
 from reproductions.optimus.meter import Counted
 from reproductions.optimus.race import formula_payload_bytes, formula_peak_bytes
 from reproductions.optimus.scaling import scaling
@@ -19,8 +20,7 @@ from tests.oracles.tensor2d import drawn
 from tests.pool import run_processes
 from tests.tensor2d.helpers import run as run_threads
 from thinwire.tensor2d import Mesh2D, Pace, Panels, multiply_ab, multiply_abt, parallelize_2d
-from thinwire.tensor2d.advisor import choose_panels_
-from thinwire.tensor2d.costs import Layer, activations_held, most_tokens, parameters_held, step_peak
+from thinwire.tensor2d.pace import choose_panels_
 from thinwire.tensor2d.plan import Untouched
 
 RACE = Race(Stem(layers=2, hidden=64, heads=4, length=32, sequences=16), rows=2, columns=2, rounds=0)

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from reproductions.optimus.costs import panels_held
 from tests.grids import fast_where
 from tests.oracles.tensor2d import MESHES, drawn, joined
 from tests.tensor2d.helpers import block_of, run
 from thinwire import ConfigError
 from thinwire.tensor2d import Mesh2D, Pace, Panels, choose_panels, multiply_ab, multiply_abt, multiply_atb
-from thinwire.tensor2d.costs import panels_held, product_elements
+from thinwire.tensor2d.pace import product_elements
 from thinwire.tensor2d.panels import product_seconds
 
 M, K, N = 24, 36, 48

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from reproductions.optimus.costs import embedding_elements, head_elements, id_elements, loss_elements
 from tests.grids import fast_where
 from tests.oracles.tensor2d import drawn, joined
 from tests.tensor2d.helpers import block_of, gradients, run
 from thinwire import ConfigError
 from thinwire.tensor2d import Embedding2D, Mesh2D, Panels, TiedHead2D, cross_entropy_2d
-from thinwire.tensor2d.costs import embedding_elements, head_elements, id_elements, loss_elements
 
 H, T = 24, 12
 X = drawn(T, 5, H, seed=9)

@@ -1,75 +1,48 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two-dimensional tensor parallelism: parameters and activations are split over the rows and columns of a mesh."""
 
-from thinwire.tensor2d.advisor import (
-    Advice,
-    MeshCost,
-    Precision,
-    advise,
-    choose_panels_,
-    describe_transformer,
-    measure_pace,
-)
-from thinwire.tensor2d.attention import Attention2D, MultiheadAttention2D
+from thinwire.tensor2d.attention import MultiheadAttention2D
 from thinwire.tensor2d.clipping import clip_gradient_norm_, gradient_norm
 from thinwire.tensor2d.collectives import whole_activation
 from thinwire.tensor2d.dropout import Dropout2D
 from thinwire.tensor2d.embedding import Embedding2D, PositionTable2D
 from thinwire.tensor2d.lamb import Lamb2D
-from thinwire.tensor2d.linear import FeedForward2D, Linear2D, TiedHead2D, linear_2d
+from thinwire.tensor2d.linear import Linear2D, TiedHead2D
 from thinwire.tensor2d.loss import cross_entropy_2d
-from thinwire.tensor2d.mesh import (
-    Mesh2D,
-    Mesh3D,
-    Place,
-    mesh_2d,
-    mesh_3d,
-    run_mesh_3d_threads,
-    run_mesh_threads,
-)
+from thinwire.tensor2d.mesh import Mesh2D, Mesh3D, Place, mesh_2d, mesh_3d, run_mesh_3d_threads, run_mesh_threads
 from thinwire.tensor2d.norms import LayerNorm2D, RMSNorm2D
+from thinwire.tensor2d.pace import choose_panels_, measure_pace
 from thinwire.tensor2d.panels import Pace, Panels, choose_panels
 from thinwire.tensor2d.parallelize import parallelize_2d
 from thinwire.tensor2d.placement import Axis, Placement
 from thinwire.tensor2d.products import multiply_ab, multiply_abt, multiply_atb
-from thinwire.tensor2d.ring import positions_of, ring_attend
-from thinwire.tensor2d.state import load_whole_, read_blocks_, read_safetensors_, whole_state, write_blocks, write_whole
+from thinwire.tensor2d.state import load_whole_, read_safetensors_, whole_state, write_whole
 from thinwire.tensor2d.tape import checkpoint_, checkpoint_2d
-from thinwire.tensor2d.transformer import Transformer
 
 __all__ = [
-    "Advice",
-    "Attention2D",
     "Axis",
     "Dropout2D",
     "Embedding2D",
-    "FeedForward2D",
     "Lamb2D",
     "LayerNorm2D",
     "Linear2D",
     "Mesh2D",
     "Mesh3D",
-    "MeshCost",
     "MultiheadAttention2D",
     "Pace",
     "Panels",
     "Place",
     "Placement",
     "PositionTable2D",
-    "Precision",
     "RMSNorm2D",
     "TiedHead2D",
-    "Transformer",
-    "advise",
     "checkpoint_",
     "checkpoint_2d",
     "choose_panels",
     "choose_panels_",
     "clip_gradient_norm_",
     "cross_entropy_2d",
-    "describe_transformer",
     "gradient_norm",
-    "linear_2d",
     "load_whole_",
     "measure_pace",
     "mesh_2d",
@@ -78,14 +51,10 @@ __all__ = [
     "multiply_abt",
     "multiply_atb",
     "parallelize_2d",
-    "positions_of",
-    "read_blocks_",
     "read_safetensors_",
-    "ring_attend",
     "run_mesh_3d_threads",
     "run_mesh_threads",
     "whole_activation",
     "whole_state",
-    "write_blocks",
     "write_whole",
 ]

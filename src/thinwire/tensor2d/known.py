@@ -14,28 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 _ELEMENTWISE = (
-    nn.CELU,
-    nn.ELU,
-    nn.GELU,
-    nn.Hardshrink,
-    nn.Hardsigmoid,
-    nn.Hardswish,
-    nn.Hardtanh,
-    nn.Identity,
-    nn.LeakyReLU,
-    nn.LogSigmoid,
-    nn.Mish,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.SELU,
-    nn.SiLU,
-    nn.Sigmoid,
-    nn.Softplus,
-    nn.Softshrink,
-    nn.Softsign,
-    nn.Tanh,
-    nn.Tanhshrink,
-    nn.Threshold,
+    "CELU ELU GELU Hardshrink Hardsigmoid Hardswish Hardtanh Identity LeakyReLU LogSigmoid Mish ReLU ReLU6 SELU "
+    "SiLU Sigmoid Softplus Softshrink Softsign Tanh Tanhshrink Threshold"
 )
 _REPLACED = (nn.Linear, nn.LayerNorm, nn.RMSNorm, nn.Embedding, nn.Dropout, nn.MultiheadAttention)
 _ACTIVATIONS = (F.relu, F.gelu, F.silu, F.elu, F.mish, torch.relu, torch.sigmoid, torch.tanh)
@@ -64,7 +44,13 @@ def is_known(module: nn.Module) -> bool:
     named = kind.__module__ == "transformers.activations" or kind.__name__ in _BY_NAME.get(kind.__module__, ())
     # The class that has the forward: a subclass may only have added to the constructor. `ModuleList` has none.
     owner = next(each for each in kind.__mro__ if "forward" in vars(each))
-    return named or owner in (*_ELEMENTWISE, *_REPLACED, nn.Module, nn.Sequential, nn.TransformerEncoder)
+    return named or owner in (
+        *(getattr(nn, each) for each in _ELEMENTWISE.split()),
+        *_REPLACED,
+        nn.Module,
+        nn.Sequential,
+        nn.TransformerEncoder,
+    )
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -9,18 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire.core.replica.flat import copy_each_
 from thinwire.errors import ConfigError
-from thinwire.methods.optimizers.base import exact_parameters
-from thinwire.methods.optimizers.lamb import Lamb, add_decay_, descend_, directions_of, norms_of, update_moments_
+from thinwire.methods.optimizers.lamb import Lamb, norms_of
 from thinwire.tensor2d.mesh import Mesh2D
 from thinwire.tensor2d.module import placed
 
 
 class Lamb2D(Lamb):
-    r"""x|$ and $|u|$ of whole tensors: every rank updates its block by the serial model's trust ratio.|Run `Lamb` with
-    the serial model's trust ratios, from $|x|$ and $|u|$ of whole tensors.|x|$ and $|u|$ of whole tensors: every rank
-    updates its block by the serial model's trust ratio.
+    r"""Run `Lamb` with the serial model's trust ratios, from $|x|$ and $|u|$ of whole tensors.
 
     Each rank updates its block. One message for each batch of tensors all-reduces the squared norms of all blocks, two
     numbers per tensor; replicated parameters are counted in the first row only. Without a mesh this is `Lamb`, bit for
@@ -57,27 +53,11 @@ class Lamb2D(Lamb):
         parameters = {} if model is None else placed(model)
         self._replicated = {id(parameter) for parameter, placement in parameters.values() if placement.replicated}
 
-    def _move(self, group: dict[str, Any], parameters: Sequence[Tensor]) -> None:
-        if self.mesh is None:
-            super()._move(group, parameters)
-            return
-        states = [self.state[p] for p in parameters]
-        exact = exact_parameters(parameters, states)
-        momenta, variances = ([state[name] for state in states] for name in ("momentum", "variance"))
-        gradients = [p.grad.to(m.dtype) for p, m in zip(parameters, momenta, strict=True) if p.grad is not None]
-        update_moments_(group, momenta, variances, gradients)
-        directions = directions_of(group, momenta, variances, corrected=group["bias_correction"])
-        add_decay_(group, directions, exact)
-        descend_(group, exact, directions, self._ratios(group, parameters, exact, directions))
-        rounded = [(p, x) for p, x in zip(parameters, exact, strict=True) if p is not x]
-        if rounded:
-            copy_each_([p for p, _ in rounded], [x for _, x in rounded])
-
     def _ratios(
         self, group: dict[str, Any], parameters: Sequence[Tensor], exact: list[Tensor], directions: list[Tensor]
     ) -> Tensor:
-        """Return the trust ratio of each tensor."""
-        assert self.mesh is not None, "called only with a mesh"
+        if self.mesh is None:
+            return super()._ratios(group, parameters, exact, directions)
         squares = torch.stack([norms_of(exact), norms_of(directions)]).square()
         if self.mesh.row > 0:
             # The first row counts replicated parameters; other rows send zeros, so that shapes are equal.

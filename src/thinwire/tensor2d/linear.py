@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Linear layers in the layout with the fewest bytes, output heads, and the feed-forward part of a block."""
+"""Linear layers in the layout with the fewest bytes, and output heads."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
 from thinwire.errors import ConfigError
 from thinwire.tensor2d.collectives import gather_over_columns, transpose_blocks
@@ -19,8 +17,6 @@ from thinwire.tensor2d.placement import Axis, Placement
 from thinwire.tensor2d.products import multiply_ab, multiply_abt
 
 Layout = Literal["auto", "AB", "ABT"]
-Weights = tuple[Tensor, Tensor | None]
-"""A weight and its bias, or None."""
 
 
 class Linear2D(Module2D):
@@ -70,7 +66,7 @@ class Linear2D(Module2D):
         super().__init__(mesh)
         straight = stored == "out,in"
         self.out_features, self.in_features = weight.shape if straight else weight.shape[::-1]
-        self.layout = choose_layout(self.in_features, self.out_features) if layout == "auto" else layout
+        self.layout = layout if layout != "auto" else "AB" if self.in_features <= self.out_features else "ABT"
         self.panels = panels
         self.sections = sections
         self._head_size, self._heads_kept = head_size, heads_kept
@@ -87,10 +83,7 @@ class Linear2D(Module2D):
         # The products need [in, out] for "AB" and [out, in] for "ABT"; the serial weight may be stored either way.
         axes = (outputs, inputs) if straight else (inputs, outputs)
         self.place_("weight", Placement(axes, transposed=straight == (self.layout == "AB")), weight)
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self.place_("bias", Placement((Axis(self.out_features, "columns", sections, padded),)), bias)
+        self.place_("bias", Placement((Axis(self.out_features, "columns", sections, padded),)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b / r, ..., in / c] to [b / r, ..., out / c]."""
@@ -138,10 +131,7 @@ class TiedHead2D(Module2D):
         self.weight = embedding.weight
         self.placements["weight"] = placement = embedding.placements["weight"]
         rows = placement.axes[0]
-        if bias is None:
-            self.register_parameter("bias", None)
-        else:
-            self.place_("bias", Placement((Axis(rows.size, "columns", padded=rows.padded),)), bias)
+        self.place_("bias", Placement((Axis(rows.size, "columns", padded=rows.padded),)), bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b / r, ..., h / c] to [b / r, ..., v / c]."""
@@ -149,68 +139,3 @@ class TiedHead2D(Module2D):
         y = multiply_ab(rows, transpose_blocks(table, self.mesh), self.mesh, self.panels)
         bias = self.shared("bias")
         return (y if bias is None else y + bias.to(y.dtype)).unflatten(0, x.shape[:-1])
-
-
-def choose_layout(inputs: int, outputs: int) -> Literal["AB", "ABT"]:
-    """Return the layout in which a linear layer sends fewer activations."""
-    return "AB" if inputs <= outputs else "ABT"
-
-
-def linear_2d(layer: nn.Linear, mesh: Mesh2D, *, layout: Layout = "auto") -> Linear2D:
-    """Make the layer on the mesh for a serial linear layer."""
-    bias: torch.Tensor | None = layer.bias
-    return Linear2D(layer.weight, bias, mesh, layout=layout)
-
-
-def fused_linear(parts: list[Weights], mesh: Mesh2D) -> Linear2D:
-    """Fuse several linear layers of one input; each column has its share of every part."""
-    weight = torch.cat([weight.detach() for weight, _ in parts])
-    biases = [bias.detach() for _, bias in parts if bias is not None]
-    sizes = tuple(part.shape[0] for part, _ in parts)
-    return Linear2D(
-        weight.requires_grad_(), torch.cat(biases).requires_grad_() if biases else None, mesh, sections=sizes
-    )
-
-
-class FeedForward2D(nn.Module):
-    """Two linear layers with an activation between them, or three with a gate, on [b / r, s, h / c].
-
-    With "swiglu" the gate and the value are one layer of h -> 2 f, in which each column has its share of both: one
-    product instead of two.
-
-    Shazeer, GLU Variants Improve Transformer, 2020, arXiv:2002.05202.
-
-    Args:
-        wide: the whole weight [f, h] and its bias, or None; with "swiglu" those of the value.
-        out: the whole weight [h, f] and its bias, or None.
-        mesh: the ranks.
-        activation: "gelu", or "swiglu" with a gate.
-        gate: the whole weight [f, h] and its bias, or None, for "swiglu".
-
-    Raises:
-        ConfigError: "swiglu" has no gate, or "gelu" has one.
-    """
-
-    def __init__(
-        self,
-        wide: Weights,
-        out: Weights,
-        mesh: Mesh2D,
-        *,
-        activation: Literal["gelu", "swiglu"] = "gelu",
-        gate: Weights | None = None,
-    ) -> None:
-        super().__init__()
-        if (activation == "swiglu") != (gate is not None):
-            raise ConfigError(f"activation={activation!r}: swiglu needs the weights of a gate, gelu must have none")
-        self.activation = activation
-        self.wide = fused_linear([gate, wide] if gate is not None else [wide], mesh)
-        self.out = Linear2D(*out, mesh)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        """Map [b / r, s, h / c] to the same shape."""
-        wide = self.wide(stream)
-        if self.activation == "gelu":
-            return self.out(F.gelu(wide))
-        gate, value = wide.chunk(2, dim=-1)
-        return self.out(F.silu(gate) * value)

@@ -7,7 +7,7 @@ Rank (i, j) of an r x c mesh is number i * c + j. Its row is (i, 0) .. (i, c - 1
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import lcm
+from math import lcm, prod
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
@@ -41,6 +41,10 @@ class Mesh2D:
         whole: all ranks, row by row.
         panels: how operands are sent in layers without their own setting.
 
+    Attributes:
+        place: this rank's row i and column j, and the numbers of rows r and columns c; also `row`, `column`, `rows`
+            and `columns`.
+
     Raises:
         ConfigError: the ranks are not numbered row by row.
     """
@@ -51,7 +55,7 @@ class Mesh2D:
         self.whole = whole
         self.panels = panels or Panels()
         self.place = Place(along_column.rank, along_row.rank, along_column.size, along_row.size)
-        row, column, rows, columns = self.place
+        row, column, rows, columns = self.row, self.column, self.rows, self.columns = self.place
         # Transposing a table addresses rank (i, j) as number i * c + j.
         if (whole.size, whole.rank) != (rows * columns, row * columns + column):
             raise ConfigError(
@@ -65,26 +69,6 @@ class Mesh2D:
 
     def __repr__(self) -> str:
         return f"Mesh2D({self.rows}x{self.columns} at ({self.row}, {self.column}))"
-
-    @property
-    def rows(self) -> int:
-        """Number of rows, r."""
-        return self.place.rows
-
-    @property
-    def columns(self) -> int:
-        """Number of columns, c."""
-        return self.place.columns
-
-    @property
-    def row(self) -> int:
-        """This rank's row index, i."""
-        return self.place.row
-
-    @property
-    def column(self) -> int:
-        """This rank's column index, j."""
-        return self.place.column
 
     @property
     def slices(self) -> int:
@@ -186,17 +170,7 @@ def mesh_2d(
         ConfigError: the shape does not match the number of processes, or the `DeviceMesh` does not have two dimensions.
         CommError: not all ranks take part within the timeout.
     """
-    if not isinstance(shape, DeviceMesh):
-        rows, columns = shape
-        if rows < 1 or columns < 1 or rows * columns != dist.get_world_size():
-            raise ConfigError(f"a {rows}x{columns} mesh needs {rows * columns} processes, not {dist.get_world_size()}")
-        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
-        shape = init_device_mesh(device, (rows, columns), mesh_dim_names=("row", "column"))
-    if shape.ndim != 2:
-        raise ConfigError(
-            f"the mesh has shape {tuple(shape.shape)}: it must have two dimensions. Select them, as in mesh['row', "
-            "'column']"
-        )
+    shape = _device_mesh(shape, ("row", "column"), device, timeout)
     along_row, along_column = (GroupComm(shape.get_group(dimension), timeout=timeout) for dimension in (1, 0))
     ranks = [int(rank) for rank in shape.mesh.flatten()]
     # Local synchronization: ranks outside this mesh do not take part in creating the group.
@@ -224,23 +198,32 @@ def mesh_3d(
             dimensions.
         CommError: not all ranks take part within the timeout.
     """
-    names = ("data", "row", "column")
-    if not isinstance(shape, DeviceMesh):
-        copies, rows, columns = shape
-        if min(shape) < 1 or copies * rows * columns != dist.get_world_size():
-            raise ConfigError(
-                f"{copies} copies on {rows}x{columns} meshes need {copies * rows * columns} processes, not "
-                f"{dist.get_world_size()}"
-            )
-        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
-        shape = init_device_mesh(device, (copies, rows, columns), mesh_dim_names=names)
-    if shape.ndim != 3 or shape.mesh_dim_names is None:
-        raise ConfigError(
-            f"the mesh has shape {tuple(shape.shape)}: it must have three dimensions. Select copies, rows and columns"
-        )
-    data, *block = shape.mesh_dim_names
+    shape = _device_mesh(shape, ("data", "row", "column"), device, timeout)
+    data, *block = shape.mesh_dim_names or ("data", "row", "column")
     comm = GroupComm(shape.get_group(data), timeout=timeout)
     return Mesh3D(comm, mesh_2d(shape[tuple(block)], panels=panels, timeout=timeout))
+
+
+def _device_mesh(
+    shape: tuple[int, ...] | DeviceMesh, names: tuple[str, ...], device: str, timeout: float
+) -> DeviceMesh:
+    """Make a mesh of dimensions with these names over the default group, or check the one that is given.
+
+    Raises:
+        ConfigError: the shape does not match the number of processes, or the mesh does not have these dimensions.
+    """
+    if not isinstance(shape, DeviceMesh):
+        if min(shape) < 1 or prod(shape) != dist.get_world_size():
+            mesh = "x".join(map(str, shape))
+            raise ConfigError(f"a {mesh} mesh needs {prod(shape)} processes, not {dist.get_world_size()}")
+        count_in_store("thinwire/meshes", timeout)  # PyTorch would wait forever for a store that does not answer
+        return init_device_mesh(device, shape, mesh_dim_names=names)
+    if shape.ndim != len(names) or (len(names) > 2 and shape.mesh_dim_names is None):
+        raise ConfigError(
+            f"the mesh has shape {tuple(shape.shape)}: it must have {len(names)} dimensions. Select them, as in "
+            f"mesh{list(names)}"
+        )
+    return shape
 
 
 def run_mesh_threads(

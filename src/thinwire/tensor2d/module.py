@@ -31,8 +31,11 @@ class Module2D(nn.Module):
         self.placements: dict[str, Placement] = {}
         self._aliases: dict[str, Tensor] = {}
 
-    def place_(self, name: str, placement: Placement, whole: Tensor) -> None:
-        """Register this rank's block of `whole` as the parameter `name`."""
+    def place_(self, name: str, placement: Placement, whole: Tensor | None) -> None:
+        """Register this rank's block of `whole` as the parameter `name`; None if the layer has none."""
+        if whole is None:
+            self.register_parameter(name, None)
+            return
         with torch.no_grad():
             block = placement.cut(whole.detach(), self.mesh.place)
         parameter = nn.Parameter(block, requires_grad=whole.requires_grad)

@@ -43,12 +43,12 @@ class LayerNorm2D(Module2D):
         super().__init__(mesh)
         check_divides(size, mesh.columns, f"LayerNorm2D of {size} features", f"the mesh has {mesh.columns} columns")
         self.size, self.epsilon = size, epsilon
-        _place_vector_(self, "weight", weight)
-        _place_vector_(self, "bias", bias)
+        for name, whole in {"weight": weight, "bias": bias}.items():
+            self.place_(name, Placement((Axis(size, "columns"),)), whole)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b / r, ..., h / c] to the same shape."""
-        y = cast(Tensor, _Standardised.apply(x, self.mesh, self.epsilon))
+        y = cast(Tensor, _Normalized.apply(x, self.mesh, self.epsilon, True))
         gain, bias = self.shared("weight"), self.shared("bias")
         y = y if gain is None else y * gain
         return (y if bias is None else y + bias).to(x.dtype)
@@ -76,31 +76,30 @@ class RMSNorm2D(Module2D):
         super().__init__(mesh)
         check_divides(size, mesh.columns, f"RMSNorm2D of {size} features", f"the mesh has {mesh.columns} columns")
         self.size, self.epsilon = size, epsilon
-        _place_vector_(self, "weight", weight)
+        self.place_("weight", Placement((Axis(size, "columns"),)), weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [b / r, ..., h / c] to the same shape."""
-        y = cast(Tensor, _Scaled.apply(x, self.mesh, self.epsilon))
+        y = cast(Tensor, _Normalized.apply(x, self.mesh, self.epsilon, False))
         gain = self.shared("weight")
         return (y if gain is None else y * gain).to(x.dtype)
 
 
-def _place_vector_(layer: Module2D, name: str, whole: Tensor | None) -> None:
-    if whole is None:
-        layer.register_parameter(name, None)
-    else:
-        layer.place_(name, Placement((Axis(whole.numel(), "columns"),)), whole)
-
-
-class _Standardised(Function):
+class _Normalized(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:
-        exact = x.to(accumulation_dtype(x.dtype))
-        mean, scale = recorded(lambda: _mean_and_scale(exact, mesh, epsilon)).unsqueeze(-1)
+    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float | None, centered: bool) -> Tensor:
+        exact, size = x.to(accumulation_dtype(x.dtype)), x.shape[-1] * mesh.columns
+        least = torch.finfo(exact.dtype).eps if epsilon is None else epsilon
+        if centered:
+            mean, scale = recorded(lambda: _mean_and_scale(exact, mesh, least)).unsqueeze(-1)
+            y = ((exact - mean) * scale).to(x.dtype)
+        else:
+            scale = recorded(lambda: (mesh.along_row.all_reduce_(exact.square().sum(-1)).wait() / size + least).rsqrt())
+            scale = scale.unsqueeze(-1)
+            y = (exact * scale).to(x.dtype)
         # The backward pass needs y and not x, so only y is kept.
-        y = ((exact - mean) * scale).to(x.dtype)
         ctx.save_for_backward(y, scale)
-        ctx.mesh = mesh
+        ctx.mesh, ctx.centered = mesh, centered
         return y
 
     @staticmethod
@@ -108,34 +107,11 @@ class _Standardised(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         y, scale = ctx.saved_tensors
         grad, y = grads[0].to(scale.dtype), y.to(scale.dtype)
-        sums = torch.stack([grad.sum(-1), (grad * y).sum(-1)])
-        first, second = (ctx.mesh.along_row.all_reduce_(sums).wait() / (y.shape[-1] * ctx.mesh.columns)).unsqueeze(-1)
-        return (scale * (grad - first - y * second)).to(grads[0].dtype), None, None
-
-
-class _Scaled(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mesh: Mesh2D, epsilon: float | None) -> Tensor:
-        exact = x.to(accumulation_dtype(x.dtype))
-        epsilon = torch.finfo(exact.dtype).eps if epsilon is None else epsilon
-        size = x.shape[-1] * mesh.columns
-        scale = recorded(
-            lambda: (mesh.along_row.all_reduce_(exact.square().sum(-1)).wait() / size + epsilon).rsqrt()
-        ).unsqueeze(-1)
-        y = (exact * scale).to(x.dtype)
-        ctx.save_for_backward(y, scale)
-        ctx.mesh = mesh
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        y, scale = ctx.saved_tensors
-        grad, y = grads[0].to(scale.dtype), y.to(scale.dtype)
-        mean = ctx.mesh.along_row.all_reduce_((grad * y).sum(-1)).wait().unsqueeze(-1) / (
-            y.shape[-1] * ctx.mesh.columns
-        )
-        return (scale * (grad - y * mean)).to(grads[0].dtype), None, None
+        sums = torch.stack([(grad * y).sum(-1), *[grad.sum(-1)] * ctx.centered])
+        along, *means = (ctx.mesh.along_row.all_reduce_(sums).wait() / (y.shape[-1] * ctx.mesh.columns)).unsqueeze(-1)
+        for mean in means:
+            grad = grad - mean
+        return (scale * (grad - y * along)).to(grads[0].dtype), None, None, None
 
 
 def _mean_and_scale(x: Tensor, mesh: Mesh2D, epsilon: float) -> Tensor:

@@ -81,11 +81,6 @@ class Placement:
         """True if the tensor is replicated over the rows (and perhaps split over the columns)."""
         return all(axis.cut != "rows" for axis in self.axes)
 
-    def block_shape(self, place: Place) -> tuple[int, ...]:
-        """Return the shape in which a rank stores its block."""
-        lengths = tuple(axis.length(place) for axis in self.axes)
-        return lengths[::-1] if self.transposed else lengths
-
     def cut(self, whole: Tensor, place: Place) -> Tensor:
         """Copy a rank's block of `whole`."""
         return self.read(lambda *slices: whole[slices], place, like=whole)

@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from thinwire.errors import ConfigError
-from thinwire.tensor2d.attention import MultiheadAttention2D, gathered_heads
+from thinwire.tensor2d.attention import MultiheadAttention2D
 from thinwire.tensor2d.dropout import Dropout2D
 from thinwire.tensor2d.embedding import Algorithm, Embedding2D, PositionTable2D, padded_size
 from thinwire.tensor2d.linear import Layout, Linear2D, TiedHead2D
@@ -117,9 +117,15 @@ class KeyHeads(Style):
     def lay_out(self, site: Site) -> nn.Module:
         """A `Linear2D` that gathers its output."""
         weight: Tensor = site.get("weight")
-        size = weight.shape[0] // self.key_heads
-        part = weight, site.get("bias")
-        return gathered_heads(part, site.mesh, heads=self.heads, key_heads=self.key_heads, size=size, name=site.name)
+        own, group = self.heads // site.mesh.columns, self.heads // self.key_heads
+        if group % own and own % group:
+            raise ConfigError(
+                f"{site.name}: {own} query heads per column and {group} per key head: one must divide the other. Use "
+                "fewer columns"
+            )
+        first, size = site.mesh.column * own // group, weight.shape[0] // self.key_heads
+        kept = first, first + max(1, own // group)
+        return Linear2D(weight, site.get("bias"), site.mesh, head_size=size, heads_kept=kept, name=site.name)
 
 
 @dataclass(frozen=True)

@@ -107,20 +107,12 @@ def _refuse_labels(*_: Any, **__: Any) -> Tensor:
     )
 
 
-def _causal(
-    mesh: Mesh2D,
-    logits: Tensor,
-    labels: Tensor,
-    vocab_size: int,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    shift_labels: Tensor | None = None,
-    **_: Any,
-) -> Tensor:
+def _causal(mesh: Mesh2D, logits: Tensor, labels: Tensor, vocab_size: int, **settings: Any) -> Tensor:
     """Compute a causal loss: each position predicts the next token, so the last one has no target."""
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
-    return _masked(mesh, logits, shift_labels, vocab_size, num_items_in_batch, ignore_index)
+    shifted = settings.pop("shift_labels", None)
+    if shifted is None:
+        shifted = F.pad(labels, (0, 1), value=settings.get("ignore_index", -100))[..., 1:].contiguous()
+    return _masked(mesh, logits, shifted, vocab_size, **settings)
 
 
 def _masked(
@@ -137,23 +129,16 @@ def _masked(
     return total if num_items_in_batch is None else total / num_items_in_batch
 
 
-def _classification(
-    mesh: Mesh2D,
-    labels: Tensor,
-    pooled_logits: Tensor,
-    config: Any,
-    num_items_in_batch: Tensor | int | None = None,
-    ignore_index: int = -100,
-    **_: Any,
-) -> Tensor:
+def _classification(mesh: Mesh2D, labels: Tensor, pooled_logits: Tensor, config: Any, **settings: Any) -> Tensor:
     """Compute a classification loss; the configuration or the labels determine the problem type."""
+    settings.pop("logits", None)  # of each token
     count = config.num_labels
     if config.problem_type is None:
         single = count > 1 and labels.dtype in (torch.int64, torch.int32)
         several = "single_label_classification" if single else "multi_label_classification"
         config.problem_type = "regression" if count == 1 else several
     if config.problem_type == "single_label_classification":
-        return _masked(mesh, pooled_logits, labels.view(-1), count, num_items_in_batch, ignore_index)
+        return _masked(mesh, pooled_logits, labels.view(-1), count, **settings)
     compared = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
     if config.problem_type not in compared:
         raise ConfigError(f"config.problem_type={config.problem_type!r} is unknown. {_INSTEAD}")

@@ -21,7 +21,7 @@ Shapes: `_mk` is a block of rows M / r and columns K / c of this rank; T below i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -47,7 +47,7 @@ def multiply_ab(a_mk: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels | None 
     Raises:
         ConfigError: lcm(r, c) does not divide K.
     """
-    return cast(Tensor, _AB.apply(a_mk, b_kn, mesh, panels or mesh.panels))
+    return cast(Tensor, _Multiply.apply(_ProductAB, a_mk, b_kn, mesh, panels or mesh.panels))
 
 
 def multiply_abt(a_mk: Tensor, b_nk: Tensor, mesh: Mesh2D, panels: Panels | None = None) -> Tensor:
@@ -62,7 +62,7 @@ def multiply_abt(a_mk: Tensor, b_nk: Tensor, mesh: Mesh2D, panels: Panels | None
     Raises:
         ConfigError: lcm(r, c) does not divide N.
     """
-    return cast(Tensor, _ABT.apply(a_mk, b_nk, mesh, panels or mesh.panels))
+    return cast(Tensor, _Multiply.apply(_ProductABT, a_mk, b_nk, mesh, panels or mesh.panels))
 
 
 def multiply_atb(a_km: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels | None = None) -> Tensor:
@@ -77,63 +77,7 @@ def multiply_atb(a_km: Tensor, b_kn: Tensor, mesh: Mesh2D, panels: Panels | None
     Raises:
         ConfigError: lcm(r, c) does not divide M.
     """
-    return cast(Tensor, _ATB.apply(a_km, b_kn, mesh, panels or mesh.panels))
-
-
-class _AB(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.settings = mesh, panels
-        return recorded(lambda: _run([_ProductAB(a, b, mesh, panels)], panels)[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), grad = ctx.saved_tensors, grads[0]
-        # With create_graph=True the gradients need gradients, which only the functions below have.
-        if all(ctx.needs_input_grad[:2]) and not torch.is_grad_enabled():
-            # One pipeline for both: the weight's operand is sent while the input's gradient is multiplied.
-            mesh, panels = ctx.settings
-            products = [_ProductABT(grad, b, mesh, panels), _ProductATB(a, grad, mesh, panels)]
-            return *_run(products, panels), None, None
-        to_a = multiply_abt(grad, b, *ctx.settings) if ctx.needs_input_grad[0] else None
-        to_b = multiply_atb(a, grad, *ctx.settings) if ctx.needs_input_grad[1] else None
-        return to_a, to_b, None, None
-
-
-class _ABT(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.settings = mesh, panels
-        return recorded(lambda: _run([_ProductABT(a, b, mesh, panels)], panels)[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), grad = ctx.saved_tensors, grads[0]
-        if all(ctx.needs_input_grad[:2]) and not torch.is_grad_enabled():
-            mesh, panels = ctx.settings
-            both = _SharedGather(_ProductAB(grad, b, mesh, panels), _ProductATB(grad, a, mesh, panels))
-            _run([both], panels)
-            return both.first.result(), both.second.result(), None, None
-        to_a = multiply_ab(grad, b, *ctx.settings) if ctx.needs_input_grad[0] else None
-        to_b = multiply_atb(grad, a, *ctx.settings) if ctx.needs_input_grad[1] else None
-        return to_a, to_b, None, None
-
-
-class _ATB(Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
-        ctx.save_for_backward(a, b)
-        ctx.settings = mesh, panels
-        return recorded(lambda: _run([_ProductATB(a, b, mesh, panels)], panels)[0])
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (a, b), grad = ctx.saved_tensors, grads[0]
-        to_a = multiply_abt(b, grad, *ctx.settings) if ctx.needs_input_grad[0] else None
-        to_b = multiply_ab(a, grad, *ctx.settings) if ctx.needs_input_grad[1] else None
-        return to_a, to_b, None, None
+    return cast(Tensor, _Multiply.apply(_ProductATB, a_km, b_kn, mesh, panels or mesh.panels))
 
 
 class _Product(ABC):
@@ -258,6 +202,37 @@ class _SharedGather(_Product):
 
     def result(self) -> Tensor:
         return self.first.result()
+
+
+_GRADIENTS: dict[type[_Product], Callable[[Tensor, Tensor, Tensor], tuple[Any, Any]]] = {
+    _ProductAB: lambda a, b, d: ((_ProductABT, d, b), (_ProductATB, a, d)),
+    _ProductABT: lambda a, b, d: ((_ProductAB, d, b), (_ProductATB, d, a)),
+    _ProductATB: lambda a, b, d: ((_ProductABT, b, d), (_ProductAB, a, d)),
+}
+"""The products that compute the gradients of each product of A and B, from that of its result, D."""
+
+
+class _Multiply(Function):
+    @staticmethod
+    def forward(ctx: Any, kind: Any, a: Tensor, b: Tensor, mesh: Mesh2D, panels: Panels) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.kind, ctx.settings = kind, (mesh, panels)
+        return recorded(lambda: _run([kind(a, b, mesh, panels)], panels)[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (a, b), needed, panels = ctx.saved_tensors, ctx.needs_input_grad[1:3], ctx.settings[1]
+        gradients = _GRADIENTS[ctx.kind](a, b, grads[0])
+        # With create_graph=True the gradients need gradients, which only this function has.
+        if not all(needed) or torch.is_grad_enabled():
+            each = zip(needed, gradients, strict=True)
+            found = [_Multiply.apply(*product, *ctx.settings) if need else None for need, product in each]
+            return None, *found, None, None
+        # One pipeline for both: the weight's operand is sent while the input's gradient is multiplied.
+        products = [kind(x, y, *ctx.settings) for kind, x, y in gradients]
+        if ctx.kind is _ProductABT:
+            return None, *_run([_SharedGather(*products)], panels), products[1].result(), None, None
+        return None, *_run(products, panels), None, None
 
 
 class _PartialSums:

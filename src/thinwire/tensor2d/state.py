@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thinwire._version import __version__
 from thinwire.core.storage.files import local_path, write_atomically
 from thinwire.errors import CheckpointError
 from thinwire.tensor2d.dropout import Dropout2D
@@ -49,7 +47,7 @@ def whole_state(model: nn.Module, mesh: Mesh2D, *, everywhere: bool = True) -> d
             f"{len(drifted)} parameters that all rows hold differ between the rows of the mesh: {name} by up to "
             f"{apart:.3g} of its largest value. All rows must make the same steps. Clip gradients with "
             "thinwire.tensor2d.clip_gradient_norm_, draw noise from generators with the same seed, and use one "
-            "learning rate on all ranks; write_blocks saves the blocks unchanged"
+            "learning rate on all ranks; torch.save of the state dict saves each rank's blocks unchanged"
         )
     if not keep:
         return {}
@@ -255,55 +253,6 @@ def on_rank_0(write: Callable[[], Any], path: Path, mesh: Mesh2D) -> None:
         raise CheckpointError(f"{path}: rank 0 of the mesh cannot write it{why}") from failure
 
 
-def write_blocks(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> Path:
-    """Write this rank's blocks, buffers and dropout counters to a file in `folder`; return its path.
-
-    Raises:
-        ConfigError: the folder is a URL.
-    """
-    from safetensors.torch import save
-
-    folder = local_path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: x.detach().contiguous() for name, x in (*model.named_parameters(), *model.named_buffers())}
-    metadata = {"mesh": f"{mesh.rows}x{mesh.columns}", "thinwire": __version__, "placements": _placements_json(model)}
-    path = folder / _file_name(mesh.place)
-    write_atomically(path, save(tensors, metadata=metadata))
-    return path
-
-
-@torch.no_grad()
-def read_blocks_(model: nn.Module, folder: str | Path, mesh: Mesh2D) -> None:
-    """Read the blocks that `write_blocks` wrote on a mesh of the same shape.
-
-    Raises:
-        CheckpointError: this rank has no file, or one of another mesh or model; the model is then unchanged.
-    """
-    from safetensors import safe_open
-
-    _refuse_meta(model)
-    path = local_path(folder) / _file_name(mesh.place)
-    if not path.exists():
-        raise CheckpointError(f"{path} does not exist: a {mesh.rows}x{mesh.columns} mesh needs one file per rank")
-    own = dict((*model.named_parameters(), *model.named_buffers()))
-    with torch.device("cpu"), safe_open(str(path), framework="pt") as file:
-        metadata = file.metadata()
-        shape = f"{mesh.rows}x{mesh.columns}"
-        if metadata["mesh"] != shape:
-            raise CheckpointError(
-                f"{path} belongs to a {metadata['mesh']} mesh, but this one is {shape}. Convert it with write_whole "
-                "and read_safetensors_"
-            )
-        if metadata["placements"] != _placements_json(model):
-            raise CheckpointError(
-                f"{path} belongs to another model or plan. Load it into the model that wrote it, or convert it with "
-                "write_whole and read_safetensors_"
-            )
-        saved = {name: file.get_tensor(name) for name in own}
-    for name, x in own.items():
-        x.copy_(saved[name])
-
-
 def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | None) -> None:
     if found is None:
         raise CheckpointError(f"the checkpoint has no tensor {name}. Load a checkpoint of the same model")
@@ -317,14 +266,6 @@ def _check_shape(name: str, wanted: tuple[int, ...], found: tuple[int, ...] | No
 def _dropout_counters(model: nn.Module) -> set[str]:
     """Return the names of dropout counters, which serial models do not have."""
     return {f"{name}.draws".lstrip(".") for name, module in model.named_modules() if isinstance(module, Dropout2D)}
-
-
-def _placements_json(model: nn.Module) -> str:
-    return json.dumps({name: repr(placement) for name, (_, placement) in placed(model).items()}, sort_keys=True)
-
-
-def _file_name(place: Place) -> str:
-    return f"block-{place.row:03d}-{place.column:03d}.safetensors"
 
 
 def _replace(model: nn.Module, old: Tensor, new: nn.Parameter) -> None:

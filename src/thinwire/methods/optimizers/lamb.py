@@ -113,9 +113,14 @@ class Lamb(ClosureOptimizer):
         update_moments_(group, momenta, variances, gradients)
         directions = directions_of(group, momenta, variances, corrected=group["bias_correction"])
         add_decay_(group, directions, exact)
-        ratios, _ = trust_ratios(group, exact, directions)
-        descend_(group, exact, directions, ratios)
+        descend_(group, exact, directions, self._ratios(group, parameters, exact, directions))
         round_to_parameters(exact, parameters)
+
+    def _ratios(
+        self, group: dict[str, Any], parameters: Sequence[Tensor], exact: list[Tensor], directions: list[Tensor]
+    ) -> Tensor:
+        """Return the trust ratio of each tensor; `exact` holds the values of `parameters`."""
+        return trust_ratios(group, exact, directions)[0]
 
 
 # -- the arithmetic, on lists of tensors -------------------------------------------------------------------------------
