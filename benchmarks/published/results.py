@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from thinwire.planning.plan.published import Cell, Predicted, Source, load_source, order_errors
+from thinwire.planning.plan.published import Cell, Predicted, Source, load_source
 
 HERE = Path(__file__).parent
 RESULTS = HERE.parent / "results" / "published"
@@ -48,6 +48,23 @@ def predictions(name: str) -> list[Predicted]:
 def all_predictions() -> dict[str, list[Predicted]]:
     """Return the predictions of all sources."""
     return {name: predictions(name) for name in SOURCES}
+
+
+def order_errors(found: list[Predicted], apart: float = 0.05) -> list[tuple[Predicted, Predicted]]:
+    """Return the pairs of methods of one group that were measured in another order than they are predicted.
+
+    Args:
+        found: predictions.
+        apart: published times that differ by less are not compared.
+    """
+    return [
+        (fast, slow)
+        for fast in found
+        for slow in found
+        if fast.cell.group == slow.cell.group
+        and slow.cell.seconds > fast.cell.seconds * (1 + apart)
+        and slow.seconds <= fast.seconds
+    ]
 
 
 def is_within(each: Predicted) -> bool:

@@ -241,7 +241,7 @@ class Plan(ModelOptions):
                 )
 
     def _examination(self) -> Examination | None:
-        from thinwire.planning.doctor.reading import read_examination
+        from thinwire.planning.doctor.examination import read_examination
 
         return None if self.doctor is None else read_examination(self.doctor)
 

@@ -20,13 +20,14 @@ from torch.distributed import HashStore
 from thinwire import Comm, ConfigError, run_threads
 from thinwire.cli import main
 from thinwire.lab.emulate.worker import WorkerExit
-from thinwire.planning.doctor import host, speeds, verdict
+from thinwire.planning.doctor import host, speeds
 from thinwire.planning.doctor.findings import Examination, all_reduce_seconds, findings_of
 from thinwire.planning.doctor.host import Host, Interface, gloo_address
 from thinwire.planning.doctor.links import Listener, Pair, call, measure, schedule
 from thinwire.planning.doctor.rendezvous import Rendezvous
 from thinwire.planning.doctor.speeds import LoadedStep, StepTime
 from thinwire.planning.doctor.verdict import costs_of, network_of
+from thinwire.planning.plan import search
 from thinwire.planning.simulate.wires import Wires
 
 LO = Interface("lo", "127.0.0.1", True, 0, 65536)
@@ -369,7 +370,7 @@ def test_a_step_that_messages_make_longer_is_told_and_counted() -> None:
 
 
 def test_ranks_that_share_cores_compute_codes_as_many_times_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verdict, "own_work", lambda *_, **__: [0.01])
+    monkeypatch.setattr(search, "own_work", lambda *_, **__: [0.01])
     hosts = {rank: replace(HOST, rank=rank, local_ranks=3, threads=4, cores=2) for rank in range(3)}
     shared = replace(seen(), hosts=hosts)
     assert seen().sharing == 1.0 and shared.sharing == 6.0

@@ -104,21 +104,17 @@ def test_a_slow_link_gets_what_sends_less_and_the_log_says_why(
 def test_what_the_doctor_found_of_processors_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Messages beside computation are no longer free, and what strategies compute takes twice as long."""
     jobs: list[Job] = []
-    factors: list[list[float]] = []
 
     class Watched(Planner):
         def options(self) -> list[Option]:
             jobs.append(self.job)
-            assert self.own is not None
-            factors.append(list(self.own(AllReduce())))
             return super().options()
 
-    monkeypatch.setattr(auto, "own_work", lambda *_, **__: [0.5])
     monkeypatch.setattr(auto, "Planner", Watched)
     monkeypatch.setattr(auto, "CANDIDATES", ("AllReduce()", "LocalSGD(period=4)"))
     monkeypatch.setenv(auto.FILE, str(step_file(tmp_path / "doctor.json", 0.01, 0.02, contention=0.25)))
     thinwire.run_threads(2, attached)
-    assert [job.network.contention for job in jobs] == [0.25] and factors == [[1.0]]
+    assert [(job.network.contention, job.sharing) for job in jobs] == [(0.25, 2.0)]
 
 
 @pytest.mark.parametrize(("seconds", "kept"), [(0.8, True), (1.0, False)])

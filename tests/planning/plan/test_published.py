@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.published import page
-from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load
+from benchmarks.published.results import BOUNDS, HERE, SOURCES, all_predictions, load, order_errors
 from thinwire import ConfigError
 from thinwire.cli import main
-from thinwire.planning.plan.published import Cell, Predicted, explain_cell, load_source, order_errors
+from thinwire.planning.plan.published import Cell, Predicted, explain_cell, load_source
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 
 COLUMNS = "model\tworkers\tlink\tmethod\trecipe\tbucket\tsteps\tseconds\tkind\tnote"

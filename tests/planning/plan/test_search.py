@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -26,13 +27,16 @@ from thinwire.planning.simulate import Network
 FEW = (DENSE, "AllReduce(codec=Bf16())", "LocalSGD(period=4)", "DiLoCo(period=32)")
 
 
-def nothing(_: Strategy) -> Sequence[float]:
-    return [0.0]
+class Nothing(Timings):
+    """As if strategies computed nothing themselves."""
+
+    def get(self, name: str, measure: Callable[[], Any]) -> Any:
+        return [0.0]
 
 
 def planner(bits_per_second: float, recipes: Sequence[str] = FEW, *, workers: int = 4) -> Planner:
     job = Job([(250, 1000)] * 4, workers, Network(bits_per_second=bits_per_second), ModelTime(0.02, 0.03))
-    return Planner(job, recipes, own=nothing)
+    return Planner(job, recipes, timings=Nothing())
 
 
 @cache
@@ -68,11 +72,15 @@ def test_what_is_recommended_is_never_slower_than_all_reduce(bits_per_second: fl
 @pytest.mark.slow
 def test_where_the_choice_changes_another_recipe_is_chosen_beyond_and_the_same_before() -> None:
     found = planner(1e10)
-    assert found.choice_at(found.job.network).recipe == DENSE
+
+    def chosen(network: Network) -> str:
+        return choose([found.at(recipe, network) for recipe in FEW]).recipe
+
+    assert chosen(found.job.network) == DENSE
     (crossing,) = found.crossings(found.options())
     assert crossing.side == "slower" and SLOWEST < crossing.bits_per_second < 1e10
     at = {
-        factor: found.choice_at(replace(found.job.network, bits_per_second=factor * crossing.bits_per_second)).recipe
+        factor: chosen(replace(found.job.network, bits_per_second=factor * crossing.bits_per_second))
         for factor in (0.94, 1.06)
     }
     assert at[1.06] == DENSE and at[0.94] == crossing.recipe
@@ -184,7 +192,7 @@ def test_what_would_change_the_choice_is_another_recipe_also_where_few_tensors_w
 
     monkeypatch.setattr(search, "predict", predicted)
     job = Job([(10,)] * 7, 4, Network(bits_per_second=1e8), ModelTime(0.005, 0.005))
-    found = Planner(job, (DENSE, "PushSum()"), own=nothing, table=table(**{DENSE: 1.0, "PushSum()": 1.0}))
+    found = Planner(job, (DENSE, "PushSum()"), timings=Nothing(), table=table(**{DENSE: 1.0, "PushSum()": 1.0}))
     options = found.options()
     assert choose(options).recipe == DENSE  # 0.110 s, within noise of 0.114
     (crossing,) = found.crossings(options)
@@ -218,9 +226,7 @@ def test_what_was_timed_is_kept_and_measured_again_only_when_asked(tmp_path: Pat
 def test_two_plans_of_one_job_give_one_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([0.001, 0.002, 0.003, 0.004])
     monkeypatch.setattr(search, "own_work", lambda *_, **__: [next(seconds)])
-    found = [
-        replace(planner(1e8, FEW[:2]), own=None, timings=Timings(tmp_path / "timings.json")).options() for _ in range(2)
-    ]
+    found = [replace(planner(1e8, FEW[:2]), timings=Timings(tmp_path / "timings.json")).options() for _ in range(2)]
     assert found[0] == found[1]
 
 

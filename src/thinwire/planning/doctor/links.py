@@ -184,7 +184,7 @@ def call(
             ends = [_beside(lambda line=line: _send_for(line, send_seconds)) for line in lines]
             several = sum(end() for end in ends)
         except OSError as error:
-            words = _words(error, seconds) if connected else _words_of_connecting(error, seconds)
+            words = _words(error, seconds, connecting=not connected)
             return Pair(rank, other, problem=f"{address}:{port}: {words}", connected=connected)
     # The offset of the fastest round trip is the least disturbed.
     offset = offsets[trips.index(min(trips))]
@@ -351,15 +351,10 @@ def _problem(rank: int, listener: dict[str, Any] | None) -> str:
     return f"rank {rank} {listener['problem']}" if listener["problem"] else ""
 
 
-def _words(error: OSError, seconds: float) -> str:
+def _words(error: OSError, seconds: float, *, connecting: bool = False) -> str:
     if isinstance(error, TimeoutError):
-        return f"no answer within {seconds:g} s"
-    return error.strerror or str(error)
-
-
-def _words_of_connecting(error: OSError, seconds: float) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {min(seconds, _CONNECT_SECONDS):g} s; a firewall may drop the packets"
-    if isinstance(error, ConnectionRefusedError):
+        limit = min(seconds, _CONNECT_SECONDS) if connecting else seconds
+        return f"no answer within {limit:g} s" + "; a firewall may drop the packets" * connecting
+    if connecting and isinstance(error, ConnectionRefusedError):
         return "refused: nothing listens there, or a firewall rejects it"
     return error.strerror or str(error)

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import fmean, median
 
 import torch
 
 from thinwire.errors import ConfigError
-from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.doctor.findings import Examination, rates_of
-from thinwire.planning.doctor.speeds import StepTime
 from thinwire.planning.plan.networks import contended, fitted
-from thinwire.planning.plan.predict import ModelTime, Prediction, own_work, predict
+from thinwire.planning.plan.search import Planner
 from thinwire.planning.simulate import Network, Pair, Special
 from thinwire.planning.simulate.wires import PAYLOAD_SHARE
 
@@ -95,35 +94,10 @@ def costs_of(seen: Examination, recipes: Sequence[str] = RECIPES) -> Iterator[Co
         return
     step = max(seen.steps.values(), key=lambda each: each.seconds)
     alone = min(each.seconds for each in seen.steps.values())
-    network = network_of(seen)
-    time = ModelTime(step.forward, step.backward, step.update, tuple(step.ready))
+    job = step.job(seen.size, network_of(seen), partial(torch.optim.AdamW, lr=1e-4), sharing=seen.sharing)
     for text in recipes:
-        found = _predicted(text, step, seen, network, time)
-        if found is not None:
+        (option,) = Planner(job, [text]).options()
+        found = option.prediction
+        if found is not None:  # a recipe may not exist for this number of workers
             speed = seen.size * alone / found.seconds
             yield Cost(text, found.seconds, found.efficiency, speed, found.payload_bytes)
-
-
-def _predicted(text: str, step: StepTime, seen: Examination, network: Network, time: ModelTime) -> Prediction | None:
-    shapes, dtype, workers = step.shapes, getattr(torch, step.dtype), seen.size
-
-    def optimizer(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=1e-4)
-
-    strategy = parse(text, imports=False)
-    try:
-        own = own_work(strategy, parameters=shapes, workers=workers, optimizer=optimizer, dtype=dtype)
-        # It was timed on one rank, while the others waited.
-        own = [each * seen.sharing for each in own]
-        return predict(
-            strategy,
-            parameters=shapes,
-            workers=workers,
-            network=network,
-            model_time=time,
-            optimizer=optimizer,
-            own_seconds=own,
-            dtype=dtype,
-        )
-    except ConfigError:
-        return None  # a recipe that does not exist for this number of workers

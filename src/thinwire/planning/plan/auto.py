@@ -13,14 +13,14 @@ import logging
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from thinwire.core.comm.base import Comm
@@ -33,9 +33,10 @@ from thinwire.methods.strategies.recipe import parse
 from thinwire.planning.plan.candidates import CANDIDATES, DENSE, measured
 from thinwire.planning.plan.guard import Guard
 from thinwire.planning.plan.networks import network_of_all_reduces
-from thinwire.planning.plan.predict import ModelTime, own_work
+from thinwire.planning.plan.predict import ModelTime
 from thinwire.planning.plan.search import FEW_WORKERS, Job, Planner, choose
 from thinwire.planning.simulate import Network
+from thinwire.tensor2d.pace import measure_flops
 from thinwire.worker.annexes import Watch
 from thinwire.worker.compatibility import check_compatible
 from thinwire.worker.handshake import gather_texts
@@ -129,30 +130,20 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
     parameters = list(named.values())
     shapes = [tuple(p.shape) for p in parameters]
     examined = _examined(shapes)
-    known = examined is not None
-    seen = examined or Examined(_assumed(shapes, parameters[0].device))
-    model_time, network = seen.model_time, replace(network, contention=seen.contention)
+    model_time, contention, sharing = examined or (_assumed(shapes, parameters[0].device), 0.0, 1.0)
+    network = replace(network, contention=contention)
     recipes = [recipe for recipe in CANDIDATES if _serves(recipe, optimizer, parameters, workers)]
     # More workers take long to simulate, and the ring's share of the vector hardly depends on them.
-    job = Job(shapes, min(workers, _MOST_WORKERS), network, model_time, parameters[0].dtype).coarse()
-    share = min(1.0, _TIMED_ELEMENTS / job.elements)
-
-    def own(strategy: Strategy) -> list[float]:
-        timed = own_work(
-            strategy, parameters=[(max(1, int(share * job.elements)),)], workers=job.workers, rounds=1, dtype=job.dtype
-        )
-        # The other ranks wait meanwhile, and in training they compute.
-        return [each / share * seen.sharing for each in timed]
-
+    job = Job(shapes, min(workers, _MOST_WORKERS), network, model_time, parameters[0].dtype, sharing=sharing).coarse()
     # The learning rate stays as it is. The other ranks wait, and not longer than their timeout.
-    planner = Planner(job, recipes, table=measured(tuned=False), own=own, most_workers=FEW_WORKERS)
-    options = planner.options()
+    table = measured(tuned=False)
+    options = Planner(job, recipes, table, timed_elements=_TIMED_ELEMENTS, most_workers=FEW_WORKERS).options()
     dense = next(each for each in options if each.recipe == DENSE)
     found = choose([each for each in options if each.recipe == DENSE or each.steps <= MOST_STEPS])
     chosen = found if found.to_loss * WORTH <= dense.to_loss else dense
     basis = f"a step of {seconds(model_time.seconds)} without communication, " + (
         f"from {os.environ[FILE]}"
-        if known
+        if examined
         else f"which is assumed, of {EXAMPLES} examples through dense layers ({FILE} can name a file of the doctor's)"
     )
     words = (
@@ -160,7 +151,7 @@ def _decide(optimizer: Optimizer, named: Mapping[str, nn.Parameter], network: Ne
         f"{seconds(network.latency)} were measured between {workers} ranks, and with {basis}, it would take "
         f"{seconds(chosen.seconds)} a step, and {DENSE} {seconds(dense.seconds)}"
     )
-    return {"recipe": chosen.recipe, "words": words, "known": known}
+    return {"recipe": chosen.recipe, "words": words, "known": examined is not None}
 
 
 def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], workers: int) -> bool:
@@ -174,29 +165,15 @@ def _serves(recipe: str, optimizer: Optimizer, parameters: list[nn.Parameter], w
     return True
 
 
-@dataclass(frozen=True)
-class Examined:
-    """What the doctor's file says of training here.
-
-    Attributes:
-        model_time: of a step.
-        contention: the share of computation that is lost while messages pass.
-        sharing: how many times as long ranks compute as one alone.
-    """
-
-    model_time: ModelTime
-    contention: float = 0.0
-    sharing: float = 1.0
-
-
 def _assumed(shapes: list[tuple[int, ...]], device: torch.device) -> ModelTime:
     flops = 6.0 * EXAMPLES * sum(prod(shape) for shape in shapes)
-    taken = flops / _flops_per_second(device)
+    # A GPU is not busy with less than 2048 rows.
+    taken = flops / measure_flops(width=256 if device.type == "cpu" else 2048, repeats=6, device=device)
     return ModelTime(taken / 3, 2 * taken / 3)
 
 
-def _examined(shapes: list[tuple[int, ...]]) -> Examined | None:
-    """What the doctor has written; None without its file.
+def _examined(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, float, float] | None:
+    """What the doctor has written of a step, of contention and of shared cores; None without its file.
 
     Raises:
         ConfigError: it is of another model, or cannot be read.
@@ -208,7 +185,7 @@ def _examined(shapes: list[tuple[int, ...]]) -> Examined | None:
         content = json.loads(path.read_text(encoding="utf-8"))
         step = max(content["steps"].values(), key=lambda each: each["forward"] + each["backward"])
         time = ModelTime(step["forward"], step["backward"], step["update"], tuple(step["ready"]))
-        found = Examined(time, float(content["contention"]), float(content["sharing"]))
+        found = time, float(content["contention"]), float(content["sharing"])
         theirs = [tuple(shape) for shape in step["shapes"]]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
@@ -220,17 +197,3 @@ def _examined(shapes: list[tuple[int, ...]]) -> Examined | None:
             f"{sum(map(prod, shapes))}. Run thinwire doctor with --model for this one"
         )
     return found
-
-
-def _flops_per_second(device: torch.device) -> float:
-    """Of matrix products on the model's device, with the threads that training will have."""
-    width = 256 if device.type == "cpu" else 2048  # a GPU is not busy with less
-    a: Tensor = torch.ones(width, width, dtype=torch.float32, device=device)
-    times: list[float] = []
-    for _ in range(6):
-        synchronize(device)
-        begin = time.perf_counter()
-        torch.mm(a, a)
-        synchronize(device)
-        times.append(time.perf_counter() - begin)
-    return 2 * width**3 / min(times)

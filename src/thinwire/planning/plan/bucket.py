@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from thinwire.core.comm.bucket import Objects
 from thinwire.core.quantities import parse_duration, parse_rate
+from thinwire.core.validation import check_range
 from thinwire.elastic.fleet import BEAT_SECONDS
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
@@ -42,12 +43,9 @@ class Store:
 
     def __post_init__(self) -> None:
         """Check the ranges."""
-        for name in ("latency", "up", "down"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} is invalid: it must be positive and finite")
-        for name in ("put_price", "get_price", "out_price"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name}={getattr(self, name)} is invalid: it must be at least 0. Use 0 for no price")
+        for name in ("latency", "up", "down", "put_price", "get_price", "out_price"):
+            within, fix = ("[0, inf)", "Use 0 for no price") if "price" in name else ("(0, inf)", "Measure it")
+            check_range(name, getattr(self, name), within, fix)
 
     def seconds(self, objects: Objects) -> float:
         """How long a step waits for its objects: a write and a read for each stage, and the bytes."""
@@ -135,8 +133,7 @@ def bucket_cost(
     Raises:
         ConfigError: `step_seconds` is not positive.
     """
-    if not 0 < step_seconds < float("inf"):
-        raise ConfigError(f"step_seconds={step_seconds} is invalid: it must be positive and finite")
+    check_range("step_seconds", step_seconds, "(0, inf)", "Measure a step without communication")
     try:
         check_carried(strategy, 2 * store.latency)
         refusal = None

@@ -122,10 +122,7 @@ def decide(
 
 def late_merging(network: Network, workers: int) -> dict[str, float] | None:
     """Recommend when rounds of unequal workers close; None if all have one speed."""
-    slowdowns = [1.0] * workers
-    for special in network.specials:
-        for rank in special.ranks:
-            slowdowns[rank] *= special.slowdown
+    slowdowns = network.slowdowns(workers)
     if len(set(slowdowns)) == 1:
         return None
     (quorum, deviations), late, waiting = recommend([each / min(slowdowns) for each in slowdowns])

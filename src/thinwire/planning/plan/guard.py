@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
@@ -97,14 +98,11 @@ class Guard:
         windows: int = 3,
     ) -> None:
         for name, given in {"fallback_seconds": fallback_seconds, "fallback_least": fallback_least}.items():
-            if given is not None and not given > 0:
-                raise ConfigError(f"{name}={given}: must be positive, or None to measure it")
+            check_range(name, given, "(0, inf)", "None measures it")
         if fallback_seconds is not None and fallback_least is not None:
             raise ConfigError("fallback_least with fallback_seconds: what it takes is given. Use one of the two")
-        if not tolerance >= 0:
-            raise ConfigError(f"tolerance={tolerance}: must not be negative. 0.02 is two percent")
-        if windows < 1:
-            raise ConfigError(f"windows={windows}: must be at least 1. 3 let one of them be disturbed")
+        check_range("tolerance", tolerance, "[0, inf)", "0.02 is two percent")
+        check_range("windows", windows, "1..", "3 let one of them be disturbed")
         self.worker = worker
         self.verdict: Verdict | None = None
         self._tried = worker.strategy

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from thinwire.core.comm.base import Comm
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.torch_internals import TorchDispatchMode
 from thinwire.errors import ConfigError
@@ -56,17 +55,10 @@ class LanguageModel:
 
     def operations(self) -> float:
         """Floating-point operations of the products in a forward and a backward pass of one worker's batch."""
-        counted = 0.0
-
-        def count(operations: float) -> None:
-            nonlocal counted
-            counted += operations
-
-        model = self.make()
-        with _Products(count):
-            logits = model(self.symbols(self.samples))
-            nn.functional.cross_entropy(logits.flatten(0, -2), self.symbols(self.samples).flatten()).backward()
-        return counted
+        counted, symbols, model = list[float](), self.symbols(self.samples), self.make()
+        with _Products(counted.append):
+            nn.functional.cross_entropy(model(symbols).flatten(0, -2), symbols.flatten()).backward()
+        return sum(counted)
 
 
 @dataclass(frozen=True)
@@ -98,12 +90,8 @@ def mesh_shapes(model: LanguageModel, workers: int) -> Iterator[MeshShape]:
     for ranks in range(2, workers + 1):
         if workers % ranks:
             continue
-        for rows in range(1, ranks + 1):
-            if (
-                ranks % rows == 0
-                and (shape := MeshShape(workers // ranks, rows, ranks // rows))
-                and _fits(model, shape)
-            ):
+        for rows in (rows for rows in range(1, ranks + 1) if ranks % rows == 0):
+            if _fits(model, shape := MeshShape(workers // ranks, rows, ranks // rows)):
                 yield shape
 
 
@@ -165,11 +153,7 @@ def predict_mesh(
         mesh = _mesh(comm, shape)
         split = model.make()
         parallelize_2d(split, mesh.block)
-        made = (
-            default_optimizer(AllReduce(), split, shape.workers)
-            if optimizer is None
-            else optimizer(list(split.parameters()))
-        )
+        made = default_optimizer(AllReduce(), split, shape.workers, make=optimizer)
         worker = attach(split, made, AllReduce(), mesh=mesh)
         comms = (mesh.data, mesh.block.along_row, mesh.block.along_column, mesh.block.whole)
         symbols = mesh.block.rows_of(model.symbols(samples))
@@ -179,8 +163,7 @@ def predict_mesh(
                 begin, before = comm.now, sum(each.meter.payload_bytes for each in comms)
             made.zero_grad()
             with _Products(lambda operations: comm.sleep(operations * per_operation * comm.slowdown)):
-                logits = split(symbols)
-                cross_entropy_2d(logits, symbols, mesh.block, vocabulary=model.vocabulary).backward()
+                cross_entropy_2d(split(symbols), symbols, mesh.block, vocabulary=model.vocabulary).backward()
             comm.sleep(model_time.update / blocks * comm.slowdown)
             worker.record_batch(samples)
             made.step()
@@ -211,15 +194,12 @@ def _mesh(comm: SimulatedComm, shape: MeshShape) -> Mesh3D:
     row, column = divmod(block, shape.columns)
     first = copy * blocks
 
-    def among(ranks: range) -> Comm:
-        return comm.among(ranks)
-
     return Mesh3D(
-        among(range(block, shape.workers, blocks)),
+        comm.among(range(block, shape.workers, blocks)),
         Mesh2D(
-            among(range(first + row * shape.columns, first + (row + 1) * shape.columns)),
-            among(range(first + column, first + blocks, shape.columns)),
-            among(range(first, first + blocks)),
+            comm.among(range(first + row * shape.columns, first + (row + 1) * shape.columns)),
+            comm.among(range(first + column, first + blocks, shape.columns)),
+            comm.among(range(first, first + blocks)),
         ),
     )
 

@@ -34,22 +34,14 @@ def network_of_links(links: Sequence[Link], *, latency: float = LATENCY) -> Netw
         (100000000.0, (2,), 10000000.0)
     """
     usual, _ = Counter(links).most_common(1)[0]
+    rate, least = usual.bits_per_second or _FASTEST, min(each.delay_seconds for each in links)
     specials = tuple(
         # Half of it, because a simulated delay is of both directions, and a link's of what its worker sends.
-        Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - usual.delay_seconds) / 2)
+        Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - least) / 2)
         for rank, each in enumerate(links)
-        if each != usual
+        if each != replace(usual, delay_seconds=least)
     )
-    if any(special.latency < 0 for special in specials):
-        # Delays are added to the least.
-        least = min(each.delay_seconds for each in links)
-        specials = tuple(
-            Special((rank,), each.bits_per_second or _FASTEST, (each.delay_seconds - least) / 2)
-            for rank, each in enumerate(links)
-        )
-        return Network(bits_per_second=usual.bits_per_second or _FASTEST, latency=latency + least, specials=specials)
-    rate = usual.bits_per_second or _FASTEST
-    return Network(bits_per_second=rate, latency=latency + usual.delay_seconds, specials=specials)
+    return Network(bits_per_second=rate, latency=latency + least, specials=specials)
 
 
 def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -> None:
@@ -91,11 +83,8 @@ def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> 
     small, large = min(all_reduces), max(all_reduces)
     if large < _LEAST_RATIO * small or all_reduces[large] <= all_reduces[small]:
         return network
-    hops = 2 * (workers - 1)
-    seconds_per_byte = (all_reduces[large] - all_reduces[small]) / (large - small)
-    bits_per_second = 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE
+    bits_per_second, latency = _ring(all_reduces, workers, all_reduces[large] - all_reduces[small])
     share = bits_per_second / network.bits_per_second
-    latency = (all_reduces[small] - small * seconds_per_byte) / hops
     if share < _LEAST_SHARE:
         return network
     return replace(
@@ -136,10 +125,14 @@ def network_of_all_reduces(all_reduces: Mapping[int, float], workers: int) -> Ne
     """
     if workers < 2 or len(all_reduces) < 2:
         raise ConfigError(f"{len(all_reduces)} sizes on {workers} workers: two sizes are needed, and two workers")
-    small, large = min(all_reduces), max(all_reduces)
-    hops = 2 * (workers - 1)
-    taken = max(all_reduces[large] - all_reduces[small], 1e-3 * all_reduces[large], 1e-9)
+    small, large = (all_reduces[size] for size in (min(all_reduces), max(all_reduces)))
+    bits_per_second, latency = _ring(all_reduces, workers, max(large - small, 1e-3 * large, 1e-9))
+    return Network(bits_per_second=min(_FASTEST, bits_per_second), latency=max(0.0, latency))
+
+
+def _ring(all_reduces: Mapping[int, float], workers: int, taken: float) -> tuple[float, float]:
+    """The rate and the latency at which the largest all-reduce of a ring takes so much longer than the smallest."""
+    small, large, hops = min(all_reduces), max(all_reduces), 2 * (workers - 1)
     seconds_per_byte = taken / (large - small)
-    latency = max(0.0, (all_reduces[small] - small * seconds_per_byte) / hops)
-    bits_per_second = 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE
-    return Network(bits_per_second=min(_FASTEST, bits_per_second), latency=latency)
+    latency = (all_reduces[small] - small * seconds_per_byte) / hops
+    return 8 * hops / workers / seconds_per_byte / PAYLOAD_SHARE, latency

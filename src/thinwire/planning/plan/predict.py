@@ -24,10 +24,17 @@ from torch import Tensor, nn
 
 from thinwire.core.comm.counting import CountingComm
 from thinwire.core.comm.work import Work, completed
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError, MismatchError
 from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.local.local_sgd import Local
-from thinwire.planning.plan.traffic import MakeOptimizer, cycle, default_optimizer, reads_numbers
+from thinwire.planning.plan.traffic import (
+    MakeOptimizer,
+    cycle,
+    default_optimizer,
+    spare_arithmetic,
+    step_with_gradients,
+)
 from thinwire.planning.simulate import DeadlockError, Network, SimulatedComm, UnlikeError, simulate
 from thinwire.planning.simulate.durations import Duration
 from thinwire.worker.attach import attach
@@ -73,9 +80,7 @@ class ModelTime:
             ConfigError: a duration is negative, or a share is not within 0 and 1.
         """
         for name in ("forward", "backward", "update"):
-            value = getattr(self, name)
-            if not 0 <= value < float("inf"):
-                raise ConfigError(f"{name}={value}: must be seconds, not negative")
+            check_range(name, getattr(self, name), "[0, inf)", "0.01 is 10 ms")
         if any(not 0 <= share <= 1 for share in self.ready):
             raise ConfigError(f"ready={self.ready}: must be shares of the backward pass, from 0 to 1")
 
@@ -211,26 +216,10 @@ class Simulated:
     def _worker(self, comm: SimulatedComm, *, meta: bool) -> tuple[Worker, list[nn.Parameter]]:
         device = "meta" if meta else "cpu"
         model = nn.ParameterList([torch.zeros(*shape, device=device, dtype=self.dtype) for shape in self.shapes])
-        made = (
-            default_optimizer(self.strategy, model, comm.size)
-            if self.optimizer is None
-            else self.optimizer(list(model))
-        )
+        made = default_optimizer(self.strategy, model, comm.size, make=self.optimizer)
         worker = attach(model, made, self.strategy, comm=comm, bucket_bytes=self.bucket_bytes)
-        # Without gradients, where the optimizer could not step on meta tensors.
-        without = meta and self.optimizer is not None and reads_numbers(self.optimizer, model)
-        started = False
-
-        def drop(*_: object) -> None:
-            # Arithmetic on meta tensors is slow; optimizers of torch have all of their state after one step.
-            nonlocal started
-            if without or (started and type(made).__module__.startswith("torch.optim")):
-                for parameter in model:
-                    parameter.grad = None
-            started = True
-
         if meta:
-            made.register_step_pre_hook(drop)
+            spare_arithmetic(made, model, self.optimizer)
         return worker, list(model)
 
 
@@ -371,7 +360,7 @@ def _timed_steps(
 ) -> list[float]:
     """Steps on real tensors with a comm that sends nothing."""
     model = nn.ParameterList([torch.randn(*shape, dtype=dtype, device="cpu") * 0.02 for shape in shapes])
-    made = default_optimizer(strategy, model, workers) if optimizer is None else optimizer(list(model))
+    made = default_optimizer(strategy, model, workers, make=optimizer)
     worker = attach(model, made, strategy, comm=EchoComm(0, workers), bucket_bytes=bucket_bytes)
     gradients = [torch.randn_like(parameter) * 1e-3 for parameter in model]
     found: list[float] = []
@@ -379,10 +368,7 @@ def _timed_steps(
         for parameter, gradient in zip(model, gradients, strict=True):
             parameter.grad = gradient.clone()
         start = time.perf_counter()
-        if (backward := internals_of(worker).backward) is not None:
-            backward.flush()
-        worker.record_batch(1, loss=0.0)
-        made.step()
+        step_with_gradients(worker)
         found.append(time.perf_counter() - start)
     worker.detach()
     return found

@@ -229,23 +229,6 @@ def _cell(row: Mapping[str, str]) -> Cell:
     return Cell(**texts, workers=int(row["workers"]), steps=steps, seconds=seconds)
 
 
-def order_errors(found: list[Predicted], apart: float = 0.05) -> list[tuple[Predicted, Predicted]]:
-    """Return the pairs of methods of one group that were measured in another order than they are predicted.
-
-    Args:
-        found: predictions.
-        apart: published times that differ by less are not compared.
-    """
-    return [
-        (fast, slow)
-        for fast in found
-        for slow in found
-        if fast.cell.group == slow.cell.group
-        and slow.cell.seconds > fast.cell.seconds * (1 + apart)
-        and slow.seconds <= fast.seconds
-    ]
-
-
 def explain_cell(source: Source, name: str) -> str:
     """Describe one prediction: what was measured, what is predicted, and on what."""
     source = source.calibrated()

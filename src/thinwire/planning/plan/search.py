@@ -33,15 +33,12 @@ NEARLY = 1.05
 """Recipes that take up to this many times as long as the best are within noise of it; see `choose`."""
 SLOWEST, FASTEST = 1e7, 1e11
 """Bits per second between which another choice is looked for."""
-_MOST_TIMED_ELEMENTS = 1 << 21
 FEW_WORKERS = 8
 """As many are simulated each on its own where bytes need not be exact."""
 _FEW_TENSORS = 6
 _MOST_SPLIT_WORKERS = 8  # every rank of a mesh splits a model
 _PRECISE = 1.05
 _STRIDE = 10**0.5
-
-OwnSeconds = Callable[[Strategy], Sequence[float]]
 
 
 @dataclass(frozen=True)
@@ -149,19 +146,19 @@ class Planner:
         job: the job.
         recipes: those that are looked at, from the one that changes training least.
         table: of accuracy.
-        own: seconds that a strategy computes itself in each step of a period; timed here unless given.
-        timings: keeps these seconds; in memory unless given.
+        timings: keeps the seconds that strategies compute themselves; in memory unless given.
         tell: called with each recipe before it is simulated.
         model: what could be split over meshes of few workers; they are predicted on the job's own network only.
+        timed_elements: of the largest vector on which they are timed; more are extrapolated.
         most_workers: of more, one stands for all where all do the same, which takes much less time; see `predict`.
     """
 
     job: Job
     recipes: Sequence[str] = CANDIDATES
     table: AccuracyTable = field(default_factory=measured)
-    own: OwnSeconds | None = None
     tell: Callable[[str], None] = lambda _: None
     model: LanguageModel | None = None
+    timed_elements: int = 1 << 21
     most_workers: int = MOST_WORKERS
     timings: Timings = field(default_factory=Timings)
     _coarse: dict[tuple[str, Network, int], Option] = field(default_factory=dict[tuple[str, Network, int], Option])
@@ -186,11 +183,6 @@ class Planner:
         if self.model is None or self.job.workers > _MOST_SPLIT_WORKERS:
             return []
         return list(mesh_shapes(self.model, self.job.workers))
-
-    def choice_at(self, network: Network, workers: int | None = None) -> Option:
-        """What would be chosen on another network, or with another number of workers; tensors are taken as a few."""
-        job = replace(self.job, network=network, workers=workers or self.job.workers)
-        return choose(list(self._options(job.coarse())))
 
     def at(self, recipe: str, network: Network, workers: int | None = None) -> Option:
         """One recipe on another network, or with another number of workers."""
@@ -315,20 +307,15 @@ class Planner:
     def _own_seconds(self, recipe: str, strategy: Strategy) -> Sequence[float]:
         """Timed once, on a part of a large model: codes and averages take time by the element."""
         job = self.job
-        share = min(1.0, _MOST_TIMED_ELEMENTS / job.elements)
-        shapes = job.shapes if share == 1 else [(_MOST_TIMED_ELEMENTS,)]
+        share = min(1.0, self.timed_elements / job.elements)
+        shapes = job.shapes if share == 1 else [(self.timed_elements,)]
 
         def measure() -> list[float]:
-            if self.own is not None:
-                return list(self.own(strategy))
-            timed = own_work(
-                strategy, parameters=shapes, workers=job.workers, optimizer=None, rounds=2, dtype=job.dtype
-            )
+            timed = own_work(strategy, parameters=shapes, workers=job.workers, rounds=2, dtype=job.dtype)
             return [each / share for each in timed]
 
         key = f"{recipe} {digest(shapes, job.elements, job.workers, str(job.dtype))}"
-        seconds = self.timings.get(key, measure)
-        return seconds if self.own is not None else [each * job.sharing for each in seconds]
+        return [each * job.sharing for each in self.timings.get(key, measure)]
 
 
 def words_of_rate(bits_per_second: float) -> str:

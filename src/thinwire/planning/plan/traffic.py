@@ -27,7 +27,7 @@ from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.topology.base import Topology
 from thinwire.worker.attach import attach
 from thinwire.worker.compatibility import evaluates_several_gradients
-from thinwire.worker.worker import internals_of
+from thinwire.worker.worker import Worker, internals_of
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -122,25 +122,19 @@ class RecordingComm(CountingComm):
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)
-        self.meter = self._traffic = Traffic()
-        self.exchanges: list[Exchange] = []
-        self._surplus = 0
-        self._objects = Objects()
+        self.exchanges, self._surplus, self._objects = list[Exchange](), 0, Objects()
+        self.forget()
 
     def forget(self) -> None:
         """Drop everything recorded so far."""
         self.meter = self._traffic = Traffic()
-        self.exchanges.clear()
-        self._surplus = 0
-        self._objects = Objects()
+        self.take()
 
     def take(self) -> StepTraffic:
         """Return everything recorded since the last call."""
         step = StepTraffic(tuple(self._traffic.collectives), tuple(self.exchanges), self._surplus, self._objects)
         self._traffic.collectives.clear()
-        self.exchanges.clear()
-        self._surplus = 0
-        self._objects = Objects()
+        self.exchanges, self._surplus, self._objects = list[Exchange](), 0, Objects()
         return step
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
@@ -226,13 +220,11 @@ class DryRun:
         empty = [torch.empty(shape, dtype=each, device="meta") for shape, each in zip(shapes, dtypes, strict=True)]
         model = nn.ParameterList(empty)
         self.comm = RecordingComm(rank, workers)
-        made = default_optimizer(strategy, model, workers) if optimizer is None else optimizer(list(model))
+        made = default_optimizer(strategy, model, workers, make=optimizer)
         self.worker = attach(model, made, strategy, comm=self.comm, bucket_bytes=bucket_bytes)
         self._gradients = [(parameter, torch.empty_like(parameter)) for parameter in model]
-        made.register_step_pre_hook(self._drop_gradients)
+        spare_arithmetic(made, model, optimizer)
         self.repeats = True
-        # The optimizers of the first line are known to need none.
-        self._idle = optimizer is not None and reads_numbers(optimizer, model)
         self.comm.forget()
         if strategy.traits.steady_from > 1:
             # The first step is real, so that the optimizer has its state; then the clock is put forward.
@@ -246,19 +238,8 @@ class DryRun:
         """One training step, as a loop takes it."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        if (backward := internals_of(self.worker).backward) is not None:
-            backward.flush()
-        self.worker.record_batch(1, loss=0.0)
-        self.worker.optimizer.step()
-        # Those of torch have all of their state after one step.
-        self._idle = self._idle or type(self.worker.optimizer).__module__.startswith("torch.optim")
+        step_with_gradients(self.worker)
         return self.comm.take()
-
-    def _drop_gradients(self, *_: object) -> None:
-        """Spare the optimizer its arithmetic, which is slow on meta tensors, once it has its state."""
-        if self._idle:
-            for parameter, _gradient in self._gradients:
-                parameter.grad = None
 
     def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
         """The traffic of the shortest sequence of steps after which it repeats.
@@ -330,12 +311,42 @@ def reads_numbers(make: MakeOptimizer, model: nn.ParameterList) -> bool:
     return False
 
 
-def default_optimizer(strategy: Strategy, model: nn.Module, workers: int) -> Optimizer:
-    """The first of plain SGD and the optimizers of the 1-bit family that a strategy takes.
+def step_with_gradients(worker: Worker) -> None:
+    """Take a step with the gradients that the parameters have."""
+    if (backward := internals_of(worker).backward) is not None:
+        backward.flush()
+    worker.record_batch(1, loss=0.0)
+    worker.optimizer.step()
+
+
+def spare_arithmetic(optimizer: Optimizer, model: nn.ParameterList, make: MakeOptimizer | None) -> None:
+    """Drop gradients on the meta device, where arithmetic is slow, before each step in which none are needed.
+
+    Optimizers of torch have all of their state after one step. One that reads numbers cannot step with gradients at
+    all; those of `default_optimizer` do not.
+    """
+    without, started = make is not None and reads_numbers(make, model), False
+
+    def drop(*_: object) -> None:
+        nonlocal started
+        if without or (started and type(optimizer).__module__.startswith("torch.optim")):
+            for parameter in model:
+                parameter.grad = None
+        started = True
+
+    optimizer.register_step_pre_hook(drop)
+
+
+def default_optimizer(
+    strategy: Strategy, model: nn.Module, workers: int, *, make: MakeOptimizer | None = None
+) -> Optimizer:
+    """The first of plain SGD and the optimizers of the 1-bit family that a strategy takes, unless one is made.
 
     Raises:
         ConfigError: it takes none of them.
     """
+    if make is not None:
+        return make(list(model.parameters()))
     refusal = ConfigError(f"{strategy}: give the optimizer that it works with")
     for kind in (SGD, OneBitAdam, OneBitLamb, ZeroOneAdam):
         optimizer = kind(model.parameters(), lr=1.0)
@@ -350,35 +361,22 @@ def default_optimizer(strategy: Strategy, model: nn.Module, workers: int) -> Opt
 
 def cycle(strategy: Strategy, workers: int) -> int:
     """The least common multiple of all periods in a recipe: fields of that name, and those of its topologies."""
-    return lcm(*_periods(strategy, workers))
+    periods = [value for name, value in _parts(strategy) if name.endswith("period") and isinstance(value, int)]
+    return lcm(*periods, *(topology.period(workers) for topology in topologies(strategy)))
 
 
-def _periods(recipe: object, workers: int) -> Iterator[int]:
-    if isinstance(recipe, Topology):
-        yield recipe.period(workers)
-    for name, value in _fields(recipe):
-        if name.endswith("period") and isinstance(value, int):
-            yield value
-        yield from _periods(value, workers)
-
-
-def topologies(recipe: object) -> Iterator[Topology]:
+def topologies(recipe: object) -> list[Topology]:
     """All topologies in a recipe."""
-    if isinstance(recipe, Topology):
-        yield recipe
-    for _, value in _fields(recipe):
-        yield from topologies(value)
+    return [part for _, part in _parts(recipe) if isinstance(part, Topology)]
 
 
-def _fields(recipe: object) -> list[tuple[str, Any]]:
-    if not is_dataclass(recipe):
-        return []
-    return [(each.name, getattr(recipe, each.name)) for each in fields(recipe)]
-
-
-def sizes_of_nodes(recipe: object) -> Iterator[int]:
+def sizes_of_nodes(recipe: object) -> list[int]:
     """Ranks per node, of all parts of a recipe that treat the ranks of a node apart."""
-    for name, value in _fields(recipe):
-        if name == "node_size" and isinstance(value, int):
-            yield value
-        yield from sizes_of_nodes(value)
+    return [value for name, value in _parts(recipe) if name == "node_size" and isinstance(value, int)]
+
+
+def _parts(recipe: object, name: str = "") -> Iterator[tuple[str, Any]]:
+    """A recipe and all values of its fields, nested ones too, each with the name of its field."""
+    yield name, recipe
+    for each in fields(recipe) if is_dataclass(recipe) else ():
+        yield from _parts(getattr(recipe, each.name), each.name)

@@ -164,18 +164,15 @@ class SimulatedComm(Comm):
     # -- collectives ---------------------------------------------------------------------------------------------
 
     def _all_reduce_(self, x: Tensor) -> Work[Tensor]:
-        nbytes = x.nbytes
-        combine = _first if x.is_meta else _total
-        label = f"all_reduce of {describe(x)}"
-        total = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
-        return total.then(lambda total: x if x.is_meta else x.copy_(total))
+        return self._reduce_("all_reduce", x, _total)
 
     def _all_reduce_min_(self, x: Tensor) -> Work[Tensor]:
-        nbytes = x.nbytes
-        combine = _first if x.is_meta else _least
-        label = f"all_reduce_min of {describe(x)}"
-        least = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
-        return least.then(lambda least: x if x.is_meta else x.copy_(least))
+        return self._reduce_("all_reduce_min", x, _least)
+
+    def _reduce_(self, operation: str, x: Tensor, combine: Callable[[list[Tensor]], Tensor]) -> Work[Tensor]:
+        label, nbytes, combine = f"{operation} of {describe(x)}", x.nbytes, _first if x.is_meta else combine
+        reduced = self._join(label, x, combine, lambda times: self._wires.all_reduce(times, nbytes))
+        return reduced.then(lambda reduced: x if x.is_meta else x.copy_(reduced))
 
     def _broadcast_(self, x: Tensor, src: int) -> Work[Tensor]:
         self._world.check_step(self.worker, self.step)

@@ -22,10 +22,7 @@ class Draws:
     def __init__(self, network: Network, workers: int, seed: int, compute_time: Duration | None = None) -> None:
         self._network = network
         self._compute = compute_time or network.compute or Duration()
-        self._slowdown = [1.0] * workers
-        for special in network.specials:
-            for rank in special.ranks:
-                self._slowdown[rank] *= special.slowdown
+        self._slowdown = network.slowdowns(workers)
         self._for_compute = [Random(f"thinwire/{seed}/compute/{rank}") for rank in range(workers)]
         self._for_messages = [Random(f"thinwire/{seed}/messages/{rank}") for rank in range(workers)]
 

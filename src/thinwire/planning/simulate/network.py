@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from thinwire.core.quantities import parse_rate
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 from thinwire.planning.simulate.durations import Duration, parse_distribution, seconds
 
@@ -165,44 +166,43 @@ class Network:
             raise ConfigError(f"all_reduce={self.all_reduce!r}: must be one of {', '.join(ALGORITHMS)}")
         if not self.window > 0:
             raise ConfigError(f"window={self.window}: must be a positive number of bytes, such as 4194304")
-        if not 0 <= self.spread < inf:
-            raise ConfigError(f"spread={self.spread}: must be finite and not negative, such as 0.05")
-        rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
-        rates += [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
         if self.racks is not None:
-            rates.append(self.racks.bits_per_second)
-            if self.racks.size < 1:
-                raise ConfigError(f"racks.size={self.racks.size}: must be at least 1 worker")
-        for rate in rates:
+            check_range("racks.size", self.racks.size, "1..", "4 workers share an uplink")
+        for rate in [*self._rates, inf if self.racks is None else self.racks.bits_per_second]:
             if not rate > 0:
                 raise ConfigError(f"bits_per_second={rate}: must be positive, such as 1e9")
-        times = [self.latency, *(each.latency for each in self.specials), *(each.latency or 0.0 for each in self.pairs)]
-        times += [each.seconds for each in self.pauses] + [each.at or 0.0 for each in [*self.pauses, *self.deaths]]
-        times += [] if self.racks is None else [self.racks.latency]
-        times += [self.per_call, self.per_segment]
+        times = [self.latency, *(each.latency for each in self.specials), *(each.latency for each in self.pairs)]
+        times += [each.seconds for each in self.pauses] + [each.at for each in [*self.pauses, *self.deaths]]
+        times += [0.0 if self.racks is None else self.racks.latency, self.per_call, self.per_segment]
         for time in times:
-            if not 0 <= time < inf:
-                raise ConfigError(f"seconds={time}: a time must be finite and not negative")
-        if not 0 <= self.delayed <= 1:
-            raise ConfigError(f"delayed={self.delayed}: a share of the messages lies in 0..1")
-        if not 0 <= self.contention < 1:
-            raise ConfigError(
-                f"contention={self.contention}: must be the share of computation that is lost while messages pass, "
-                "from 0 to less than 1, such as 0.15"
-            )
+            check_range("seconds", time, "[0, inf)", "0.01 is 10 ms")
+        check_range("spread", self.spread, "[0, inf)", "0.05 is usual")
+        check_range("delayed", self.delayed, "[0, 1]", "It is a share of the messages")
+        check_range("contention", self.contention, "[0, 1)", "It is the share of computation that messages take")
         for special in self.specials:
-            if not 0 < special.slowdown < inf:
-                raise ConfigError(f"slowdown={special.slowdown}: must be positive and finite. 4 is four times as slow")
+            check_range("slowdown", special.slowdown, "(0, inf)", "4 is four times as slow")
         for death in self.deaths:
             if (death.at is None) == (death.step is None):
                 raise ConfigError(f"the death of rank {death.rank}: give either `at` or `step`")
 
     @property
+    def _rates(self) -> list[float]:
+        """Of interfaces and of links that differ."""
+        rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
+        return rates + [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
+
+    @property
     def slowest(self) -> float:
         """The lowest rate at which a worker sends, in bits per second; of a rack's uplink its share."""
-        rates = [self.bits_per_second, *(each.bits_per_second for each in self.pairs)]
-        rates += [each.bits_per_second for each in self.specials if each.bits_per_second is not None]
-        return min(rates if self.racks is None else [*rates, self.racks.bits_per_second / self.racks.size])
+        return min([*self._rates, *([] if self.racks is None else [self.racks.bits_per_second / self.racks.size])])
+
+    def slowdowns(self, workers: int) -> list[float]:
+        """How many times as long each worker computes as the usual one."""
+        found = [1.0] * workers
+        for special in self.specials:
+            for rank in special.ranks:
+                found[rank] *= special.slowdown
+        return found
 
     def check(self, workers: int) -> None:
         """Refuse ranks that a simulation of so many workers does not have.
@@ -261,54 +261,27 @@ def load_network(path: str | Path, *, name: str | None = None) -> Network:
 
 def read_network(table: Table, *, name: str = "network") -> Network:
     """Make a network of the entries of its file; `name` is the file's, for errors."""
-    top = _read(
-        table,
-        name,
-        {
-            "network": _table,
-            "racks": _table,
-            "workers": _tables,
-            "links": _tables,
-            "compute": _table,
-            "messages": _table,
-            "deaths": _tables,
-            "pauses": _tables,
-        },
-    )
-    network = _read(
-        top.get("network", {}),
-        f"{name}: [network]",
-        {
-            "bandwidth": _rate,
-            "latency": _seconds,
-            "contention": _number,
-            "per_call": _seconds,
-            "all_reduce": _algorithm,
-            "per_segment": _seconds,
-            "window": _number,
-            "slow_start": _flag,
-        },
-    )
-    messages = _read(
-        top.get("messages", {}),
-        f"{name}: [messages]",
-        {"delayed": _number, "delay": _duration, "overtaking": _flag},
+    tables, lists = ("network", "racks", "compute", "messages"), ("workers", "links", "deaths", "pauses")
+    top = _read(table, name, {**dict.fromkeys(tables, _table), **dict.fromkeys(lists, _tables)})
+    network, messages, compute, racks = (
+        _read(top.get(kind, {}), f"{name}: [{kind}]", readers)
+        for kind, readers in (
+            ("network", _NETWORK),
+            ("messages", {"delayed": _number, "delay": _duration, "overtaking": _flag}),
+            ("compute", {"time": _duration, "spread": _number}),
+            ("racks", {"size": _whole, "bandwidth": _rate, "latency": _seconds}),
+        )
     )
     if ("delay" in messages) != ("delayed" in messages):
         raise ConfigError(f"{name}: [messages]: one of delayed and delay alone delays no message. Give both")
-    compute = _read(top.get("compute", {}), f"{name}: [compute]", {"time": _duration, "spread": _number})
-    racks = None
-    if "racks" in top:
-        found = _read(
-            top["racks"], f"{name}: [racks]", {"size": _whole, "bandwidth": _rate, "latency": _seconds}, ("size",)
-        )
-        racks = Racks(**_renamed(found))
+    if "racks" in top and "size" not in racks:
+        raise ConfigError(f"{name}: [racks]: size is missing")
     try:
         return Network(
             **_renamed(network),
             compute=compute.get("time"),
             spread=compute.get("spread", 0.0),
-            racks=racks,
+            racks=Racks(**_renamed(racks)) if "racks" in top else None,
             specials=tuple(Special(**_renamed(each)) for each in _entries(top, name, "workers", _WORKER, ("ranks",))),
             pairs=tuple(Pair(**_renamed(each)) for each in _entries(top, name, "links", _LINK, ("between",))),
             deaths=tuple(Death(**each) for each in _entries(top, name, "deaths", _DEATH, ("rank",))),
@@ -364,12 +337,6 @@ def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
         raise ConfigError(f'{where} = {value!r}: must be text with a unit, such as "100mbit" or "10ms"')
     return value
-
-
-def _algorithm(value: Any, where: str) -> str:
-    if value not in ALGORITHMS:
-        raise ConfigError(f"{where} = {value!r}: must be one of {', '.join(ALGORITHMS)}")
-    return str(value)
 
 
 def _rate(value: Any, where: str) -> float:
@@ -443,6 +410,12 @@ def _pair(value: Any, where: str) -> tuple[int, int]:
     return ranks[0], ranks[1]
 
 
+_NETWORK: dict[str, Reader] = {
+    "bandwidth": _rate,
+    "latency": _seconds,
+    "per_call": _seconds,
+    "per_segment": _seconds,
+} | {"contention": _number, "window": _number, "all_reduce": _text, "slow_start": _flag}
 _WORKER: dict[str, Reader] = {"ranks": _ranks, "bandwidth": _rate, "latency": _seconds, "slowdown": _number}
 _LINK: dict[str, Reader] = {"between": _pair, "bandwidth": _rate, "latency": _seconds}
 _DEATH: dict[str, Reader] = {"rank": _whole, "at": _seconds, "step": _whole, "silent": _flag}

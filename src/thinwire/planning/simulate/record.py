@@ -37,21 +37,16 @@ class Record:
         tracing: whether they are.
     """
 
-    waited: defaultdict[tuple[int, int], float] = field(
-        default_factory=lambda: defaultdict[tuple[int, int], float](float)
-    )
+    waited: defaultdict[tuple[int, int], float] = field(default_factory=lambda: defaultdict(float))
     late_messages: int = 0
     lost_messages: int = 0
     steps: list[Step] = field(default_factory=list[Step])
-    computing: defaultdict[int, list[Interval]] = field(
-        default_factory=lambda: defaultdict[int, list[Interval]](list[Interval])
-    )
+    computing: defaultdict[int, list[Interval]] = field(default_factory=lambda: defaultdict(list))
     tracing: bool = False
 
     def wait(self, rank: int, cause: int, start: float, came: float, end: float) -> None:
         """Count a wait from `start` to `end` that another rank, which came at `came`, has made longer."""
         late = min(max(came - start, 0.0), end - start)
-        if late > 0:
-            self.waited[rank, cause] += late
-        if end - start - late > 0:
-            self.waited[rank, NETWORK] += end - start - late
+        for other, seconds in ((cause, late), (NETWORK, end - start - late)):
+            if seconds > 0:
+                self.waited[rank, other] += seconds
