@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 pytest.importorskip("obstore")
@@ -26,6 +27,7 @@ from tests.elastic.test_late import LONG, PERIOD, RATE, START, Model, arrivals, 
 from tests.oracles.late import train
 from thinwire import (
     CheckpointError,
+    Comm,
     ConfigError,
     DiLoCo,
     ErrorFeedback,
@@ -35,16 +37,20 @@ from thinwire import (
     RandomK,
     Strategy,
     attach,
+    run_threads,
 )
+from thinwire.cli import main
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.elastic.closing import Closing
 from thinwire.elastic.late_rounds import LateRounds
+from thinwire.worker.exporting import export_checkpoint
 
 
 @dataclass
 class End:
-    """What a worker has in the end: the round, the parameters, and the closings that it has applied."""
+    """What a worker has in the end: its name, the round, the parameters, and the closings that it has applied."""
 
+    name: int
     round: int
     x: Tensor
     closings: list[Closing]
@@ -104,14 +110,14 @@ def work_all(
                 if leaves and leaves.get(name) == own:
                     worker.elastic.release({worker.elastic.worker_id: "SIGTERM"})
                     left.set()
-                    return End(-1, model.x.detach().clone(), worker.elastic.closings, extra, {})
+                    return End(name, -1, model.x.detach().clone(), worker.elastic.closings, extra, {})
                 if folder is not None and saves(name, own):
                     worker.save(folder, extra={"own": {str(name): own}})
             if folder is not None:
                 worker.save(folder, extra={"own": {str(name): own}})
             with worker.consensus():
                 x = model.x.detach().clone()
-            return End(worker.elastic.view.epoch, x, worker.elastic.closings, extra, {"worker": worker.size})
+            return End(name, worker.elastic.view.epoch, x, worker.elastic.closings, extra, {"worker": worker.size})
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(work, range(size)))
@@ -346,6 +352,23 @@ def test_processes_save_into_one_folder_and_continue_from_it(tmp_path: Path) -> 
         assert torch.allclose(torch.tensor(x, dtype=torch.float64), expected, atol=1e-10)
 
 
+@pytest.mark.parametrize("fragments", [1, 3])
+def test_the_common_parameters_of_the_newest_round_are_exported(fragments: int, tmp_path: Path) -> None:
+    period = PERIOD if fragments == 1 else LONG
+    late, folder = LateMerging(quorum=0.5, deviations=0.0), tmp_path / "run" / "checkpoints"
+    pause = lambda name, own: 0.03 if name == 1 else 0.003  # noqa: E731
+    strategy = DiLoCo(period=period, fragments=fragments)
+    ends = work_all(2, strategy, late, stopped_by(1, period), folder=folder, pause=pause)
+    newest = max(ends, key=lambda each: each.round)
+    for source in (tmp_path / "run", folder):
+        assert main(["export", str(source), str(tmp_path / "model.safetensors")]) == 0
+        assert torch.equal(load_file(tmp_path / "model.safetensors")["x"], newest.x)
+    for number, each in enumerate(ends):  # in the order of the threads, which is not that of the names
+        (file,) = (folder / f"worker-{each.name:04d}").iterdir()
+        export_checkpoint(file, tmp_path / f"{number}.safetensors")
+        assert torch.equal(load_file(tmp_path / f"{number}.safetensors")["x"], each.x)
+
+
 # -- what is refused ---------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +403,48 @@ def test_damaged_and_other_checkpoints_are_refused_on_all_workers(tmp_path: Path
     file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
     found = errors_of(2, tmp_path, late, DiLoCo(period=PERIOD))
     assert len(set(found)) == 1 and found[0].startswith("worker 1: ") and "is damaged" in found[0]
+
+
+def test_a_state_dict_without_the_rounds_is_refused() -> None:
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    url = f"memory://{secrets.token_hex(8)}"
+    with attach(model, optimizer, DiLoCo(period=4), rendezvous=url, elastic=LateMerging()) as worker:
+        with pytest.raises(ConfigError, match=r"state_dict\(\) with elastic=LateMerging\(\): .* Use save\(\) and load"):
+            worker.state_dict(model=True, optimizer=True)
+        with pytest.raises(ConfigError, match=r"load_state_dict\(\) with elastic=LateMerging\(\)"):
+            worker.load_state_dict({})
+
+
+def test_checkpoints_of_another_kind_of_run_are_refused_on_all_workers(tmp_path: Path) -> None:
+    strategy, late = DiLoCo(period=PERIOD), LateMerging(quorum=1.0)
+    work_all(2, strategy, late, lambda name, own, step: step >= PERIOD, folder=tmp_path / "late")
+
+    def plain(comm: Comm) -> list[str]:
+        model, told = Model(), list[str]()
+        worker = attach(model, torch.optim.SGD(model.parameters(), lr=RATE), strategy, comm=comm)
+        calls = [lambda: worker.load(tmp_path / "late", missing_ok=True), lambda: worker.save(tmp_path / "late")]
+        if comm.size == 1:
+            calls.append(lambda: worker.load(tmp_path / "late" / "worker-0001"))
+        for call in calls:
+            with pytest.raises(CheckpointError) as refused:
+                call()
+            told.append(str(refused.value))
+        assert torch.equal(model.x.detach(), START)
+        worker.save(tmp_path / f"plain{comm.size}")
+        return told
+
+    first, second = run_threads(2, plain)
+    assert first == second and all("late holds worker-0000, which a run with LateMerging" in each for each in first)
+    assert "is of one worker with LateMerging" in run_threads(1, plain)[0][2]
+    found = errors_of(2, tmp_path / "plain2", late, strategy)
+    assert len(set(found)) == 1 and "plain2 holds step-00000000, which a run without LateMerging" in found[0]
+    found = errors_of(2, tmp_path / "late" / "worker-0001", late, strategy)
+    assert len(set(found)) == 1 and "is the folder of one worker" in found[0]
+    with pytest.raises(CheckpointError, match="plain2 holds step-00000000, which a run without LateMerging"):
+        work_all(1, strategy, late, lambda name, own, step: step >= 1, folder=tmp_path / "plain2")
+    shutil.copytree(tmp_path / "plain2" / "step-00000000", tmp_path / "late" / "step-00000000")
+    assert main(["export", str(tmp_path / "late"), str(tmp_path / "model.safetensors")]) == 1
 
 
 def test_loading_after_a_step_is_refused(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from thinwire.errors import (
 )
 from thinwire.methods.codecs.base import Codec, draw_key
 from thinwire.methods.codecs.feedback import residual_sizes
-from thinwire.worker.checkpoint import check_random, restore_random
+from thinwire.worker.checkpoint import check_kind, check_random, restore_random
 from thinwire.worker.handshake import Facts, first_difference
 from thinwire.worker.replica_state import PARTS, check, mapping_of, pack, same_names, unpack
 from thinwire.worker.state import WorkerState
@@ -863,7 +863,12 @@ class LateRounds:
                 "Call load directly after attach, on all workers"
             )
         self._loads += 1
-        found = plan(self._with_all("saves", lambda: find(folder)))
+
+        def look() -> dict[str, Any]:
+            check_kind(folder, alone=True)
+            return find(folder)
+
+        found = plan(self._with_all("saves", look))
         if found is None:
             if missing_ok:
                 return {}

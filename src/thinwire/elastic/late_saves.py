@@ -16,7 +16,7 @@ from typing import Any
 
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError
-from thinwire.worker.checkpoint import facts_of, whole_steps
+from thinwire.worker.checkpoint import check_kind, facts_of, whole_steps
 from thinwire.worker.replica_state import is_count, mapping_of
 
 _FOLDER = re.compile(r"worker-([0-9]{4,9})")
@@ -54,13 +54,17 @@ class Saved:
         """Return the checkpoint's description as JSON values."""
         return [self.name, self.step, self.run, self.round, self.sent]
 
+    def home(self, folder: Path) -> Path:
+        """Return the folder of the checkpoint in that of all workers."""
+        return folder / folder_of(self.name) / f"step-{self.step:08d}"
+
     def read(self, folder: Path) -> dict[str, Any]:
         """Return what the worker has saved.
 
         Raises:
             CheckpointError: it is damaged, or is not of this save.
         """
-        file = RankFile(folder / folder_of(self.name) / f"step-{self.step:08d}", 0)
+        file = RankFile(self.home(folder), 0)
         content = mapping_of(file.read(), "a part")
         if _describe(file, self.step, content)[0] != self:
             raise CheckpointError(f"{file.path}: it was overwritten while it was loaded. Load it again")
@@ -119,9 +123,9 @@ def extra_of_newest(folder: Path, *, missing_ok: bool) -> dict[str, Any]:
     Raises:
         CheckpointError: there is none, or it is damaged.
     """
-    found = [Saved(*each) for each in find(folder)["saves"]]
-    if found:
-        return dict(mapping_of(max(found, key=lambda each: each.age).read(folder)["extra"], "extra"))
+    newest = _newest(folder)
+    if newest is not None:
+        return dict(mapping_of(newest.read(folder)["extra"], "extra"))
     if missing_ok:
         return {}
     raise missing(folder)
@@ -133,8 +137,25 @@ def saved_step(folder: Path) -> int | None:
     Raises:
         CheckpointError: one of them is damaged.
     """
-    found = [Saved(*each) for each in find(folder)["saves"]]
-    return max(found, key=lambda each: each.age).step if found else None
+    newest = _newest(folder)
+    return None if newest is None else newest.step
+
+
+def newest_home(folder: Path) -> Path | None:
+    """Return the folder of the newest visible checkpoint; None if there is none.
+
+    Raises:
+        CheckpointError: one of them is damaged, or others are of a run without `LateMerging`.
+    """
+    newest = _newest(folder)
+    if newest is None:
+        return None
+    check_kind(folder, alone=True)
+    return newest.home(folder)
+
+
+def _newest(folder: Path) -> Saved | None:
+    return max((Saved(*each) for each in find(folder)["saves"]), key=lambda each: each.age, default=None)
 
 
 def missing(folder: Path) -> CheckpointError:

@@ -58,6 +58,8 @@ T = TypeVar("T")
 Content = dict[str, Any]
 _FOLDER = re.compile(r"step-([0-9]{8,18})")
 _ID = re.compile(r"[0-9a-f]{32}")
+_ALONE = re.compile(r"worker-[0-9]{4,9}")
+_TOGETHER = re.compile(r"step-[0-9]{8,18}|(shard|mesh)-.*")
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
@@ -256,6 +258,7 @@ def _own_names(value: Any) -> Any:
 
 
 _FIX = "Parts of different saves cannot be combined. Remove {home}"
+_EXPORT = "Attach as in that run to continue it, or start another one from the weights, which thinwire export writes"
 
 
 def facts_of(content: object) -> dict[str, Any]:
@@ -375,6 +378,8 @@ def load(worker: WorkerState, folder: Path, *, missing_ok: bool = False) -> dict
 
     def planned() -> State:
         for content in contents:
+            if "late" in content:
+                raise CheckpointError(f"is of one worker with LateMerging. {_EXPORT}")
             same_names("a part", content, ("save", "state", "names", "extra", "random"))
             mapping_of(content["extra"], "extra")
             check_random(content["random"])
@@ -480,6 +485,43 @@ def restore(worker: WorkerState, state: State, *, same_size: bool) -> None:
 
 
 # -- on all ranks ------------------------------------------------------------------------------------------------------
+
+
+def check_kind(folder: Path, *, alone: bool) -> None:
+    """Refuse a folder with checkpoints of another kind of run.
+
+    Args:
+        folder: of the checkpoints of all workers.
+        alone: whether each worker saves alone, as with `LateMerging`, into a folder of its own.
+
+    Raises:
+        CheckpointError: naming one of them.
+    """
+    if alone and _ALONE.fullmatch(folder.name):
+        raise CheckpointError(f"{folder} is the folder of one worker. Give the folder that holds it, {folder.parent}")
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    found = next((name for name in names if (_TOGETHER if alone else _ALONE).fullmatch(name)), None)
+    if found is not None:
+        kind = "without" if alone else "with"
+        raise CheckpointError(
+            f"{folder} holds {found}, which a run {kind} LateMerging has saved. Give each run its own folder. {_EXPORT}"
+        )
+
+
+def own_folder(worker: WorkerState, folder: str | Path, *, loads: bool = False) -> Path:
+    """Return the folder of this worker's checkpoints within the one that a user gave.
+
+    Raises:
+        CheckpointError: on all ranks, if it is a URL, or has checkpoints of another kind of run, on any of them.
+    """
+
+    def checked() -> Path:
+        path = local_path(folder)
+        if not (loads and worker.load_alone):  # which checks it on all workers
+            check_kind(path, alone=worker.load_alone is not None)
+        return path
+
+    return worker.own_folder(together(worker, folder, checked))
 
 
 def on_disk(worker: WorkerState, path: str | Path) -> Path:

@@ -12,11 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from thinwire._version import __version__
+from thinwire.core.comm.threads import single_worker
 from thinwire.core.replica.flat import Segment, flatten, views
+from thinwire.core.replica.replica import Replica
 from thinwire.core.replica.shards import describe_shard, is_sharded
 from thinwire.core.storage.files import write_atomically
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError, ConfigError, NonFiniteError
+from thinwire.methods.strategies.base import Strategy
 from thinwire.methods.strategies.recipe import parse
 from thinwire.worker import checkpoint
 from thinwire.worker.parameters import own_name
@@ -81,7 +84,8 @@ def export(worker: WorkerState, model: nn.Module, path: Path) -> Path:
 def export_checkpoint(folder: Path, path: Path) -> Exported:
     """Write the weights of a run's newest complete checkpoint; needs neither the model nor the workers.
 
-    They are the parameters that the workers would evaluate, computed by the strategy from all parts.
+    They are the parameters that the workers would evaluate, computed by the strategy from all parts; of a worker with
+    `LateMerging`, those from which its round started.
 
     Args:
         folder: of a run, of checkpoints, or one checkpoint.
@@ -102,15 +106,18 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
         for i, replica in enumerate(states[0]["replicas"]):
             segments = _segments(replica["layout"], states[0]["parameters"])
             xs = [flatten([state["parameters"][s.name] for s in segments], segments) for state in states]
-            x = average_of(
-                strategy,
-                xs,
-                [state["replicas"][i] for state in states],
-                segments,
-                step=states[0]["step"],
-                seed=int(states[0]["identity"]["the seed"]),
-                at="now",
-            )
+            if "late" in first:
+                x = _common_of(strategy, xs[0], segments, [each["points"][i] for each in first["late"]["fragments"]])
+            else:
+                x = average_of(
+                    strategy,
+                    xs,
+                    [state["replicas"][i] for state in states],
+                    segments,
+                    step=states[0]["step"],
+                    seed=int(states[0]["identity"]["the seed"]),
+                    at="now",
+                )
             named |= {s.name: view for s, view in zip(segments, views(x, segments), strict=True)}
         tensors = {name: _dense(named[x]) if x is not None else None for name, x in first["names"].items()}
         constants = {name for name, source in first["names"].items() if source in states[0]["others"]}
@@ -137,6 +144,14 @@ def export_checkpoint(folder: Path, path: Path) -> Exported:
     facts, elements = first["save"], sum(x.numel() for x in tensors.values() if x is not None)
     identity = states[0]["identity"]
     return Exported(path, home, facts["step"], facts["size"], identity[STRATEGY], elements, len(tensors))
+
+
+def _common_of(strategy: Strategy, x: Tensor, segments: Sequence[Segment], points: Sequence[Tensor]) -> Tensor:
+    """Return the common parameters of all fragments as one vector, like a worker's own parameters `x`."""
+    r = Replica(x.clone(), x.new_empty(0), single_worker(), lr=lambda: 0.0, segments=segments)
+    for (part, _), point in zip(strategy.fragments_in(r), points, strict=True):
+        part.x.copy_(point.view_as(part.x))
+    return r.x
 
 
 def _newest(folder: Path) -> tuple[Path, list[dict[str, Any]]]:

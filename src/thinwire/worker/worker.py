@@ -343,7 +343,8 @@ class Worker:
         `torch.save`, safetensors and `torch.distributed.checkpoint` accept the dict unchanged. Load the model, each
         rank its own, and the optimizer before `load_state_dict`, or let the state hold them. With both, this rank
         continues as if it had never stopped. The scheduler, the scaler, random generators and the position in the data
-        are the caller's: see `save`, which writes everything.
+        are the caller's: see `save`, which writes everything. Under `LateMerging` this call and `load_state_dict` are
+        refused.
 
         Names begin with "rank-0000/" and so on, after the name of the shard where the model is split, so that
         `torch.distributed.checkpoint`, which keeps each name only once, keeps the state of every rank.
@@ -359,6 +360,7 @@ class Worker:
             >>> [name.removeprefix("rank-0000/") for name in worker.state_dict()][:3]
             ['header', 'step', 'replicas/0/state/anchor']
         """
+        self._refuse_alone("state_dict()")
         refuse_while_lent(self._state, "state_dict()")
         # The fingerprint is also next to the parameters, so that loading only the strategy's state finds all its names.
         parts = dict.fromkeys((*replica_state.parts_of_state(model=model, optimizer=optimizer), "fingerprint"))
@@ -375,6 +377,7 @@ class Worker:
             CheckpointError: it belongs to another recipe, model or number of workers, it holds no model and the
                 parameters are other ones, or is no such state; names the first difference, and nothing has changed.
         """
+        self._refuse_alone("load_state_dict()")
         refuse_while_lent(self._state, "load_state_dict()")
         if self._has_just_joined:
             raise ConfigError(
@@ -423,13 +426,13 @@ class Worker:
             wait_in_step(self._state, "save()")
             check_all_there(self._state, "save()")
             with self._state.account.apart():
-                place = self._state.own_folder(checkpoint.on_disk(self._state, folder))
+                place = checkpoint.own_folder(self._state, folder)
                 return checkpoint.save(self._state, place, dict(extra or {}), keep=keep)
 
         if self._has_just_joined:
             # The others have saved after this step, or not at all; a part of this worker alone would replace one of
             # theirs.
-            return self._state.own_folder(checkpoint.on_disk(self._state, folder)) / f"step-{self.step:08d}"
+            return checkpoint.own_folder(self._state, folder) / f"step-{self.step:08d}"
         return self._together(write)
 
     def load(self, folder: str | Path, *, missing_ok: bool = False) -> dict[str, Any]:
@@ -457,12 +460,12 @@ class Worker:
             refuse_while_lent(self._state, "load()")
             with self._state.account.apart():
                 self.comm.check_in_step("load()").wait()
-                place = self._state.own_folder(checkpoint.on_disk(self._state, folder))
+                place = checkpoint.own_folder(self._state, folder, loads=True)
                 return checkpoint.load(self._state, place, missing_ok=missing_ok)
 
         self._hooks.forget_closure()
         if self._has_just_joined:
-            place = self._state.own_folder(checkpoint.on_disk(self._state, folder))
+            place = checkpoint.own_folder(self._state, folder, loads=True)
             return checkpoint.saved_extra(place, missing_ok=missing_ok)
         if self.elastic is not None:
             self.elastic.drop_newcomers()
@@ -534,6 +537,13 @@ class Worker:
     @property
     def _has_just_joined(self) -> bool:
         return self.elastic is not None and self.elastic.has_just_joined
+
+    def _refuse_alone(self, call: str) -> None:
+        if self._state.load_alone is not None:
+            raise ConfigError(
+                f"{call} with elastic=LateMerging(): the state does not contain the rounds that workers are in. Use "
+                "save() and load(), and export() for the weights"
+            )
 
     def _together(self, call: Callable[[], T]) -> T:
         return together(self._state, self.elastic, call)
