@@ -74,7 +74,7 @@ def train(outbox: Any, url: str, recipe: str, stop: Path, width: int = 6, share:
     worker.elastic.on_view.append(lambda view: outbox.send((view.size, worker.step)))
     notice = Notice(worker, every=4, signals=[signal.SIGUSR1])
     outbox.send((worker.size, worker.step))
-    until = 1_000_000
+    until, asked = 1_000_000, stop.with_suffix(".asked")
     while worker.step < until:
         draw = torch.Generator().manual_seed(os.getpid() + worker.step)
         x = torch.randn(8, 5, generator=draw)
@@ -85,21 +85,34 @@ def train(outbox: Any, url: str, recipe: str, stop: Path, width: int = 6, share:
         if notice.leave():
             outbox.send("left")
             return
+        if asked is not None and asked.exists():
+            outbox.send(("at", worker.step))
+            asked = None
         if stop.exists() and until == 1_000_000:
             until = int(stop.read_text())
+            assert worker.step <= until, f"step {until} was named at step {worker.step}"
     with worker.consensus():
         outbox.send((flat(model).tolist(), flat(model).isfinite().all().item()))
     notice.close()
     worker.detach()
 
 
-def until_size(worker: Process, size: int) -> int:
-    """Wait until a worker is one of `size`; returns its step."""
-    while True:
-        found = worker.receive(60)
+def until_size(worker: Process, size: int) -> None:
+    """Wait until a worker is one of `size`."""
+    while (found := worker.receive(60))[0] != size:
         assert not isinstance(found, str), found
-        if found[0] == size:
-            return int(found[1])
+
+
+def stop_all(workers: list[Process], stop: Path, more: int) -> None:
+    """Let all workers end after the same step, `more` steps after the newest one that any of them reports."""
+    stop.with_suffix(".asked").touch()
+    steps = list[int]()
+    for worker in workers:
+        while (found := worker.receive(60))[0] != "at":  # a report of a view
+            assert not isinstance(found, str), found
+        steps.append(int(found[1]))
+    stop.with_suffix(".new").write_text(str(max(steps) + more))
+    stop.with_suffix(".new").rename(stop)
 
 
 def check_changes(url: str, extra: dict[str, str], recipe: str, folder: Path) -> None:
@@ -125,14 +138,13 @@ def check_changes(url: str, extra: dict[str, str], recipe: str, folder: Path) ->
             until_size(each, 2)
         d = add()
         for each in (a, b, d):
-            step = until_size(each, 3)
+            until_size(each, 3)
         os.kill(b.process.pid, signal.SIGUSR1)
         while b.receive(60) != "left":
             pass
         for each in (a, d):
-            step = max(step, until_size(each, 2))
-        stop.with_suffix(".new").write_text(str(step + 120))
-        stop.with_suffix(".new").rename(stop)
+            until_size(each, 2)
+        stop_all([a, d], stop, 120)
         found = [each.receive(100) for each in (a, d)]
         assert found[0][1] and found[0] == found[1]
     finally:
@@ -187,12 +199,12 @@ def check_chaos(url: str, extra: dict[str, str], recipe: str, folder: Path, seed
         time.sleep(draw.uniform(0, 1))
         os.kill(paused.process.pid, signal.SIGCONT)
         rest = [each for each in first if each is not victim] + joining
-        step = max(until_size(each, 4) for each in rest)
+        for each in rest:
+            until_size(each, 4)
         refused = [each.receive(60) for each in (other_model, other_key)]
         assert refused[0].startswith("MismatchError: ") and "was started otherwise" in refused[0], refused
         assert refused[1].startswith("ConfigError: ") and "not the key of the run" in refused[1], refused
-        stop.with_suffix(".new").write_text(str(step + more))
-        stop.with_suffix(".new").rename(stop)
+        stop_all(rest, stop, more)
         found = [each.receive(100) for each in rest]
         while any(not isinstance(each[0], list) for each in found):  # a report of a view
             assert not any(isinstance(each, str) for each in found), found
