@@ -43,7 +43,7 @@ PAGES = sorted(
     for path in [*DOCS.rglob("*.md"), *ROOT.glob("*.md")]
     if "_build" not in path.parts and path.is_file()
 )
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+EXAMPLES = [path for path in sorted((ROOT / "examples").glob("*.py")) if "__main__" in path.read_text()]
 STRATEGIES = tuple(name for name, kind in recipe_classes().items() if issubclass(kind, thinwire.Strategy))
 FENCE = re.compile(r"^(<!-- (?:runs|file: \S+) -->\n)?```(\S*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -46,6 +46,7 @@ def test_names_between_colons_are_no_pictures(name: str, monkeypatch: pytest.Mon
         ("completion tcsh", "tcsh: must be bash, zsh or fish"),
         ("train --lr", "--lr: needs a value, such as 0.1"),
         ("train --data --steps 3", "--data: needs a value"),
+        ("train --steps 3 --steps 4", "--steps: is given twice. Give it once"),
     ],
 )
 def test_a_value_that_cannot_be_read_is_refused_in_one_line(

@@ -334,8 +334,8 @@ def _explain(error: CycloptsError, program: str) -> str:
         case MissingArgumentError():
             shown = option if option.startswith("--") else option.upper()
             return f"{shown}: is missing. {program} --help shows an example"
-        case RepeatArgumentError():
-            return f"{option}: is given twice. Give it once"
+        case RepeatArgumentError(token=token):
+            return f"{token.keyword}: is given twice. Give it once"
         case UnknownOptionError(token=token):
             word = (token.keyword or token.value)[:_MOST_SHOWN]
             known = [x for each in error.argument_collection for x in each.names if x.startswith("--")]
