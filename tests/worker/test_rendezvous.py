@@ -18,7 +18,7 @@ from torch import Tensor, nn
 pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
-from tests.buckets import Process, environment, faulty, serve
+from tests.buckets import Process, environment, faulty, serve, url_of
 from thinwire import Comm, Worker, attach, run_threads
 from thinwire.core.storage.bucket import KEY, new_key
 from thinwire.errors import CommTimeoutError, ConfigError, MismatchError
@@ -139,6 +139,38 @@ def test_workers_at_different_paces_equal_threads() -> None:
 
     expected = run_threads(2, lambda comm: work(comm.rank, comm))
     assert all(torch.equal(found, expected[0]) for found in on_threads(2, lambda rank: work(rank, None)))
+
+
+@pytest.mark.parametrize(
+    "recipe", ["Paced(LocalSGD(period=8))", "Budget(LocalSGD(period=2, codec=ErrorFeedback(Nearest())), '500B/s')"]
+)
+def test_workers_agree_if_messages_depend_on_measured_times(recipe: str) -> None:
+    x = torch.randn(64, 5, generator=torch.Generator().manual_seed(1))
+
+    def loss(model: nn.Module) -> float:
+        with torch.no_grad():
+            return float((model(x) - x.sum(1, keepdim=True)).square().mean())
+
+    def work(_: int) -> tuple[int, int, float, Tensor, dict[str, float]]:
+        model, optimizer = build()
+        before, own = loss(model), 0
+        worker = attach(model, optimizer, recipe, rendezvous=f"memory://timed-{recipe[:5]}", workers=2, timeout=30)
+        while worker.step < 48:
+            time.sleep(0.01 if worker.rank else 0.002)
+            train(worker, model, optimizer, worker.step + 1)
+            own += 1
+        metrics = worker.metrics()
+        with worker.consensus():
+            found = worker.rank, own, loss(model) / before, flat(model), metrics
+        worker.detach()
+        return found
+
+    (_, fast, fell, first, metrics), (_, slow, _, second, others) = sorted(on_threads(2, work), key=lambda x: x[0])
+    assert torch.equal(first, second) and fell < 0.5
+    if recipe.startswith("Paced"):
+        assert slow < fast
+    else:
+        assert slow == fast == 48 and metrics == others and 0 < metrics["budget_used"] <= 1 and "bits" in metrics
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
@@ -276,9 +308,10 @@ def test_processes_over_a_folder_equal_threads(tmp_path: Path) -> None:
     check_processes(f"file://{tmp_path}/run", {}, 2, RECIPES, tmp_path)
 
 
-def test_processes_over_an_s3_server_equal_threads(tmp_path: Path) -> None:
-    with serve("weed", tmp_path) as endpoint:
-        check_processes("s3://bucket/run", environment(endpoint), 2, RECIPES[2:3], tmp_path)
+@pytest.mark.parametrize("server", ["weed", "azurite", "fake-gcs-server"])
+def test_processes_over_a_server_equal_threads(server: str, tmp_path: Path) -> None:
+    with serve(server, tmp_path) as endpoint:
+        check_processes(f"{url_of(server)}/run", environment(endpoint, server), 2, RECIPES[2:3], tmp_path)
 
 
 @pytest.mark.slow

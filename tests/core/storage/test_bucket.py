@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sealed objects in a folder, in memory and on real S3 servers."""
+"""Sealed objects in a folder, in memory and on real servers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("obstore")
 pytest.importorskip("cryptography")
 
-from tests.buckets import SERVERS, serve, set_environment
+from tests.buckets import SERVERS, serve, set_environment, url_of
 from thinwire.core.storage import bucket as module
 from thinwire.core.storage.bucket import KEY, SEAL_BYTES, Bucket, BucketStore, new_key
 from thinwire.errors import CommError, ConfigError
@@ -32,8 +32,8 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
             yield "memory://storage"
         else:
             with serve(request.param, tmp_path_factory.mktemp(request.param)) as endpoint:
-                set_environment(patch, endpoint)
-                yield f"s3://bucket/{request.param}"
+                set_environment(patch, endpoint, request.param)
+                yield f"{url_of(request.param)}/{request.param}"
 
 
 @pytest.mark.slow
@@ -205,10 +205,12 @@ def test_a_store_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_bucket_that_does_not_exist_is_reported_at_once(url: str) -> None:
-    if not url.startswith("s3:"):
+    scheme = url.partition("://")[0]
+    if scheme not in SERVERS.values():
         pytest.skip("only servers have buckets")
-    with pytest.raises(CommError, match=r"s3://no-such-bucket/run: the store cannot be used.*Check the name of the bu"):
-        Bucket.open("s3://no-such-bucket/run", timeout=300)
+    words = f"{scheme}://no-such-bucket/run: the store cannot be used.*Check the name of the bucket"
+    with pytest.raises(CommError, match=words):
+        Bucket.open(f"{scheme}://no-such-bucket/run", timeout=300)
 
 
 def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,11 @@ from thinwire.errors import CommError, ConfigError
 T = TypeVar("T")
 KEY = "THINWIRE_KEY"
 SCHEMES = ("s3", "gs", "az", "file", "memory")
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "gs": ("GOOGLE_BASE_URL",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
 _MAGIC = b"thinwire bucket 1\n"
 _SALT_BYTES, _NONCE_BYTES, _TAG_BYTES = 16, 12, 16
 SEAL_BYTES = _NONCE_BYTES + _TAG_BYTES
@@ -116,7 +121,7 @@ class Bucket:
         Args:
             url: s3://bucket/path, gs://bucket/path, az://container/path, file:///folder, or memory://name, which only
                 this process sees. Credentials come from the usual variables of each provider, such as
-                AWS_ACCESS_KEY_ID; AWS_ENDPOINT_URL names another S3 server.
+                AWS_ACCESS_KEY_ID; AWS_ENDPOINT_URL, GOOGLE_BASE_URL and AZURE_STORAGE_ENDPOINT name other servers.
             key: the run key, from `new_key`; by default that of THINWIRE_KEY. memory:// needs none.
             timeout: how long the store may take to answer, in seconds.
             reads_only: refuse a URL at which no run exists, and write nothing.
@@ -138,7 +143,7 @@ class Bucket:
             problem = str(error) or f"no answer within {timeout:g} s"
             raise CommError(
                 f"{url}: the store cannot be used: {problem}. Check the name of the bucket, the credentials and, for "
-                "other S3 servers, AWS_ENDPOINT_URL"
+                "other servers, their address, such as AWS_ENDPOINT_URL"
             ) from None
         return bucket
 
@@ -433,7 +438,7 @@ def _store_of(url: str) -> Any:
         return _memory.setdefault(url, MemoryStore())
     if url.startswith("file://"):
         return from_url(url, mkdir=True)
-    endpoints = (os.environ.get(name, "") for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"))
+    endpoints = (os.environ.get(name, "") for name in _ENDPOINTS[url.partition("://")[0]])
     plain = next((each for each in endpoints if each), "").startswith("http://")
     # Failed requests are repeated here, where the time that is left is known.
     retries: Any = {"max_retries": 0}
@@ -441,7 +446,10 @@ def _store_of(url: str) -> Any:
     try:
         return from_url(url, client_options=options, retry_config=retries)
     except Exception as error:
-        raise ConfigError(f"rendezvous={url!r}: {str(error).splitlines()[0][:300]}. Check the URL") from None
+        raise ConfigError(
+            f"rendezvous={url!r}: {str(error).splitlines()[0][:300]}. Check the URL, and your provider's variables, "
+            "such as AZURE_STORAGE_ACCOUNT_NAME"
+        ) from None
 
 
 # -- the thread that makes the requests --------------------------------------------------------------------------------
