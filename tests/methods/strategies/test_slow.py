@@ -42,6 +42,19 @@ def test_a_round_at_a_learning_rate_of_zero_moves_nothing_and_momentum_decays(ba
     assert distance(x[11], x[7]) > 1e-3
 
 
+def test_a_round_that_was_begun_anew_divides_by_the_rates_of_its_own_steps() -> None:
+    r = Replica(torch.ones(1, dtype=DOUBLE), torch.empty(0), thinwire.CountingComm(0, 1), lr=lambda: 0.1)
+    strategy = SlowMo(period=4, momentum=0.5)
+    strategy.start(r)
+    for step in range(4):
+        if step == 2:
+            strategy.restart(r)
+        r.x.sub_(0.1)
+        r.step += 1
+        strategy.after_step(r)
+    assert r.state["slow"].item() == pytest.approx(2.0)
+
+
 def test_each_parameter_group_has_a_slow_rate_of_its_own() -> None:
     n, factors = 3, [1.0, 0.5, 0.0]
     problem = Regression(n, 20, DOUBLE)
