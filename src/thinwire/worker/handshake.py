@@ -79,6 +79,8 @@ def sum_of_bits(x: Tensor) -> int:
 
 def hash_of(x: Tensor) -> Tensor:
     """A number of a dense tensor's bits, as an integer tensor on its device."""
+    if x.is_meta:
+        return x.new_empty((), dtype=torch.int64)
     x = torch.view_as_real(x) if x.is_complex() else x
     bits = x.contiguous().view(-1).view(_INTEGERS[x.element_size()])
     # With the vector as a square, every row and column has a random weight: two changes that cancel in one sum are in
