@@ -119,24 +119,24 @@ def per_class(n: int) -> Found:
     return measured(lambda: select(x, fraction=0.1, labels=labels).indices, x, lambda: select(x[:100], budget=5), 2000)
 
 
-def million(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
-    """Many points by a method that does not compare all pairs, and as many random ones."""
+def million(n: int) -> Found:
+    """Many points by `sparse`, which does not compare all pairs, and as many random ones."""
     from thinwire.coreset import select
 
     x = clustered(n)
-    work = lambda: select(x, fraction=fraction, method=method).indices  # type: ignore[arg-type]  # noqa: E731
+    work = lambda: select(x, fraction=0.1, method="sparse").indices  # noqa: E731
     found = measured(work, x, lambda: select(x[:100], budget=5), 2000)
     random = torch.randperm(n, generator=torch.Generator().manual_seed(1))[: found["chosen"]]
     return found | {"random_mean_distance": cost(x, random, 2000)}
 
 
-def gap(n: int, method: str = "sparse", fraction: float = 0.1) -> Found:
-    """The gap between such a method and exact greedy, on few enough of the same points for both."""
+def gap(n: int) -> Found:
+    """The gap between `sparse` and exact greedy, on few enough of the same points for both."""
     from thinwire.coreset import select
 
     x = clustered(n)
-    exact = select(x, fraction=fraction)
-    near = select(x, fraction=fraction, method=method)  # type: ignore[arg-type]
+    exact = select(x, fraction=0.1)
+    near = select(x, fraction=0.1, method="sparse")
     random = torch.randperm(n, generator=torch.Generator().manual_seed(1))[: len(exact)]
     closed = (cost(x, random) * n - near.cost) / (cost(x, random) * n - exact.cost)
     return {"relative_gap": near.cost / exact.cost - 1, "gap_closed": closed}
@@ -158,13 +158,12 @@ def rows(*, quick: bool = False) -> list[Row]:
         ("per class, 50,000 x 64, 10 classes, 10 %", f"{split['seconds']:.1f} s", _memory(split), "20 s, 300 MB")
     )
     n = 100_000 if quick else 1_000_000
-    for method, fraction in (("sparse", 0.1), ("streaming", 0.01)):
-        many, few = in_own_process("million", n, method, fraction), in_own_process("gap", 10_000, method, fraction)
-        detail = (
-            f"{_memory(many)}; mean distance {many['mean_distance']:.3f}, random {many['random_mean_distance']:.3f}; "
-            f"of 10,000 such points {few['relative_gap']:.2%} above exact ({few['gap_closed']:.0%} of random's gap)"
-        )
-        found.append((f"{method}, {n:,} x 64, {fraction:.0%}", f"{many['seconds']:.0f} s", detail, "minutes"))
+    many, few = in_own_process("million", n), in_own_process("gap", 10_000)
+    detail = (
+        f"{_memory(many)}; mean distance {many['mean_distance']:.3f}, random {many['random_mean_distance']:.3f}; "
+        f"of 10,000 such points {few['relative_gap']:.2%} above exact ({few['gap_closed']:.0%} of random's gap)"
+    )
+    found.append((f"sparse, {n:,} x 64, 10 %", f"{many['seconds']:.0f} s", detail, "minutes"))
     return found
 
 
@@ -196,9 +195,8 @@ def _memory(found: Found) -> str:
 def main(arguments: Sequence[str]) -> None:
     """Print a Markdown table, or one measurement as JSON."""
     if arguments[:1] == ["one"]:
-        name, n, *rest = arguments[1:]
-        settings = [rest[0], float(rest[1])] if rest else []
-        print(json.dumps(globals()[name](int(n), *settings)))
+        name, n = arguments[1:]
+        print(json.dumps(globals()[name](int(n))))
         return
     for row in (("what", "figure", "detail", "bar"), ("---",) * 4, *rows(quick="--quick" in arguments)):
         print(f"| {' | '.join(row)} |", flush=True)

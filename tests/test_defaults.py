@@ -354,7 +354,7 @@ def chosen(method: Any, folder: Path, inside: Inside) -> list[Any]:
     x, labels = blobs([70, 50, 40])
     with inside():
         found = [select(x, budget=20, method=method, seed=1), select(x, budget=20, labels=labels, method=method)]
-        found += [select(x, cover=0.5, method=method, warm=found[0])] if method == "lazy" else []
+        found += [select(x, cover=0.5, method=method)] if method == "lazy" else []
         found[0].save(folder / "coreset.safetensors")
         found.append(Coreset.load(folder / "coreset.safetensors"))
         numbers = [quality(x, each.indices, each.weights, labels=labels) for each in found]
@@ -363,7 +363,7 @@ def chosen(method: Any, folder: Path, inside: Inside) -> list[Any]:
     return [[(each.indices, each.weights, each.gains) for each in found], others, repr([numbers, gaps])]
 
 
-@pytest.mark.parametrize("method", ["lazy", "stochastic", "sparse", "streaming", "greedi"])
+@pytest.mark.parametrize("method", ["lazy", "sparse", "greedi"])
 @pytest.mark.slow
 def test_points_are_chosen_alike(method: str, tmp_path: Path) -> None:
     (expected, *rest), (found, *other) = both(partial(chosen, method, tmp_path))

@@ -155,7 +155,7 @@ class DeepFound:
 class WeightedRandom(Policy):
     """Random points, each weighted by how many of its class have logit gradients nearest to its own."""
 
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Draw without replacement, then count."""
         rows = torch.randperm(points.n, generator=keyed(seed, 0x2A2D))[: budget_of(self.fraction, points.n)]
         return Subset(rows, nearest_counts(points.gradients().residuals, points.labels, rows).double(), points.n)

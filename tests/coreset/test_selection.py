@@ -16,9 +16,8 @@ from tests.oracles.coreset import apart, best_cost, blobs, clusters, cost, greed
 from thinwire import Comm, ConfigError
 from thinwire.core.kernels import nearest
 from thinwire.coreset import Coreset, EuclideanDistances, select
-from thinwire.coreset.facility import CoordinateFacility, Goal, TorchNearest
+from thinwire.coreset.facility import Goal, LocalFacility, TorchNearest, unit_of
 from thinwire.coreset.greedy import lazy
-from thinwire.coreset.methods import unit_of
 from thinwire.coreset.selection import interleave, proportional_budgets
 from thinwire.coreset.similarity import centred, power_above
 
@@ -74,7 +73,7 @@ def test_lazy_naive_blocks_of_any_width_and_bare_distances_agree_to_the_last_bit
     rows = centred(x)
     unit = unit_of(rows)
     for block in (1, 3, 64, 240):
-        facility = CoordinateFacility(TorchNearest(rows / unit), unit, block=block)
+        facility = LocalFacility(TorchNearest(rows / unit), block=block)
         picks = lazy(facility, Goal(48))
         assert picks.indices == baseline.indices.tolist()
     assert alike(select(EuclideanDistances(x), budget=48), baseline)
@@ -281,7 +280,7 @@ def test_bare_distances_can_be_selected_by_class() -> None:
     assert alike(select(Bare(), budget=12, labels=labels), select(x, budget=12, labels=labels))
 
 
-# -- cover and warm starts ---------------------------------------------------------------------------------------------
+# -- cover -------------------------------------------------------------------------------------------------------------
 
 
 def test_cover_takes_as_few_picks_as_greedy_needs(backend: str) -> None:
@@ -298,37 +297,15 @@ def test_a_cover_of_nothing_takes_every_distinct_point() -> None:
     assert found.cost == 0 and len(found) == 20
 
 
-def test_a_warm_start_continues_where_the_earlier_selection_ended(
-    backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    x, labels = points(200), torch.arange(200) % 3
-    for kinds in (None, labels):
-        earlier, whole = select(x, budget=30, labels=kinds), select(x, budget=60, labels=kinds)
-        computed = counted(monkeypatch)
-        assert same(select(x, budget=60, labels=kinds, warm=whole), whole)
-        assert computed[0] <= 60
-        assert same(select(x, budget=60, labels=kinds, warm=earlier), whole)
-        assert same(select(x, budget=30, labels=kinds, warm=whole), earlier)
-
-
-def test_a_warm_start_from_other_points_is_ignored(backend: str) -> None:
-    x = points(150)
-    moved = x.clone()
-    moved[3] += 0.5
-    other = select(points(150, seed=9), budget=20)
-    for warm in (other, select(moved, budget=20), select(x[:100], budget=20), select(x, budget=20, method="greedi")):
-        assert same(select(x, budget=20, warm=warm), select(x, budget=20))
-
-
 def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The number of gains computed from now on."""
-    computed, gains = [0], CoordinateFacility.gains
+    computed, gains = [0], LocalFacility.gains
 
-    def counting(facility: CoordinateFacility, candidates: np.ndarray) -> np.ndarray:
+    def counting(facility: LocalFacility, candidates: np.ndarray) -> np.ndarray:
         computed[0] += len(candidates)
         return gains(facility, candidates)
 
-    monkeypatch.setattr(CoordinateFacility, "gains", counting)
+    monkeypatch.setattr(LocalFacility, "gains", counting)
     return computed
 
 
@@ -414,13 +391,12 @@ def test_shards_whose_coordinates_are_sent_block_by_block_give_the_same(monkeypa
     assert all(same(found, whole) for found in thinwire.run_threads(3, work, timeout=30))
 
 
-@pytest.mark.parametrize("method", ["naive", "stochastic"])
-def test_other_methods_give_the_same_on_shards(method: str) -> None:
+def test_naive_gives_the_same_on_shards() -> None:
     x = points(120)
-    whole = select(x, budget=12, method=method, seed=4)
+    whole = select(x, budget=12, method="naive")
 
     def work(comm: Comm) -> Coreset:
-        return select(shard(x, comm.rank, 3), budget=12, method=method, seed=4, comm=comm)
+        return select(shard(x, comm.rank, 3), budget=12, method="naive", comm=comm)
 
     assert all(same(found, whole) for found in thinwire.run_threads(3, work, timeout=30))
 

@@ -18,7 +18,6 @@ from thinwire.coreset.proxies import (
     head_of,
     last_layer,
     reader,
-    relative_error,
 )
 from thinwire.coreset.subset import Strata, Subset, allocate, budget_of, stratify
 from thinwire.errors import ConfigError, NonFiniteError
@@ -206,6 +205,12 @@ def test_what_cannot_be_compared_is_refused() -> None:
 
 
 # -- subsets -----------------------------------------------------------------------------------------------------------
+
+
+def relative_error(gradients: LastLayer, chosen: Subset) -> float:
+    """The length of the difference of the chosen points' weighted sum from the sum of all, relative to the latter's."""
+    whole = gradients.total()
+    return float((whole - gradients.at(chosen.indices).total(chosen.weights)).norm() / whole.norm())
 
 
 def test_the_relative_error_is_that_of_the_weighted_sum_of_real_gradients() -> None:

@@ -48,8 +48,7 @@ class Select:
         per_class: choose within each class separately; every class gets its share of the budget.
         labels: the classes: a column of the file (by name, or by number in .npy), an array of the .npz, or another
             .npy file.
-        method: the greedy algorithm; lazy and naive are exact, stochastic and greedi are faster, sparse and streaming
-            are for millions of points.
+        method: the greedy algorithm; lazy and naive are exact, greedi is faster, sparse is for millions of points.
         neighbours: for sparse, the neighbours kept of each point; more is slower and closer to exact.
         parts: for greedi, the parts that are searched separately; more is faster and less exact.
         seed: random seed.
@@ -63,7 +62,7 @@ class Select:
     cover: float | None = None
     per_class: bool = False
     labels: str | None = None
-    method: Literal["lazy", "naive", "stochastic", "sparse", "streaming", "greedi"] = "lazy"
+    method: Literal["lazy", "naive", "sparse", "greedi"] = "lazy"
     neighbours: int = 32
     parts: int = 4
     seed: int = 0

@@ -9,7 +9,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import check_field_types
 from thinwire.coreset.policy import Points, Policy
 from thinwire.coreset.proxies import LastLayer
 from thinwire.coreset.selection import proportional_budgets, select
@@ -25,27 +24,17 @@ class Random(Policy):
     With `every=1` this is training on all the data, spread over several epochs; with `every=None` on a random subset.
     """
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
-
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Draw without replacement."""
-        rows = torch.randperm(points.n, generator=keyed(seed, 0x2A2D), device="cpu")[
-            : budget_of(self.fraction, points.n)
-        ]
-        return even(rows, points.n)
+        order = torch.randperm(points.n, generator=keyed(seed, 0x2A2D), device="cpu")
+        return even(order[: budget_of(self.fraction, points.n)], points.n)
 
 
 @dataclass(frozen=True)
 class Stratified(Policy):
     """Random points, of each class its share; within a class all with the same weight."""
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
-
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Draw from each class without replacement."""
         _, members, sizes = points.labels.unique(return_inverse=True, return_counts=True)
         given = proportional_budgets(sizes.tolist(), budget_of(self.fraction, points.n))
@@ -61,11 +50,7 @@ class KCenter(Policy):
     for Convolutional Neural Networks: A Core-Set Approach, ICLR 2018, arXiv:1708.00489.
     """
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
-
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Compare logit gradients, starting with the first point."""
         distances = EuclideanDistances(points.gradients().residuals)
         return k_center(distances, budget_of(self.fraction, points.n))
@@ -79,11 +64,7 @@ class El2n(Policy):
     over several models early in training; here they are those of the run's own model.
     """
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
-
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Take the highest scores."""
         return highest(points.gradients().norms(), budget_of(self.fraction, points.n))
 
@@ -95,11 +76,7 @@ class Grand(Policy):
     Paul, Ganguli and Dziugaite, Deep Learning on a Data Diet, NeurIPS 2021, arXiv:2107.07075.
     """
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
-
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Take the highest scores."""
         return highest(points.gradients(hidden=True).norms(), budget_of(self.fraction, points.n))
 
@@ -128,12 +105,11 @@ class Crest(Policy):
     ordered: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
+        super().__post_init__()
         if not 1 <= self.batch <= self.part:
             raise ConfigError(f"batch={self.batch}: must lie in 1..{self.part}, the part that it is chosen from")
 
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset:
+    def choose(self, points: Points, seed: int) -> Subset:
         """Select the mini-batches of the next epochs."""
         batches = max(1, round(budget_of(self.fraction, points.n) / self.batch))
         part = min(self.part, points.n)
@@ -164,13 +140,14 @@ def k_center(distances: Distances, budget: int) -> Subset:
         distances: between points.
         budget: points to choose; fewer are chosen where there are fewer distinct ones.
     """
-    chosen = [0]
-    nearest = distances_to(distances, torch.tensor([0], dtype=torch.int64, device="cpu"))[:, 0].clone()
+
+    def apart(point: int) -> Tensor:
+        return distances_to(distances, torch.tensor([point], dtype=torch.int64, device="cpu"))[:, 0]
+
+    chosen, nearest = [0], apart(0)
     while len(chosen) < budget and float(nearest.max()) > 0:
         chosen.append(int(nearest.argmax()))
-        nearest = torch.minimum(
-            nearest, distances_to(distances, torch.tensor([chosen[-1]], dtype=torch.int64, device="cpu"))[:, 0]
-        )
+        nearest = torch.minimum(nearest, apart(chosen[-1]))
     medoids = torch.tensor(chosen, dtype=torch.int64, device="cpu")
     members = stratify(distances, medoids, len(chosen)).members
     return Subset(medoids, torch.bincount(members, minlength=len(chosen)).double(), distances.n)

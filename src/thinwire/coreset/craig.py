@@ -4,17 +4,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from thinwire.core.validation import check_field_types, check_ranges
+from thinwire.core.validation import check_ranges
+from thinwire.coreset.methods import Method
 from thinwire.coreset.policy import Points, Policy
-from thinwire.coreset.proxies import LastLayer
 from thinwire.coreset.selection import select
 from thinwire.coreset.similarity import Distances, EuclideanDistances
-from thinwire.coreset.subset import Coreset, Strata, Subset, budget_of, keyed, stratify
+from thinwire.coreset.subset import Strata, Subset, budget_of, keyed, stratify
 from thinwire.errors import ConfigError
 
 
@@ -63,19 +64,16 @@ class Craig(Policy):
     every: int | None = 5
     proxy: Literal["features", "logits", "last_layer"] = "logits"
     mode: Literal["medoid", "strata"] = "medoid"
-    method: Literal["lazy", "naive", "stochastic", "sparse", "streaming", "greedi"] = "lazy"
+    method: Method = "lazy"
     per_class: bool = True
     preconditioned: bool = False
     bound: float | None = None
     probe: float = 0.1
 
     def __post_init__(self) -> None:
-        check_field_types(self)
-        self.check()
-        if self.bound is not None and not self.bound > 0:
-            raise ConfigError(f"bound={self.bound}: a relative error must be positive. 0.3 is usual")
-        check_ranges(self, probe=("(0, 1]", "0.1 is usual"))
-        if self.proxy == "last_layer" and self.method in ("sparse", "streaming"):
+        super().__post_init__()
+        check_ranges(self, bound=("(0, inf)", "0.3 is usual"), probe=("(0, 1]", "0.1 is usual"))
+        if self.proxy == "last_layer" and self.method == "sparse":
             raise ConfigError(
                 f"method={self.method!r} with proxy='last_layer': needs coordinates, and these gradients have none. "
                 "Use 'lazy', or proxy='logits'"
@@ -83,7 +81,7 @@ class Craig(Policy):
         if self.preconditioned and self.proxy == "features":
             raise ConfigError("preconditioned=True with proxy='features': features are no gradients. Use 'logits'")
 
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset | Strata:
+    def choose(self, points: Points, seed: int) -> Subset | Strata:
         """Select by facility location."""
         budget = budget_of(self.fraction, points.n)
         labels = points.labels if self.per_class else None
@@ -95,7 +93,8 @@ class Craig(Policy):
         if moments is not None:
             gradients = gradients.preconditioned(moments)
         # Logit gradients are short rows, so plain Euclidean distances do. Outer products would be too long to store.
-        return self._by(gradients.residuals if gradients.hidden is None else gradients, labels, budget, seed)
+        across = gradients.residuals if gradients.hidden is None else gradients.distances()
+        return self._by(across, labels, budget, seed)
 
     def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
         """Whether the relative gradient error on a probe exceeds the bound."""
@@ -114,15 +113,12 @@ class Craig(Policy):
         part = gradients.at(torch.arange(count, len(rows), device="cpu")).total(chosen.weights)
         return float((whole - part).norm() / whole.norm())
 
-    def _by(self, compared: Tensor | LastLayer, labels: Tensor | None, budget: int, seed: int) -> Subset | Strata:
-        across: Tensor | Distances = compared.distances() if isinstance(compared, LastLayer) else compared
+    def _by(self, across: Tensor | Distances, labels: Tensor | None, budget: int, seed: int) -> Subset | Strata:
+        chosen = partial(select, across, labels=labels, method=self.method, seed=seed)
         if self.mode == "medoid":
-            return Subset.of(self._selected(across, labels, budget, seed))
+            return Subset.of(chosen(budget=budget))
         # Half as many medoids as draws; every class needs one.
         least = 1 if labels is None else len(labels.unique())
-        medoids = self._selected(across, labels, min(budget, max(budget // 2, least)), seed).indices
+        medoids = chosen(budget=min(budget, max(budget // 2, least))).indices
         distances = EuclideanDistances(across) if isinstance(across, Tensor) else across
         return stratify(distances, medoids, budget, labels=labels)
-
-    def _selected(self, across: Tensor | Distances, labels: Tensor | None, budget: int, seed: int) -> Coreset:
-        return select(across, budget=budget, labels=labels, method=self.method, seed=seed)

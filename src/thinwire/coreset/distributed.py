@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from thinwire.core.comm.base import Comm
-from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for
+from thinwire.coreset.facility import Facility, Gains, Goal, Nearest, Numbers, nearest_for, norm_of
 from thinwire.coreset.greedy import pick_among
-from thinwire.coreset.methods import ClassSelection, MethodSettings, WarmStart, greedy, in_distances, norm_of
+from thinwire.coreset.methods import ClassSelection, MethodSettings, greedy, in_distances
 from thinwire.coreset.similarity import Distances, Features, centre_of, checked, minus, power_above
 from thinwire.errors import ConfigError
 
@@ -34,16 +34,14 @@ class SharedFacility(Facility):
 
     Args:
         nearest: of this rank's points.
-        unit: the distance that counts as 1.
         comm: the ranks.
         replicate_bytes: every rank keeps all coordinates if they take at most this much memory.
     """
 
-    def __init__(self, nearest: Nearest, unit: float, comm: Comm, *, replicate_bytes: int = REPLICATE_BYTES) -> None:
+    def __init__(self, nearest: Nearest, comm: Comm, *, replicate_bytes: int = REPLICATE_BYTES) -> None:
         own = nearest.of(torch.arange(nearest.n, device="cpu"))
         counts = gather_numbers(comm, [nearest.n], own.device)[:, 0].tolist()
-        self.n = self.points = sum(counts)
-        self.unit = unit
+        self.n = sum(counts)
         self.block = _BLOCK
         self._nearest, self._comm, self._device = nearest, comm, own.device
         self._start, self._width = sum(counts[: comm.rank]), own.shape[1]
@@ -167,20 +165,19 @@ class Shards:
         self.members = self._classes(labels, counts)
         self.sizes = [len(each) for each in self.members]
 
-    def solve(self, group: int, goal: Goal, settings: MethodSettings, warm: WarmStart | None) -> ClassSelection:
+    def solve(self, group: int, goal: Goal, settings: MethodSettings) -> ClassSelection:
         """Select in one class.
 
         Args:
             group: the class, from 0.
             goal: when to stop, its cost in distances.
             settings: of the method.
-            warm: an earlier selection of the class.
 
         Raises:
             ConfigError: the method needs all points on one rank.
         """
-        if settings.method in ("sparse", "streaming"):
-            raise ConfigError(f"method={settings.method!r}: selects on one rank alone. With comm use lazy or greedi")
+        if settings.method == "sparse":
+            raise ConfigError("method='sparse': selects on one rank alone. With comm use lazy or greedi")
         members = self.members[group]
         own = members - self._start
         mine = own[(own >= 0) & (own < len(self._rows))].to(self._rows.device)
@@ -189,7 +186,7 @@ class Shards:
         inner = Goal(goal.budget, None if goal.cost is None else goal.cost / unit, goal.on_progress)
 
         def make() -> Facility:
-            return SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], unit, self._comm)
+            return SharedFacility(nearest_for(rows, threads=torch.get_num_threads())[0], self._comm)
 
         parts: list[Numbers] = []
         if settings.method == "greedi":
@@ -199,7 +196,7 @@ class Shards:
             counts = gather_numbers(self._comm, [len(picked)], rows.device)[:, 0].tolist()
             every_rank = gather_rows(self._comm, picked.to(rows.device), counts).split(counts)
             parts = [part.cpu().numpy() for part in every_rank if len(part)]
-        picks, sizes = greedy(make, inner, settings, settings.generator(group), warm, parts)
+        picks, sizes = greedy(make, inner, settings.method, parts)
         return in_distances(picks, sizes, unit)
 
     def _classes(self, read: Callable[[], NDArray[np.generic] | None], counts: list[int]) -> list[Tensor]:

@@ -36,15 +36,11 @@ class Facility(ABC):
     """The points, as the greedy methods use them.
 
     Attributes:
-        n: candidates, which are numbered from 0.
-        points: number of points to be represented.
-        unit: the distance that gains are measured in.
+        n: points, which are numbered from 0.
         block: candidates for which `gains` is most efficient.
     """
 
     n: int
-    points: int
-    unit: float
     block: int
 
     @abstractmethod
@@ -65,21 +61,21 @@ class Facility(ABC):
 
 
 class Nearest(ABC):
-    """The nearest representative of each of some points with coordinates."""
+    """The nearest representative of each of some points."""
 
     n: int
 
     @abstractmethod
     def of(self, points: Tensor) -> Tensor:
-        """The coordinates of some of the points, float32 [m, d]."""
+        """The rows of some of the points: coordinates, float32 [m, d], or for bare distances their numbers, [m]."""
 
     @abstractmethod
     def gains(self, rows: Tensor) -> Gains:
-        """The gains of candidates with these coordinates, float32 [m, d]."""
+        """The gains of candidates with these rows."""
 
     @abstractmethod
     def take(self, row: Tensor, position: int, own: int | None) -> None:
-        """Make coordinates [d] a representative; `own` is the point that has them, if it is on this rank."""
+        """Make a row a representative; `own` is the point that has it, if it is on this rank."""
 
     @abstractmethod
     def cost(self) -> float:
@@ -91,30 +87,33 @@ class Nearest(ABC):
 
 
 class TorchNearest(Nearest):
-    """On any device, by matrix products in float64.
+    """On any device, by matrix products in float64, or by given distances.
 
     Args:
-        rows: float32, [n, d]; no two are further apart than 1.
+        points: float32, [n, d], no two further apart than 1; or distances between them.
     """
 
-    def __init__(self, rows: Tensor) -> None:
-        self.n = len(rows)
-        self._rows = rows
-        self._near = torch.ones(self.n, dtype=torch.float32, device=rows.device)
-        self._positions = torch.zeros(self.n, dtype=torch.int64, device=rows.device)
+    def __init__(self, points: Tensor | Distances) -> None:
+        self._points = points
+        if isinstance(points, Tensor):
+            self.n, self._device = len(points), points.device
+        else:
+            self.n, self._device, self._unit = points.n, _first_distances(points).device, unit_of(points)
+        self._width = width_of(points, self._device)
+        self._near = torch.ones(self.n, dtype=torch.float32, device=self._device)
+        self._positions = torch.zeros(self.n, dtype=torch.int64, device=self._device)
 
     def of(self, points: Tensor) -> Tensor:
-        """The coordinates of some of the points."""
-        return self._rows[points.to(self._rows.device)]
+        """The rows of some of the points."""
+        return self._points[points.to(self._device)] if isinstance(self._points, Tensor) else points
 
     def gains(self, rows: Tensor) -> Gains:
         """The gains of candidates."""
-        width = block_of(self.n, _BLOCK_ELEMENTS.get(self._rows.device.type, 1 << 22))
-        return np.concatenate([savings(self._near, to_rows(self._rows, part)) for part in rows.split(width)])
+        return np.concatenate([savings(self._near, self._to(part)) for part in rows.split(self._width)])
 
     def take(self, row: Tensor, position: int, own: int | None) -> None:
-        """Make coordinates a representative."""
-        assign_(self._near, self._positions, to_rows(self._rows, row[None])[:, 0], position, own)
+        """Make a row a representative."""
+        assign_(self._near, self._positions, self._to(row[None])[:, 0], position, own)
 
     def cost(self) -> float:
         """The sum of the distances to the nearest representatives."""
@@ -124,21 +123,22 @@ class TorchNearest(Nearest):
         """The position of the nearest representative of each point."""
         return self._positions.cpu()
 
+    def _to(self, rows: Tensor) -> Tensor:
+        if isinstance(self._points, Tensor):
+            return to_rows(self._points, rows)
+        return (distances_to(self._points, rows) / self._unit).float()
 
-class CoordinateFacility(Facility):
-    """Points with coordinates, all of them on this rank.
+
+class LocalFacility(Facility):
+    """Points that are all on this rank.
 
     Args:
         nearest: of all the points.
-        unit: the distance that counts as 1.
         block: candidates for which `gains` is most efficient.
     """
 
-    def __init__(self, nearest: Nearest, unit: float, *, block: int) -> None:
-        self.n = self.points = nearest.n
-        self.unit = unit
-        self.block = block
-        self.nearest = nearest
+    def __init__(self, nearest: Nearest, *, block: int) -> None:
+        self.n, self.nearest, self.block = nearest.n, nearest, block
 
     def gains(self, candidates: Numbers) -> Gains:
         """The gain of each candidate now."""
@@ -159,43 +159,10 @@ class CoordinateFacility(Facility):
         return torch.bincount(self.nearest.representatives(), minlength=count)
 
 
-class DistanceFacility(Facility):
-    """Points without coordinates.
-
-    Args:
-        distances: between the points.
-    """
-
-    def __init__(self, distances: Distances) -> None:
-        first = distances_to(distances, torch.tensor([0], dtype=torch.int64, device="cpu"))
-        self.n = self.points = distances.n
-        # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
-        self.unit = power_above(2 * float(first.max()))
-        self._distances = distances
-        self._near = torch.ones(self.n, dtype=torch.float32, device=first.device)
-        self._positions = torch.zeros(self.n, dtype=torch.int64, device=first.device)
-        self.block = min(64, block_of(self.n, _BLOCK_ELEMENTS.get(first.device.type, 1 << 22)))
-
-    def gains(self, candidates: Numbers) -> Gains:
-        """The gain of each candidate now."""
-        parts = torch.from_numpy(candidates).split(self.block)
-        return np.concatenate([savings(self._near, self._distances_to(part)) for part in parts])
-
-    def take(self, candidate: int, position: int) -> None:
-        """Make the candidate a representative."""
-        apart = self._distances_to(torch.tensor([candidate], dtype=torch.int64, device="cpu"))[:, 0]
-        assign_(self._near, self._positions, apart, position, candidate)
-
-    def cost(self) -> float:
-        """The sum of all distances to the nearest representatives."""
-        return float(self._near.sum(dtype=torch.float64))
-
-    def sizes(self, count: int) -> Tensor:
-        """The number of points that each representative represents."""
-        return torch.bincount(self._positions, minlength=count).cpu()
-
-    def _distances_to(self, candidates: Tensor) -> Tensor:
-        return (distances_to(self._distances, candidates) / self.unit).float()
+def facility_of(points: Tensor | Distances, *, threads: int = 1) -> Facility:
+    """The facility of points that are all on this rank; coordinates are in units already."""
+    nearest, block = nearest_for(points, threads=threads)
+    return LocalFacility(nearest, block=block)
 
 
 def rounded(distances: Tensor) -> Tensor:
@@ -221,9 +188,31 @@ def assign_(near: Tensor, position_of: Tensor, distances: Tensor, position: int,
         position_of[own] = position
 
 
-def block_of(points: int, elements: int) -> int:
-    """Candidates in one block, such that a block holds at most `elements` distances."""
-    return max(1, elements // max(points, 1))
+def width_of(points: Tensor | Distances, device: torch.device) -> int:
+    """Candidates whose distances to all points are computed at a time."""
+    n = len(points) if isinstance(points, Tensor) else points.n
+    width = max(1, _BLOCK_ELEMENTS.get(device.type, 1 << 22) // max(n, 1))
+    return width if isinstance(points, Tensor) else min(64, width)
+
+
+def unit_of(points: Tensor | Distances) -> float:
+    """A power of two that no distance exceeds: between rows, float32 [n, d], or of given distances."""
+    if isinstance(points, Tensor):
+        return power_above(2 * norm_of(points))
+    # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
+    return power_above(2 * float(_first_distances(points).max()))
+
+
+def norm_of(points: Tensor) -> float:
+    """The greatest length of a row; 0 where there is none."""
+    lengths = [
+        float(torch.linalg.vector_norm(part.double(), dim=1).max()) for part in points.split(1 << 16) if len(part)
+    ]
+    return max(lengths, default=0.0)
+
+
+def _first_distances(distances: Distances) -> Tensor:
+    return distances_to(distances, torch.tensor([0], dtype=torch.int64, device="cpu"))
 
 
 # -- goals and picks ---------------------------------------------------------------------------------------------------
@@ -393,7 +382,7 @@ class FusedNearest(Nearest):
         The first pick lowers all gains so much that each would have to be computed again. It is easily guessed, and one
         pass over all distances then gives the gains before and after it.
         """
-        guess = None if picks.indices or len(candidates) < _WORTH_A_GUESS else self._guess(candidates)
+        guess = None if len(candidates) < _WORTH_A_GUESS else self._guess(candidates)
         later = None if guess is None else self._distances_after(self._row_of(guess))
         found = np.concatenate(
             [self._gains(self.of(part), later) for part in torch.from_numpy(candidates).split(1024)], axis=1
@@ -431,17 +420,17 @@ class FusedNearest(Nearest):
         return self._positions[: self.n].long()
 
 
-def nearest_for(rows: Tensor, *, threads: int = 1) -> tuple[Nearest, int]:
+def nearest_for(points: Tensor | Distances, *, threads: int = 1) -> tuple[Nearest, int]:
     """The fastest implementation for these rows, and the most efficient number of candidates of a call."""
-    library = nearest.compiled(rows)
-    if library is None or len(rows) == 0:
-        return TorchNearest(rows), 64
-    return FusedNearest(rows, library, threads=threads), int(library.thinwire_together())
+    library = nearest.compiled(points) if isinstance(points, Tensor) and len(points) else None
+    if library is None or not isinstance(points, Tensor):
+        return TorchNearest(points), 64
+    return FusedNearest(points, library, threads=threads), int(library.thinwire_together())
 
 
 def compiled_nearest(facility: Facility) -> FusedNearest | None:
     """The kernel of a facility whose candidates are its points; None where it does not use the kernel."""
-    found = facility.nearest if isinstance(facility, CoordinateFacility) else None
+    found = facility.nearest if isinstance(facility, LocalFacility) else None
     return found if isinstance(found, FusedNearest) else None
 
 

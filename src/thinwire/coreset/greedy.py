@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Greedy maximisation of facility location: naive, lazy, on samples, and in parts (GreeDi).
+r"""Greedy maximisation of facility location: naive, lazy, and in parts (GreeDi).
 
 Greedy reaches $F(S) \ge (1-1/e)\,F(S^*)$ (Nemhauser, Wolsey and Fisher 1978), and with a bound on the cost instead of
 a budget at most $1+\ln\max_e F(e)$ times the fewest points (Wolsey 1982). Of equal gains the smallest number wins.
@@ -16,31 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.coreset.facility import (
-    CoordinateFacility,
-    DistanceFacility,
-    Facility,
-    Gains,
-    Goal,
-    Numbers,
-    Picks,
-    compiled_nearest,
-    nearest_for,
-)
+from thinwire.coreset.facility import Facility, Gains, Goal, Numbers, Picks, compiled_nearest, facility_of
 from thinwire.coreset.similarity import Distances, among
-from thinwire.errors import ConfigError
 
 _WIDEST = 512
 
 
-def all_candidates(facility: Facility) -> Numbers:
-    """All candidates."""
-    return np.arange(facility.n, dtype=np.int64)
-
-
 def no_picks(facility: Facility) -> Picks:
     """The start of a selection: every point is at the greatest distance, 1."""
-    return Picks(cost=float(facility.points))
+    return Picks(cost=float(facility.n))
 
 
 def replay(facility: Facility, candidates: list[int], goal: Goal) -> Picks:
@@ -105,7 +89,7 @@ class Bounds:
         heapq.heappush(self._heap, (-gain, candidate))
 
 
-def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None, picks: Picks | None = None) -> Picks:
+def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None) -> Picks:
     """Recompute gains only of candidates whose bound is above the best gain found: a few per cent of `naive`'s gains.
 
     The candidates with the highest bounds are evaluated in blocks, each in one pass over the points; a block is twice
@@ -116,14 +100,9 @@ def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None, p
         facility: the points.
         goal: when to stop.
         candidates: int64, to choose from; all unless given.
-        picks: continue from these, which the facility knows already.
     """
-    wanted = all_candidates(facility) if candidates is None else candidates
-    picks = no_picks(facility) if picks is None else picks
-    if picks.done(goal):
-        return picks
-    # Picks of a warm start must not be chosen again.
-    wanted = wanted[~np.isin(wanted, picks.indices)]
+    wanted = np.arange(facility.n, dtype=np.int64) if candidates is None else candidates
+    picks = no_picks(facility)
     if (compiled := compiled_nearest(facility)) is not None:
         compiled.lazy(wanted, picks, goal)
         return picks
@@ -158,40 +137,6 @@ def _best_candidate(facility: Facility, bounds: Bounds) -> tuple[float, int]:
     return -best[0], best[1]
 
 
-def stochastic(facility: Facility, goal: Goal, *, eps: float, generator: torch.Generator) -> Picks:
-    r"""Compute the gains of a random sample of $\frac nk\ln\frac1\varepsilon$ candidates before each pick.
-
-    $\mathbb E F(S) \ge (1-1/e-\varepsilon)F(S^*)$ with $n\ln\frac1\varepsilon$ gains in all. Mirzasoleiman et al.,
-    Lazier Than Lazy Greedy, AAAI 2015, arXiv:1409.7938, Algorithm 1.
-
-    Args:
-        facility: the points.
-        goal: when to stop; the sample is for its budget.
-        eps: in (0, 1); less makes the samples larger.
-        generator: draws the samples, on the CPU.
-
-    Raises:
-        ConfigError: eps is out of range.
-    """
-    if not 0 < eps < 1:
-        raise ConfigError(f"eps={eps}: must lie between 0 and 1. 0.01 is usual, 0.9 is hardly better than random")
-    size = math.ceil(facility.n / goal.budget * math.log(1 / eps))
-    picks, left = no_picks(facility), all_candidates(facility)
-    while not picks.done(goal):
-        drawn = torch.randint(2**62, (min(size, len(left)),), generator=generator, device="cpu").numpy()
-        # A partial shuffle that moves the sample to the front.
-        for place, draw in enumerate(drawn.tolist()):
-            other = place + draw % (len(left) - place)
-            left[place], left[other] = left[other], left[place]
-        # Sorted, so that of equal gains the smallest number wins.
-        sample = np.sort(left[: len(drawn)])
-        gains = facility.gains(sample)
-        best = int(gains.argmax())
-        picks.take(facility, int(sample[best]), float(gains[best]))
-        left = left[left != sample[best]]
-    return picks
-
-
 # -- GreeDi ------------------------------------------------------------------------------------------------------------
 
 
@@ -216,12 +161,7 @@ def pick_among(points: Tensor | Distances, members: Tensor, goal: Goal) -> Numbe
     """The picks of lazy greedy among some of the points, as numbers of all points."""
     if len(members) <= goal.budget:
         return members.numpy()
-    if isinstance(points, Tensor):
-        nearest, block = nearest_for(points[members.to(points.device)])
-        facility: Facility = CoordinateFacility(nearest, 1.0, block=block)
-    else:
-        facility = DistanceFacility(among(points, members))
-    own = lazy(facility, replace(goal, cost=None, on_progress=None)).indices
+    own = lazy(facility_of(among(points, members)), replace(goal, cost=None, on_progress=None)).indices
     return members.numpy()[own]
 
 

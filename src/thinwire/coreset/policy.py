@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from thinwire.core.validation import check_field_types, check_ranges
 from thinwire.coreset.proxies import LastLayer, Read, features, head_of, last_layer
 from thinwire.coreset.subset import Strata, Subset
 from thinwire.errors import ConfigError
@@ -59,14 +60,12 @@ class Points:
         parameters = dict(head_of(self.model).named_parameters())
         if self.optimizer is None or "bias" not in parameters:
             raise ConfigError("preconditioned=True: needs an Adam optimizer and a last layer with a bias")
-        # Known before the first step, and SGD without momentum has no state at all.
-        if "betas" not in self.optimizer.defaults:
-            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments. Use Adam")
         weight, bias = (self.optimizer.state.get(parameters[name], {}) for name in ("weight", "bias"))
+        # The defaults are known before the first step, and SGD without momentum has no state at all.
+        if "betas" not in self.optimizer.defaults or (weight and "exp_avg_sq" not in weight):
+            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments. Use Adam")
         if not weight or not bias:
             return None
-        if "exp_avg_sq" not in weight:
-            raise ConfigError(f"preconditioned=True: {type(self.optimizer).__name__} has no second moments. Use Adam")
         last: Tensor = bias["exp_avg_sq"]
         return torch.cat([weight["exp_avg_sq"], last[:, None]], dim=1) if hidden else last
 
@@ -88,28 +87,23 @@ class Policy(ABC):
     ordered: ClassVar[bool] = False
     """Whether points are visited in the order of selection."""
 
-    def check(self) -> None:
-        """Refuse values out of their ranges.
+    def __post_init__(self) -> None:
+        """Refuse values of other types or out of their ranges.
 
         Raises:
             ConfigError: with the value, the rule and the fix.
         """
-        if not 0 < self.fraction <= 1:
-            raise ConfigError(f"fraction={self.fraction}: must lie in (0, 1]. 0.1 is usual")
-        if self.every is not None and self.every < 1:
-            raise ConfigError(f"every={self.every}: must be at least 1 epoch. None selects once")
-        if self.full_epochs < 0:
-            raise ConfigError(f"full_epochs={self.full_epochs}: must be at least 0")
+        check_field_types(self)
+        check_ranges(
+            self,
+            fraction=("(0, 1]", "0.1 is usual"),
+            every=("1..", "None selects once"),
+            full_epochs=("0..", "0 is usual"),
+        )
 
     @abstractmethod
-    def choose(self, points: Points, seed: int, before: Subset | None) -> Subset | Strata:
-        """Choose now.
-
-        Args:
-            points: to choose among.
-            seed: the key of every draw.
-            before: the last choice.
-        """
+    def choose(self, points: Points, seed: int) -> Subset | Strata:
+        """Choose now among the points; `seed` is the key of every draw."""
 
     def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
         """Whether the choice no longer represents all points; False unless a policy measures it."""

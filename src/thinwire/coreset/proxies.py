@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset, default_collate
 
-from thinwire.coreset.subset import Chosen
 from thinwire.errors import ConfigError, NonFiniteError
 
 IGNORED = -100
@@ -237,18 +236,6 @@ def features(read: Read, rows: Tensor, *, batch_size: int = 4096) -> tuple[Tenso
     """The points themselves, float [m, d], and their classes [m]: the proxy of a convex loss of a linear model."""
     pieces = [read(part) for part in rows.split(batch_size)]
     return torch.cat([piece[0].flatten(1).float() for piece in pieces]), torch.cat([piece[-1] for piece in pieces])
-
-
-def relative_error(gradients: LastLayer, chosen: Chosen) -> float:
-    r"""The relative error of the subset's gradient: $|\sum_i g_i - \sum_j \gamma_j g_j| / |\sum_i g_i|$.
-
-    Args:
-        gradients: of all n points.
-        chosen: some of them, with weights.
-    """
-    whole = gradients.total()
-    part = gradients.at(chosen.indices).total(chosen.weights)
-    return float((whole - part).norm() / whole.norm())
 
 
 def _piece(model: nn.Module, batch: tuple[Tensor, ...], count: int, seen: list[Tensor] | None) -> LastLayer:

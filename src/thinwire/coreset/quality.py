@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.coreset.methods import unit_of
+from thinwire.coreset.facility import unit_of
 from thinwire.coreset.similarity import Features, centred, checked
 from thinwire.coreset.sparse import nearest_of_many
-from thinwire.coreset.subset import Coreset
+from thinwire.coreset.subset import Coreset, Strata
 
 _SAMPLE = 20_000
 _MODELS = 8
@@ -144,19 +144,16 @@ def _softmax_loss(model: Tensor, x: Tensor, labels: Tensor, weights: Tensor) -> 
 
 def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed: int) -> tuple[Tensor, Tensor]:
     """Random points, as many as a coreset has, per class where there are labels, with equal weights within a class."""
-    draws = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=draws, device="cpu")
     if labels is None:
-        return order[:budget], torch.full((budget,), n / budget, dtype=torch.float64, device="cpu")
-    labels = labels.cpu()
-    chosen: list[Tensor] = []
-    weights: list[Tensor] = []
-    for label in labels.unique():
-        count = int((labels[like.indices] == label).sum())
-        members = order[labels[order] == label]
-        chosen.append(members[:count])
-        weights.append(torch.full((count,), len(members) / max(count, 1), dtype=torch.float64, device="cpu"))
-    return torch.cat(chosen), torch.cat(weights)
+        members, counts = (
+            torch.zeros(n, dtype=torch.int64, device="cpu"),
+            torch.tensor([budget], dtype=torch.int64, device="cpu"),
+        )
+    else:
+        members = labels.cpu().unique(return_inverse=True)[1]
+        counts = members[like.indices].bincount()
+    found = Strata(members, counts).draw(seed)
+    return found.indices, found.weights
 
 
 def _gradient_error(

@@ -52,7 +52,7 @@ class Selector:
         else:
             chosen = self._chosen
             if chosen is None or self._is_due(epoch):
-                chosen = self._chosen = self.policy.choose(self.points, seed_of(self.seed, epoch), self._subset)
+                chosen = self._chosen = self.policy.choose(self.points, seed_of(self.seed, epoch))
                 self._selected, self.selections = epoch, self.selections + 1
             subset = chosen.draw(self.seed, epoch) if isinstance(chosen, Strata) else chosen
         self._subset, self._epoch = subset, epoch
@@ -104,16 +104,10 @@ def seed_of(seed: int, epoch: int) -> int:
 
 
 def _entries(chosen: Subset | Strata | None) -> dict[str, Any] | None:
-    if chosen is None:
-        return None
-    if isinstance(chosen, Strata):
-        return {"members": chosen.members, "draws": chosen.draws}
-    return {"indices": chosen.indices, "weights": chosen.weights, "n": chosen.n}
+    return None if chosen is None else dict(vars(chosen))
 
 
 def _from_entries(content: dict[str, Any] | None) -> Subset | Strata | None:
     if content is None:
         return None
-    if "members" in content:
-        return Strata(content["members"], content["draws"])
-    return Subset(content["indices"], content["weights"], content["n"])
+    return (Strata if "members" in content else Subset)(**content)

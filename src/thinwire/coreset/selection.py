@@ -20,7 +20,7 @@ from thinwire.core.comm.base import Comm
 from thinwire.core.validation import check_number, check_ranges
 from thinwire.coreset.distributed import Shards
 from thinwire.coreset.facility import Goal, Progress
-from thinwire.coreset.methods import EXACT, ClassSelection, Method, MethodSettings, WarmStart, solve
+from thinwire.coreset.methods import ClassSelection, Method, MethodSettings, solve
 from thinwire.coreset.similarity import Distances, Features, among, centred, checked
 from thinwire.coreset.subset import Coreset
 from thinwire.errors import ConfigError
@@ -75,8 +75,6 @@ def select(
     method: Method = "lazy",
     comm: Comm | None = None,
     seed: int = 0,
-    warm: Coreset | None = None,
-    eps: float | None = None,
     neighbours: int = 32,
     parts: int = 4,
     on_progress: Progress | None = None,
@@ -103,14 +101,10 @@ def select(
         fraction: of all points, in (0, 1], instead of a budget.
         cover: as few points as reach $L(S)\le$ cover, instead of a budget.
         labels: [n]; where given, each class is selected separately, with its share of the budget.
-        method: `lazy` is exact greedy, `naive` the same without bounds; `stochastic` evaluates samples of candidates;
-            `sparse` only near neighbours, for millions of points; `streaming` reads each point once; `greedi` selects
-            in parts, then among the parts' picks.
+        method: `lazy` is exact greedy, `naive` the same without bounds; `sparse` evaluates only near neighbours, for
+            millions of points; `greedi` selects in parts, then among the parts' picks.
         comm: ranks that hold a shard each; the points are numbered in the order of ranks, and all get the whole result.
-        seed: of the random draws of `stochastic`, `sparse`, `streaming` and `greedi`.
-        warm: an earlier `lazy` or `naive` selection. If the points are still the same, its picks are only verified, and
-            the selection continues from there; otherwise it is ignored. The result is the same.
-        eps: accuracy of `stochastic` (0.01 unless given) and `streaming` (0.1); less is better and slower.
+        seed: of the random draws of `sparse` and `greedi`.
         neighbours: of each point, for `sparse`; more is nearer to exact.
         parts: of `greedi`; with `comm` every rank is one.
         on_progress: called repeatedly with the share that is done; with labels by several threads.
@@ -121,27 +115,21 @@ def select(
     Raises:
         ConfigError: an argument or the features are invalid, or a distance is NaN, infinite or negative.
     """
-    settings = MethodSettings(
-        method, seed, (0.1 if method == "streaming" else 0.01) if eps is None else eps, neighbours, parts
-    )
+    settings = MethodSettings(method, seed, neighbours, parts)
     size = Size(budget, fraction, cover)
     if comm is not None and comm.size > 1:
         shards = Shards(features, lambda: _plain(labels), comm)
         goals = _goals(size, shards.sizes, on_progress)
-        earlier = _earlier(warm, shards.members, shards.n, settings)
-        found = [shards.solve(i, goal, settings, earlier[i]) for i, goal in enumerate(goals)]
+        found = [shards.solve(i, goal, settings) for i, goal in enumerate(goals)]
         return _joined(found, shards.members, shards.n, settings)
     points = features if isinstance(features, Distances) else centred(checked(features))
     n = len(points) if isinstance(points, Tensor) else points.n
     members = members_of(labels, n)
-    goals, earlier = _goals(size, [len(each) for each in members], on_progress), _earlier(warm, members, n, settings)
+    goals = _goals(size, [len(each) for each in members], on_progress)
 
     def one(i: int, threads: int) -> ClassSelection:
-        part = points
-        if len(members) > 1:
-            own = members[i]
-            part = points[own.to(points.device)] if isinstance(points, Tensor) else among(points, own)
-        return solve(part, goals[i], settings, settings.generator(i), earlier[i], threads)
+        part = among(points, members[i]) if len(members) > 1 else points
+        return solve(part, goals[i], settings, settings.generator(i), threads)
 
     threads, count = torch.get_num_threads(), len(members)
     if threads == 1 or count == 1:
@@ -220,20 +208,6 @@ def _class_callbacks(sizes: list[int], on_progress: Progress | None) -> list[Pro
             on_progress(sum(map(operator.mul, done, sizes)) / sum(sizes))
 
     return [None if on_progress is None else partial(report, i) for i in range(len(sizes))]
-
-
-def _earlier(warm: Coreset | None, members: list[Tensor], n: int, settings: MethodSettings) -> list[WarmStart | None]:
-    """An earlier selection class by class, as numbers within the class."""
-    if warm is not None and not isinstance(warm, Coreset):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"warm={warm!r}: must be a Coreset, as `select` returns it")
-    if warm is None or warm.n != n or settings.method not in EXACT or warm.method not in EXACT:
-        return [None] * len(members)
-    # Interleaved classes are separated again; each keeps its greedy order.
-    parts: list[WarmStart | None] = []
-    for own in members:
-        inside = torch.isin(warm.indices, own)
-        parts.append(WarmStart(torch.searchsorted(own, warm.indices[inside]).tolist(), warm.gains[inside].tolist()))
-    return parts
 
 
 def _joined(groups: list[ClassSelection], members: list[Tensor], n: int, settings: MethodSettings) -> Coreset:

@@ -91,10 +91,12 @@ class Among:
         return found[self._members.to(found.device)]
 
 
-def among(distances: Distances, members: Tensor) -> Distances:
-    """The distances among some of the points: by `distances.at(members)` where it exists, which computes fewer."""
-    own = getattr(distances, "at", None)
-    return Among(distances, members) if own is None else own(members)
+def among(points: Tensor | Distances, members: Tensor) -> Tensor | Distances:
+    """Some of the points: rows, or distances, by `points.at(members)` where it exists, which computes fewer."""
+    if isinstance(points, Tensor):
+        return points[members.to(points.device)]
+    own = getattr(points, "at", None)
+    return Among(points, members) if own is None else own(members)
 
 
 def distances_to(distances: Distances, candidates: Tensor) -> Tensor:

@@ -182,25 +182,6 @@ def find_neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exa
     return Neighbours(numbers, distances)
 
 
-def recall(rows: Tensor, found: Neighbours, generator: torch.Generator, *, sample: int = 200) -> float:
-    """The share of the true nearest neighbours that was found, estimated on a sample of points.
-
-    Args:
-        rows: float32, [n, d].
-        found: their neighbours.
-        generator: draws the sample, on the CPU.
-        sample: points of the sample.
-    """
-    count = found.numbers.shape[1] - 1
-    drawn = torch.randperm(len(rows), generator=generator, device="cpu")[:sample]
-    every_point = torch.arange(len(rows), device="cpu")
-    hits = 0
-    for part in drawn.split(16):
-        true, _ = _nearest(rows, part, every_point, count)
-        hits += int((true[:, :, None] == found.numbers[part, None, 1:]).any(2).sum())
-    return hits / max(1, len(drawn) * count)
-
-
 def _cells(rows: Tensor, count: int, generator: torch.Generator, exact: bool) -> Iterator[tuple[int, Tensor]]:
     """(the size of a cell, its points and then all others to compare them with), for each cell."""
     if exact:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -21,25 +20,6 @@ from torch import Tensor
 from thinwire.core.storage.files import local_path, write_atomically
 from thinwire.coreset.similarity import Distances, distances_to
 from thinwire.errors import ConfigError
-
-
-class Chosen(Protocol):
-    """The attributes of every selection, such as `Coreset`."""
-
-    @property
-    def indices(self) -> Tensor:
-        """int64, [k]."""
-        ...
-
-    @property
-    def weights(self) -> Tensor:
-        """float64, [k]."""
-        ...
-
-    @property
-    def n(self) -> int:
-        """Points to choose from."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,8 +62,8 @@ class Subset:
         return self.weights * (len(self) / self.weights.sum())
 
     @classmethod
-    def of(cls, chosen: Chosen) -> Subset:
-        """Any selection as a subset on the CPU."""
+    def of(cls, chosen: Coreset | Subset) -> Subset:
+        """A selection as a subset on the CPU."""
         return cls(chosen.indices.cpu(), chosen.weights.cpu().double(), chosen.n)
 
     @classmethod
