@@ -368,6 +368,18 @@ def test_the_softmax_of_attention_gives_zeros_for_a_row_without_scores() -> None
         assert torch.equal(found[0], torch.softmax(scores[0], -1)) and not found[1].any()
 
 
+def test_a_function_without_dispatch_runs_its_own_code_under_a_mode() -> None:
+    attention = nn.MultiheadAttention(4, 2)
+    x, rest = torch.randn(3, 1, 4), (attention.out_proj.weight, attention.out_proj.bias)
+    given = (x, x, x, 4, 2, attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0, *rest)
+    with Seen() as seen:
+        found, _ = internals.without_dispatch(F.multi_head_attention_forward)(*given)
+    assert F.linear in seen.calls and F.multi_head_attention_forward not in seen.calls
+    assert torch.equal(found, F.multi_head_attention_forward(*given)[0])
+    with pytest.raises(ConfigError, match="has_torch_function"):
+        internals.without_dispatch(lambda: None)()
+
+
 def test_weight_normalisation_calls_the_function_that_is_replaced() -> None:
     with Seen() as seen:
         layer = torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import thinwire
 from tests.coreset.test_selection import alike, same
@@ -34,15 +35,12 @@ def random_cost(x: Tensor, budget: int, draws: int = 5) -> float:
     return float(np.mean([cost(distances, order[:budget].tolist()) for order in orders]))
 
 
-def recall(x: torch.Tensor, found: Neighbours) -> float:
+def recall(x: Tensor, found: Neighbours) -> float:
     """The share of the true nearest neighbors that were found."""
     count = found.numbers.shape[1] - 1
-    true = apart(x).argsort(1)[:, 1 : count + 1]
-    return float(
-        np.mean(
-            [len(set(a) & set(b)) / count for a, b in zip(true.tolist(), found.numbers[:, 1:].tolist(), strict=True)]
-        )
-    )
+    true = apart(x).argsort(1)[:, 1 : count + 1].tolist()
+    pairs = zip(true, found.numbers[:, 1:].tolist(), strict=True)
+    return float(np.mean([len(set(a) & set(b)) / count for a, b in pairs]))
 
 
 # -- what holds for every method ---------------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -414,16 +413,6 @@ class Bare(nn.Module):
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_without_modules_equals_separate_calls(causal: bool) -> None:
     check(lambda: Bare(causal), image(3, 5, 4), shared=True)
-
-
-def test_rules_know_torch_s_functions_by_the_names_of_their_arguments() -> None:
-    from thinwire.arrays.fusion.attention import multi_head_attention
-
-    ours, theirs = (
-        list(inspect.signature(function).parameters)
-        for function in (multi_head_attention, F.multi_head_attention_forward)
-    )
-    assert ours == theirs
 
 
 class ByAxis(nn.Module):
