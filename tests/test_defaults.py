@@ -37,7 +37,7 @@ from tests.oracles.tensor2d import Encoder, tokens
 from tests.problems import flat
 from thinwire import AllReduce, Comm, CountingComm, LocalSGD, OuterOptimizer, Replica
 from thinwire.arrays import fusion
-from thinwire.arrays.fusion import autotune, checkpoints, fuse, members
+from thinwire.arrays.fusion import autotune, checkpoints, fuse
 from thinwire.arrays.sweep.plan import Plan
 from thinwire.arrays.sweep.training import TrialArray, train_alone, train_together
 from thinwire.arrays.sweep.trials import Halving, Trial
@@ -315,8 +315,8 @@ def lived(name: str, rows: bool, folder: Path, inside: Inside) -> tuple[list[Any
             again.schedules.insert(place, SCHEDULES[each])
         checkpoints.load(folder, again.array, **again.parts)
         again.train(range(8, 10))
-        members.save_member(folder / "one", again.array, 0, **again.parts)
-        members.load_member(folder / "one").into_slot(again.array, 1, **again.parts)
+        for each in (again.array, again.optimizer, again.scaler):
+            each.insert(1, each.extract(0))
         again.train(range(10, 12))
         norms = fusion.gradient_norms(again.array.parameters())
     # Outside, since the repr of a tensor leaves out the default dtype.

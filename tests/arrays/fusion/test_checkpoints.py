@@ -16,9 +16,9 @@ from torch.optim import lr_scheduler
 
 from tests.arrays.fusion.test_life import Wide, same, whole, wide
 from tests.arrays.fusion.test_training import CASES, Net, X, Y, close, loss, train
-from tests.oracles.fusion import make, seeded, state_of, trained
+from tests.oracles.fusion import make, seeded
 from thinwire.arrays import fusion
-from thinwire.arrays.fusion import autotune, checkpoints, fuse, members
+from thinwire.arrays.fusion import autotune, checkpoints, fuse
 from thinwire.errors import CheckpointError, ConfigError
 
 RATES = [0.05, 0.01, 0.003, 0.1, 0.02]
@@ -217,17 +217,10 @@ def test_a_checkpoint_of_an_older_version_is_refused_by_the_missing_part(missing
     assert same(before, run.array.state_dict())
 
 
-def test_a_member_of_an_older_version_is_refused_by_the_missing_part(tmp_path: Path) -> None:
-    checkpoints.write(tmp_path, {"member": {"model": {}, "rates": {}}})
-    with pytest.raises(CheckpointError, match="has no 'optimizer': another version of thinwire wrote it"):
-        members.load_member(tmp_path)
-
-
 def test_a_checkpoint_of_other_models_is_refused_by_name_and_nothing_is_changed(tmp_path: Path) -> None:
     run = Run("Adam", FACTORIES)
     run.train(range(3))
     checkpoints.save(tmp_path / "array", run.array, **run.parts)
-    members.save_member(tmp_path / "one", run.array, 1)
     checkpoints.save(tmp_path / "bare", fuse(make(lambda: nn.Linear(6, 3), 4)))
     plain = fuse(make(Net, 4))
     for words, array, parts in (
@@ -248,12 +241,11 @@ def test_a_checkpoint_of_other_models_is_refused_by_name_and_nothing_is_changed(
     ):
         with pytest.raises(CheckpointError, match=words):
             checkpoints.load(tmp_path / "bare", fuse(make(factory, 4)))
-    with pytest.raises(CheckpointError, match="Use load_member"):
+    checkpoints.write(tmp_path / "one", {"model": {}})
+    with pytest.raises(CheckpointError, match="holds no array"):
         checkpoints.load(tmp_path / "one", run.array)
-    with pytest.raises(CheckpointError, match="Use load"):
-        members.load_member(tmp_path / "array")
-    with pytest.raises(ConfigError, match="slot 4"):
-        members.save_member(tmp_path / "one", run.array, 4)
+    with pytest.raises(ConfigError, match="optimiser: an array is saved with its optimizer"):
+        checkpoints.save(tmp_path / "array", run.array, optimiser=run.optimizer)  # type: ignore[call-arg]
 
 
 def _swapped(name: str, factories: list[Any]) -> tuple[Any, dict[str, Any]]:
@@ -266,22 +258,20 @@ def _swapped(name: str, factories: list[Any]) -> tuple[Any, dict[str, Any]]:
 
 @pytest.mark.parametrize("name", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Adadelta"])
 @pytest.mark.parametrize("slot", [0, 1, 3])
-def test_one_model_of_an_array_continues_as_a_separate_run(name: str, slot: int, tmp_path: Path) -> None:
+def test_one_model_of_an_array_continues_as_a_separate_run(name: str, slot: int) -> None:
     settings = {"momentum": 0.9} if name == "SGD" else {}
     array = fuse(make(Net, 4), seeds=range(4))
     optimizer = getattr(fusion, name)(array.parameters(), lr=RATES[:4], **settings)
     schedules = fusion.Schedules(optimizer, FACTORIES)
     train(array, optimizer, schedules, steps=range(5))
-    members.save_member(tmp_path, array, slot, optimizer=optimizer, schedules=schedules, extra={"trial": 7})
-    train(array, optimizer, schedules, steps=range(5, 12))
-    found = members.load_member(tmp_path)
-    model = Net(0.9).double()
+    model, state, generator = array.extract(slot), optimizer.extract(slot), array.generators[slot].get_state()
     theirs = getattr(torch.optim, name)(model.parameters(), lr=1.0, **settings)
     scheduler = FACTORIES[slot](theirs)
-    found.into(model, theirs, scheduler)
-    assert found.extra == {"trial": 7} and model.drop.p == 0.2 and found.generator is not None
+    theirs.load_state_dict(state)
+    scheduler.load_state_dict(schedules.extract(slot))
+    train(array, optimizer, schedules, steps=range(5, 12))
     with seeded(0):
-        torch.set_rng_state(found.generator)
+        torch.set_rng_state(generator)
         for step in range(5, 12):
             trained_once(model, theirs, scheduler, step)
     ours = array.extract(slot).state_dict()
@@ -300,23 +290,23 @@ def trained_once(model: nn.Module, optimizer: Any, scheduler: Any, step: int) ->
         scheduler.step()
 
 
-def test_one_model_s_scale_is_that_of_torch_s_scaler(tmp_path: Path) -> None:
+def test_one_model_s_scale_is_that_of_torch_s_scaler() -> None:
     run = Run("Adam", FACTORIES)
     run.train(range(3))
     run.train(range(3, 4), spoil=2)
-    members.save_member(tmp_path, run.array, 2, **run.parts)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    members.load_member(tmp_path).into(make(Net, 1)[0], scaler=scaler)
+    scaler.load_state_dict(run.scaler.extract(2))
     assert scaler.get_scale() == float(run.scaler.scales[2]) == 8.0
 
 
-def test_a_model_that_was_saved_goes_into_a_slot_of_another_array(tmp_path: Path) -> None:
+def test_a_model_goes_into_a_slot_of_another_array() -> None:
     run, other = Run("Adam", FACTORIES), Run("Adam", FACTORIES, seed=4)
     run.train(range(4))
-    members.save_member(tmp_path, run.array, 1, **run.parts)
     before = [whole(other.array, other.optimizer, index) for index in range(4)]
-    members.load_member(tmp_path).into_slot(other.array, 1, **other.parts)
+    for theirs, ours in zip((other.array, *other.parts.values()), (run.array, *run.parts.values()), strict=True):
+        theirs.insert(1, ours.extract(1))
+    other.array.generators[1].set_state(run.array.generators[1].get_state())
     for each in (run, other):
         each.train(range(4, 8))
     assert same(whole(run.array, run.optimizer, 1), whole(other.array, other.optimizer, 1))
@@ -325,45 +315,6 @@ def test_a_model_that_was_saved_goes_into_a_slot_of_another_array(tmp_path: Path
     for index in (0, 2, 3):
         assert same(whole(again.array, again.optimizer, index), whole(other.array, other.optimizer, index))
         assert not same(before[index], whole(other.array, other.optimizer, index))
-
-
-class Widened(Net):
-    """A model with one class more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(8, 4)
-
-
-def test_what_was_not_saved_or_does_not_fit_is_refused(tmp_path: Path) -> None:
-    model = make(Net, 1)[0]
-    members.save_member(tmp_path, fuse(make(Net)), 1)
-    found = members.load_member(tmp_path)
-    with pytest.raises(CheckpointError, match="no optimizer was saved"):
-        found.into(model, torch.optim.SGD(model.parameters()))
-    for other, words in (
-        (nn.Linear(2, 2), r"of another model: first.weight is \[8, 6\] in it and not there here"),
-        (Widened().double(), r"of another model: last.weight is \[3, 8\] in it and \[4, 8\] here"),
-    ):
-        before = {name: tensor.clone() for name, tensor in other.state_dict().items()}
-        with pytest.raises(CheckpointError, match=words):
-            found.into(other)
-        assert same(before, other.state_dict())
-    run = Run("Adam", FACTORIES)
-    members.save_member(tmp_path / "groups", run.array, 1, **run.parts)
-    grouped, before = members.load_member(tmp_path / "groups"), state_of(model)
-    with pytest.raises(CheckpointError, match=r"groups of \[1, 4\] parameters in the checkpoint and of \[5\] here"):
-        grouped.into(model, torch.optim.Adam(model.parameters()))
-    assert same(before, state_of(model))
-    array = fuse(make(Net), seeds=range(3))
-    kept = array.state_dict()["first.weight"].clone()
-    with pytest.raises(CheckpointError, match=r"and of \[5\] here"):
-        grouped.into_slot(array, 0, optimizer=fusion.Adam(array.parameters(), lr=0.1))
-    assert torch.equal(kept, array.state_dict()["first.weight"])
-    alone = make(Net, 1, seed=6)[0]
-    trained(alone, torch.optim.SGD(alone.parameters(), lr=0.1), 2, loss)
-    found.into(alone)
-    assert all(torch.equal(tensor, found.model[name]) for name, tensor in alone.state_dict().items())
 
 
 def test_a_checkpoint_is_tensors_and_json_alone(tmp_path: Path) -> None:
@@ -375,21 +326,6 @@ def test_a_checkpoint_is_tensors_and_json_alone(tmp_path: Path) -> None:
     (tree,), (tensors,) = tmp_path.glob("*.json"), tmp_path.glob("*.safetensors")
     assert "identity" in json.loads(tree.read_text())["tree"]["array"]
     assert any(name.endswith("first.weight") for name in load_file(tensors))
-
-
-@pytest.mark.parametrize("name", ["SGD", "Adam"])
-def test_a_schedule_goes_into_a_slot_with_the_values_that_it_keeps_in_the_groups(name: str, tmp_path: Path) -> None:
-    peaks = [partial(lr_scheduler.OneCycleLR, max_lr=peak, total_steps=40, cycle_momentum=False) for peak in (0.1, 0.4)]
-    run, other = Run(name, peaks), Run(name, peaks[:1] * 2, seed=4)
-    run.train(range(4))
-    members.save_member(tmp_path, run.array, 1, **run.parts)
-    members.load_member(tmp_path).into_slot(other.array, 0, **other.parts)
-    for each in (run, other):
-        each.train(range(4, 8))
-    (moved, stayed), (_, wanted) = (each.optimizer.param_groups[0]["lr"].tolist() for each in (other, run))
-    assert moved == wanted != stayed
-    ours, theirs = other.array.extract(0).state_dict(), run.array.extract(1).state_dict()
-    assert all(close(ours[key], tensor) for key, tensor in theirs.items())
 
 
 class Activated(nn.Module):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -25,8 +24,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.arrays.fusion.test_training import Net, X, Y, close, loss, train
 from tests.oracles.fusion import copies, make, seeded, state_of, trained, values, weighed
 from thinwire.arrays import fusion
-from thinwire.arrays.fusion import Each, autotune, autotune_cache, clear_autotune_cache, fuse, members
-from thinwire.errors import CheckpointError, ConfigError
+from thinwire.arrays.fusion import Each, autotune, autotune_cache, clear_autotune_cache, fuse
+from thinwire.errors import ConfigError
 
 RATES = [0.05, 0.01, 0.003, 0.1]
 
@@ -187,19 +186,6 @@ def test_a_run_that_stepped_only_some_parameters_goes_on_in_a_slot(name: str) ->
         step(array, optimizer)
         step(alone, theirs)
     assert all(map(close, array.extract(0).parameters(), alone.parameters()))
-
-
-def test_the_generator_of_another_type_of_device_is_refused_and_changes_nothing() -> None:
-    array = fuse(make(Net), seeds=range(3))
-    member = members.member_of(array, 0)
-    # On a GPU a state has 16 bytes.
-    other = replace(member, generator=torch.zeros(16, dtype=torch.uint8))
-    before = state_of(array.extract(2))
-    with pytest.raises(CheckpointError, match="another type of device"):
-        other.into_slot(array, 2)
-    assert same(state_of(array.extract(2)), before)
-    member.into_slot(array, 2)
-    assert not same(state_of(array.extract(2)), before)
 
 
 @pytest.mark.parametrize(

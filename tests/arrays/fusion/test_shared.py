@@ -8,12 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire import ConfigError
 from thinwire.arrays.fusion import SGD, AdamW, Each, checkpoints, fuse
-from thinwire.arrays.fusion.simulation import MixingSimulation
 
 COUNT = 3
 
@@ -224,13 +222,3 @@ def test_copies_of_one_model_keep_their_own_buffers() -> None:
     array = fuse([model] * COUNT)
     shapes = {name: tuple(tensor.shape) for name, tensor in array.named_buffers()}
     assert shapes == {"0.mean": (COUNT, 1), "0.scale": (COUNT, 1)}
-
-
-def test_workers_over_one_base_are_simulated() -> None:
-    base, x = base_of("linear")
-    array = fuse([Adapted(base, seed) for seed in range(COUNT)])
-    mean = torch.full((COUNT, COUNT), 1 / COUNT, dtype=torch.float64)
-    simulation = MixingSimulation(array, SGD(array.parameters(), lr=0.1), lambda step: mean)
-    array.losses(F.mse_loss, array(Each(x)), torch.zeros(6, 2, dtype=torch.float64)).sum().backward()
-    simulation.step()
-    assert simulation.spread() < 1e-12

@@ -10,7 +10,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -29,9 +29,7 @@ from thinwire.arrays.finetuning.peft_members import (
 from thinwire.arrays.finetuning.rows import ByMember, Rows, recomputing
 from thinwire.arrays.fusion import checkpoints
 from thinwire.arrays.fusion.batch import Each
-from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
-from thinwire.arrays.fusion.scaling import GradScaler
-from thinwire.arrays.fusion.schedules import Schedules
+from thinwire.arrays.fusion.model_array import ModelArray
 from thinwire.arrays.fusion.store import Selection
 from thinwire.core.torch_internals import BATCH_NORMS, DROPOUTS, pytree
 from thinwire.errors import CheckpointError, ConfigError
@@ -95,7 +93,7 @@ class AdapterSelection(Selection):
         return F.pad(found, [0, 0] * (found.dim() - 1 - axis) + [0, length - found.shape[axis]]).contiguous()
 
 
-class AdapterArray:
+class AdapterArray(ModelArray):
     """B adapters of one frozen base; made by `thinwire.arrays.adapters`.
 
     A call runs the base on the rows of all members. Tensors among the arguments are shared by all members unless marked
@@ -198,17 +196,9 @@ class AdapterArray:
         return list(self._configs)
 
     @property
-    def training(self) -> bool:
-        """Whether the base and the adapters are in training mode."""
-        return self._skeleton.training
-
-    @property
     def generators(self) -> Sequence[torch.Generator] | None:
         """One random generator per member, if seeds were given."""
         return self._rows.generators
-
-    def __len__(self) -> int:
-        return self.size
 
     def __repr__(self) -> str:
         ranks = sorted({each.rank for layer in self._layers.values() for each in layer.adapters if each is not None})
@@ -219,10 +209,6 @@ class AdapterArray:
         """Every trained parameter, [B, ...], padded to the largest rank."""
         for path, layer in self._layers.items():
             yield from ((f"{path}.{name}", parameter) for name, parameter in layer.stacked.items())
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Every trained parameter, for an optimizer of `thinwire.arrays.fusion`."""
-        yield from (parameter for _, parameter in self.named_parameters())
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Nothing: the buffers are the base's."""
@@ -253,30 +239,8 @@ class AdapterArray:
             raise ConfigError(f"{name}={list(values)}: one probability in [0, 1] for each of {self.size} members")
         layer.set_rates(values)
 
-    def train(self, mode: bool = True) -> AdapterArray:
-        """Put the base and the adapters into training mode."""
-        self._skeleton.train(mode)
-        return self
-
-    def eval(self) -> AdapterArray:
-        """Put the base and the adapters into evaluation mode."""
-        return self.train(False)
-
-    @contextmanager
-    def evaluating(self) -> Generator[None]:
-        """Within it, everything is in evaluation mode; afterwards every layer is in its own mode again."""
-        modes = [(module, module.training) for module in self._skeleton.modules()]
-        self.eval()
-        try:
-            yield
-        finally:
-            for module, mode in modes:
-                module.training = mode
-
-    def zero_grad(self) -> None:
-        """Set all gradients to None."""
-        for parameter in self.parameters():
-            parameter.grad = None
+    def _roots(self) -> list[nn.Module]:
+        return [self._skeleton]
 
     # -- running -------------------------------------------------------------------------------------------------------
 
@@ -620,13 +584,7 @@ class AdapterArray:
         return found
 
     def save(
-        self,
-        folder: str | Path,
-        *,
-        optimizer: FusedOptimizer | None = None,
-        schedules: Schedules | None = None,
-        scaler: GradScaler | None = None,
-        extra: Mapping[str, Any] | None = None,
+        self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, **parts: Unpack[checkpoints.Parts]
     ) -> Path:
         """Save the array without its base, to continue bit for bit; arguments are those of `fusion.checkpoints.save`.
 
@@ -634,22 +592,14 @@ class AdapterArray:
             CheckpointError: something is neither a tensor nor JSON.
             OSError: writing failed; the earlier checkpoint is unchanged.
         """
-        state = checkpoints.state_of(self, optimizer=optimizer, schedules=schedules, scaler=scaler)
         content = {
             "configs": [described(each) for each in self._configs],
             "base": _fingerprint(self._template),
             "own": dict(extra or {}),
         }
-        return checkpoints.write(folder, {"array": state, "extra": content})
+        return checkpoints.save(folder, self, extra=content, **parts)
 
-    def load(
-        self,
-        folder: str | Path,
-        *,
-        optimizer: FusedOptimizer | None = None,
-        schedules: Schedules | None = None,
-        scaler: GradScaler | None = None,
-    ) -> dict[str, Any]:
+    def load(self, folder: str | Path, **parts: Unpack[checkpoints.Parts]) -> dict[str, Any]:
         """Load what `save` wrote, to continue bit for bit; returns its `extra`.
 
         The array gets the members of the checkpoint, in any number. Optimizer, schedules and scaler must be passed if
@@ -665,33 +615,29 @@ class AdapterArray:
         if content["extra"]["base"] != _fingerprint(self._template):
             raise CheckpointError(f"{folder}: its adapters belong to another base. Make the array of that base")
         saved, ours = content["extra"]["configs"], [described(each) for each in self._configs]
-        parts: dict[str, Any] = {"optimizer": optimizer, "schedules": schedules, "scaler": scaler}
         if saved != ours:
             has_seeds = self.generators is not None
             if has_seeds != bool(content["array"]["generators"]):
                 raise CheckpointError(f"{folder}: its members have {'no ' if has_seeds else ''}seeds. Make it alike")
             before = checkpoints.state_of(self, **parts)
-            self._become(saved, parts.values())
+            self._become(saved, parts)
             try:
                 checkpoints.check(content["array"], self, **parts)
             except CheckpointError:
-                self._become(ours, parts.values())
+                self._become(ours, parts)
                 checkpoints.restore(before, self, **parts)
                 raise
         checkpoints.restore(content["array"], self, **parts)
         found: dict[str, Any] = content["extra"]["own"]
         return found
 
-    def _become(self, configs: Sequence[Mapping[str, Any]], followers: Iterable[Any]) -> None:
+    def _become(self, configs: Sequence[Mapping[str, Any]], parts: checkpoints.Parts) -> None:
         """Make these the members, whose values are then loaded."""
         # The seed is of no importance: values and generators are overwritten.
         made = [self._read(slot, config_from(values), 0) for slot, values in enumerate(configs)]
         for slot, member in enumerate(made):
             self._check_fits(slot, member)
-        kept = self._rebuild([], made, seeds=[0] * len(made))
-        for follower in followers:
-            if follower is not None:
-                follower.select(kept)
+        checkpoints.select_parts(parts, self._rebuild([], made, seeds=[0] * len(made)))
 
 
 def _frozen(parameter: nn.Parameter) -> nn.Parameter:

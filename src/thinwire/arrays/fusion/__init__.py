@@ -13,7 +13,6 @@ from thinwire.arrays.fusion.memory import keep_memory
 from thinwire.arrays.fusion.optimizers import LAMB, SGD, Adadelta, Adagrad, Adam, AdamW, FusedOptimizer, RMSprop
 from thinwire.arrays.fusion.scaling import GradScaler, clip_grad_norm_, clip_grad_value_, gradient_norms
 from thinwire.arrays.fusion.schedules import Schedules
-from thinwire.arrays.fusion.simulation import MixingSimulation
 from thinwire.arrays.fusion.store import Selection
 
 __all__ = [
@@ -28,7 +27,6 @@ __all__ = [
     "FusedOptimizer",
     "GradScaler",
     "MemberBatches",
-    "MixingSimulation",
     "RMSprop",
     "Schedules",
     "Selection",

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import itemgetter
 from typing import Any
@@ -30,6 +30,7 @@ from thinwire.arrays.fusion.batch import (
     wrap,
 )
 from thinwire.arrays.fusion.capture import CapturedStep
+from thinwire.arrays.fusion.model_array import ModelArray
 from thinwire.arrays.fusion.normalisation import cumulative_batch_norm
 from thinwire.arrays.fusion.rng import DropoutRates
 from thinwire.arrays.fusion.routing import Context, Router, vmap_error
@@ -127,7 +128,7 @@ def _check_count(what: str, values: Any, size: int) -> None:
         raise ConfigError(f"{what} of length {len(values)}: there are {size} models. Pass one per model")
 
 
-class FusedArray:
+class FusedArray(ModelArray):
     """B models of one structure as one: parameters and buffers have the models along the first axis.
 
     Made by `thinwire.fuse`. A call runs the models' own forward code, unchanged, under `torch.vmap`. Calls of torch
@@ -172,7 +173,6 @@ class FusedArray:
         # Its tensors are only placeholders: every call swaps the array's in.
         self._skeleton = self._store.copy_of(self._store.template)
         self._router = Router(Context(self.size))
-        self.changes = 0  # counts what may replace tensors or change the forward, for captured steps
         self._install()
 
     def _install(self) -> None:
@@ -182,7 +182,7 @@ class FusedArray:
         self._router.context = Context(store.size, store.generators)
         self._refs = tensor_refs(self._skeleton, list(store.separate))
         # Kept as a list, because zero_grad needs it at every step.
-        self._parameters = list(self.parameters())
+        self._parameters = [parameter for _, parameter in self.named_parameters()]
         for (path, name), values in store.rates.items():
             if not within(path, list(store.separate)):
                 rate = values[0] if len(set(values)) == 1 else DropoutRates(values)
@@ -220,21 +220,13 @@ class FusedArray:
         return self._store.size
 
     @property
-    def training(self) -> bool:
-        """Whether the models are in training mode."""
-        return self._skeleton.training
-
-    @property
     def generators(self) -> Sequence[torch.Generator] | None:
         """One random generator per model, if seeds were given."""
         return self._store.generators
 
-    def __len__(self) -> int:
-        return self.size
-
     def __repr__(self) -> str:
         kind = type(self._store.template).__name__
-        return f"FusedArray({self.size} x {kind}, {len(list(self.parameters()))} parameters)"
+        return f"FusedArray({self.size} x {kind}, {len(self._parameters)} parameters)"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Every parameter once, [B, ...]; one of model b alone is [1, ...] and named `name[b]`, a shared one [...]."""
@@ -242,7 +234,7 @@ class FusedArray:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Every parameter once, in the order of a model's `parameters()`."""
-        yield from (parameter for _, parameter in self.named_parameters())
+        return iter(self._parameters)
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
         """Trainable parameters that all models share; train them by an optimizer of torch."""
@@ -279,42 +271,9 @@ class FusedArray:
         self._store.set_rates(path, attribute, list(map(float, values)))
         self._install()
 
-    def train(self, mode: bool = True) -> FusedArray:
-        """Put all models into training mode."""
-        self.changes += 1
-        for module in self._modules():
-            module.train(mode)
-        return self
-
-    def modes(self) -> list[bool]:
-        """Return whether each layer is in training mode."""
-        return [module.training for root in self._modules() for module in root.modules()]
-
-    def _modules(self) -> list[nn.Module]:
-        """The modules whose mode is the models'."""
+    def _roots(self) -> list[nn.Module]:
         bodies = (body for bodies in self._store.separate.values() for body in bodies)
         return [self._skeleton, self._store.template, *bodies]
-
-    def eval(self) -> FusedArray:
-        """Put all models into evaluation mode."""
-        return self.train(False)
-
-    @contextmanager
-    def evaluating(self) -> Generator[None]:
-        """Within it, all models are in evaluation mode; afterwards every layer is in its own mode again."""
-        modes = [(module, module.training) for root in self._modules() for module in root.modules()]
-        self.eval()
-        try:
-            yield
-        finally:
-            self.changes += 1
-            for module, mode in modes:
-                module.training = mode
-
-    def zero_grad(self) -> None:
-        """Set all gradients to None."""
-        for parameter in self._parameters:
-            parameter.grad = None
 
     def to(self, device: torch.device | str) -> FusedArray:
         """Move every tensor; on another type of device the generators restart from their seeds."""

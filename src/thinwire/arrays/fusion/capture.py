@@ -5,9 +5,9 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from thinwire.arrays.fusion.autotune import choosing_for_graphs
 from thinwire.arrays.fusion.batch import Each
+from thinwire.arrays.fusion.model_array import ModelArray
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.optimizers.parameter_batch import slots_of
 from thinwire.arrays.fusion.recording import RECORDER
@@ -27,42 +28,6 @@ from thinwire.errors import ConfigError
 _WARM_UP_STEPS = 3
 
 
-class Trained(Protocol):
-    """What a captured step needs of a `FusedArray`."""
-
-    changes: int
-
-    @property
-    def size(self) -> int:
-        """The number of models."""
-        ...
-
-    @property
-    def generators(self) -> Sequence[torch.Generator] | None:
-        """One random generator per model, if seeds were given."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, with its name."""
-        ...
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer once, with its name."""
-        ...
-
-    def dropout_rates(self) -> dict[str, tuple[float, ...]]:
-        """Each model's rate in every dropout layer."""
-        ...
-
-    def modes(self) -> list[bool]:
-        """Whether each layer is in training mode."""
-        ...
-
-
 class CapturedStep:
     """A training step that runs as one CUDA graph; `FusedArray.capture` makes it.
 
@@ -72,7 +37,7 @@ class CapturedStep:
         inputs: example inputs.
     """
 
-    def __init__(self, array: Trained, step: Callable[..., Any], inputs: Sequence[Any]) -> None:
+    def __init__(self, array: ModelArray, step: Callable[..., Any], inputs: Sequence[Any]) -> None:
         self._array, self._step = array, step
         self._device = next((p.device for p in array.parameters()), torch.device("cpu"))
         self._graph: Any = None
@@ -282,7 +247,7 @@ def _recorded_by(use: Callable[[Any], None]) -> Generator[None]:
 
 
 @contextmanager
-def _undone(array: Trained) -> Generator[list[Any]]:
+def _undone(array: ModelArray) -> Generator[list[Any]]:
     """Undo in the end what steps inside have changed; yields the optimizers and scalers that they used.
 
     Raises:
@@ -340,7 +305,7 @@ def _refuse_other_optimizers(optimizer: Any, *_: Any) -> None:
         )
 
 
-def _restored_tensors(array: Trained) -> Callable[[], None]:
+def _restored_tensors(array: ModelArray) -> Callable[[], None]:
     saved = {name: tensor.detach().clone() for name, tensor in array.named_buffers()}
     trained = ((name, p) for name, p in array.named_parameters() if not (is_shared(p) and not p.requires_grad))
     saved.update({name: parameter.detach().clone() for name, parameter in trained})
@@ -353,7 +318,7 @@ def _restored_tensors(array: Trained) -> Callable[[], None]:
     return restore
 
 
-def _restored_random(array: Trained) -> Callable[[], None]:
+def _restored_random(array: ModelArray) -> Callable[[], None]:
     device = next((p.device for p in array.parameters()), torch.device("cpu"))
     gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
     cpu, own = torch.get_rng_state(), [generator.get_state() for generator in array.generators or ()]

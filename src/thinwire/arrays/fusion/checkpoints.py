@@ -4,15 +4,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypedDict, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.lr_scheduler import MultiStepLR
 
+from thinwire.arrays.fusion.model_array import ModelArray
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.scaling import GradScaler
 from thinwire.arrays.fusion.schedules import Scheduler, Schedules
@@ -20,78 +21,36 @@ from thinwire.arrays.fusion.store import Selection, is_shared, overwrite_, owner
 from thinwire.core.storage.files import local_path
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.core.torch_internals import inner_schedulers
-from thinwire.errors import CheckpointError
+from thinwire.errors import CheckpointError, ConfigError
 
 State = dict[str, Any]
 # The keys of `outline_of`.
 _PARTS = ("identity", "models", "training", "rates", "generators", "random", "schedules", "scaler")
 
 
-class ModelArray(Protocol):
-    """What checkpoints need of an array of models or of adapters."""
+class Followers(TypedDict, total=False):
+    """The optimizer's schedules, and the scaler of the losses."""
 
-    @property
-    def size(self) -> int:
-        """The number of members."""
-        ...
+    schedules: Schedules | None
+    scaler: GradScaler | None
 
-    @property
-    def training(self) -> bool:
-        """Whether the members are in training mode."""
-        ...
 
-    @property
-    def generators(self) -> Sequence[torch.Generator] | None:
-        """One random generator per member, or None."""
-        ...
+class Parts(Followers, total=False):
+    """What trains an array, and is saved and loaded with it."""
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once."""
-        ...
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once."""
-        ...
-
-    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer once."""
-        ...
-
-    def dropout_rates(self) -> dict[str, tuple[float, ...]]:
-        """Each member's rates, by the rate's full name."""
-        ...
-
-    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
-        """Change each member's rate."""
-        ...
-
-    def train(self, mode: bool = True) -> object:
-        """Put all members into training mode."""
-        ...
-
-    def select(self, indices: Sequence[int]) -> Selection:
-        """Keep some members."""
-        ...
+    optimizer: FusedOptimizer | None
 
 
 def save(
-    folder: str | Path,
-    array: ModelArray,
-    *,
-    optimizer: FusedOptimizer | None = None,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-    extra: Mapping[str, Any] | None = None,
+    folder: str | Path, array: ModelArray, *, extra: Mapping[str, Any] | None = None, **parts: Unpack[Parts]
 ) -> Path:
     """Save an array, and replace an earlier checkpoint in the folder atomically.
 
     Args:
         folder: for this checkpoint alone.
         array: its tensors, dropout rates and generators are saved, and torch's own generator.
-        optimizer: its states, step counts, hyperparameters and active slots.
-        schedules: of the optimizer.
-        scaler: of the losses.
         extra: anything else, as dicts of tensors and JSON values.
+        parts: `optimizer`, `schedules` and `scaler` that train the array.
 
     Raises:
         CheckpointError: something is neither a tensor nor JSON, such as a scheduler's function.
@@ -107,18 +66,10 @@ def save(
         ({'step': 7}, 3)
         >>> folder.cleanup()
     """
-    state = state_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler)
-    return write(folder, {"array": state, "extra": dict(extra or {})})
+    return write(folder, {"array": state_of(array, **parts), "extra": dict(extra or {})})
 
 
-def load(
-    folder: str | Path,
-    array: ModelArray,
-    *,
-    optimizer: FusedOptimizer | None = None,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-) -> State:
+def load(folder: str | Path, array: ModelArray, **parts: Unpack[Parts]) -> State:
     """Load what `save` wrote, to continue bit for bit; returns the `extra` that was saved.
 
     The array must be of the same models, in any number: it is resized to the one that was saved. Optimizer, schedules
@@ -131,8 +82,8 @@ def load(
     """
     content = read(folder)
     if "array" not in content:
-        raise CheckpointError(f"{folder}: holds one model and no array. Use load_member")
-    restore(content["array"], array, optimizer=optimizer, schedules=schedules, scaler=scaler)
+        raise CheckpointError(f"{folder}: holds no array. Give the folder of one")
+    restore(content["array"], array, **parts)
     return content["extra"]
 
 
@@ -163,34 +114,24 @@ def read(folder: str | Path) -> State:
 # -- state of an array -------------------------------------------------------------------------------------------------
 
 
-def state_of(
-    array: ModelArray,
-    *,
-    optimizer: FusedOptimizer | None = None,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-) -> State:
+def state_of(array: ModelArray, **parts: Unpack[Parts]) -> State:
     """Return everything that an array needs to continue bit for bit, as tensors and JSON values."""
+    optimizer = parts.get("optimizer")
     return {
-        **outline_of(array, optimizer=optimizer, schedules=schedules, scaler=scaler),
+        **outline_of(array, **parts),
         "tensors": {name: tensor.detach().clone() for name, tensor in _named(array)},
         "optimizer": None if optimizer is None else deepcopy(optimizer.state_dict()),
     }
 
 
-def outline_of(
-    array: ModelArray,
-    *,
-    optimizer: FusedOptimizer | None = None,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-) -> State:
+def outline_of(array: ModelArray, **parts: Unpack[Parts]) -> State:
     """Return `state_of` without the array's tensors and the optimizer's state."""
+    schedules, scaler = parts.get("schedules"), parts.get("scaler")
     random: dict[str, Tensor] = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         random["cuda"] = torch.cuda.get_rng_state(_gpu_of(array))
     return {
-        "identity": _identity(array, optimizer, schedules, scaler),
+        "identity": _identity(array, parts),
         "models": array.size,
         "training": array.training,
         "rates": {name: list(values) for name, values in array.dropout_rates().items()},
@@ -201,53 +142,46 @@ def outline_of(
     }
 
 
-def restore(
-    state: Mapping[str, Any],
-    array: ModelArray,
-    *,
-    optimizer: FusedOptimizer | None = None,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-) -> None:
+def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts]) -> None:
     """Load what `state_of` returned; refuse the state of other models before changing anything.
 
     Raises:
         CheckpointError: it names the first difference.
     """
-    refuse_older(state, (*_PARTS, "tensors", "optimizer"))
-    check(state, array, optimizer=optimizer, schedules=schedules, scaler=scaler)
+    _refuse_older(state, (*_PARTS, "tensors", "optimizer"))
+    check(state, array, **parts)
     if state["models"] != array.size:
         # The selected models only give the shapes: all their tensors are overwritten below.
-        kept = array.select([min(slot, array.size - 1) for slot in range(state["models"])])
-        for follower in (optimizer, schedules, scaler):
-            if follower is not None:
-                follower.select(kept)
+        select_parts(parts, array.select([min(slot, array.size - 1) for slot in range(state["models"])]))
     with torch.no_grad():
         for name, tensor in _named(array):
             overwrite_(tensor, state["tensors"][name])
+    optimizer = parts.get("optimizer")
     if optimizer is not None:
         optimizer.load_state_dict(deepcopy(state["optimizer"]))
         separate_step_counters(optimizer)
-    restore_outline(state, array, schedules=schedules, scaler=scaler)
+    restore_outline(state, array, **parts)
+
+
+def select_parts(parts: Parts, kept: Selection) -> None:
+    """Follow `select` of the array."""
+    for part in (parts.get("optimizer"), parts.get("schedules"), parts.get("scaler")):
+        if part is not None:
+            part.select(kept)
 
 
 def restore_outline(
-    outline: Mapping[str, Any],
-    array: ModelArray,
-    *,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-    random: bool = True,
+    outline: Mapping[str, Any], array: ModelArray, *, random: bool = True, **parts: Unpack[Parts]
 ) -> None:
     """Load what `outline_of` returned into an array of as many models; call it after the optimizer's state is loaded.
 
     Args:
         outline: which `check` has accepted.
         array: its mode, dropout rates and generators are loaded.
-        schedules: of the optimizer.
-        scaler: of the losses.
         random: False leaves the generators unchanged, the models' and torch's own.
+        parts: the schedules and the scaler.
     """
+    schedules, scaler = parts.get("schedules"), parts.get("scaler")
     for name, values in outline["rates"].items():
         array.set_dropout_rates(name, values)
     if array.training != outline["training"]:
@@ -255,7 +189,7 @@ def restore_outline(
         array.train(outline["training"])
     if schedules is not None:
         for scheduler, saved in zip(schedules.schedulers, outline["schedules"], strict=True):
-            load_scheduler(scheduler, saved["state"])
+            _load_scheduler(scheduler, saved["state"])
             # Some schedulers keep values in the groups, such as `initial_lr` and `max_lr`.
             for group, values in zip(scheduler.optimizer.param_groups, saved["groups"], strict=True):
                 group.update(values)
@@ -276,32 +210,26 @@ def _gpu_of(array: ModelArray) -> torch.device:
     return device if device.type == "cuda" else torch.device("cuda")
 
 
-def check(
-    outline: Mapping[str, Any],
-    array: ModelArray,
-    *,
-    optimizer: FusedOptimizer | None = None,
-    schedules: Schedules | None = None,
-    scaler: GradScaler | None = None,
-) -> None:
+def check(outline: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts]) -> None:
     """Refuse an outline of other models, or of another optimizer, schedules or scaler.
 
     Raises:
         CheckpointError: it names the first difference.
     """
-    refuse_older(outline, _PARTS)
+    _refuse_older(outline, _PARTS)
     models = outline["models"]
     if models != array.size and any(owner_of(p) is not None and not is_shared(p) for p in array.parameters()):
         raise CheckpointError(
             f"{models} models in the checkpoint and {array.size} here, and their layers differ. Fuse the models that "
             "are left"
         )
-    ours, theirs = _identity(array, optimizer, schedules, scaler), outline["identity"]
+    ours, theirs = _identity(array, parts), outline["identity"]
     for name in {**ours, **theirs}:
         if name not in theirs or name not in ours:
             raise CheckpointError(f"{name} is in the {'checkpoint' if name in theirs else 'array'} only")
         if ours[name] != theirs[name]:
             raise CheckpointError(f"{name}: {theirs[name]} in the checkpoint and {ours[name]} here. Make it alike")
+    schedules = parts.get("schedules")
     kinds = [] if schedules is None else [type(each).__name__ for each in schedules.schedulers]
     for slot in range(models if schedules is not None else 0):
         # A checkpoint of more models than here continues with copies of the last one.
@@ -313,7 +241,7 @@ def check(
             )
 
 
-def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
+def _refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
     """Refuse what a version of thinwire wrote that saved fewer parts.
 
     Raises:
@@ -327,19 +255,20 @@ def refuse_older(found: Mapping[str, Any], wanted: Iterable[str]) -> None:
         )
 
 
-def _identity(
-    array: ModelArray, optimizer: FusedOptimizer | None, schedules: Schedules | None, scaler: GradScaler | None
-) -> dict[str, str]:
+def _identity(array: ModelArray, parts: Parts) -> dict[str, str]:
     """Describe what a checkpoint and an array must have in common; the number of models may differ."""
-    generators, described = array.generators, "none"
+    for name in parts:
+        if name not in Parts.__optional_keys__:
+            raise ConfigError(f"{name}: an array is saved with its optimizer, schedules and scaler. Leave {name} out")
+    generators, optimizer, described = array.generators, parts.get("optimizer"), "none"
     if optimizer is not None:
         counts = [sum(owner_of(p) is None for p in group["params"]) for group in optimizer.param_groups]
         described = f"{type(optimizer).__name__} over groups of {counts} parameters"
     found = {
         "the generator of each model": "none" if generators is None else generators[0].device.type,
         "the optimizer": described,
-        "the schedules": "none" if schedules is None else "one for each model",
-        "the scaler": "none" if scaler is None else "one for each model",
+        "the schedules": "none" if parts.get("schedules") is None else "one for each model",
+        "the scaler": "none" if parts.get("scaler") is None else "one for each model",
     }
     for name, tensor in _named(array):
         kind, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape[1:])
@@ -373,7 +302,7 @@ def _scheduler_state(scheduler: Scheduler) -> State:
     return {"kind": type(scheduler).__name__, "state": deepcopy(scheduler.state_dict()), "groups": groups}
 
 
-def load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
+def _load_scheduler(scheduler: Scheduler, state: Mapping[str, Any]) -> None:
     """Load a scheduler's `state_dict`, also after JSON has turned a `Counter` into a dict."""
     scheduler.load_state_dict(deepcopy(dict(state)))
     for each in (scheduler, *inner_schedulers(scheduler)):

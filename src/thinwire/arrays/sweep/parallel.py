@@ -7,16 +7,22 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.array import FusedArray
-from thinwire.arrays.fusion.checkpoints import check, outline_of, restore_outline, separate_step_counters
+from thinwire.arrays.fusion.checkpoints import (
+    Followers,
+    check,
+    outline_of,
+    restore_outline,
+    select_parts,
+    separate_step_counters,
+)
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.scaling import GradScaler
-from thinwire.arrays.fusion.schedules import Schedules
 from thinwire.arrays.fusion.store import Selection, owner_of
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.group import Group, comm_for
@@ -155,13 +161,7 @@ class ParallelArray:
                 _reset_state(self.worker.strategy, replica, layout, index)
 
     def save(
-        self,
-        folder: str | Path,
-        *,
-        schedules: Schedules | None = None,
-        scaler: GradScaler | None = None,
-        extra: Mapping[str, Any] | None = None,
-        keep: int = 3,
+        self, folder: str | Path, *, extra: Mapping[str, Any] | None = None, keep: int = 3, **parts: Unpack[Followers]
     ) -> Path:
         """Write a checkpoint to `folder`/step-NNNNNNNN: the files of all ranks, or none; a collective call.
 
@@ -169,16 +169,15 @@ class ParallelArray:
 
         Args:
             folder: holds one checkpoint per saved step; ranks need not share a disk.
-            schedules: the optimizer's schedules.
-            scaler: the losses' scaler.
             extra: more values to save on each rank: dicts of tensors and JSON values.
             keep: number of checkpoints to keep, the newest ones.
+            parts: `schedules` of the optimizer, and the losses' `scaler`.
 
         Raises:
             CheckpointError: the disk cannot be written to, or a value is neither a tensor nor JSON.
         """
         worker = internals_of(self.worker)
-        outline = outline_of(self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
+        outline = outline_of(self.array, optimizer=self.optimizer, **parts)
         content = {
             "state": replica_state.pack(worker),
             "extra": {"array": outline, "own": dict(extra or {})},
@@ -186,9 +185,7 @@ class ParallelArray:
         }
         return checkpoint.write_together(worker, checkpoint.on_disk(worker, folder), content, keep=max(keep, 1))
 
-    def load(
-        self, folder: str | Path, *, schedules: Schedules | None = None, scaler: GradScaler | None = None
-    ) -> dict[str, Any]:
+    def load(self, folder: str | Path, **parts: Unpack[Followers]) -> dict[str, Any]:
         """Load the newest complete checkpoint in `folder`, bit for bit; returns its `extra`. A collective call.
 
         The array may have another number of models: it is resized to the saved number. The number of workers may differ
@@ -197,8 +194,7 @@ class ParallelArray:
 
         Args:
             folder: the folder that `save` wrote to.
-            schedules: the optimizer's schedules, with a factory for the present model of each slot.
-            scaler: the losses' scaler.
+            parts: `schedules`, with a factory for the present model of each slot, and the losses' `scaler`.
 
         Raises:
             CheckpointError: there is no checkpoint, it is damaged, or it belongs to other models or another recipe. All
@@ -220,7 +216,7 @@ class ParallelArray:
                     raise CheckpointError(
                         f"{name} is {identity[name]} in the checkpoint and {value} in this run. Make them equal"
                     )
-            check(first["extra"]["array"], self.array, optimizer=self.optimizer, schedules=schedules, scaler=scaler)
+            check(first["extra"]["array"], self.array, optimizer=self.optimizer, **parts)
             return first["state"] if same_size else _resized(contents, worker)
 
         # Every rank checks before any rank changes something.
@@ -228,13 +224,10 @@ class ParallelArray:
         outline: dict[str, Any] = first["extra"]["array"]
         models = outline["models"]
         if models != self.array.size:
-            kept = self.select([min(slot, self.array.size - 1) for slot in range(models)])
-            for follower in (schedules, scaler):
-                if follower is not None:
-                    follower.select(kept)
+            select_parts(parts, self.select([min(slot, self.array.size - 1) for slot in range(models)]))
         checkpoint.restore(internals_of(self.worker), state, same_size=same_size)  # `select` has replaced the worker
         separate_step_counters(self.optimizer)
-        restore_outline(outline, self.array, schedules=schedules, scaler=scaler, random=same_size)
+        restore_outline(outline, self.array, random=same_size, **parts)
         found: dict[str, Any] = first["extra"]["own"]
         return found
 

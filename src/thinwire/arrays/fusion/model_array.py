@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What arrays of models and arrays of adapters have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.arrays.fusion.store import Selection
+
+
+class ModelArray(ABC):
+    """Members whose parameters are stacked along the first axis."""
+
+    changes = 0  # counts what may replace tensors or change the forward, for captured steps
+
+    @property
+    @abstractmethod
+    def size(self) -> int:
+        """B, the number of members."""
+
+    @property
+    @abstractmethod
+    def generators(self) -> Sequence[torch.Generator] | None:
+        """One random generator per member, if seeds were given."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter once, [B, ...], with its name."""
+
+    @abstractmethod
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Every buffer once, with its name."""
+
+    @abstractmethod
+    def dropout_rates(self) -> dict[str, tuple[float, ...]]:
+        """Each member's rate in every dropout layer, by the rate's full name."""
+
+    @abstractmethod
+    def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:
+        """Change each member's rate in one layer."""
+
+    @abstractmethod
+    def select(self, indices: Sequence[int]) -> Selection:
+        """Keep the members in these slots, in this order."""
+
+    @abstractmethod
+    def _roots(self) -> list[nn.Module]:
+        """The modules whose mode is the members', the one that runs first."""
+
+    def __len__(self) -> int:
+        return self.size
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """Every parameter once, in the order of a model's `parameters()`."""
+        return (parameter for _, parameter in self.named_parameters())
+
+    def zero_grad(self) -> None:
+        """Set all gradients to None."""
+        for parameter in self.parameters():
+            parameter.grad = None
+
+    @property
+    def training(self) -> bool:
+        """Whether the members are in training mode."""
+        return self._roots()[0].training
+
+    def train(self, mode: bool = True) -> Self:
+        """Put all members into training mode."""
+        self.changes += 1
+        for module in self._roots():
+            module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Put all members into evaluation mode."""
+        return self.train(False)
+
+    def modes(self) -> list[bool]:
+        """Return whether each layer is in training mode."""
+        return [module.training for root in self._roots() for module in root.modules()]
+
+    @contextmanager
+    def evaluating(self) -> Generator[None]:
+        """Within it, all members are in evaluation mode; afterwards every layer is in its own mode again."""
+        modes = [(module, module.training) for root in self._roots() for module in root.modules()]
+        self.eval()
+        try:
+            yield
+        finally:
+            self.changes += 1
+            for module, mode in modes:
+                module.training = mode
