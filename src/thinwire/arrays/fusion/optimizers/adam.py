@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers
+from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers, ranges_of
 from thinwire.arrays.fusion.optimizers.parameter_batch import (
-    Coefficient,
     Group,
     ParameterBatch,
     addcdiv_,
@@ -59,13 +57,7 @@ class Adam(FusedOptimizer):
         {'lr': 0.1, 'beta1': 0.9, 'beta2': 0.9, 'eps': 1e-08, 'weight_decay': 0.0}
     """
 
-    ranges = {  # noqa: RUF012
-        "lr": (0.0, inf),
-        "beta1": (0.0, 1.0),
-        "beta2": (0.0, 1.0),
-        "eps": (0.0, inf),
-        "weight_decay": (0.0, inf),
-    }
+    ranges = ranges_of("lr", "beta1", "beta2", "eps", "weight_decay")
     state_names = ("exp_avg", "exp_avg_sq")
     torch_class = torch.optim.Adam
     row_kernel = True
@@ -83,7 +75,7 @@ class Adam(FusedOptimizer):
         models: int | None = None,
     ) -> None:
         values = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values, {"amsgrad": amsgrad}, models=models)
+        super().__init__(params, values, models=models, amsgrad=amsgrad)
 
     def state_names_of(self, group: Group) -> tuple[str, ...]:
         """Return the moments; with AMSGrad, the largest second moment too."""
@@ -109,22 +101,18 @@ class Adam(FusedOptimizer):
         if not self.decoupled:
             gradients = batch.decayed_gradients()
         elif not is_zero(v["weight_decay"]):
-            scale_(batch.parameters, Coefficient(1 - v["lr"] * v["weight_decay"]))
+            scale_(batch.parameters, 1 - v["lr"] * v["weight_decay"])
         moments, squares = states["exp_avg"], states["exp_avg_sq"]
-        lerp_(moments, gradients, Coefficient(1 - v["beta1"]))
-        scale_(squares, Coefficient(v["beta2"]))
-        addcmul_(squares, gradients, gradients, Coefficient(1 - v["beta2"]))
+        lerp_(moments, gradients, 1 - v["beta1"])
+        scale_(squares, v["beta2"])
+        addcmul_(squares, gradients, gradients, 1 - v["beta2"])
         if batch.group["amsgrad"]:
             foreach.maximum_(states["max_exp_avg_sq"], squares)
             squares = states["max_exp_avg_sq"]
         denominators = list(foreach.sqrt(squares))
-        divide_(denominators, Coefficient((1 - v["beta2"] ** steps).sqrt()))
-        shift_(denominators, Coefficient(v["eps"]))
-        addcdiv_(batch.parameters, moments, denominators, Coefficient(-v["lr"] / (1 - v["beta1"] ** steps)))
-
-    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """Return them as torch's Adam takes them."""
-        return {**super().torch_options(values, group), "amsgrad": group["amsgrad"]}
+        divide_(denominators, (1 - v["beta2"] ** steps).sqrt())
+        shift_(denominators, v["eps"])
+        addcdiv_(batch.parameters, moments, denominators, -v["lr"] / (1 - v["beta1"] ** steps))
 
 
 class AdamW(Adam):

@@ -4,15 +4,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers
+from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers, ranges_of
 from thinwire.arrays.fusion.optimizers.parameter_batch import (
-    Coefficient,
     Group,
     ParameterBatch,
     add_,
@@ -47,13 +44,7 @@ class Adagrad(FusedOptimizer):
         ConfigError: a value out of its range, or not one per model.
     """
 
-    ranges = {  # noqa: RUF012
-        "lr": (0.0, inf),
-        "lr_decay": (0.0, inf),
-        "weight_decay": (0.0, inf),
-        "initial_accumulator_value": (0.0, inf),
-        "eps": (0.0, inf),
-    }
+    ranges = ranges_of("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps")
     state_names = ("sum",)
     torch_class = torch.optim.Adagrad
 
@@ -69,7 +60,7 @@ class Adagrad(FusedOptimizer):
         models: int | None = None,
     ) -> None:
         values = {"lr": lr, "lr_decay": lr_decay, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, {**values, "initial_accumulator_value": initial_accumulator_value}, {}, models=models)
+        super().__init__(params, {**values, "initial_accumulator_value": initial_accumulator_value}, models=models)
 
     def initial_state(self, name: str, parameter: Tensor, group: Group, slots: slice) -> Tensor:
         """Return each model's initial sum."""
@@ -79,11 +70,11 @@ class Adagrad(FusedOptimizer):
     def update_(self, batch: ParameterBatch) -> None:
         """Update all models at once by torch's own formula."""
         v, sums, gradients = batch.values, batch.states["sum"], batch.decayed_gradients()
-        addcmul_(sums, gradients, gradients, Coefficient(torch.ones_like(v["lr"])))
+        addcmul_(sums, gradients, gradients, torch.ones_like(v["lr"]))
         denominators = list(foreach.sqrt(sums))
-        shift_(denominators, Coefficient(v["eps"]))
+        shift_(denominators, v["eps"])
         rate = v["lr"] / (1 + (batch.steps - 1) * v["lr_decay"])
-        addcdiv_(batch.parameters, gradients, denominators, Coefficient(-rate))
+        addcdiv_(batch.parameters, gradients, denominators, -rate)
 
 
 class RMSprop(FusedOptimizer):
@@ -109,13 +100,7 @@ class RMSprop(FusedOptimizer):
         ConfigError: a value out of its range, or not one per model.
     """
 
-    ranges = {  # noqa: RUF012
-        "lr": (0.0, inf),
-        "alpha": (0.0, inf),
-        "eps": (0.0, inf),
-        "weight_decay": (0.0, inf),
-        "momentum": (0.0, inf),
-    }
+    ranges = ranges_of("lr", "alpha", "eps", "weight_decay", "momentum")
     state_names = ("square_avg", "momentum_buffer")
     torch_class = torch.optim.RMSprop
 
@@ -132,7 +117,7 @@ class RMSprop(FusedOptimizer):
         models: int | None = None,
     ) -> None:
         values = {"lr": lr, "alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum}
-        super().__init__(params, values, {"centered": centered}, models=models)
+        super().__init__(params, values, models=models, centered=centered)
 
     def state_names_of(self, group: Group) -> tuple[str, ...]:
         """Return the states; if centred, the mean gradient too."""
@@ -141,24 +126,20 @@ class RMSprop(FusedOptimizer):
     def update_(self, batch: ParameterBatch) -> None:
         """Update all models at once by torch's own formula."""
         v, states, gradients = batch.values, batch.states, batch.decayed_gradients()
-        scale_(states["square_avg"], Coefficient(v["alpha"]))
-        addcmul_(states["square_avg"], gradients, gradients, Coefficient(1 - v["alpha"]))
+        scale_(states["square_avg"], v["alpha"])
+        addcmul_(states["square_avg"], gradients, gradients, 1 - v["alpha"])
         squares = states["square_avg"]
         if batch.group["centered"]:
-            lerp_(states["grad_avg"], gradients, Coefficient(1 - v["alpha"]))
+            lerp_(states["grad_avg"], gradients, 1 - v["alpha"])
             squares = list(foreach.addcmul(squares, states["grad_avg"], states["grad_avg"], -1))
         denominators = list(foreach.sqrt(squares))
-        shift_(denominators, Coefficient(v["eps"]))
+        shift_(denominators, v["eps"])
         if is_zero(v["momentum"]):
-            addcdiv_(batch.parameters, gradients, denominators, Coefficient(-v["lr"]))
+            addcdiv_(batch.parameters, gradients, denominators, -v["lr"])
             return
-        scale_(states["momentum_buffer"], Coefficient(v["momentum"]))
-        addcdiv_(states["momentum_buffer"], gradients, denominators, Coefficient(torch.ones_like(v["lr"])))
-        add_(batch.parameters, states["momentum_buffer"], Coefficient(-v["lr"]))
-
-    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """Return them as torch's RMSprop takes them."""
-        return {**values, "centered": group["centered"]}
+        scale_(states["momentum_buffer"], v["momentum"])
+        addcdiv_(states["momentum_buffer"], gradients, denominators, torch.ones_like(v["lr"]))
+        add_(batch.parameters, states["momentum_buffer"], -v["lr"])
 
 
 class Adadelta(FusedOptimizer):
@@ -181,7 +162,7 @@ class Adadelta(FusedOptimizer):
         ConfigError: a value out of its range, or not one per model.
     """
 
-    ranges = {"lr": (0.0, inf), "rho": (0.0, 1.0), "eps": (0.0, inf), "weight_decay": (0.0, inf)}  # noqa: RUF012
+    ranges = ranges_of("lr", "rho", "eps", "weight_decay")
     state_names = ("square_avg", "acc_delta")
     torch_class = torch.optim.Adadelta
 
@@ -195,21 +176,19 @@ class Adadelta(FusedOptimizer):
         *,
         models: int | None = None,
     ) -> None:
-        values = {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, values, {}, models=models)
+        super().__init__(params, {"lr": lr, "rho": rho, "eps": eps, "weight_decay": weight_decay}, models=models)
 
     def update_(self, batch: ParameterBatch) -> None:
         """Update all models at once by torch's own formula."""
         v, states, gradients = batch.values, batch.states, batch.decayed_gradients()
-        rho, eps = Coefficient(v["rho"]), Coefficient(v["eps"])
-        scale_(states["square_avg"], rho)
-        addcmul_(states["square_avg"], gradients, gradients, Coefficient(1 - v["rho"]))
+        scale_(states["square_avg"], v["rho"])
+        addcmul_(states["square_avg"], gradients, gradients, 1 - v["rho"])
         denominators, deltas = ([tensor.clone() for tensor in states[name]] for name in self.state_names)
         for tensors in (denominators, deltas):
-            shift_(tensors, eps)
+            shift_(tensors, v["eps"])
             foreach.sqrt_(tensors)
         foreach.div_(deltas, denominators)
         foreach.mul_(deltas, gradients)
-        scale_(states["acc_delta"], rho)
-        addcmul_(states["acc_delta"], deltas, deltas, Coefficient(1 - v["rho"]))
-        add_(batch.parameters, deltas, Coefficient(-v["lr"]))
+        scale_(states["acc_delta"], v["rho"])
+        addcmul_(states["acc_delta"], deltas, deltas, 1 - v["rho"])
+        add_(batch.parameters, deltas, -v["lr"])

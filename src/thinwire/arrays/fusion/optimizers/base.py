@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager, nullcontext
+from math import inf
 from typing import Any, ClassVar, overload
 
 import torch
@@ -28,6 +29,17 @@ from thinwire.errors import ConfigError
 Numbers = float | Sequence[float] | Tensor
 # Options that change the formula, and that an array has for all its models, or not at all.
 _SHARED = ("amsgrad", "centered", "maximize", "decoupled_weight_decay")
+# Of hyperparameters that are more than not negative.
+_RANGES = {
+    **dict.fromkeys(("beta1", "beta2", "rho"), (0.0, 1.0)),
+    "dampening": (-inf, inf),
+    "nesterov": (0.0, 2.0),
+}
+
+
+def ranges_of(*names: str) -> dict[str, tuple[float, float]]:
+    """Return hyperparameters with the half-open interval that each must be in."""
+    return {name: _RANGES.get(name, (0.0, inf)) for name in names}
 
 
 class FusedOptimizer(Optimizer):
@@ -46,8 +58,8 @@ class FusedOptimizer(Optimizer):
     Args:
         params: of an array, or groups of them.
         defaults: hyperparameters by name, checked against `ranges`.
-        shared: options that are the same for all models.
         models: the number of models; None finds it from the parameters.
+        shared: options that are the same for all models.
 
     Raises:
         ConfigError: a value out of its range, or a sequence that is not one per model.
@@ -66,14 +78,15 @@ class FusedOptimizer(Optimizer):
         self,
         params: Iterable[nn.Parameter] | Iterable[Group],
         defaults: dict[str, Any],
-        shared: dict[str, Any],
         *,
         models: int | None = None,
+        **shared: Any,
     ) -> None:
         given = list(params)
         self.models = count_models(given) if models is None else models
         self.active = torch.ones(self.models, dtype=torch.bool, device="cpu")
         self.changes = 0  # counts what may replace tensors, for captured steps
+        self._shared = tuple(shared)
         self._skipped: Tensor | None = None
         self._on_device: dict[tuple[int, torch.device], DeviceValues] = {}
         super().__init__(given, {**defaults, **shared})  # pyright: ignore[reportArgumentType]
@@ -250,7 +263,9 @@ class FusedOptimizer(Optimizer):
         found: dict[str, Any] = {name: value for name, value in values.items() if not name.startswith("beta")}
         if "beta1" in values:
             found["betas"] = (values["beta1"], values["beta2"])
-        return found
+        if "nesterov" in values:
+            found["nesterov"] = bool(values["nesterov"])
+        return found | {name: group[name] for name in self._shared}
 
     # -- models enter and leave ----------------------------------------------------------------------------------------
 

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers
+from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers, ranges_of
 from thinwire.arrays.fusion.optimizers.parameter_batch import (
-    Coefficient,
     Group,
     ParameterBatch,
     add_,
@@ -58,15 +56,7 @@ class LAMB(FusedOptimizer):
         0.02
     """
 
-    ranges = {  # noqa: RUF012
-        "lr": (0.0, inf),
-        "beta1": (0.0, 1.0),
-        "beta2": (0.0, 1.0),
-        "eps": (0.0, inf),
-        "weight_decay": (0.0, inf),
-        "least_trust": (0.0, inf),
-        "most_trust": (0.0, inf),
-    }
+    ranges = ranges_of("lr", "beta1", "beta2", "eps", "weight_decay", "least_trust", "most_trust")
     state_names = ("momentum", "variance")
 
     def __init__(
@@ -82,25 +72,25 @@ class LAMB(FusedOptimizer):
         models: int | None = None,
     ) -> None:
         values: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, {**values, "least_trust": least_trust, "most_trust": most_trust}, {}, models=models)
+        super().__init__(params, {**values, "least_trust": least_trust, "most_trust": most_trust}, models=models)
 
     def update_(self, batch: ParameterBatch) -> None:
         """Update all models at once."""
         v, steps, gradients = batch.values, batch.steps, batch.gradients
         momenta, variances = batch.states["momentum"], batch.states["variance"]
-        lerp_(momenta, gradients, Coefficient(1 - v["beta1"]))
-        scale_(variances, Coefficient(v["beta2"]))
-        addcmul_(variances, gradients, gradients, Coefficient(1 - v["beta2"]))
+        lerp_(momenta, gradients, 1 - v["beta1"])
+        scale_(variances, v["beta2"])
+        addcmul_(variances, gradients, gradients, 1 - v["beta2"])
         denominators, directions = ([tensor.clone() for tensor in tensors] for tensors in (variances, momenta))
-        divide_(denominators, Coefficient(1 - v["beta2"] ** steps))
+        divide_(denominators, 1 - v["beta2"] ** steps)
         foreach.sqrt_(denominators)
-        shift_(denominators, Coefficient(v["eps"]))
-        divide_(directions, Coefficient(1 - v["beta1"] ** steps))
+        shift_(denominators, v["eps"])
+        divide_(directions, 1 - v["beta1"] ** steps)
         foreach.div_(directions, denominators)
-        add_(directions, batch.parameters, Coefficient(v["weight_decay"]))
+        add_(directions, batch.parameters, v["weight_decay"])
         for parameter, direction in zip(batch.parameters, directions, strict=True):
             direction.mul_(_trust_ratios(parameter, direction, v).view(-1, *[1] * (parameter.dim() - 1)))
-        add_(batch.parameters, directions, Coefficient(-v["lr"]))
+        add_(batch.parameters, directions, -v["lr"])
 
 
 def _trust_ratios(parameter: Tensor, direction: Tensor, values: dict[str, Tensor]) -> Tensor:

@@ -49,7 +49,7 @@ class ParameterBatch:
         decay = self.values["weight_decay"]
         if is_zero(decay):
             return self.gradients
-        return plus(self.gradients, self.parameters, Coefficient(decay))
+        return plus(self.gradients, self.parameters, decay)
 
     def in_memory_order(self) -> ParameterBatch:
         """Return the batch with the axes of each tensor permuted as in memory: channels-last weights are contiguous."""
@@ -160,93 +160,79 @@ def count_models(given: Sequence[Any]) -> int:
 # -- arithmetic --------------------------------------------------------------------------------------------------------
 
 
-class Coefficient:
-    """One number per model.
+def _coefficient(vector: Tensor, tensors: Sequence[Tensor]) -> float | Tensors:
+    """The number that all models share, or each model's own number in the shape of every tensor.
 
-    Args:
-        vector: float64 [models]. One on a device is not read by the host, so it counts as different numbers.
+    One number is what torch's fast paths take. Numbers that are on a GPU are never compared, which would wait for it.
     """
-
-    def __init__(self, vector: Tensor) -> None:
-        self.vector = vector
-        self.number = None
-        if on_host(vector):
-            first = float(vector[0])
-            self.number = first if bool((vector == first).all()) else None
-
-    def like(self, tensors: Sequence[Tensor]) -> Tensors:
-        """Return the vector in a shape that broadcasts with each tensor [models, ...]."""
-        made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        found: Tensors = []
-        for tensor in tensors:
-            dtype = torch.promote_types(tensor.dtype, torch.float32)
-            if (dtype, tensor.device) not in made:
-                made[dtype, tensor.device] = self.vector.to(tensor.device, dtype)
-            found.append(made[dtype, tensor.device].view(-1, *[1] * (tensor.dim() - 1)))
-        return found
+    if on_host(vector):
+        first = float(vector[0])
+        if bool((vector == first).all()):
+            return first
+    made: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+    found: Tensors = []
+    for tensor in tensors:
+        key = torch.promote_types(tensor.dtype, torch.float32), tensor.device
+        if key not in made:
+            made[key] = vector.to(tensor.device, key[0])
+        found.append(made[key].view(-1, *[1] * (tensor.dim() - 1)))
+    return found
 
 
-def scale_(tensors: Tensors, by: Coefficient) -> None:
-    """Multiply in place."""
-    if by.number is not None:
-        foreach.mul_(tensors, by.number)
-        return
-    foreach.mul_(tensors, by.like(tensors))
+def scale_(tensors: Tensors, by: Tensor) -> None:
+    """Multiply each model's rows by its number."""
+    foreach.mul_(tensors, _coefficient(by, tensors))
 
 
-def divide_(tensors: Tensors, by: Coefficient) -> None:
-    """Divide in place."""
-    if by.number is not None:
-        foreach.div_(tensors, by.number)
-        return
-    foreach.div_(tensors, by.like(tensors))
+def divide_(tensors: Tensors, by: Tensor) -> None:
+    """Divide each model's rows by its number."""
+    foreach.div_(tensors, _coefficient(by, tensors))
 
 
-def shift_(tensors: Tensors, by: Coefficient) -> None:
-    """Add the coefficient in place."""
-    if by.number is not None:
-        foreach.add_(tensors, by.number)
-        return
-    foreach.add_(tensors, by.like(tensors))
+def shift_(tensors: Tensors, by: Tensor) -> None:
+    """Add its number to each model's rows."""
+    foreach.add_(tensors, _coefficient(by, tensors))
 
 
-def add_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
-    """Add others times the coefficient in place."""
-    if by.number is not None:
-        foreach.add_(tensors, others, alpha=by.number)
-        return
-    foreach.add_(tensors, foreach.mul(others, by.like(others)))
+def add_(tensors: Tensors, others: Tensors, by: Tensor) -> None:
+    """Add others times each model's number."""
+    own = _coefficient(by, others)
+    if isinstance(own, float):
+        foreach.add_(tensors, others, alpha=own)
+    else:
+        foreach.add_(tensors, foreach.mul(others, own))
 
 
-def plus(tensors: Tensors, others: Tensors, by: Coefficient) -> Tensors:
-    """Return tensors plus others times the coefficient."""
-    if by.number is not None:
-        return list(foreach.add(tensors, others, alpha=by.number))
-    return list(foreach.add(tensors, foreach.mul(others, by.like(others))))
+def plus(tensors: Tensors, others: Tensors, by: Tensor) -> Tensors:
+    """Return tensors plus others times each model's number."""
+    own = _coefficient(by, others)
+    if isinstance(own, float):
+        return list(foreach.add(tensors, others, alpha=own))
+    return list(foreach.add(tensors, foreach.mul(others, own)))
 
 
-def lerp_(tensors: Tensors, others: Tensors, by: Coefficient) -> None:
-    """Interpolate towards others in place; a coefficient of 1 gives the others."""
-    if by.number is not None:
-        foreach.lerp_(tensors, others, by.number)
-        return
-    differences = foreach.sub(others, tensors)
-    foreach.add_(tensors, foreach.mul(differences, by.like(tensors)))
+def lerp_(tensors: Tensors, others: Tensors, by: Tensor) -> None:
+    """Move towards others by each model's number."""
+    own = _coefficient(by, tensors)
+    if isinstance(own, float):
+        foreach.lerp_(tensors, others, own)
+    else:
+        foreach.add_(tensors, foreach.mul(foreach.sub(others, tensors), own))
 
 
-def addcmul_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
-    """Add the products of ones and others times the coefficient in place."""
-    if by.number is not None:
-        foreach.addcmul_(tensors, ones, others, by.number)
-        return
-    products = foreach.mul(foreach.mul(ones, by.like(ones)), others)
-    foreach.add_(tensors, products)
+def addcmul_(tensors: Tensors, ones: Tensors, others: Tensors, by: Tensor) -> None:
+    """Add each model's number times one times other."""
+    own = _coefficient(by, ones)
+    if isinstance(own, float):
+        foreach.addcmul_(tensors, ones, others, own)
+    else:
+        foreach.add_(tensors, foreach.mul(foreach.mul(ones, own), others))
 
 
-def addcdiv_(tensors: Tensors, ones: Tensors, others: Tensors, by: Coefficient) -> None:
-    """Add the quotients of ones and others times the coefficient in place."""
-    if by.number is not None:
-        foreach.addcdiv_(tensors, ones, others, by.number)
-        return
-    quotients = foreach.div(foreach.mul(ones, by.like(ones)), others)
-    foreach.add_(tensors, quotients)
+def addcdiv_(tensors: Tensors, ones: Tensors, others: Tensors, by: Tensor) -> None:
+    """Add each model's number times one divided by other."""
+    own = _coefficient(by, ones)
+    if isinstance(own, float):
+        foreach.addcdiv_(tensors, ones, others, own)
+    else:
+        foreach.add_(tensors, foreach.div(foreach.mul(ones, own), others))

@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers
+from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers, ranges_of
 from thinwire.arrays.fusion.optimizers.parameter_batch import (
-    Coefficient,
     Group,
     ParameterBatch,
     add_,
@@ -55,13 +53,7 @@ class SGD(FusedOptimizer):
         [0.1, 0.2]
     """
 
-    ranges = {  # noqa: RUF012
-        "lr": (0.0, inf),
-        "momentum": (0.0, inf),
-        "dampening": (-inf, inf),
-        "weight_decay": (0.0, inf),
-        "nesterov": (0.0, 2.0),
-    }
+    ranges = ranges_of("lr", "momentum", "dampening", "weight_decay", "nesterov")
     state_names = ("momentum_buffer",)
     torch_class = torch.optim.SGD
     row_kernel = True
@@ -78,7 +70,7 @@ class SGD(FusedOptimizer):
         models: int | None = None,
     ) -> None:
         values = {"lr": lr, "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay}
-        super().__init__(params, {**values, "nesterov": nesterov}, {}, models=models)
+        super().__init__(params, {**values, "nesterov": nesterov}, models=models)
         for group in self.param_groups:
             wrong = (group["nesterov"] > 0) & ((group["momentum"] <= 0) | (group["dampening"] != 0))
             if bool(wrong.any()):
@@ -97,19 +89,15 @@ class SGD(FusedOptimizer):
     def update_(self, batch: ParameterBatch) -> None:
         """Update all models at once; the momentum of models without momentum is their gradient."""
         v, buffers = batch.values, batch.states["momentum_buffer"]
-        gradients = plus(batch.gradients, batch.parameters, Coefficient(v["weight_decay"]))
+        gradients = plus(batch.gradients, batch.parameters, v["weight_decay"])
         undamped = (batch.steps == 1) | (v["momentum"] == 0)
-        scale_(buffers, Coefficient(v["momentum"]))
-        add_(buffers, gradients, Coefficient(torch.where(undamped, 1.0, 1 - v["dampening"])))
+        scale_(buffers, v["momentum"])
+        add_(buffers, gradients, torch.where(undamped, 1.0, 1 - v["dampening"]))
         # Models with and without Nesterov's momentum (n = 1 or 0) in one formula: (1 - n) u + n (g + mu u).
         nesterov = v["nesterov"]
-        directions = plus(buffers, buffers, Coefficient(nesterov * (v["momentum"] - 1)))
-        add_(directions, gradients, Coefficient(nesterov))
-        add_(batch.parameters, buffers if is_zero(nesterov) else directions, Coefficient(-v["lr"]))
-
-    def torch_options(self, values: dict[str, float], group: Group) -> dict[str, Any]:
-        """Return them as torch's SGD takes them."""
-        return {**values, "nesterov": bool(values["nesterov"])}
+        directions = plus(buffers, buffers, nesterov * (v["momentum"] - 1))
+        add_(directions, gradients, nesterov)
+        add_(batch.parameters, buffers if is_zero(nesterov) else directions, -v["lr"])
 
     def extract(self, index: int) -> dict[str, Any]:
         """Return one model's state in the form of `torch.optim.SGD.state_dict`."""
