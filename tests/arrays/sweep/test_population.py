@@ -320,9 +320,9 @@ def test_the_command_resumes_a_population(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--population 0", "every=0: must be at least 1 step"),
+        ("--population 0", "every=0: must be at least 1"),
         ("--population 3 --share 0.6", "share=0.6: must lie in (0, 0.5]"),
-        ("--population 3 --change 1", "--change 1.0: must lie between 0 and 1"),
+        ("--population 3 --change 1", "--change 1.0: must lie in (0, 1)"),
         ("--population 3 --halving 2", "Use one of the two"),
         ("--population 3 --sampler optuna", "Use --sampler random"),
         ("--population 3 --check", "Leave out --check"),
@@ -342,9 +342,9 @@ def test_options_that_contradict_a_population_are_refused(
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: Population(every=0), "at least 1 step"),
+        (lambda: Population(every=0), "at least 1"),
         (lambda: Population(every=1, share=0.6), r"\(0, 0.5\]"),
-        (lambda: Population(every=1, change=1.0), "between 0 and 1"),
+        (lambda: Population(every=1, change=1.0), r"in \(0, 1\)"),
         (lambda: Population(every=1, perturbed=("batch_size",)), "members of an array differ in lr, momentum"),
         (lambda: planned(halving=Halving(2)), "Use one of the two"),
         (lambda: TrialArray(planned(Population(1, perturbed=("beta1",))), drawn(2)), "SGD has none of them"),

@@ -99,7 +99,7 @@ def test_trials_equal_in_what_cannot_be_fused_share_an_array() -> None:
     assert [[trial.number for trial in group] for group in groups] == [[0, 2, 4], [1, 3]]
 
 
-@pytest.mark.parametrize(("first", "keep", "words"), [(0, 3, "at least 1 step"), (5, 1, "at least 2")])
+@pytest.mark.parametrize(("first", "keep", "words"), [(0, 3, "at least 1"), (5, 1, "at least 2")])
 def test_impossible_halving_is_refused(first: int, keep: int, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Halving(first=first, keep=keep)

@@ -30,8 +30,9 @@ from thinwire.arrays.finetuning.rows import ByMember, Rows, recomputing
 from thinwire.arrays.fusion import checkpoints
 from thinwire.arrays.fusion.batch import Each
 from thinwire.arrays.fusion.model_array import ModelArray
-from thinwire.arrays.fusion.store import Selection
+from thinwire.arrays.fusion.store import Selection, check_slot
 from thinwire.core.torch_internals import BATCH_NORMS, DROPOUTS, pytree
+from thinwire.core.validation import check_range
 from thinwire.errors import CheckpointError, ConfigError
 
 # Settings of a model by which it skips whole layers at random, for all rows of a batch alike.
@@ -350,8 +351,7 @@ class AdapterArray(ModelArray):
         Raises:
             ConfigError: `at_once` is less than 1, or a result is not one loss per member.
         """
-        if at_once is not None and at_once < 1:
-            raise ConfigError(f"at_once={at_once}: at least 1 member runs at a time")
+        check_range("at_once", at_once, "1..", "None runs all members at a time")
         step, found = at_once or self.size, list[Tensor]()
         for first in range(0, self.size, step):
             with self._running(first, min(step, self.size - first)):
@@ -378,7 +378,7 @@ class AdapterArray(ModelArray):
     @contextmanager
     def only(self, index: int) -> Generator[nn.Module]:
         """Within it, the base with one member's adapter, as a plain model."""
-        self._check_slot(index)
+        check_slot(index, self.size)
         with self._running(index, 1):
             yield self._skeleton
 
@@ -419,18 +419,14 @@ class AdapterArray(ModelArray):
 
     # -- members enter and leave ---------------------------------------------------------------------------------------
 
-    def _check_slot(self, index: int) -> None:
-        if not 0 <= index < self.size:
-            raise ConfigError(f"slot {index}: there are {self.size}, counted from 0")
-
     def tensors(self, index: int) -> dict[str, dict[str, Tensor]]:
         """Return one member's trained tensors without padding, by layer and name."""
-        self._check_slot(index)
+        check_slot(index, self.size)
         return {path: own for path, layer in self._layers.items() if (own := layer.tensors_of(index))}
 
     def extract(self, index: int) -> Any:
         """Return one member as a PEFT model, whose base shares its memory with this array's."""
-        self._check_slot(index)
+        check_slot(index, self.size)
         return peft_model(self._configs[index], self._copy(self._template), self.tensors(index))
 
     def save_pretrained(self, folder: str | Path, index: int) -> Path:
@@ -455,7 +451,7 @@ class AdapterArray(ModelArray):
         Raises:
             ConfigError: no such slot, or the member does not fit the array.
         """
-        self._check_slot(index)
+        check_slot(index, self.size)
         made = self._read(index, member, seed)
         self._check_fits(index, made)
         for path, layer in self._layers.items():
@@ -497,7 +493,7 @@ class AdapterArray(ModelArray):
         if not indices:
             raise ConfigError("select([]): an array has at least one member. Drop the array itself instead")
         for index in indices:
-            self._check_slot(index)
+            check_slot(index, self.size)
         return self._rebuild(list(indices), [])
 
     def add(self, members: Sequence[Any], *, seeds: Sequence[int] | None = None) -> AdapterSelection:

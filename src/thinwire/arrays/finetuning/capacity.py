@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thinwire.arrays.finetuning.array import AdapterArray
 from thinwire.arrays.fusion.optimizers import AdamW, FusedOptimizer
 from thinwire.core.torch_internals import TorchDispatchMode, pytree
-from thinwire.errors import ConfigError
+from thinwire.core.validation import check_range
 
 
 @dataclass(frozen=True)
@@ -66,10 +66,8 @@ def measure_capacity(
     Raises:
         ConfigError: `limit` or `at_once` is less than 1.
     """
-    if limit < 1:
-        raise ConfigError(f"limit={limit}: a number of bytes, at least 1. Use 8 << 30 for 8 GiB")
-    if at_once is not None and at_once < 1:
-        raise ConfigError(f"at_once={at_once}: at least 1 member runs at a time")
+    check_range("limit", limit, "1..", "It is a number of bytes. Use 8 << 30 for 8 GiB")
+    check_range("at_once", at_once, "1..", "None runs all members at a time")
     # An array of one member takes other paths, so it is not on the line.
     few, more = 2 * (at_once or 1), 4 * (at_once or 1)
     peaks = {size: _peak_of(base, member, compute, size, at_once, optimizer) for size in (few, more)}

@@ -186,7 +186,7 @@ class Store:
     @torch.no_grad()
     def extract(self, index: int) -> nn.Module:
         """Return one model as a plain module."""
-        self.check_index(index)
+        check_slot(index, self.size)
         found = self.copy_of(self.template)
         for path, bodies in self.separate.items():
             parent, _, name = path.rpartition(".")
@@ -203,7 +203,7 @@ class Store:
     @torch.no_grad()
     def insert(self, index: int, model: nn.Module, seed: int | None) -> None:
         """Put another model into a slot."""
-        self.check_index(index)
+        check_slot(index, self.size)
         # Training or evaluation mode is the array's in every layer, and not a difference of structure.
         own, given = self.extract(index), copy.deepcopy(model, {id(each): each for each in tensors(model).values()})
         modes = {path: module.training for path, module in own.named_modules()}
@@ -236,7 +236,7 @@ class Store:
         if not indices:
             raise ConfigError("select([]): an array has at least one model. Drop the array itself instead")
         for index in indices:
-            self.check_index(index)
+            check_slot(index, self.size)
         moved: dict[nn.Parameter, tuple[nn.Parameter, ...]] = {}
         order: dict[nn.Parameter, int] = {}
         kept = Selection(tuple(indices), self.size, moved, order)
@@ -291,11 +291,6 @@ class Store:
         for model, generator in enumerate(self.generators or ()):
             generator.set_state(state[f"generator[{model}]"].cpu())
 
-    def check_index(self, index: int) -> None:
-        """Refuse a slot that does not exist."""
-        if not 0 <= index < self.size:
-            raise ConfigError(f"slot {index}: there are {self.size}, counted from 0")
-
 
 def _like(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor:
     """Make a parameter of values if `like` is one, and note its slot if it belongs to one model alone."""
@@ -305,6 +300,16 @@ def _like(values: Tensor, like: Tensor, owner: int | None = None) -> Tensor:
     if owner is not None:
         made.owner = owner  # pyright: ignore[reportAttributeAccessIssue]
     return made
+
+
+def check_slot(index: int, size: int) -> None:
+    """Refuse a slot that an array of this size does not have.
+
+    Raises:
+        ConfigError: with the slot and the size.
+    """
+    if not 0 <= index < size:
+        raise ConfigError(f"slot {index}: there are {size}, counted from 0")
 
 
 def owner_of(parameter: Tensor) -> int | None:

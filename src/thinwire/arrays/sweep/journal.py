@@ -12,7 +12,7 @@ from typing import Any
 from thinwire.arrays.fusion.checkpoints import read, write
 from thinwire.arrays.sweep.plan import Plan
 from thinwire.arrays.sweep.training import StepCallback, TrialArray, train_together
-from thinwire.arrays.sweep.trials import Copy, Outcome, Trial
+from thinwire.arrays.sweep.trials import Outcome, Trial
 from thinwire.core.storage.rank_file import RankFile
 from thinwire.errors import CheckpointError
 
@@ -96,16 +96,16 @@ class Journal:
         if self._arrays_asked <= len(self._arrays):
             before = self._arrays[self._arrays_asked - 1]
             self._check_trials(before["trials"], proposed)
-            return [_outcome_from_json(fields) for fields in before["outcomes"]]
+            return [Outcome.from_json(fields) for fields in before["outcomes"]]
         # Only the first array that is trained after resuming continues from a saved state.
         begun: tuple[TrialArray, list[Outcome]] | None = None
         saved, self._current = self._current, None
         if saved is not None:
             self._check_trials(saved["trials"], proposed)
-            ended = [_outcome_from_json(fields) for fields in saved["ended"]]
+            ended = [Outcome.from_json(fields) for fields in saved["ended"]]
             begun = TrialArray.from_state_dict(plan, saved["run"]), ended
         outcomes = train_together(plan, trials, callback, begun=begun, save=partial(self._save_if_due, proposed))
-        self._arrays.append({"trials": proposed, "outcomes": [outcome_to_json(each) for each in outcomes]})
+        self._arrays.append({"trials": proposed, "outcomes": [each.to_json() for each in outcomes]})
         self._write()
         return outcomes
 
@@ -126,7 +126,7 @@ class Journal:
         due = time.monotonic() - self._written >= self._every_seconds and run.step % self._every_steps == 0
         if self.folder is None or not due:
             return
-        outcomes = [outcome_to_json(each) for each in ended]
+        outcomes = [each.to_json() for each in ended]
         self._write({"trials": proposed, "run": run.state_dict(), "ended": outcomes})
         if self._on_write is not None:
             self._on_write(run, ended)
@@ -206,25 +206,3 @@ def _refuse_to_lose(folder: Path) -> None:
         f"{folder}: holds an unfinished sweep. Continue it by --resume, use another folder by --out, or replace it by "
         "--overwrite"
     )
-
-
-def outcome_to_json(outcome: Outcome) -> Fields:
-    """An outcome as JSON values."""
-    return {
-        "trial": outcome.trial.number,
-        "hyperparameters": dict(outcome.trial.hyperparameters),
-        "loss": outcome.loss,
-        "metric": outcome.metric,
-        "steps": outcome.steps,
-        "stopped": outcome.stopped,
-        "copies": [
-            {"step": each.step, "source": each.source, "hyperparameters": dict(each.hyperparameters)}
-            for each in outcome.copies
-        ],
-    }
-
-
-def _outcome_from_json(fields: Fields) -> Outcome:
-    trial = Trial(fields["trial"], fields["hyperparameters"])
-    copies = tuple(Copy(**each) for each in fields["copies"])
-    return Outcome(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"], copies)

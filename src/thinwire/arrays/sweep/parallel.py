@@ -23,7 +23,7 @@ from thinwire.arrays.fusion.checkpoints import (
 )
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
 from thinwire.arrays.fusion.scaling import GradScaler
-from thinwire.arrays.fusion.store import Selection, owner_of
+from thinwire.arrays.fusion.store import Selection, check_slot, owner_of
 from thinwire.core.comm.base import Comm
 from thinwire.core.comm.group import Group, comm_for
 from thinwire.core.comm.work import completed
@@ -101,8 +101,7 @@ class ParallelArray:
         """
         self._agree("the models that are kept", list(indices))
         for index in indices:
-            if not 0 <= index < self.array.size:
-                raise ConfigError(f"slot {index}: there are {self.array.size}, counted from 0")
+            check_slot(index, self.array.size)
         # The parameters become new tensors, so the array is attached again and the strategy's state moved over.
         before = self.worker
         before.detach()

@@ -12,6 +12,7 @@ from thinwire.arrays.sweep.optimizers import OPTIMIZERS
 from thinwire.arrays.sweep.setting import Setting
 from thinwire.arrays.sweep.space import Choices, Hyperparameters, Range, Space, Value
 from thinwire.arrays.sweep.trials import Halving, Population
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 from thinwire.lab.tasks.base import Task
 
@@ -44,14 +45,12 @@ class Plan:
     adapting: Adapting | None = None
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
-            raise ConfigError(f"steps={self.steps}: a trial needs at least 1")
-        if self.seed < 0:
-            raise ConfigError(f"seed={self.seed}: must not be negative; 0 is usual")
-        if self.seed >= 2**32:
-            raise ConfigError(f"seed={self.seed}: must be at most {2**32 - 1}; 0 is usual")
-        if self.eval_limit is not None and self.eval_limit < 1:
-            raise ConfigError(f"eval_limit={self.eval_limit}: at least 1 held-out example is needed; None takes all")
+        check_ranges(
+            self,
+            steps=("1..", "300 is usual"),
+            seed=(f"0..{2**32 - 1}", "0 is usual"),
+            eval_limit=("1..", "None takes all held-out examples"),
+        )
         if self.halving is not None and self.population is not None:
             raise ConfigError(
                 f"halving={self.halving} with a population: members are replaced, not stopped. Use one of the two"

@@ -18,11 +18,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from thinwire.arrays.sweep.journal import Journal, outcome_to_json
+from thinwire.arrays.sweep.journal import Journal
 from thinwire.arrays.sweep.plan import Plan
 from thinwire.arrays.sweep.space import Choices, Domain, Space
 from thinwire.arrays.sweep.training import TrialArray
 from thinwire.arrays.sweep.trials import FUSIBLE, Outcome, Trial, partition, ranked
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 
 MEMBERS = "members"
@@ -126,7 +127,7 @@ def summary(outcomes: Iterable[Outcome], steps: int) -> Fields:
     best = ranked(every)[0]
     # Tune compares reports by loss, and NaN has no order.
     loss = best.loss if math.isfinite(best.loss) else math.inf
-    table = [outcome_to_json(each) for each in every]
+    table = [each.to_json() for each in every]
     return {"loss": loss, "best": best.trial.number, "steps": steps, MEMBERS: table}
 
 
@@ -140,7 +141,7 @@ def pack_of(space: Space, together: int) -> Fields:
     Raises:
         ConfigError: `together` is less than 1, or Ray Tune is not installed.
     """
-    _check_together(together)
+    check_range("together", together, "1..", "A pack has at least 1 member")
     tune = _tune()
     return {MEMBERS: [{name: _domain(tune, each) for name, each in space.domains.items()} for _ in range(together)]}
 
@@ -167,14 +168,9 @@ def packed(searcher: Any, space: Space, together: int, *, metric: str = "loss", 
         ConfigError: `together` is less than 1, another metric or mode, the searcher has a space, or Ray Tune is not
             installed.
     """
-    _check_together(together)
+    check_range("together", together, "1..", "A pack has at least 1 member")
     if metric not in ("loss", "metric") or mode not in ("min", "max"):
         raise ConfigError(f"metric={metric!r}, mode={mode!r}: there are loss and metric, min and max")
     domains = {name: _domain(_tune(), domain) for name, domain in space.domains.items()}
     kind: Any = import_module("thinwire.arrays.sweep.ray_searcher").PackedSearcher
     return kind(searcher, together, metric=metric, mode=mode, space=domains)
-
-
-def _check_together(together: int) -> None:
-    if together < 1:
-        raise ConfigError(f"together={together}: a pack has at least 1 member")

@@ -176,21 +176,8 @@ def finite_or_none(value: float) -> float | None:
 
 def trials_as_json(best: Sequence[Outcome]) -> list[Fields]:
     """Trials as JSON values, for `trials.json`."""
-    return [
-        {
-            "trial": each.trial.number,
-            "loss": finite_or_none(each.loss),
-            "metric": finite_or_none(each.metric),
-            "steps": each.steps,
-            "stopped": each.stopped,
-            "hyperparameters": dict(each.trial.hyperparameters),
-            "copies": [
-                {"step": copy.step, "source": copy.source, "hyperparameters": dict(copy.hyperparameters)}
-                for copy in each.copies
-            ],
-        }
-        for each in best
-    ]
+    rows = [each.to_json() for each in best]
+    return [{**row, **{name: finite_or_none(row[name]) for name in ("loss", "metric")}} for row in rows]
 
 
 def headings_of(space: Space) -> list[str]:

@@ -3,9 +3,9 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 
 
@@ -53,21 +53,16 @@ class Setting:
     lora_alpha: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("lr", "momentum", "weight_decay", "eps", "lr_decay"):
-            value = getattr(self, name)
-            if not 0 <= value < math.inf:
-                raise ConfigError(f"{name}={value}: must be finite and not negative")
-        for name in ("beta1", "beta2", "alpha", "rho"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"{name}={value}: must lie in [0, 1); 0.9 and 0.999 are usual")
+        sizes = ("lr", "momentum", "weight_decay", "eps", "lr_decay")
+        check_ranges(
+            self,
+            **dict.fromkeys(sizes, ("[0, inf)", "Use 0 or more")),
+            **dict.fromkeys(("beta1", "beta2", "alpha", "rho"), ("[0, 1)", "0.9 and 0.999 are usual")),
+            lora_dropout=("[0, 1)", "0.05 is usual"),
+            lora_alpha=("(0, inf)", "Twice the rank is usual"),
+            batch_size=("1..", "A step has at least 1 example"),
+        )
         for name, least in (("rank", 1), ("adapter_seed", 0)):
             value = getattr(self, name)
             if not least <= value < 2**32 or value != int(value):
                 raise ConfigError(f"{name}={value}: must be a whole number, at least {least}")
-        if not 0 <= self.lora_dropout < 1:
-            raise ConfigError(f"lora_dropout={self.lora_dropout}: must lie in [0, 1); 0.05 is usual")
-        if self.lora_alpha is not None and not 0 < self.lora_alpha < math.inf:
-            raise ConfigError(f"lora_alpha={self.lora_alpha}: must be finite and positive; twice the rank is usual")
-        if self.batch_size < 1:
-            raise ConfigError(f"batch_size={self.batch_size}: a step needs at least 1 example")

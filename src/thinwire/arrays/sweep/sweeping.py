@@ -18,6 +18,7 @@ from thinwire.arrays.sweep.plan import Plan
 from thinwire.arrays.sweep.sampling import Sampler
 from thinwire.arrays.sweep.training import StepCallback, TrialArray
 from thinwire.arrays.sweep.trials import FUSIBLE, Outcome, Trial, partition
+from thinwire.core.validation import check_range
 from thinwire.errors import ConfigError
 
 # The fraction of free memory that arrays may use.
@@ -109,12 +110,9 @@ def check_counts(trials: int, together: int | None, at_once: int | None = None) 
     Raises:
         ConfigError: fewer than one trial, or fewer than one in an array or at a time.
     """
-    if trials < 1:
-        raise ConfigError(f"trials={trials}: a sweep has at least 1")
-    if together is not None and together < 1:
-        raise ConfigError(f"together={together}: an array has at least 1 model")
-    if at_once is not None and at_once < 1:
-        raise ConfigError(f"at_once={at_once}: at least 1 trial is proposed at a time")
+    check_range("trials", trials, "1..", "64 are usual")
+    check_range("together", together, "1..", "None takes as many as fit into memory")
+    check_range("at_once", at_once, "1..", "None proposes the trials of an array at a time")
 
 
 # -- how many trials fit into memory -----------------------------------------------------------------------------------

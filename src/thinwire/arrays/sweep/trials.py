@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from thinwire.arrays.sweep.space import Hyperparameters, Value
+from thinwire.core.validation import check_ranges
 from thinwire.errors import ConfigError
 
 FUSIBLE = (
@@ -70,6 +72,25 @@ class Outcome:
     stopped: bool = False
     copies: tuple[Copy, ...] = ()
 
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON values."""
+        return {
+            "trial": self.trial.number,
+            "loss": self.loss,
+            "metric": self.metric,
+            "steps": self.steps,
+            "stopped": self.stopped,
+            "hyperparameters": dict(self.trial.hyperparameters),
+            "copies": [{**vars(each), "hyperparameters": dict(each.hyperparameters)} for each in self.copies],
+        }
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Outcome:
+        """Reverse `to_json`."""
+        trial = Trial(fields["trial"], fields["hyperparameters"])
+        copies = tuple(Copy(**each) for each in fields["copies"])
+        return cls(trial, fields["loss"], fields["metric"], fields["steps"], fields["stopped"], copies)
+
 
 def ranked(outcomes: Iterable[Outcome]) -> list[Outcome]:
     """Outcomes, best first: more steps, then lower loss, then lower number; diverged ones last."""
@@ -117,10 +138,7 @@ class Halving:
     keep: int = 3
 
     def __post_init__(self) -> None:
-        if self.first < 1:
-            raise ConfigError(f"first={self.first}: trials need at least 1 step before they are judged")
-        if self.keep < 2:
-            raise ConfigError(f"keep={self.keep}: one of at least 2 trials continues; 3 is usual")
+        check_ranges(self, first=("1..", "Trials train before they are judged"), keep=("2..", "3 is usual"))
 
     def rungs(self, steps: int) -> list[int]:
         """The numbers of steps after which trials are stopped, in a sweep of `steps` steps."""
@@ -164,12 +182,12 @@ class Population:
     perturbed: tuple[str, ...] = ("lr",)
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ConfigError(f"every={self.every}: must be at least 1 step")
-        if not 0 < self.share <= 0.5:
-            raise ConfigError(f"share={self.share}: must lie in (0, 0.5]; 0.25 is usual")
-        if not 0 < self.change < 1:
-            raise ConfigError(f"change={self.change}: must lie between 0 and 1; 0.2 is usual")
+        check_ranges(
+            self,
+            every=("1..", "100 steps are usual"),
+            share=("(0, 0.5]", "0.25 is usual"),
+            change=("(0, 1)", "0.2 is usual"),
+        )
         for name in self.perturbed:
             if name not in FUSIBLE:
                 raise ConfigError(f"perturbed={name!r}: members of an array differ in {', '.join(FUSIBLE)} only")

@@ -23,7 +23,7 @@ from thinwire.arrays.fusion.optimizers.parameter_batch import (
     slots_of,
 )
 from thinwire.arrays.fusion.recording import RECORDER, is_capturing
-from thinwire.arrays.fusion.store import Selection, is_of, is_shared, owner_of
+from thinwire.arrays.fusion.store import Selection, check_slot, is_of, is_shared, owner_of
 from thinwire.errors import ConfigError
 
 Numbers = float | Sequence[float] | Tensor
@@ -372,8 +372,7 @@ class FusedOptimizer(Optimizer):
         Raises:
             ConfigError: no such slot or hyperparameter, or a value out of its range.
         """
-        if not 0 <= index < self.models:
-            raise ConfigError(f"slot {index}: there are {self.models}, counted from 0")
+        check_slot(index, self.models)
         for name, value in hyperparameters.items():
             if name not in self.ranges:
                 raise ConfigError(f"{name}={value}: {type(self).__name__} has {', '.join(self.ranges)} for each model")
