@@ -373,24 +373,6 @@ def test_shards_give_what_one_machine_with_all_points_gives(backend: str, size: 
     assert all(same(found, whole) for found in thinwire.run_threads(size, work, timeout=30))
 
 
-def test_shards_whose_coordinates_are_sent_block_by_block_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    import thinwire.coreset.distributed as distributed
-
-    x = points(180)
-    whole = select(x, budget=20)
-    initial = distributed.SharedFacility.__init__
-
-    def sparing(*arguments: object) -> None:
-        initial(*arguments, replicate_bytes=0)
-
-    monkeypatch.setattr(distributed.SharedFacility, "__init__", sparing)
-
-    def work(comm: Comm) -> Coreset:
-        return select(shard(x, comm.rank, 3), budget=20, comm=comm)
-
-    assert all(same(found, whole) for found in thinwire.run_threads(3, work, timeout=30))
-
-
 def test_naive_gives_the_same_on_shards() -> None:
     x = points(120)
     whole = select(x, budget=12, method="naive")

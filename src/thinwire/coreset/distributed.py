@@ -5,8 +5,7 @@ Each rank keeps the distances of its points to their nearest representatives. Fo
 all-reduce m partial sums. Since these are exact (see `facility`), every rank gets exactly the gains that one machine
 with all points would compute: the same picks in the same order, without the loss of methods that select in parts.
 
-All candidates' coordinates are all-gathered once where they fit (`replicate_bytes`); otherwise those of each block are
-all-reduced with it, $4md$ bytes. At the end k numbers are all-reduced for the weights.
+All candidates' coordinates are all-gathered once. At the end k numbers are all-reduced for the weights.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from thinwire.coreset.similarity import Distances, Features, centre_of, checked,
 from thinwire.errors import ConfigError
 
 _BLOCK = 64  # candidates of one all-reduce
-REPLICATE_BYTES = 1 << 30
 
 
 class SharedFacility(Facility):
@@ -35,24 +33,20 @@ class SharedFacility(Facility):
     Args:
         nearest: of this rank's points.
         comm: the ranks.
-        replicate_bytes: every rank keeps all coordinates if they take at most this much memory.
     """
 
-    def __init__(self, nearest: Nearest, comm: Comm, *, replicate_bytes: int = REPLICATE_BYTES) -> None:
+    def __init__(self, nearest: Nearest, comm: Comm) -> None:
         own = nearest.of(torch.arange(nearest.n, device="cpu"))
         counts = gather_numbers(comm, [nearest.n], own.device)[:, 0].tolist()
-        self.n = sum(counts)
-        self.block = _BLOCK
+        self.n, self.block = sum(counts), _BLOCK
         self._nearest, self._comm, self._device = nearest, comm, own.device
-        self._start, self._width = sum(counts[: comm.rank]), own.shape[1]
-        fits = 4 * self.n * self._width <= replicate_bytes
-        self._everything = gather_rows(comm, own, counts) if fits else None
+        self._start, self._rows = sum(counts[: comm.rank]), gather_rows(comm, own, counts)
 
     def gains(self, candidates: Numbers) -> Gains:
         """The gain of each candidate now, over all ranks."""
         found: list[Gains] = []
-        for part in torch.from_numpy(candidates).split(1024 if self._everything is not None else _BLOCK):
-            partial = torch.from_numpy(self._nearest.gains(self._rows(part))).to(self._device)
+        for part in torch.from_numpy(candidates).split(1024):
+            partial = torch.from_numpy(self._nearest.gains(self._rows[part.to(self._device)])).to(self._device)
             found.append(self._comm.all_reduce_(partial).wait().cpu().numpy())
         return np.concatenate(found)
 
@@ -60,8 +54,7 @@ class SharedFacility(Facility):
         """Make the candidate a representative, on all ranks."""
         own = candidate - self._start
         mine = 0 <= own < self._nearest.n
-        row = self._rows(torch.tensor([candidate], dtype=torch.int64, device="cpu"))[0]
-        self._nearest.take(row, position, own if mine else None)
+        self._nearest.take(self._rows[candidate], position, own if mine else None)
 
     def cost(self) -> float:
         """The sum of all ranks' points' distances to their nearest representatives."""
@@ -72,18 +65,6 @@ class SharedFacility(Facility):
         """The number of points of all ranks that each representative represents."""
         own = torch.bincount(self._nearest.representatives(), minlength=count)
         return self._comm.all_reduce_(own.to(self._device)).wait().cpu()
-
-    def _rows(self, candidates: Tensor) -> Tensor:
-        """The candidates' coordinates: from memory, or by an all-reduce to which their owners contribute them."""
-        if self._everything is not None:
-            return self._everything[candidates.to(self._device)]
-        own = candidates - self._start
-        mine = (own >= 0) & (own < self._nearest.n)
-        # Every row is zero but on its owner, so that the sum is exact.
-        rows = torch.zeros((len(candidates), self._width), dtype=torch.float32, device=self._device)
-        if bool(mine.any()):
-            rows[mine.to(self._device)] = self._nearest.of(own[mine])
-        return self._comm.all_reduce_(rows).wait()
 
 
 def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, list[int]]:

@@ -46,21 +46,14 @@ def convolve(
     groups: int = 1,
 ) -> Batch:
     """Apply each model's filters to its own channels; on a shared input the models' filters are simply more filters."""
-    settings, size = (stride, padding, dilation, groups), context.size
-    candidates: dict[str, Implementation] = {
-        "grouped": partial(_grouped, function, size, settings),
-        "loop": partial(_loop, function, size, settings, (stride, padding, dilation, False, 0, groups)),
-    }
-    if not isinstance(weight, Batch):
-        candidates = {"folded": partial(_folded, function, size, settings)}
-    elif not isinstance(input, Batch) and groups == 1:
-        candidates = {"side by side": partial(_side_by_side, function, size, settings, 0), **candidates}
+    more: dict[str, Implementation] = {}
     # F.unfold knows only images.
-    if isinstance(weight, Batch) and function is F.conv2d and groups == 1 and not isinstance(padding, str):
-        candidates["unfolded"] = partial(_unfolded, size, stride, padding, dilation)
-    if isinstance(weight, Batch) and _is_pointwise(weight, stride, padding, groups):
-        candidates["products"] = partial(_pointwise, size)
-    return _with_samples(function, candidates, input, weight, bias, settings)
+    if function is F.conv2d and groups == 1 and not isinstance(padding, str):
+        more["unfolded"] = partial(_unfolded, context.size, stride, padding, dilation)
+    if _is_pointwise(weight, stride, padding, groups):
+        more["products"] = partial(_pointwise, context.size)
+    settings, full = (stride, padding, dilation, groups), (stride, padding, dilation, False, 0, groups)
+    return _convolve(function, context.size, settings, full, more, input, weight, bias)
 
 
 @rule(F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
@@ -77,28 +70,43 @@ def convolve_transposed(
     dilation: Sizes = 1,
 ) -> Batch:
     """Apply each model's transposed convolution, as `convolve`."""
-    size, settings = context.size, (stride, padding, output_padding, groups, dilation)
-    candidates: dict[str, Implementation] = {
-        "grouped": partial(_grouped, function, size, settings),
-        "loop": partial(_loop, function, size, settings, (stride, padding, dilation, True, output_padding, groups)),
-    }
-    if not isinstance(weight, Batch):
-        candidates = {"folded": partial(_folded, function, size, settings)}
-    elif not isinstance(input, Batch) and groups == 1:
-        # The output channels of a transposed convolution are its weight's second axis.
-        candidates = {"side by side": partial(_side_by_side, function, size, settings, 1), **candidates}
-    return _with_samples(function, candidates, input, weight, bias, settings)
+    settings = (stride, padding, output_padding, groups, dilation)
+    full = (stride, padding, dilation, True, output_padding, groups)
+    return _convolve(function, context.size, settings, full, {}, input, weight, bias)
 
 
-def _with_samples(
+def _convolve(
     function: Any,
-    candidates: dict[str, Implementation],
+    size: int,
+    settings: Settings,
+    full: Settings,
+    more: dict[str, Implementation],
     input: Value,
     weight: Value,
     bias: Value | None,
-    settings: Settings,
 ) -> Batch:
-    """Run with an axis of samples, which is added and removed again for a single sample."""
+    """Run the fastest implementation.
+
+    Args:
+        function: of torch.
+        size: the number of models.
+        settings: the rest of its arguments.
+        full: the same as `torch.convolution` takes them: transposed or not is at index 3, the groups are last.
+        more: implementations, if each model has its own filters.
+        input: without an axis of samples, one is added and removed again.
+        weight: the filters.
+        bias: of each output channel.
+    """
+    candidates: dict[str, Implementation] = {
+        "grouped": partial(_grouped, function, size, settings),
+        "loop": partial(_loop, function, size, settings, full),
+        **more,
+    }
+    if not isinstance(weight, Batch):
+        candidates = {"folded": partial(_folded, function, size, settings)}
+    elif not isinstance(input, Batch) and full[-1] == 1:
+        # The output channels of a transposed convolution are its weight's second axis.
+        candidates = {"side by side": partial(_side_by_side, function, size, settings, int(full[3])), **candidates}
     if len(input.shape) == len(weight.shape):
         return run_fastest(function.__name__, candidates, (input, weight, bias), settings)
     one = Batch(input.at(0).unsqueeze(1), 0) if isinstance(input, Batch) else input.unsqueeze(0)

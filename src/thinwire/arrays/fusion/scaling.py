@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer
+from thinwire.arrays.fusion.optimizers.parameter_batch import slots_of
 from thinwire.arrays.fusion.recording import RECORDER, constants
 from thinwire.arrays.fusion.store import Selection, owner_of, rows_of
 from thinwire.errors import ConfigError
@@ -101,14 +102,11 @@ class GradScaler:
         # In fp64 and then rounded, as torch's scaler does: the gradients have the same bits.
         inverse = self.scales.double().reciprocal()
         for parameter in held:
-            gradient, owner = parameter.grad, owner_of(parameter)
+            gradient, slots = parameter.grad, slots_of(parameter)
             assert gradient is not None
-            own = inverse if owner is None else inverse[owner : owner + 1]
-            gradient.mul_(
-                own.to(gradient.device, torch.promote_types(gradient.dtype, torch.float32)).view(_column(gradient))
-            )
-            wrong = ~rows_of(gradient.isfinite()).all(1).to(overflowed.device)
-            overflowed[slice(None) if owner is None else slice(owner, owner + 1)] |= wrong
+            own = inverse[slots].to(gradient.device, torch.promote_types(gradient.dtype, torch.float32))
+            gradient.mul_(own.view(_column(gradient)))
+            overflowed[slots] |= ~rows_of(gradient.isfinite()).all(1).to(overflowed.device)
         self._found[id(optimizer)] = overflowed
         return overflowed
 
@@ -234,9 +232,8 @@ def clip_grad_norm_(
     factors = (bounds / (norms + 1e-6)).clamp(max=1.0)
     for parameter in held:
         assert parameter.grad is not None
-        owner = owner_of(parameter)
-        own = factors if owner is None else factors[owner : owner + 1]
-        parameter.grad.mul_(own.to(parameter.grad.device).view(_column(parameter.grad)))
+        own = factors[slots_of(parameter)].to(parameter.grad.device)
+        parameter.grad.mul_(own.view(_column(parameter.grad)))
     return norms
 
 
@@ -255,10 +252,8 @@ def clip_grad_value_(parameters: Iterable[nn.Parameter], clip_value: float | Seq
     size = _size(held)
     for parameter in held:
         assert parameter.grad is not None
-        owner = owner_of(parameter)
         bounds = _bounds("clip_value", clip_value, size, parameter.grad)
-        own = bounds if owner is None else bounds[owner : owner + 1]
-        own = own.view(_column(parameter.grad))
+        own = bounds[slots_of(parameter)].view(_column(parameter.grad))
         parameter.grad.clamp_(-own, own)
 
 
