@@ -18,14 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from thinwire.arrays.finetuning.layers import RANK_AXIS, Adapter, AdapterLayer
-from thinwire.arrays.finetuning.peft_members import (
-    Member,
-    config_from,
-    described,
-    peft_model,
-    read_member,
-    save_folder,
-)
+from thinwire.arrays.finetuning.peft_members import Member, config_from, described, peft_model, read_member, save_folder
 from thinwire.arrays.finetuning.rows import ByMember, Rows, recomputing
 from thinwire.arrays.fusion import checkpoints
 from thinwire.arrays.fusion.batch import Each

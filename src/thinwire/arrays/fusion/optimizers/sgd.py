@@ -10,14 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.arrays.fusion.optimizers.base import FusedOptimizer, Numbers, ranges_of
-from thinwire.arrays.fusion.optimizers.parameter_batch import (
-    Group,
-    ParameterBatch,
-    add_,
-    is_zero,
-    plus,
-    scale_,
-)
+from thinwire.arrays.fusion.optimizers.parameter_batch import Group, ParameterBatch, add_, is_zero, plus, scale_
 from thinwire.core.kernels.rows import sgd_rows_
 from thinwire.errors import ConfigError
 
