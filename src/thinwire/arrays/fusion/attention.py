@@ -71,19 +71,12 @@ def _in_steps(
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
     if mask is not None:
-        scores = scores + (_additive(~mask, query) if mask.dtype == torch.bool else mask)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     # As in torch's own: a query that may attend to nothing gets zeros, where softmax would give NaN.
     weights = safe_softmax(scores, -1)
     if context.model is not None:
         return dropout(context, F.dropout, weights, dropout_p) @ value
     return dropout(context, F.dropout, Batch(weights, 0), dropout_p).at(0) @ value
-
-
-def _additive(mask: Tensor, query: Tensor) -> Tensor:
-    """Return minus infinity where a boolean mask is set; a mask of numbers is only cast."""
-    if mask.dtype != torch.bool:
-        return mask.to(query.dtype)
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask, float("-inf"))
 
 
 # Torch's own code, whose calls are then intercepted one by one.

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from math import log, prod
 from typing import Any
 
@@ -31,10 +32,7 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Compute the losses of all samples of all models at once, then one mean per model."""
-
-    def loss(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-        return F.cross_entropy(x, y, w, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
-
+    loss = partial(F.cross_entropy, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing)
     if _needs_loop(input, weight, size_average, reduce):
         rest = (weight, size_average, ignore_index, reduce, reduction, label_smoothing)
         return loop(function, context.size, input, target, *rest)
@@ -59,10 +57,7 @@ def nll_loss(
     reduction: str = "mean",
 ) -> Any:
     """Compute `cross_entropy` from logarithms of probabilities."""
-
-    def loss(x: Tensor, y: Tensor, w: Tensor | None) -> Tensor:
-        return F.nll_loss(x, y, w, ignore_index=ignore_index, reduction="none")
-
+    loss = partial(F.nll_loss, ignore_index=ignore_index, reduction="none")
     if _needs_loop(input, weight, size_average, reduce):
         rest = (weight, size_average, ignore_index, reduce, reduction)
         return loop(function, context.size, input, target, *rest)
