@@ -195,17 +195,11 @@ class Life:
         self.runs.append(run)
 
     def replace(self) -> None:
-        run, slot = self.run(within=True), self.draw.randrange(self.array.size)
-        largest = max(
-            each["lora_A.weight"].shape[0] for i in range(self.array.size) for each in self.array.tensors(i).values()
-        )
-        if run.config.r > largest:
-            with pytest.raises(ConfigError, match=f"member {slot}: rank {run.config.r}"):
-                self.array.insert(slot, run.config, seed=run.seed)
-            return
-        self.array.insert(slot, run.config, seed=run.seed)
-        self.optimizer.reset(slot, lr=run.lr, weight_decay=run.decay)
-        self.runs[slot] = run
+        slot, order = self.draw.randrange(self.array.size), list(range(self.array.size))
+        order[slot] = self.array.size
+        self.add()
+        self.optimizer.select(self.array.select(order))
+        self.runs[slot] = self.runs.pop()
 
     def resume(self) -> None:
         self.array.save(self.folder, optimizer=self.optimizer)

@@ -433,36 +433,6 @@ class AdapterArray(ModelArray):
         save_folder(home, self.extract(index))
         return home
 
-    def insert(self, index: int, member: Any, *, seed: int | None = None) -> None:
-        """Put another member into a slot; other slots are unchanged. Then call `optimizer.reset(index, lr=...)`.
-
-        Args:
-            index: the slot.
-            member: as for `adapters`, of a rank up to the largest in the array.
-            seed: for its initial adapter and its dropout.
-
-        Raises:
-            ConfigError: no such slot, or the member does not fit the array.
-        """
-        check_slot(index, self.size)
-        made = self._read(index, member, seed)
-        self._check_fits(index, made)
-        for path, layer in self._layers.items():
-            own = made.adapters.get(path)
-            if own is not None and own.rank > layer.rank:
-                raise ConfigError(
-                    f"member {index}: rank {own.rank} of layer {path!r}. The array is padded to rank {layer.rank}. Use "
-                    "add, which pads it again, and then select"
-                )
-        for path, layer in self._layers.items():
-            own = made.adapters.get(path)
-            layer.write(index, own)
-            layer.adapters[index] = own and _without_tensors(own)
-        self._configs[index] = made.config
-        if self._rows.generators is not None and seed is not None:
-            self._rows.generators[index].manual_seed(seed)
-            _restore(self._rows.generators[index], made.state)
-
     def _check_fits(self, slot: int, member: Member) -> None:
         _check_alike([Member(self._configs[0], _adapters_of(self._layers, 0), None), member], (0, slot))
         for path, own in member.adapters.items():
@@ -696,14 +666,10 @@ def _generators(seeds: Sequence[int], members: Sequence[Member], device: torch.d
     """Return a generator per member, which continues after PEFT has drawn the initial adapter."""
     made = [torch.Generator(device).manual_seed(seed) for seed in seeds]
     for generator, member in zip(made, members, strict=True):
-        _restore(generator, member.state)
+        # The state is that of a generator on the CPU, where PEFT draws.
+        if member.state is not None and generator.device.type == "cpu":
+            generator.set_state(member.state)
     return made
-
-
-def _restore(generator: torch.Generator, state: Tensor | None) -> None:
-    # The state is that of a generator on the CPU, where PEFT draws.
-    if state is not None and generator.device.type == "cpu":
-        generator.set_state(state)
 
 
 def _fingerprint(base: nn.Module) -> str:

@@ -127,16 +127,6 @@ class AdapterLayer(nn.Module):
             return {}
         return {name: self._own(self.stacked[name].detach()[slot], name, own) for name in own.tensors}
 
-    @torch.no_grad()
-    def write(self, slot: int, adapter: Adapter | None) -> None:
-        """Put another adapter, of a rank up to that of the array, into a slot."""
-        self.adapters[slot] = adapter
-        for name, parameter in self.stacked.items():
-            parameter[slot] = _unused(name)
-            if adapter is not None and name in adapter.tensors:
-                self._own(parameter[slot], name, adapter).copy_(adapter.tensors[name])
-        self._settle()
-
     def set_rates(self, values: Sequence[float]) -> None:
         """Change the dropout rate of every member that has an adapter here."""
         self.adapters = [each and replace(each, rate=rate) for each, rate in zip(self.adapters, values, strict=True)]
