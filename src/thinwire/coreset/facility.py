@@ -109,11 +109,23 @@ class TorchNearest(Nearest):
 
     def gains(self, rows: Tensor) -> Gains:
         """The gains of candidates."""
-        return np.concatenate([savings(self._near, self._to(part)) for part in rows.split(self._width)])
+        found: list[Gains] = []
+        for part in rows.split(self._width):
+            saved = torch.sub(self._near[:, None], rounded(self._to(part))).clamp_min_(0)
+            found.append(saved.sum(0, dtype=torch.float64).cpu().numpy())
+        return np.concatenate(found)
 
     def take(self, row: Tensor, position: int, own: int | None) -> None:
         """Make a row a representative."""
-        assign_(self._near, self._positions, self._to(row[None])[:, 0], position, own)
+        found = rounded(self._to(row[None])[:, 0])
+        if own is not None:
+            found[own] = 0
+        closer = found < self._near
+        self._near[closer] = found[closer]
+        self._positions[closer] = position
+        # A representative represents itself, even where an equal point was chosen before.
+        if own is not None:
+            self._positions[own] = position
 
     def cost(self) -> float:
         """The sum of the distances to the nearest representatives."""
@@ -168,24 +180,6 @@ def facility_of(points: Tensor | Distances, *, threads: int = 1) -> Facility:
 def rounded(distances: Tensor) -> Tensor:
     """Distances of at most 1 as multiples of 2^-23, in place."""
     return distances.add_(1).sub_(1).clamp_max_(1)
-
-
-def savings(near: Tensor, distances: Tensor) -> Gains:
-    """The gains, float64 [m], of candidates at distances [n, m]; `near` [n] are the least distances so far."""
-    return torch.sub(near[:, None], rounded(distances)).clamp_min_(0).sum(0, dtype=torch.float64).cpu().numpy()
-
-
-def assign_(near: Tensor, position_of: Tensor, distances: Tensor, position: int, own: int | None) -> None:
-    """Assign points that are nearer to a new representative than to any other to it, and it to itself."""
-    found = rounded(distances)
-    if own is not None:
-        found[own] = 0
-    closer = found < near
-    near[closer] = found[closer]
-    position_of[closer] = position
-    # A representative represents itself, even where an equal point was chosen before.
-    if own is not None:
-        position_of[own] = position
 
 
 def width_of(points: Tensor | Distances, device: torch.device) -> int:

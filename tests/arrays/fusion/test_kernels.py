@@ -194,7 +194,7 @@ def test_normalisation_by_kernel_keeps_the_axis_of_the_models() -> None:
         pytest.skip("no C compiler")
     x, affine = torch.ones(MODELS, 4, 6, 5), Batch(torch.ones(MODELS, 6), 0)
     for given, axis in ((Batch(x, 0), 0), (Batch(x.transpose(0, 1).contiguous(), 1), 1), (x[0], 0)):
-        found = normalisation.batch_norm_by_kernel(MODELS, 1e-5, given, affine, affine)[0]
+        found = normalisation._batch_norm_by_kernel(MODELS, 0.1, 1e-5, given, None, None, affine, affine)
         assert found.axis == axis and found.shape == (4, 6, 5) and found.tensor.is_contiguous()
 
 

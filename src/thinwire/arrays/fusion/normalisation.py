@@ -125,14 +125,15 @@ def _batch_norm_by_kernel(
     weight: Value,
     bias: Value,
 ) -> Batch:
-    found, mean, variance = batch_norm_by_kernel(size, eps, input, weight, bias)
+    x, axis = _blocks(input, size)
+    found, mean, variance = _BatchNorm.apply(x, *_affine(size, weight, bias), axis, eps)
     count = prod((input.shape[0], *input.shape[2:]))
     with torch.no_grad():
         # torch keeps the unbiased variance.
         for kept, own, factor in ((running_mean, mean, 1.0), (running_var, variance, count / (count - 1))):
             if kept is not None:
                 kept.at(0).mul_(1 - momentum).add_(own, alpha=momentum * factor)
-    return found
+    return Batch(found, axis)
 
 
 def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
@@ -249,15 +250,6 @@ def _autocast(tensor: Tensor) -> bool:
 def _layer_norm_by_kernel(size: int, eps: float, input: Value, weight: Value, bias: Value) -> Batch:
     x = input.at(0).contiguous() if isinstance(input, Batch) else along(input, 0, size)
     return Batch(_LayerNorm.apply(x, *_affine(size, weight, bias), eps), 0)
-
-
-def batch_norm_by_kernel(
-    size: int, eps: float, input: Value, weight: Value, bias: Value
-) -> tuple[Batch, Tensor, Tensor]:
-    """Normalise [n, c, s...] of one model over all samples, as in training; returns means and variances too, [B, c]."""
-    x, axis = _blocks(input, size)
-    found, mean, variance = _BatchNorm.apply(x, *_affine(size, weight, bias), axis, eps)
-    return Batch(found, axis), mean, variance
 
 
 def _affine(size: int, *values: Value) -> list[Tensor]:
