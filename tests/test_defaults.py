@@ -359,7 +359,7 @@ def chosen(method: Any, folder: Path, inside: Inside) -> list[Any]:
         found.append(Coreset.load(folder / "coreset.safetensors"))
         numbers = [quality(x, each.indices, each.weights, labels=labels) for each in found]
         gaps = optimum_gaps(x, labels, [(each.indices, each.weights) for each in found])
-        others = [random_subset(len(x), 20, labels=labels, like=found[1], seed=3), projected(x, found[0].indices)]
+        others = [random_subset(found[1], labels=labels, seed=3), projected(x, found[0].indices)]
     return [[(each.indices, each.weights, each.gains) for each in found], others, repr([numbers, gaps])]
 
 

@@ -265,7 +265,7 @@ def test_quality_of_everything_is_perfect_and_of_a_coreset_better_than_chance() 
     for kinds in (None, labels):
         found = select(x, budget=30, labels=kinds)
         own = quality(x, found.indices, found.weights, labels=kinds)
-        draws = [random_subset(300, 30, labels=kinds, like=found, seed=seed) for seed in range(6)]
+        draws = [random_subset(found, labels=kinds, seed=seed) for seed in range(6)]
         others = [quality(x, *draw, labels=kinds) for draw in draws]
         assert own.mean_distance < min(other.mean_distance for other in others)
         assert own.gradient_error < float(np.mean([other.gradient_error for other in others]))

@@ -39,7 +39,7 @@ def test_a_selection_on_a_gpu_is_judged_as_on_the_cpu() -> None:
     def judged(device: str) -> list[Any]:
         x, labels = POINTS[0].to(device), LABELS[0].to(device)
         found = select(x, labels=labels, budget=6)
-        drawn = random_subset(len(x), 6, labels=labels, like=found, seed=0)
+        drawn = random_subset(found, labels=labels, seed=0)
         gaps = optimum_gaps(x, labels, [(found.indices.to(device), found.weights.to(device))])
         return [quality(x, found.indices, found.weights, labels=labels), gaps, [each.tolist() for each in drawn]]
 

@@ -117,10 +117,7 @@ class Select:
 
         own = quality(rows, chosen.indices, chosen.weights, labels=labels, seed=self.seed)
         classes = labels if self.per_class else None
-        draws = [
-            random_subset(chosen.n, len(chosen), labels=classes, like=chosen, seed=self.seed + 1 + draw)
-            for draw in range(_RANDOM_DRAWS)
-        ]
+        draws = [random_subset(chosen, labels=classes, seed=self.seed + 1 + draw) for draw in range(_RANDOM_DRAWS)]
         others = [asdict(quality(rows, *draw, labels=labels, seed=self.seed)) for draw in draws]
         gaps = None
         if labels is not None and len(labels.unique()) > 1:

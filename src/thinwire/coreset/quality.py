@@ -142,17 +142,11 @@ def _softmax_loss(model: Tensor, x: Tensor, labels: Tensor, weights: Tensor) -> 
     return (losses * weights).mean() + _WEIGHT_DECAY / 2 * model.square().sum()
 
 
-def random_subset(n: int, budget: int, *, labels: Tensor | None, like: Coreset, seed: int) -> tuple[Tensor, Tensor]:
+def random_subset(like: Coreset, *, labels: Tensor | None, seed: int) -> tuple[Tensor, Tensor]:
     """Random points, as many as a coreset has, per class where there are labels, with equal weights within a class."""
-    if labels is None:
-        members, counts = (
-            torch.zeros(n, dtype=torch.int64, device="cpu"),
-            torch.tensor([budget], dtype=torch.int64, device="cpu"),
-        )
-    else:
-        members = labels.cpu().unique(return_inverse=True)[1]
-        counts = members[like.indices].bincount()
-    found = Strata(members, counts).draw(seed)
+    one = torch.zeros(like.n, dtype=torch.int64, device="cpu")
+    members = one if labels is None else labels.cpu().unique(return_inverse=True)[1]
+    found = Strata(members, members[like.indices].bincount()).draw(seed)
     return found.indices, found.weights
 
 
