@@ -26,7 +26,6 @@ import torch
 
 from reproductions.hfta.training import STEPS, WAYS, Pace, Step, cached, loop_step, seconds_per_step, warmed_up
 from reproductions.hfta.workloads import Workload, every
-from thinwire.arrays.fusion import save_autotune_cache
 from thinwire.errors import ThinwireError
 from thinwire.lab.emulate import run_workers
 
@@ -197,7 +196,6 @@ class _Four:
                 kept = torch.cuda.memory_allocated() - before
                 self._turns[way] = partial(_turn, step, count, kept, self._seconds)
             torch.cuda.empty_cache()
-        save_autotune_cache()
 
     def turn(self, way: str) -> dict[str, Any]:
         """One turn."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from reproductions.hfta.workloads import Workload, every
-from thinwire.arrays.fusion import Adam, fuse, keep_memory, measuring, save_autotune_cache
+from thinwire.arrays.fusion import Adam, fuse, keep_memory, measuring
 from thinwire.errors import ThinwireError
 from thinwire.lab.emulate import run_workers
 
@@ -200,7 +200,6 @@ def forked(work: Callable[[], Pace]) -> Pace:
 
     def tell() -> None:
         sender.send_bytes(json.dumps(asdict(work())).encode())
-        save_autotune_cache()
 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)

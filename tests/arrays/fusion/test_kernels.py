@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import atexit
 import json
 import math
 from collections import Counter
@@ -398,13 +397,9 @@ def test_of_candidates_that_hardly_differ_the_first_is_taken(
 def test_the_next_process_uses_what_was_measured(offered: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_chosen", "_uses"):
         getattr(autotune, name).clear()
-    at_the_end: list[Callable[[], None]] = []
-    monkeypatch.setattr(atexit, "register", at_the_end.append)
     monkeypatch.setattr(autotune, "_cache", autotune_cache.AutotuneCache())
     with measuring():
         assert [offered(count, "first", "best") for count in (3, 4)] == ["best", "best"]
-    assert not autotune_cache.cache_path().exists() and len(at_the_end) == 1
-    at_the_end[0]()
     for name in ("_chosen", "_uses"):
         getattr(autotune, name).clear()
     monkeypatch.setattr(autotune, "_cache", autotune_cache.AutotuneCache())
@@ -421,16 +416,12 @@ def test_measurements_of_several_processes_are_merged_and_the_oldest_dropped(mon
     for cache, cases in ((one, "abc"), (other, "cd")):
         for case in cases:
             cache.put(case, f"name of {cases}")
-    one.write()
-    other.write()
     assert json.loads(autotune_cache.cache_path().read_text()) == {
         "b": "name of abc",
         "c": "name of cd",
         "d": "name of cd",
     }
     assert autotune_cache.AutotuneCache().get("c") == "name of cd" and autotune_cache.AutotuneCache().get("a") is None
-    atexit.unregister(one.write)
-    atexit.unregister(other.write)
 
 
 @pytest.mark.parametrize("content", [b"{", b"[1]", b"\xff\xfe", None], ids=repr)
@@ -444,14 +435,4 @@ def test_a_file_that_cannot_be_read_is_ignored(content: bytes | None) -> None:
     cache = autotune_cache.AutotuneCache()
     assert cache.get("case") is None
     cache.put("case", "name")
-    cache.write()
     assert autotune_cache.AutotuneCache().get("case") == (None if content is None else "name")
-    atexit.unregister(cache.write)
-
-
-def test_a_cleared_cache_is_not_written() -> None:
-    cache = autotune_cache.AutotuneCache()
-    cache.put("case", "name")
-    cache.clear()
-    cache.write()
-    assert autotune_cache.AutotuneCache().get("case") is None

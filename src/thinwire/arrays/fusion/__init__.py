@@ -6,7 +6,7 @@ itself.
 """
 
 from thinwire.arrays.fusion.array import FusedArray, fuse
-from thinwire.arrays.fusion.autotune import autotune_choices, clear_autotune_cache, measuring, save_autotune_cache
+from thinwire.arrays.fusion.autotune import autotune_choices, clear_autotune_cache, measuring
 from thinwire.arrays.fusion.batch import Each
 from thinwire.arrays.fusion.data import MemberBatches
 from thinwire.arrays.fusion.memory import keep_memory
@@ -38,5 +38,4 @@ __all__ = [
     "gradient_norms",
     "keep_memory",
     "measuring",
-    "save_autotune_cache",
 ]

@@ -62,15 +62,10 @@ def autotune_choices() -> dict[str, str]:
 
 
 def clear_autotune_cache() -> None:
-    """Forget all measurements, of this process and of earlier ones; what was measured so far is not saved."""
+    """Forget all measurements, of this process and of earlier ones; the file keeps them for later processes."""
     _chosen.clear()
     _uses.clear()
     _cache.clear()
-
-
-def save_autotune_cache() -> None:
-    """Write the measurements to the cache file now; a process does so when it ends, but a forked one must call this."""
-    _cache.write()
 
 
 @contextmanager

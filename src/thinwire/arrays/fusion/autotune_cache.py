@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +14,7 @@ _MAX_ENTRIES = 4096
 
 
 class AutotuneCache:
-    """The name of the fastest implementation for each case; read at first use and written when the process ends.
+    """The name of the fastest implementation for each case; read at first use, and written at each measurement.
 
     One file serves one machine, one version of torch and one of thinwire. A file that cannot be read or written is
     ignored: the cache only saves time.
@@ -24,8 +22,6 @@ class AutotuneCache:
 
     def __init__(self) -> None:
         self._known: dict[str, str] | None = None
-        self._process = os.getpid()
-        self._new: dict[str, str] = {}
 
     def get(self, case: str) -> str | None:
         """Return the implementation that was fastest, or None if the file has no such case."""
@@ -34,30 +30,18 @@ class AutotuneCache:
         return self._known.get(case)
 
     def put(self, case: str, name: str) -> None:
-        """Add a measurement."""
-        if not self._new:
-            atexit.register(self.write)
-            self._process = os.getpid()
-        self._new[case] = name
-
-    def clear(self) -> None:
-        """Ignore the file from now on, and do not write what was measured so far."""
-        self._known = {}
-        self._new = {}
-        atexit.unregister(self.write)
-
-    def write(self) -> None:
-        """Add the new measurements to the file, and drop the oldest beyond the limit."""
-        path, new = cache_path(), self._new
-        if not new or os.getpid() != self._process:  # a fork leaves the writing to its parent
-            return
+        """Add a measurement to the file, and drop the oldest beyond the limit."""
+        path = cache_path()
         # Read again: other processes may have written since this one started.
-        kept = {case: name for case, name in _read(path).items() if case not in new}
-        entries = list({**kept, **new}.items())[-_MAX_ENTRIES:]
-        self._new = {}
+        kept = [entry for entry in _read(path).items() if entry[0] != case]
+        entries = [*kept, (case, name)][-_MAX_ENTRIES:]
         with suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, json.dumps(dict(entries), indent=0).encode())
+
+    def clear(self) -> None:
+        """Ignore what is in the file from now on."""
+        self._known = {}
 
 
 def cache_path() -> Path:
