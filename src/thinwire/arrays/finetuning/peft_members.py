@@ -21,6 +21,8 @@ from thinwire.errors import ConfigError
 
 # Initializations that leave the base unchanged.
 _INITIAL = (True, False, "gaussian", "orthogonal")
+# Settings that train or change more than adapters.
+_MORE = ("modules_to_save", "layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying")
 _KINDS = "Linear, Conv1D of transformers, and Embedding for LoRA"
 # An adapter's name within the models that are made here.
 _NAME = "default"
@@ -135,17 +137,10 @@ def _check_config(index: int, config: Any) -> None:
             f"member {index} has a {kind}. An array has adapters of LoRA (with rsLoRA or DoRA) and IA3. Use LoraConfig "
             "or IA3Config, or train this member by itself"
         )
-    refused: dict[str, Any] = {}
-    if config.modules_to_save:
-        refused["modules_to_save"] = config.modules_to_save
-    if isinstance(config, library.LoraConfig):
-        if getattr(config, "bias", "none") != "none":
-            refused["bias"] = config.bias
-        if config.init_lora_weights not in _INITIAL:
-            refused["init_lora_weights"] = config.init_lora_weights
-        for name in ("layer_replication", "trainable_token_indices", "target_parameters", "ensure_weight_tying"):
-            if getattr(config, name, None):
-                refused[name] = getattr(config, name)
+    refused = {name: value for name in _MORE if (value := getattr(config, name, None))}
+    for name, known in (("bias", ("none",)), ("init_lora_weights", _INITIAL)):
+        if getattr(config, name, known[0]) not in known:
+            refused[name] = getattr(config, name)
     for name, value in refused.items():
         raise ConfigError(
             f"member {index}: {name}={value!r}. Members of an array train adapters only, and share the base unchanged. "
