@@ -596,7 +596,7 @@ class AdapterArray(ModelArray):
         made = [self._read(slot, config_from(values), 0) for slot, values in enumerate(configs)]
         for slot, member in enumerate(made):
             self._check_fits(slot, member)
-        checkpoints.select_parts(parts, self._rebuild([], made, seeds=[0] * len(made)))
+        checkpoints.select_parts(self._rebuild([], made, seeds=[0] * len(made)), **parts)
 
 
 def _frozen(parameter: nn.Parameter) -> nn.Parameter:

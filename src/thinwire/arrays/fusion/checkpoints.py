@@ -152,7 +152,7 @@ def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     check(state, array, **parts)
     if state["models"] != array.size:
         # The selected models only give the shapes: all their tensors are overwritten below.
-        select_parts(parts, array.select([min(slot, array.size - 1) for slot in range(state["models"])]))
+        select_parts(array.select([min(slot, array.size - 1) for slot in range(state["models"])]), **parts)
     with torch.no_grad():
         for name, tensor in _named(array):
             overwrite_(tensor, state["tensors"][name])
@@ -163,7 +163,7 @@ def restore(state: Mapping[str, Any], array: ModelArray, **parts: Unpack[Parts])
     restore_outline(state, array, **parts)
 
 
-def select_parts(parts: Parts, kept: Selection) -> None:
+def select_parts(kept: Selection, **parts: Unpack[Parts]) -> None:
     """Follow `select` of the array."""
     for part in (parts.get("optimizer"), parts.get("schedules"), parts.get("scaler")):
         if part is not None:

@@ -223,7 +223,7 @@ class ParallelArray:
         outline: dict[str, Any] = first["extra"]["array"]
         models = outline["models"]
         if models != self.array.size:
-            select_parts(parts, self.select([min(slot, self.array.size - 1) for slot in range(models)]))
+            select_parts(self.select([min(slot, self.array.size - 1) for slot in range(models)]), **parts)
         checkpoint.restore(internals_of(self.worker), state, same_size=same_size)  # `select` has replaced the worker
         separate_step_counters(self.optimizer)
         restore_outline(outline, self.array, random=same_size, **parts)
