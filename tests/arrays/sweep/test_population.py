@@ -321,7 +321,7 @@ def test_the_command_resumes_a_population(
     ("words", "message"),
     [
         ("--population 0", "every=0: must be at least 1"),
-        ("--population 3 --share 0.6", "share=0.6: must lie in (0, 0.5]"),
+        ("--population 3 --share 0.6", "--share 0.6: must lie in (0, 0.5]"),
         ("--population 3 --change 1", "--change 1.0: must lie in (0, 1)"),
         ("--population 3 --halving 2", "Use one of the two"),
         ("--population 3 --sampler optuna", "Use --sampler random"),

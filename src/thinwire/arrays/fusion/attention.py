@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thinwire.arrays.fusion.batch import Batch, Value, along, loop
-from thinwire.arrays.fusion.rng import dropout
+from thinwire.arrays.fusion.rng import DropoutRates, dropout
 from thinwire.arrays.fusion.routing import COMPOSITES, RANDOM, Context, rule
-from thinwire.core.torch_internals import safe_softmax, without_dispatch
+from thinwire.core.torch_internals import pytree, safe_softmax, without_dispatch
 
 
 @rule(F.scaled_dot_product_attention)
@@ -79,6 +79,22 @@ def _in_steps(
     return dropout(context, F.dropout, Batch(weights, 0), dropout_p).at(0) @ value
 
 
-# Torch's own code, whose calls are then intercepted one by one.
-COMPOSITES[F.multi_head_attention_forward] = without_dispatch(F.multi_head_attention_forward)
+class _AttentionRates(DropoutRates):
+    """Rates that torch's attention may compare with zero, to skip dropout."""
+
+    def __gt__(self, other: object) -> bool:
+        """Whether any model drops values."""
+        return bool(self)
+
+
+def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
+    """Run torch's own code, whose calls are then intercepted one by one."""
+    args, kwargs = pytree.tree_map(
+        lambda each: _AttentionRates(each.values) if isinstance(each, DropoutRates) else each, (args, kwargs)
+    )
+    return _attend(*args, **kwargs)
+
+
+_attend = without_dispatch(F.multi_head_attention_forward)
+COMPOSITES[F.multi_head_attention_forward] = multi_head_attention
 RANDOM.add(F.scaled_dot_product_attention)

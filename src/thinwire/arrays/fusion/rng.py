@@ -45,11 +45,7 @@ class DropoutRates(float):
             "between models. Leave it to torch's dropout, make it equal, or run that layer in a loop: loop=[...]"
         )
 
-    def __gt__(self, other: object) -> bool:
-        """Whether any rate is above zero, by which code skips dropout; other numbers are refused."""
-        return bool(self) if other == 0 else self._refuse()
-
-    __lt__ = __le__ = __ge__ = _refuse
+    __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
     __neg__ = __pow__ = __rpow__ = _refuse
 
