@@ -128,18 +128,9 @@ class _Batched(torch.autograd.Function):
 
 
 @rule(F.bilinear)
-def bilinear(
-    context: Context, function: Any, input1: Value, input2: Value, weight: Value, bias: Value | None = None
-) -> Batch:
-    """Apply each model's bilinear form to two inputs."""
-    size = context.size
-
-    def einsum(one: Value, other: Value, forms: Value, shift: Value | None) -> Batch:
-        found = torch.einsum("b...i,boij,b...j->b...o", *(along(value, 0, size) for value in (one, forms, other)))
-        return Batch(found if shift is None else found + _beside_rows(along(shift, 0, size), found.dim() - 1), 0)
-
-    candidates = {"einsum": einsum, "loop": partial(loop, function, size)}
-    return run_fastest("bilinear", candidates, (input1, input2, weight, bias))
+def bilinear(context: Context, function: Any, *args: Any, **kwargs: Any) -> Batch:
+    """Compute model after model, as vmap does with a warning."""
+    return loop(function, context.size, *args, **kwargs)
 
 
 @rule(F.embedding)
@@ -179,23 +170,6 @@ def _one_table(size: int, padding: int | None, scaled: bool, input: Value, weigh
     # Each model has a padding row, and torch's function knows only one.
     padded = (index == padding % tables.shape[1]).unsqueeze(-1)
     return Batch(torch.where(padded, found.detach(), found), 0)
-
-
-@rule(F.prelu)
-def prelu(context: Context, function: Any, input: Value, weight: Value) -> Batch:
-    """Apply each model's slopes to its own channels."""
-    size = context.size
-
-    def where(x: Value, slopes: Value) -> Batch:
-        every, own = along(x, 0, size), along(slopes, 0, size)
-        if every.dim() == 1:
-            return Batch(torch.where(every > 0, every, own[:, 0] * every), 0)
-        # Channels are one model's second axis, or its only one.
-        behind = max(every.dim() - 3, 0)
-        own = own.view(size, *[1] * (every.dim() - 2 - behind), -1, *[1] * behind)
-        return Batch(torch.where(every > 0, every, own * every), 0)
-
-    return run_fastest("prelu", {"where": where, "loop": partial(loop, function, size)}, (input, weight))
 
 
 # -- operations that vmap supports too, but with the models moved to the front or with more passes over memory ---------
