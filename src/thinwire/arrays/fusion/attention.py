@@ -88,7 +88,10 @@ class _AttentionRates(DropoutRates):
 
 
 def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
-    """Run torch's own code, whose calls are then intercepted one by one."""
+    """Run torch's own code, whose calls are then intercepted one by one; usual self-attention with fewer copies."""
+    found = _self_attention(*args, **kwargs) if len(args) == 13 and kwargs.keys() == _USUAL else None
+    if found is not None:
+        return found, None
     args, kwargs = pytree.tree_map(
         lambda each: _AttentionRates(each.values) if isinstance(each, DropoutRates) else each, (args, kwargs)
     )
@@ -96,5 +99,30 @@ def multi_head_attention(*args: Any, **kwargs: Any) -> Any:
 
 
 _attend = without_dispatch(F.multi_head_attention_forward)
+# What `torch.nn.MultiheadAttention` passes by name if keys and values are as wide as queries.
+_USUAL = {"training", "key_padding_mask", "need_weights", "attn_mask", "average_attn_weights", "is_causal"}
+
+
+def _self_attention(
+    query: Tensor, key: Tensor, value: Tensor, width: int, heads: int, *rest: Any, **options: Any
+) -> Tensor | None:
+    """Attend without weights, and with a mask of numbers or none; None where more is asked for."""
+    weight, bias, bias_k, _, add_zero_attn, rate, out_weight, out_bias = rest
+    mask, padding = options["attn_mask"], options["key_padding_mask"]
+    if query is not key or key is not value or query.dim() != 3 or bias_k is not None or padding is not None:
+        return None
+    if options["need_weights"] or options["is_causal"] or add_zero_attn:
+        return None
+    if mask is not None and not (mask.dim() == 2 and mask.is_floating_point()):
+        return None
+    parts = F.linear(query, weight, bias).chunk(3, -1)
+    # [length, samples, width] to [samples, heads, length, width of a head]
+    q, k, v = (part.unflatten(-1, (heads, -1)).permute(1, 2, 0, 3) for part in parts)
+    found = F.scaled_dot_product_attention(q, k, v, mask, rate if options["training"] else 0.0)
+    # One matrix of positions and samples, as in torch's own function: the product then rounds alike.
+    merged = found.permute(2, 0, 1, 3).reshape(-1, width)
+    return F.linear(merged, out_weight, out_bias).view(*query.shape[:2], -1)
+
+
 COMPOSITES[F.multi_head_attention_forward] = multi_head_attention
 RANDOM.add(F.scaled_dot_product_attention)
