@@ -172,6 +172,23 @@ def _one_table(size: int, padding: int | None, scaled: bool, input: Value, weigh
     return Batch(torch.where(padded, found.detach(), found), 0)
 
 
+@rule(F.prelu)
+def prelu(context: Context, function: Any, input: Value, weight: Value) -> Batch:
+    """Apply each model's slopes to its own channels."""
+    size = context.size
+
+    def where(x: Value, slopes: Value) -> Batch:
+        every, own = along(x, 0, size), along(slopes, 0, size)
+        if every.dim() == 1:
+            return Batch(torch.where(every > 0, every, own[:, 0] * every), 0)
+        # Channels are one model's second axis, or its only one.
+        behind = max(every.dim() - 3, 0)
+        own = own.view(size, *[1] * (every.dim() - 2 - behind), -1, *[1] * behind)
+        return Batch(torch.where(every > 0, every, own * every), 0)
+
+    return run_fastest("prelu", {"where": where, "loop": partial(loop, function, size)}, (input, weight))
+
+
 # -- operations that vmap supports too, but with the models moved to the front or with more passes over memory ---------
 
 
