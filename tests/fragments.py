@@ -268,6 +268,7 @@ OWN: dict[tuple[str, int], Callable[[Names], Names]] = {
     ("docs/how-to/checkpoints.md", 0): with_config,
     ("docs/how-to/elastic.md", 2): lambda names: {"batches": names["loader"], "steps": names["worker"].step + 4},
     ("docs/how-to/heterogeneity.md", 0): probed,
+    ("docs/how-to/late-merging.md", 1): lambda names: attached(names, thinwire.DiLoCo()),
     ("docs/how-to/sharded-models.md", 0): sharded,
     ("docs/how-to/unequal-workers.md", 0): with_global_batch,
     ("docs/strategies/accelerated-minibatch.md", 0): lambda names: {"rounds": [[names["batch"]] * 3] * 2},
