@@ -55,5 +55,5 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    """The public names."""
+    """Return the public names."""
     return list(__all__)

@@ -121,12 +121,12 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY.split())):
             raise ConfigError(f"--step-seconds {self.step_seconds}: must be positive seconds, such as 0.25")
 
     def _recipes(self) -> str:
-        """The recipes; without --strategies, a simulation has AllReduce() in place of torch's own method."""
+        """Return the recipes; without --strategies, a simulation has AllReduce() in place of torch's own method."""
         unchanged = self.strategies == Compare.strategies
         return self.strategies.replace("ddp;", "AllReduce();") if self.simulate and unchanged else self.strategies
 
     def _simulated(self, settings: Settings, recipes: Sequence[str]) -> tuple[Settings, Start]:
-        """What makes runs in virtual time, and their settings."""
+        """Return what makes runs in virtual time, and their settings."""
         from thinwire.lab.runs.defaults import default_timeout
         from thinwire.lab.runs.own_functions import load_task
         from thinwire.lab.runs.simulated import SimulatedRuns, check_simulated
@@ -152,7 +152,7 @@ class Compare(settings_as_options(without=_SINGLE_RUN_ONLY.split())):
 
 
 def _time_step(settings: Settings) -> ModelTime:
-    """The training step of the settings' model on this machine, timed without communication."""
+    """Return the training step of the settings' model on this machine, timed without communication."""
     import torch
 
     from thinwire.lab.runs.optimizer import make_optimizer
@@ -211,7 +211,7 @@ def run(
 
 
 def title(settings: Settings, count: int, *, simulated: bool = False, network: Path | None = None) -> str:
-    """The comparison's title: how many strategies, the task, the workers and the links."""
+    """Return the comparison's title: how many strategies, the task, the workers and the links."""
     link = f" over {settings.link or network}" if settings.link or network else ""
     link += ", simulated" * simulated
     size = "" if settings.own_model is not None else f" ({settings.model})"

@@ -79,7 +79,7 @@ class Demo:
 
 
 def conclusions(summaries: Sequence[Fields]) -> str:
-    """One paragraph on what the figures mean, whichever way they came out.
+    """Return one paragraph on what the figures mean, whichever way they came out.
 
     Args:
         summaries: of runs with the same training time; the first is the baseline.
@@ -132,7 +132,7 @@ def _name(summary: Fields) -> str:
 
 
 def _named_with(rivals: Sequence[Fields], first: Fields, key: str, noise: float) -> str:
-    """The name of the first, with those from which it differs by noise alone."""
+    """Return the name of the first, with those from which it differs by noise alone."""
     alike = [_name(each) for each in rivals if each is not first and each[key] <= (1 + noise) * first[key]]
     return f"{_name(first)} (like {' and '.join(alike)}, within the noise)" if alike else _name(first)
 

@@ -231,7 +231,7 @@ def _costs(costs: list[Cost]) -> Table:
 
 
 def _verdict(seen: Examination, costs: list[Cost]) -> str:
-    """What these links make of the user's model, in a few sentences."""
+    """Return what these links make of the user's model, in a few sentences."""
     from thinwire.planning.doctor.findings import all_reduce_seconds
 
     if not seen.steps:

@@ -106,7 +106,7 @@ class Emulate:
 
 
 def _row(record: WorkerExit, carried: Traffic | None) -> dict[str, Any]:
-    """One worker's figures, in seconds, bytes and bits per second."""
+    """Return one worker's figures, in seconds, bytes and bits per second."""
     sent, received = (None, None) if carried is None else (carried.sent_bytes, carried.received_bytes)
     return {
         "rank": record.rank,

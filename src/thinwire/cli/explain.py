@@ -106,7 +106,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
             raise ConfigError(f"--data {given['data']} with --parameters: no task is loaded. Leave it out")
 
     def _model(self) -> tuple[str, int | nn.Module]:
-        """The model in words, and the number of its parameters or the model itself."""
+        """Return the model in words, and the number of its parameters or the model itself."""
         given = self.given()
         if self.parameters is not None:
             if given["task"] is not None or given["model"] is not None:
@@ -150,7 +150,7 @@ class Explain(settings_as_options(only=["task", "model", "data", "optimizer", "m
         return make
 
     def _bits_per_second(self) -> float | None:
-        """The rate of the slowest link; None without a limit."""
+        """Return the rate of the slowest link; None without a limit."""
         if self.link is None or self.workers < 1:
             return None
         return slowest_rate(self.link, self.workers)
@@ -179,7 +179,7 @@ def _print_card(card: Card, model: str, typed: str) -> None:
 
 
 def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str]]]]:
-    """The card in words: headings, each with its (name, words) lines."""
+    """Yield the card in words: headings, each with its (name, words) lines."""
     alike = "the same in every step" if card.period == 1 else f"repeating after {card.period} steps"
     if not card.repeats:
         alike = f"which does not repeat; means over {card.period} steps"
@@ -215,7 +215,7 @@ def _sections(card: Card, typed: str) -> Iterator[tuple[str, list[tuple[str, str
 
 
 def _copies(card: Card) -> float:
-    """The peak as a multiple of the parameters."""
+    """Return the peak as a multiple of the parameters."""
     return card.peak_bytes / (card.memory_bytes_per_parameter["parameters"] * card.parameters)
 
 
@@ -277,7 +277,7 @@ def _over_bucket(cost: BucketCost) -> list[tuple[str, str]]:
 
 
 def _mean_over_workers(card: Card) -> list[tuple[str, str]]:
-    """What workers send on average, where not all send what this one does."""
+    """Return what workers send on average, where not all send what this one does."""
     mean = card.mean_sent_bytes_per_step
     if mean is None or mean == card.sent_bytes_per_step:
         return []
@@ -285,7 +285,7 @@ def _mean_over_workers(card: Card) -> list[tuple[str, str]]:
 
 
 def _receivers(card: Card) -> str:
-    """Which ranks receive how many of the bytes; those of collectives go to all."""
+    """Return which ranks receive how many of the bytes; those of collectives go to all."""
     words = [f"everyone: {nbytes(card.collective_bytes_per_step)}"] if card.collective_bytes_per_step else []
     ranks: dict[float, list[int]] = {}
     for link in card.links:

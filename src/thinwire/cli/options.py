@@ -22,7 +22,7 @@ class Options:
     """The base of a command whose options are fields of `Settings`; `settings_as_options` makes subclasses of it."""
 
     def given(self) -> dict[str, Any]:
-        """The settings by name, None where an option was not given, and the command line."""
+        """Return the settings by name, None where an option was not given, and the command line."""
         names = {field.name for field in fields(self)}
         given = {field.name: getattr(self, field.name) for field in fields(Settings) if field.name in names}
         return {**given, "command": command_line()}
@@ -70,12 +70,12 @@ def save_config(folder: Path, command: type[Any], name: str, values: Mapping[str
 
 
 def command_line() -> str:
-    """This process's command line, quoted for a shell."""
+    """Return this process's command line, quoted for a shell."""
     return shlex.join(["thinwire", *sys.argv[1:]])
 
 
 def words_of(command: Any) -> list[str]:
-    """The options of a command that are not at their defaults, as words of a command line."""
+    """Return the options of a command that are not at their defaults, as words of a command line."""
     words: list[str] = []
     for each in fields(command):
         value = getattr(command, each.name)
@@ -86,7 +86,7 @@ def words_of(command: Any) -> list[str]:
 
 
 def default_folder(task: str, name: str) -> Path:
-    """A folder for a run that does not exist yet, named by the task, the strategy and the time."""
+    """Return a folder for a run that does not exist yet, named by the task, the strategy and the time."""
     from thinwire.lab.runs.comparison import short_name
 
     stem = f"{task.replace(':', '-')}-{short_name(name)}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -102,7 +102,7 @@ def as_typed(recipe: str) -> str:
 
 
 def slowest_rate(link: str, workers: int) -> float | None:
-    """The rate of the slowest of the workers' links in bits per second; None if no link is limited."""
+    """Return the rate of the slowest of the workers' links in bits per second; None if no link is limited."""
     from thinwire.lab.emulate import parse_links
 
     rates = [each.bits_per_second for each in parse_links(link, workers)]

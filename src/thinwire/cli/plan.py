@@ -294,7 +294,7 @@ class Plan(ModelOptions):
         return replace(network, specials=(*network.specials, *specials)) if specials else network
 
     def _language_model(self, seen: Examination | None) -> LanguageModel | None:
-        """What could be split over a mesh; None where the doctor has timed a model that is not known here."""
+        """Return what could be split over a mesh; None where the doctor has timed a model that is not known here."""
         from thinwire.cli.step_time import language_model
 
         if seen is not None and seen.steps and self.task is None:
@@ -318,7 +318,7 @@ class Plan(ModelOptions):
         return step
 
     def _timed(self, model: TimedModel, timings: Timings) -> StepTime:
-        """The step, timed here; of a task's model once, as only the user knows when their own model changes."""
+        """Return the step, timed here; of a task's model once, as only the user knows when their own model changes."""
         from thinwire.planning.doctor.speeds import StepTime
         from thinwire.planning.plan.timings import digest
 
@@ -330,7 +330,7 @@ class Plan(ModelOptions):
 
 
 def _recipes(text: str) -> list[str]:
-    """The recipes in a text; torch's own methods cannot be simulated.
+    """Return the recipes in a text; torch's own methods cannot be simulated.
 
     Raises:
         ConfigError: with the recipe.

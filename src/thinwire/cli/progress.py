@@ -100,7 +100,7 @@ class Watch(Bar):
             self._console.print(f"{self._label}: {self._words()}")
 
     def _done(self) -> float:
-        """The fraction of the run that is over; 0 where it has no limit of steps or seconds."""
+        """Return the fraction of the run that is over; 0 where it has no limit of steps or seconds."""
         shares = [0.0]
         if self._steps and self._step:
             shares.append(self._step["step"] / self._steps)
@@ -152,7 +152,7 @@ class Parts(Bar):
 
 
 def budget_in_words(metrics: Fields) -> list[str]:
-    """What a budget of bytes has chosen, such as `["bits 3", "97 % of the budget"]`; empty without one."""
+    """Return what a budget of bytes has chosen, such as `["bits 3", "97 % of the budget"]`; empty without one."""
     used = metrics.get("budget_used")
     if used is None:
         return []
@@ -175,7 +175,7 @@ def restart_in_words(event: Fields) -> str:
 
 
 def view_in_words(view: Fields) -> str:
-    """Who came and who went, such as `step 8: 2 workers go on, without 0-5e1f0b7c`."""
+    """Return who came and who went, such as `step 8: 2 workers go on, without 0-5e1f0b7c`."""
     count = len(view["members"])
     gone = [*view["lost"], *(f"{worker}, which left with {reason}" for worker, reason in view["left"].items())]
     lost = f", without {', '.join(gone)}" if gone else ""

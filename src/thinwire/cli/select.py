@@ -198,7 +198,7 @@ def _title(summary: Fields) -> str:
 
 
 def _rows(summary: Fields) -> list[tuple[str, str, str]]:
-    """The table's rows: a figure's name, its value for the coreset, its mean for random subsets."""
+    """Return the table's rows: a figure's name, its value for the coreset, its mean for random subsets."""
     names = {
         "mean_distance": "mean distance to the nearest chosen point",
         "far_distance": "95th percentile of that distance",
@@ -223,7 +223,7 @@ def _rows(summary: Fields) -> list[tuple[str, str, str]]:
 
 
 def _advice(summary: Fields) -> str:
-    """What training on the coreset can be expected to bring, in words."""
+    """Return what training on the coreset can be expected to bring, in words."""
     gaps = summary["optimum_gap"]
     if gaps is None:
         return "whether random points would do as well cannot be told without labels of two classes: give --labels"

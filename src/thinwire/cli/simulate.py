@@ -155,7 +155,7 @@ def _print(summary: Summary, strategy: Strategy) -> None:
 
 
 def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
-    """The figures in words: (name, words)."""
+    """Yield the figures in words: (name, words)."""
     median, computed = seconds(summary.median_seconds_per_step), seconds(summary.computed_seconds_per_step)
     yield (
         "step",
@@ -187,7 +187,7 @@ def _lines(summary: Summary) -> Iterator[tuple[str, str]]:
 
 
 def _new_folder(path: Path) -> RunFolder:
-    """A folder for the run, which holds none yet.
+    """Return a folder for the run, which holds none yet.
 
     Raises:
         ConfigError: it holds a run already, or cannot be created.

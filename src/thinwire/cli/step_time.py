@@ -147,7 +147,7 @@ def _no_loss() -> Tensor:
 
 
 def _again(own: Optimizer, name: str) -> MakeOptimizer:
-    """What makes an optimizer like the user's, which plans look at and simulate with.
+    """Return what makes an optimizer like the user's, which plans look at and simulate with.
 
     Raises:
         ConfigError: it cannot be made from parameters and its defaults.
@@ -174,7 +174,7 @@ def _again(own: Optimizer, name: str) -> MakeOptimizer:
 def language_model(
     task: str, model_size: str | None, *, batch_size: int | None, data: Path | None
 ) -> LanguageModel | None:
-    """A task's model as one that can be split over a mesh; None if it is no language model."""
+    """Return a task's model as one that can be split over a mesh; None if it is no language model."""
     import torch
 
     from thinwire.lab import tasks

@@ -205,19 +205,19 @@ class Sweep:
         return 0
 
     def _trained_options(self) -> Fields:
-        """The options of `thinwire train` that say what was trained."""
+        """Return the options of `thinwire train` that say what was trained."""
         own = {"model": self.own_model, "loss": self.own_loss} if self.own_model is not None else {"task": self._name}
         given: Fields = {**own, "data": self.data, "eval_limit": self.eval_limit}
         return {name: value for name, value in given.items() if value is not None}
 
     def _settings(self) -> Fields:
-        """The options that decide a sweep's results, as JSON values."""
+        """Return the options that decide a sweep's results, as JSON values."""
         own_data = None if self.own_model is None else str(self.data)  # a function, not where a folder lies
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in _MAY_CHANGE}
         return {**given, "own_data": own_data}
 
     def _resumed(self, folder: Path) -> Sweep:
-        """The sweep with the options that it began with; options that contradict them are errors."""
+        """Return the sweep with the options that it began with; options that contradict them are errors."""
         from thinwire.arrays.sweep.journal import settings_in
 
         check_folder(folder, f"--resume {folder}", "A sweep is resumed from the folder that it began in")
@@ -282,11 +282,11 @@ class Sweep:
 
     @property
     def _name(self) -> str:
-        """What is searched: a task, or a model of the user's."""
+        """Return what is searched: a task, or a model of the user's."""
         return self.own_model or self.task or "digits"
 
     def _task(self) -> Task:
-        """The task; of a user's functions, after one batch was tried.
+        """Return the task; of a user's functions, after one batch was tried.
 
         Raises:
             ConfigError: options that exclude each other, or a function that cannot be used.
@@ -307,7 +307,7 @@ class Sweep:
         return complete_own({**given, "own_model": self.own_model, "data": self.data, "own_loss": self.own_loss})
 
     def _population(self, space: Space) -> Population | None:
-        """The population of these options; it perturbs every hyperparameter that is searched as a range."""
+        """Return the population of these options; it perturbs every hyperparameter that is searched as a range."""
         from thinwire.arrays.sweep.space import Range
         from thinwire.arrays.sweep.trials import FUSIBLE, Population
 
@@ -405,7 +405,7 @@ def progress_display(trials: int, steps: int) -> Generator[Callable[[Progress], 
 
 
 def _running(progress: Progress) -> list[tuple[int, float, Hyperparameters]]:
-    """The trials of the current array with their last batch's loss, lowest loss first."""
+    """Return the trials of the current array with their last batch's loss, lowest loss first."""
     found = [(trial.number, loss, trial.hyperparameters) for trial, loss in progress.current_losses()]
     return sorted(found, key=lambda each: (not math.isfinite(each[1]), each[1]))
 

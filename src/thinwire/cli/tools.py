@@ -42,7 +42,7 @@ class Tools:
 
 
 def _native(purpose: str, name: str, library: str) -> dict[str, str]:
-    """Which implementation `thinwire.core.kernels.NAME` uses."""
+    """Return which implementation `thinwire.core.kernels.NAME` uses."""
     from torch import empty
 
     from thinwire.core.kernels import base, native, nearest

@@ -132,7 +132,7 @@ class Topology:
             out.print(f"{reason}")
 
     def _lines(self, found: Facts, refusals: dict[str, str | None]) -> Iterator[tuple[str, str]]:
-        """What is known about one graph, as (name, words)."""
+        """Yield what is known about one graph, as (name, words)."""
         yield "graph", "the same at every step" if found.static else f"changing, repeats after {found.period} steps"
         if found.doubly_stochastic:
             symmetry = "symmetric" if found.symmetric else "not symmetric"
@@ -216,12 +216,12 @@ class Topology:
         return cost
 
     def _bits_per_second(self) -> float | None:
-        """The rate of the slowest link; None without a limit."""
+        """Return the rate of the slowest link; None without a limit."""
         return None if self.link is None else slowest_rate(self.link, self.workers)
 
 
 def _all_graphs() -> list[Graph]:
-    """Every graph with its default arguments, except FromGraph, which by default has no edges."""
+    """Return every graph with its default arguments, except FromGraph, which by default has no edges."""
     from thinwire.methods.topology.base import Topology as Graph
     from thinwire.registry import recipe_classes
 
@@ -229,7 +229,7 @@ def _all_graphs() -> list[Graph]:
 
 
 def _kind(found: Facts) -> str:
-    """The kind of mixing matrix, in a few words."""
+    """Return the kind of mixing matrix, in a few words."""
     if not found.doubly_stochastic:
         return "push-sum"
     return f"{'symmetric' if found.symmetric else 'directed'}, {'static' if found.static else 'changing'}"
@@ -240,7 +240,7 @@ def _steps(steps: int | None) -> str:
 
 
 def _refusals(graph: Graph, workers: int) -> dict[str, str | None]:
-    """By the name of each strategy with a topology: why it refuses this one, or None where it accepts it."""
+    """Return by the name of each strategy with a topology: why it refuses this one, or None where it accepts it."""
     from thinwire.registry import recipe_classes
 
     refusals: dict[str, str | None] = {}
@@ -255,7 +255,7 @@ def _refusals(graph: Graph, workers: int) -> dict[str, str | None]:
 
 
 def sketch(graph: Graph, workers: int) -> Iterator[str]:
-    """A line for each step of a period: 0->1 is a message from 0 to 1, 0--1 a message in each direction."""
+    """Yield a line for each step of a period: 0->1 is a message from 0 to 1, 0--1 a message in each direction."""
     from thinwire.methods.topology.analysis import static
 
     period = 1 if static(graph, workers) else graph.period(workers)

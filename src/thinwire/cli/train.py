@@ -122,12 +122,12 @@ class Train(settings_as_options(without=["timeline_steps"])):
             home.write_settings(settings)
 
     def _watch(self, settings: Settings) -> Watch:
-        """The progress, headed by the recipe as it was typed."""
+        """Return the progress, headed by the recipe as it was typed."""
         typed = self.given()["strategy"]
         return Watch(settings.strategy if typed is None else as_typed(typed), settings.steps, settings.seconds)
 
     def _prepare(self, default_workers: int, *, threads: int | None = None) -> tuple[Settings, Path]:
-        """The settings of the run, and its folder."""
+        """Return the settings of the run, and its folder."""
         from thinwire.lab.runs import resolve
 
         given = self.given()
@@ -138,7 +138,7 @@ class Train(settings_as_options(without=["timeline_steps"])):
         return settings, self.out or default_folder(settings.task, settings.strategy)
 
     def _resumed(self, folder: Path, given: dict[str, Any]) -> Settings:
-        """The settings of the run to continue, with the given ones in place of its own where that is allowed.
+        """Return the settings of the run to continue, with the given ones in place of its own where that is allowed.
 
         Raises:
             ConfigError: a setting was given that decides the run's numbers, or --out; or there is nothing to continue.

@@ -158,14 +158,14 @@ class Up:
         return workers.failure.code if workers.failure.code in (1, 2) else 1
 
     def _on_machines(self) -> str:
-        """The command that starts one worker on each of two machines."""
+        """Return the command that starts one worker on each of two machines."""
         if self.rendezvous is not None:
             return shlex.join(["thinwire", *self._own_words()])
         start = "torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m thinwire"
         return f"{start} {shlex.join(self._own_words())}"
 
     def _own_words(self) -> list[str]:
-        """This command without --processes."""
+        """Return this command without --processes."""
         words = ["up", str(self.script), *words_of(replace(self, processes=None))]
         return [*words, "--", *self.arguments] if self.arguments else words
 

@@ -90,7 +90,7 @@ class Watch:
 
 
 def table(found: Status) -> Table:
-    """The state of a run as a table of names and words."""
+    """Return the state of a run as a table of names and words."""
     from rich.table import Table
     from rich.text import Text
 
@@ -103,7 +103,7 @@ def table(found: Status) -> Table:
 
 
 def facts(found: Status) -> list[tuple[str, str]]:
-    """The state of a run in words, by name."""
+    """Return the state of a run in words, by name."""
     of_steps = "" if found.steps is None else f" of {found.steps}"
     pace = "" if found.seconds_per_step is None else f", {seconds(found.seconds_per_step)} a step"
     # Over a bucket only those losses are known that the loop passes to the worker.
@@ -148,7 +148,7 @@ def _of_member(member: Member) -> str:
 
 
 def _left(found: Status) -> str:
-    """The time until the run ends, where its limit is known."""
+    """Return the time until the run ends, where its limit is known."""
     left = [
         (found.steps - found.step) * found.seconds_per_step
         if found.steps is not None and found.seconds_per_step is not None

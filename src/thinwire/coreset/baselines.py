@@ -127,7 +127,7 @@ def even(rows: Tensor, n: int) -> Subset:
 
 
 def highest(scores: Tensor, budget: int) -> Subset:
-    """The points with the highest scores, the earlier first where they are equal; all with the same weight."""
+    """Return the points with the highest scores, the earlier first where they are equal; all with the same weight."""
     # A stable sort, so that all ranks choose the same of several equal points.
     order = scores.cpu().argsort(descending=True, stable=True)[:budget]
     return even(order, len(scores))
@@ -154,7 +154,7 @@ def k_center(distances: Distances, budget: int) -> Subset:
 
 
 def minibatches(gradients: LastLayer, numbers: Tensor, parts: Tensor, *, size: int, n: int) -> Subset:
-    """A coreset of each part, one after the other.
+    """Return a coreset of each part, one after the other.
 
     Args:
         gradients: of all points that are in a part.

@@ -97,11 +97,11 @@ class Craig(Policy):
         return self._by(across, labels, budget, seed)
 
     def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
-        """Whether the relative gradient error on a probe exceeds the bound."""
+        """Return True if the relative gradient error on a probe exceeds the bound."""
         return self.bound is not None and self.error(points, chosen, seed) > self.bound
 
     def error(self, points: Points, chosen: Subset, seed: int) -> float:
-        """The relative error of the subset's gradient, compared with that of a random part of all points.
+        """Return the relative error of the subset's gradient, compared with that of a random part of all points.
 
         This includes the noise of the random part, of order 1/sqrt(probe n) of a single gradient's length.
         """

@@ -43,7 +43,7 @@ class SharedFacility(Facility):
         self._start, self._rows = sum(counts[: comm.rank]), gather_rows(comm, own, counts)
 
     def gains(self, candidates: Numbers) -> Gains:
-        """The gain of each candidate now, over all ranks."""
+        """Return the gain of each candidate now, over all ranks."""
         found: list[Gains] = []
         for part in torch.from_numpy(candidates).split(1024):
             partial = torch.from_numpy(self._nearest.gains(self._rows[part.to(self._device)])).to(self._device)
@@ -57,18 +57,18 @@ class SharedFacility(Facility):
         self._nearest.take(self._rows[candidate], position, own if mine else None)
 
     def cost(self) -> float:
-        """The sum of all ranks' points' distances to their nearest representatives."""
+        """Return the sum of all ranks' points' distances to their nearest representatives."""
         own = torch.tensor([self._nearest.cost()], dtype=torch.float64, device=self._device)
         return float(self._comm.all_reduce_(own).wait())
 
     def sizes(self, count: int) -> Tensor:
-        """The number of points of all ranks that each representative represents."""
+        """Return the number of points of all ranks that each representative represents."""
         own = torch.bincount(self._nearest.representatives(), minlength=count)
         return self._comm.all_reduce_(own.to(self._device)).wait().cpu()
 
 
 def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, list[int]]:
-    """This rank's rows, float32 and centred at the mean of all ranks' rows, and the number of rows of each rank.
+    """Return this rank's rows, float32 and centred at the mean of all ranks' rows, and the number of rows of each rank.
 
     Raises:
         ConfigError: on all ranks, where the features of any are invalid.
@@ -98,7 +98,7 @@ def centred_rows(features: Features | Distances, comm: Comm) -> tuple[Tensor, li
 
 
 def max_over_ranks(comm: Comm, value: float, device: torch.device) -> float:
-    """The greatest value of all ranks."""
+    """Return the greatest value of all ranks."""
     return float(torch.stack(comm.all_gather(torch.tensor([value], dtype=torch.float64, device=device)).wait()).max())
 
 

@@ -104,11 +104,11 @@ class TorchNearest(Nearest):
         self._positions = torch.zeros(self.n, dtype=torch.int64, device=self._device)
 
     def of(self, points: Tensor) -> Tensor:
-        """The rows of some of the points."""
+        """Return the rows of some of the points."""
         return self._points[points.to(self._device)] if isinstance(self._points, Tensor) else points
 
     def gains(self, rows: Tensor) -> Gains:
-        """The gains of candidates."""
+        """Return the gains of candidates."""
         found: list[Gains] = []
         for part in rows.split(self._width):
             saved = torch.sub(self._near[:, None], rounded(self._to(part))).clamp_min_(0)
@@ -128,11 +128,11 @@ class TorchNearest(Nearest):
             self._positions[own] = position
 
     def cost(self) -> float:
-        """The sum of the distances to the nearest representatives."""
+        """Return the sum of the distances to the nearest representatives."""
         return float(self._near.sum(dtype=torch.float64))
 
     def representatives(self) -> Tensor:
-        """The position of the nearest representative of each point."""
+        """Return the position of the nearest representative of each point."""
         return self._positions.cpu()
 
     def _to(self, rows: Tensor) -> Tensor:
@@ -153,7 +153,7 @@ class LocalFacility(Facility):
         self.n, self.nearest, self.block = nearest.n, nearest, block
 
     def gains(self, candidates: Numbers) -> Gains:
-        """The gain of each candidate now."""
+        """Return the gain of each candidate now."""
         parts = torch.from_numpy(candidates).split(1024)
         return np.concatenate([self.nearest.gains(self.nearest.of(part)) for part in parts])
 
@@ -163,16 +163,16 @@ class LocalFacility(Facility):
         self.nearest.take(self.nearest.of(own)[0], position, candidate)
 
     def cost(self) -> float:
-        """The sum of all distances to the nearest representatives."""
+        """Return the sum of all distances to the nearest representatives."""
         return self.nearest.cost()
 
     def sizes(self, count: int) -> Tensor:
-        """The number of points that each representative represents."""
+        """Return the number of points that each representative represents."""
         return torch.bincount(self.nearest.representatives(), minlength=count)
 
 
 def facility_of(points: Tensor | Distances, *, threads: int = 1) -> Facility:
-    """The facility of points that are all on this rank; coordinates are in units already."""
+    """Return the facility of points that are all on this rank; coordinates are in units already."""
     nearest, block = nearest_for(points, threads=threads)
     return LocalFacility(nearest, block=block)
 
@@ -190,7 +190,7 @@ def width_of(points: Tensor | Distances, device: torch.device) -> int:
 
 
 def unit_of(points: Tensor | Distances) -> float:
-    """A power of two that no distance exceeds: between rows, float32 [n, d], or of given distances."""
+    """Return a power of two that no distance exceeds: between rows, float32 [n, d], or of given distances."""
     if isinstance(points, Tensor):
         return power_above(2 * norm_of(points))
     # By the triangle inequality no distance exceeds the sum of the two points' distances to the first.
@@ -198,7 +198,7 @@ def unit_of(points: Tensor | Distances) -> float:
 
 
 def norm_of(points: Tensor) -> float:
-    """The greatest length of a row; 0 where there is none."""
+    """Return the greatest length of a row; 0 where there is none."""
     lengths = [
         float(torch.linalg.vector_norm(part.double(), dim=1).max()) for part in points.split(1 << 16) if len(part)
     ]
@@ -250,7 +250,7 @@ class Picks:
         self.cost -= gain
 
     def done(self, goal: Goal) -> bool:
-        """Whether the goal is reached; never before the first pick."""
+        """Return True if the goal is reached; never before the first pick."""
         if goal.on_progress is not None:
             goal.on_progress(len(self.indices) / goal.budget)
         reached = goal.cost is not None and bool(self.indices) and self.cost <= goal.cost
@@ -291,7 +291,7 @@ class FusedNearest(Nearest):
         self._facility = self._facility_of(self._near, self._positions)
 
     def _facility_of(self, near: Tensor, position_of: Tensor) -> nearest.Facility:
-        """The kernel's view of the points, with these distances to their representatives."""
+        """Return the kernel's view of the points, with these distances to their representatives."""
         return nearest.Facility(
             points=self._panels.data_ptr(),
             near=near.data_ptr(),
@@ -302,17 +302,17 @@ class FusedNearest(Nearest):
         )
 
     def of(self, points: Tensor) -> Tensor:
-        """The coordinates of some of the points."""
+        """Return the coordinates of some of the points."""
         # By NumPy: torch would start its threads even for so few numbers.
         places = points.numpy()
         return torch.from_numpy(self._panels.numpy()[places // self._lanes, :, places % self._lanes])
 
     def gains(self, rows: Tensor) -> Gains:
-        """The gains of candidates."""
+        """Return the gains of candidates."""
         return self._gains(rows, None)[0]
 
     def _gains(self, rows: Tensor, later: Tensor | None) -> Gains:
-        """The gains of candidates now, and those for the least distances `later`; [1 or 2, m]."""
+        """Return the gains of candidates now, and those for the least distances `later`; [1 or 2, m]."""
         count = -(-len(rows) // self._together) * self._together
         candidates = torch.zeros((count, self._features), dtype=torch.float32, device="cpu")
         candidates[: len(rows)] = rows
@@ -371,7 +371,7 @@ class FusedNearest(Nearest):
             picks.cost = float(search.cost)
 
     def _bounds(self, candidates: Numbers, picks: Picks) -> tuple[Numbers, Gains]:
-        """The remaining candidates and their gains; the first pick is made here if it was guessed.
+        """Return the remaining candidates and their gains; the first pick is made here if it was guessed.
 
         The first pick lowers all gains so much that each would have to be computed again. It is easily guessed, and one
         pass over all distances then gives the gains before and after it.
@@ -389,7 +389,7 @@ class FusedNearest(Nearest):
         return np.delete(candidates, first), np.delete(found[1], first)
 
     def _guess(self, candidates: Numbers) -> int:
-        """The best of the candidates nearest to the mean."""
+        """Return the best of the candidates nearest to the mean."""
         mean = self._panels.sum((0, 2), dtype=torch.float64) / self.n
         middle = np.sort(
             candidates[np.argsort(self._distances_after(mean.float()).numpy()[candidates], kind="stable")[:_GUESSES]]
@@ -400,22 +400,22 @@ class FusedNearest(Nearest):
         return self.of(torch.tensor([point], dtype=torch.int64, device="cpu"))[0]
 
     def _distances_after(self, row: Tensor) -> Tensor:
-        """The least distances of the points if these coordinates were their first representative."""
+        """Return the least distances of the points if these coordinates were their first representative."""
         near, position_of, row = self._near.clone(), self._positions.clone(), as_fp32(row)
         self._library.thinwire_take(byref(self._facility_of(near, position_of)), row.data_ptr(), 0)
         return near
 
     def cost(self) -> float:
-        """The sum of the distances to the nearest representatives."""
+        """Return the sum of the distances to the nearest representatives."""
         return float(self._near.sum(dtype=torch.float64))
 
     def representatives(self) -> Tensor:
-        """The position of the nearest representative of each point."""
+        """Return the position of the nearest representative of each point."""
         return self._positions[: self.n].long()
 
 
 def nearest_for(points: Tensor | Distances, *, threads: int = 1) -> tuple[Nearest, int]:
-    """The fastest implementation for these rows, and the most efficient number of candidates of a call."""
+    """Return the fastest implementation for these rows, and the most efficient number of candidates of a call."""
     library = nearest.compiled(points) if isinstance(points, Tensor) and len(points) else None
     if library is None or not isinstance(points, Tensor):
         return TorchNearest(points), 64
@@ -423,7 +423,7 @@ def nearest_for(points: Tensor | Distances, *, threads: int = 1) -> tuple[Neares
 
 
 def compiled_nearest(facility: Facility) -> FusedNearest | None:
-    """The kernel of a facility whose candidates are its points; None where it does not use the kernel."""
+    """Return the kernel of a facility whose candidates are its points; None where it does not use the kernel."""
     found = facility.nearest if isinstance(facility, LocalFacility) else None
     return found if isinstance(found, FusedNearest) else None
 

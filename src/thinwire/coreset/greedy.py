@@ -23,7 +23,7 @@ _WIDEST = 512
 
 
 def no_picks(facility: Facility) -> Picks:
-    """The start of a selection: every point is at the greatest distance, 1."""
+    """Return the start of a selection: every point is at the greatest distance, 1."""
     return Picks(cost=float(facility.n))
 
 
@@ -118,7 +118,7 @@ def lazy(facility: Facility, goal: Goal, *, candidates: Numbers | None = None) -
 
 
 def _best_candidate(facility: Facility, bounds: Bounds) -> tuple[float, int]:
-    """The greatest gain and its candidate, which is removed from the bounds."""
+    """Return the greatest gain and its candidate, which is removed from the bounds."""
     evaluated: list[tuple[float, int]] = []
     best, width = (math.inf, 0), facility.block
     while True:
@@ -141,7 +141,7 @@ def _best_candidate(facility: Facility, bounds: Bounds) -> tuple[float, int]:
 
 
 def pick_in_parts(points: Tensor | Distances, goal: Goal, parts: int, generator: torch.Generator) -> list[Numbers]:
-    """The picks of lazy greedy in each of several random parts, as numbers of all points.
+    """Return the picks of lazy greedy in each of several random parts, as numbers of all points.
 
     Mirzasoleiman et al., Distributed Submodular Maximization, NeurIPS 2013 (GreeDi). With random parts the expectation
     is at least (1-1/e)/2 of the optimum: Barbosa et al., The Power of Randomization, ICML 2015.
@@ -158,7 +158,7 @@ def pick_in_parts(points: Tensor | Distances, goal: Goal, parts: int, generator:
 
 
 def pick_among(points: Tensor | Distances, members: Tensor, goal: Goal) -> Numbers:
-    """The picks of lazy greedy among some of the points, as numbers of all points."""
+    """Return the picks of lazy greedy among some of the points, as numbers of all points."""
     if len(members) <= goal.budget:
         return members.numpy()
     own = lazy(facility_of(among(points, members)), replace(goal, cost=None, on_progress=None)).indices

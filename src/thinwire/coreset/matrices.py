@@ -17,7 +17,7 @@ _LIBSVM = (".libsvm", ".svm", ".svmlight")
 
 
 def read_matrix(path: Path, labels: str | None = None) -> tuple[Array, Array | None]:
-    """The features [n, d] and, where there are any, the labels [n] of a file.
+    """Return the features [n, d] and, where there are any, the labels [n] of a file.
 
     Args:
         path: a file ending in .npy, .npz, .parquet, .libsvm, .svm or .svmlight.

@@ -47,7 +47,7 @@ class MethodSettings:
         )
 
     def generator(self, group: int) -> torch.Generator:
-        """The random generator of one class."""
+        """Return the random generator of one class."""
         # A generator for each class: classes may be selected in parallel.
         return torch.Generator().manual_seed(int(self.seed) * 1_000_003 + group)
 

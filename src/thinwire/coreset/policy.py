@@ -47,7 +47,7 @@ class Points:
         return features(self.read, torch.arange(self.n, device="cpu"))[0]
 
     def gradients(self, rows: Tensor | None = None, *, hidden: bool = False) -> LastLayer:
-        """The last-layer gradients of these points, or of all, under the current model."""
+        """Return the last-layer gradients of these points, or of all, under the current model."""
         wanted = torch.arange(self.n, device="cpu") if rows is None else rows
         return last_layer(self.model, self.read, wanted, hidden=hidden, batch_size=self.batch_size)
 
@@ -106,7 +106,7 @@ class Policy(ABC):
         """Choose now among the points; `seed` is the key of every draw."""
 
     def has_drifted(self, points: Points, chosen: Subset, seed: int) -> bool:
-        """Whether the choice no longer represents all points; False unless a policy measures it."""
+        """Return True if the choice no longer represents all points; False unless a policy measures it."""
         return False
 
     def __str__(self) -> str:

@@ -54,18 +54,18 @@ class LastLayer:
         return len(self.residuals)
 
     def at(self, rows: Tensor) -> LastLayer:
-        """The gradients of some of the points."""
+        """Return the gradients of some of the points."""
         rows = rows.to(self.residuals.device)
         hidden = None if self.hidden is None else self.hidden[rows]
         return LastLayer(self.residuals[rows], self.labels[rows], hidden)
 
     def norms(self) -> Tensor:
-        """The length of every point's gradient, [n]."""
+        """Return the length of every point's gradient, [n]."""
         length = self.residuals.norm(dim=1)
         return length if self.hidden is None else length * (1 + self.hidden.square().sum(1)).sqrt()
 
     def total(self, weights: Tensor | None = None) -> Tensor:
-        """The weighted sum of all gradients, float64 [classes] or [classes, width + 1]."""
+        """Return the weighted sum of all gradients, float64 [classes] or [classes, width + 1]."""
         # In fp64, because the sum of all gradients is much smaller than its terms near an optimum.
         residuals = self.residuals.double()
         if weights is not None:
@@ -75,7 +75,7 @@ class LastLayer:
         return torch.cat([residuals.T @ self.hidden.double(), residuals.sum(0)[:, None]], dim=1)
 
     def distances(self) -> OuterDistances:
-        """The distances between gradients, for `thinwire.coreset.select`."""
+        """Return the distances between gradients, for `thinwire.coreset.select`."""
         return OuterDistances(self.residuals, self.hidden)
 
     def preconditioned(self, moments: Tensor, eps: float = 1e-8) -> LastLayer:
@@ -128,13 +128,13 @@ class OuterDistances:
         self._right_size = None if right is None else 1 + right.square().sum(1)
 
     def at(self, members: Tensor) -> OuterDistances:
-        """The distances among some of the points, int64 [m], renumbered in their order."""
+        """Return the distances among some of the points, int64 [m], renumbered in their order."""
         left, right = self._given
         rows = members.to(left.device)
         return OuterDistances(left[rows], None if right is None else right[rows])
 
     def between(self, candidates: Tensor) -> Tensor:
-        """The distance of every point to each of the candidates, [n, m]; to itself exactly 0.
+        """Return the distance of every point to each of the candidates, [n, m]; to itself exactly 0.
 
         Args:
             candidates: int64, [m]; numbers of points.
@@ -185,7 +185,7 @@ def last_layer(
     head: nn.Module | None = None,
     batch_size: int = 512,
 ) -> LastLayer:
-    """The last-layer gradients of these points under the current model, in the order of `rows`.
+    """Return the last-layer gradients of these points under the current model, in the order of `rows`.
 
     The model runs in evaluation mode and without gradients; modes are restored, and neither running statistics nor
     parameters change.
@@ -216,7 +216,7 @@ def last_layer(
 
 
 def head_of(model: nn.Module) -> nn.Linear:
-    """The last `nn.Linear` of a model.
+    """Return the last `nn.Linear` of a model.
 
     Raises:
         ConfigError: it has none.

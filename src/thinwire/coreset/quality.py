@@ -123,7 +123,7 @@ def optimum_gaps(
 
 
 def _solved(x: Tensor, labels: Tensor, weights: Tensor, classes: int) -> Tensor:
-    """The optimum of weighted softmax regression from zero, by L-BFGS: [d, classes]."""
+    """Return the optimum of weighted softmax regression from zero, by L-BFGS: [d, classes]."""
     model = torch.zeros(x.shape[1], classes, requires_grad=True, dtype=torch.float32, device="cpu")
     optimizer = torch.optim.LBFGS([model], max_iter=100, history_size=10, line_search_fn="strong_wolfe")
 
@@ -167,7 +167,7 @@ def _gradient_error(
 
 
 def _standardised(rows: Tensor) -> Tensor:
-    """Every column with deviation 1; zero where it is constant."""
+    """Return every column with deviation 1; zero where it is constant."""
     # Constant columns, which all are where there is one point, have no deviation to divide by but that of rounding.
     deviation = rows.std(0, correction=min(1, len(rows) - 1))
     constant = deviation <= 1e-6 * rows.abs().amax(0)
@@ -175,7 +175,7 @@ def _standardised(rows: Tensor) -> Tensor:
 
 
 def _gradient(x: Tensor, weights: Tensor, labels: Tensor | None, model: Tensor) -> Tensor:
-    """The weighted sum of gradients with respect to the model, float64 [d, outputs]."""
+    """Return the weighted sum of gradients with respect to the model, float64 [d, outputs]."""
     total = torch.zeros(model.shape, dtype=torch.float64, device="cpu")
     for start in range(0, len(x), 1 << 16):
         part = slice(start, start + (1 << 16))

@@ -32,7 +32,7 @@ class Point(int):
     """Points of this process whose weight, other than 1, nobody has read."""
 
     def __new__(cls, number: int, weight: float) -> Point:
-        """A number with a weight."""
+        """Return a number with a weight."""
         point = super().__new__(cls, number)
         point._weight, point._needed = weight, weight != 1
         return point
@@ -148,7 +148,7 @@ class CraigSampler(Sampler[int]):
         self._check(self.subset)
 
     def weight_of(self, indices: Tensor) -> Tensor:
-        """The weights of points, like `indices`, with mean 1 over the subset; 0 for points that are not in it.
+        """Return the weights of points, like `indices`, with mean 1 over the subset; 0 for points that are not in it.
 
         A point that was chosen twice (by `Crest`) has a weight for each time; use those of the `Point` objects then.
         """
@@ -195,7 +195,7 @@ class CraigSampler(Sampler[int]):
         return torch.cat([order, order])[:whole][self.rank :: self.size]
 
     def state_dict(self, *, consumed: int | None = None) -> dict[str, Any]:
-        """This rank's position, and the points chosen.
+        """Return this rank's position, and the points chosen.
 
         Args:
             consumed: points of this epoch that the loop has used; by default those yielded. Pass it where the
@@ -226,5 +226,5 @@ class CraigSampler(Sampler[int]):
 
 
 def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
-    """The mean of weighted losses, [batch] each: the loss to train on, for weights with mean 1 over an epoch."""
+    """Return the mean of weighted losses, [batch] each: the loss to train on, for weights with mean 1 over an epoch."""
     return (losses * weights.to(losses)).mean()

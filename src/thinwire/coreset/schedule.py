@@ -39,11 +39,11 @@ class Selector:
 
     @property
     def began(self) -> bool:
-        """Whether `subset` was called yet."""
+        """Return True if `subset` was called yet."""
         return self._subset is not None
 
     def subset(self, epoch: int) -> Subset:
-        """The points of an epoch; call it for epochs in their order, for each as often as needed."""
+        """Return the points of an epoch; call it for epochs in their order, for each as often as needed."""
         if self._subset is not None and epoch == self._epoch:
             return self._subset
         start = time.perf_counter()
@@ -98,7 +98,7 @@ class Selector:
 
 
 def seed_of(seed: int, epoch: int) -> int:
-    """A seed for each selection of a run."""
+    """Return a seed for each selection of a run."""
     # Multiplied, so that (seed, epoch) and (seed + 1, epoch - 1) have different seeds.
     return (seed * 0x9E3779B1 + epoch) % 2**31
 

@@ -52,7 +52,7 @@ class Size:
             raise ConfigError(f"cover={self.cover}: must be 0 or more, a sum of distances over all points")
 
     def of(self, n: int) -> int:
-        """The budget among n points.
+        """Return the budget among n points.
 
         Raises:
             ConfigError: it is not positive, or there are fewer points.
@@ -162,7 +162,7 @@ def _plain(labels: Labels | None) -> NDArray[np.generic] | None:
 
 
 def classes_of(labels: Labels, n: int) -> NDArray[np.intp]:
-    """Each point's class, numbered from 0 in the order of labels.
+    """Return each point's class, numbered from 0 in the order of labels.
 
     Args:
         labels: one for each point: numbers or texts.
@@ -179,7 +179,7 @@ def classes_of(labels: Labels, n: int) -> NDArray[np.intp]:
 
 
 def members_of(labels: Labels | None, n: int) -> list[Tensor]:
-    """The points of each class, ascending, in the order of labels; without labels all in one."""
+    """Return the points of each class, ascending, in the order of labels; without labels all in one."""
     if labels is None:
         return [torch.arange(n, device="cpu")]
     codes = classes_of(labels, n)
@@ -188,7 +188,7 @@ def members_of(labels: Labels | None, n: int) -> list[Tensor]:
 
 
 def _goals(size: Size, sizes: list[int], on_progress: Progress | None) -> list[Goal]:
-    """The goal of every class: its share of the budget or of the cost."""
+    """Return the goal of every class: its share of the budget or of the cost."""
     n = sum(sizes)
     budget = size.of(n)
     callbacks = _class_callbacks(sizes, on_progress)
@@ -199,7 +199,7 @@ def _goals(size: Size, sizes: list[int], on_progress: Progress | None) -> list[G
 
 
 def _class_callbacks(sizes: list[int], on_progress: Progress | None) -> list[Progress | None]:
-    """For each class a callback that turns its progress into that of the whole selection."""
+    """Return for each class a callback that turns its progress into that of the whole selection."""
     done = [0.0] * len(sizes)
 
     def report(i: int, share: float) -> None:

@@ -60,13 +60,13 @@ class EuclideanDistances:
         self.n = len(self.rows)
 
     def between(self, candidates: Tensor) -> Tensor:
-        """The distance of every point to each candidate, float32 [n, m]; of a point to itself exactly 0."""
+        """Return the distance of every point to each candidate, float32 [n, m]; of a point to itself exactly 0."""
         found = to_rows(self.rows, self.rows[candidates.to(self.rows.device)])
         found[candidates.to(found.device), torch.arange(len(candidates), device=found.device)] = 0
         return found
 
     def at(self, members: Tensor) -> EuclideanDistances:
-        """The distances among some of the points, int64 [m], renumbered in their order."""
+        """Return the distances among some of the points, int64 [m], renumbered in their order."""
         part = object.__new__(EuclideanDistances)
         part.rows, part.n = self.rows[members.to(self.rows.device)], len(members)
         return part
@@ -86,7 +86,7 @@ class Among:
         self.n = len(members)
 
     def between(self, candidates: Tensor) -> Tensor:
-        """The distance of every member to each candidate, float [n, m]."""
+        """Return the distance of every member to each candidate, float [n, m]."""
         found = self._all.between(self._members[candidates])
         return found[self._members.to(found.device)]
 
@@ -100,7 +100,7 @@ def among(points: Tensor | Distances, members: Tensor) -> Tensor | Distances:
 
 
 def distances_to(distances: Distances, candidates: Tensor) -> Tensor:
-    """The distance of every point to each candidate, float [n, m].
+    """Return the distance of every point to each candidate, float [n, m].
 
     Raises:
         ConfigError: a distance is NaN, infinite or negative, or the shape is another.
@@ -157,7 +157,7 @@ def checked(features: Features) -> Tensor:
 
 
 def _tensor_of(features: object) -> Tensor:
-    """An array as a tensor.
+    """Return an array as a tensor.
 
     Raises:
         ConfigError: it is no array of numbers.
@@ -181,19 +181,19 @@ def _tensor_of(features: object) -> Tensor:
 
 
 def centred(matrix: Tensor) -> Tensor:
-    """The rows minus their approximate mean, float32."""
+    """Return the rows minus their approximate mean, float32."""
     return minus(matrix, centre_of(matrix.sum(0, dtype=torch.float64), len(matrix)))
 
 
 def minus(matrix: Tensor, centre: Tensor) -> Tensor:
-    """The rows minus a centre, [d], float32."""
+    """Return the rows minus a centre, [d], float32."""
     # In half precision the difference would lose the digits in which near points differ, or overflow.
     wide = matrix if matrix.dtype == torch.float64 else matrix.float()
     return (wide - centre.to(wide.dtype)).float()
 
 
 def centre_of(total: Tensor, n: int) -> Tensor:
-    """The approximate mean: rounded to bfloat16, so that the order of the sum does not matter."""
+    """Return the approximate mean: rounded to bfloat16, so that the order of the sum does not matter."""
     return (total / max(n, 1)).to(torch.bfloat16)
 
 
@@ -211,12 +211,12 @@ def to_rows(points: Tensor, candidates: Tensor) -> Tensor:
 
 
 def chunks(matrix: Tensor, columns: int) -> tuple[Tensor, ...]:
-    """The rows in pieces, such that a result with this number of columns stays small."""
+    """Return the rows in pieces, such that a result with this number of columns stays small."""
     return matrix.split(max(1, _CHUNK_ELEMENTS // max(columns, matrix.shape[1], 1)))
 
 
 def power_above(bound: float) -> float:
-    """The least power of two that is at least a bound; 1 for 0."""
+    """Return the least power of two that is at least a bound; 1 for 0."""
     if bound == 0:
         return 1.0
     # Division by a power of two is exact.

@@ -103,7 +103,7 @@ def _pick(graph: Graph, goal: Goal) -> Picks:
 
 
 def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Tensor, Tensor]:
-    """The distance of each point to its nearest pick, float32 [n], and that pick's position, int64 [n]."""
+    """Return the distance of each point to its nearest pick, float32 [n], and that pick's position, int64 [n]."""
     chosen = torch.tensor(indices, dtype=torch.int64, device="cpu")
     place = torch.full((len(rows),), _LAST, dtype=torch.int64, device="cpu")
     place[chosen] = torch.arange(len(indices), device="cpu")
@@ -126,7 +126,7 @@ def _assign_all(rows: Tensor, found: Neighbours, indices: list[int]) -> tuple[Te
 
 
 def nearest_of_many(points: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """The least distance of each row to the chosen rows, and the position of that row among them."""
+    """Return the least distance of each row to the chosen rows, and the position of that row among them."""
     least = torch.full((len(points),), torch.inf, dtype=torch.float32, device="cpu")
     positions = torch.zeros(len(points), dtype=torch.int64, device="cpu")
     # In blocks: all distances at once would not fit in memory.
@@ -161,7 +161,7 @@ class Neighbours:
 
 
 def find_neighbours(rows: Tensor, count: int, generator: torch.Generator, *, exact: bool | None = None) -> Neighbours:
-    """The nearest neighbours of each row.
+    """Return the nearest neighbours of each row.
 
     Args:
         rows: float32, [n, d].

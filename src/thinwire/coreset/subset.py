@@ -63,17 +63,17 @@ class Subset:
 
     @classmethod
     def of(cls, chosen: Coreset | Subset) -> Subset:
-        """A selection as a subset on the CPU."""
+        """Return a selection as a subset on the CPU."""
         return cls(chosen.indices.cpu(), chosen.weights.cpu().double(), chosen.n)
 
     @classmethod
     def whole(cls, n: int) -> Subset:
-        """All points, each with weight 1."""
+        """Return all points, each with weight 1."""
         return cls(torch.arange(n, device="cpu"), torch.ones(n, dtype=torch.float64, device="cpu"), n)
 
 
 def budget_of(fraction: float, n: int) -> int:
-    """The number of points in a fraction of `n`: rounded, and at least 1.
+    """Return the number of points in a fraction of `n`: rounded, and at least 1.
 
     Raises:
         ConfigError: the fraction is not in (0, 1].
@@ -88,7 +88,7 @@ def _kind(x: Tensor) -> str:
 
 
 def keyed(*key: int) -> torch.Generator:
-    """A random generator for a key: equal keys give equal draws on every rank and in every run."""
+    """Return a random generator for a key: equal keys give equal draws on every rank and in every run."""
     words = np.random.SeedSequence(key).generate_state(1, np.uint64)
     return torch.Generator().manual_seed(int(words[0]) >> 1)
 
@@ -263,7 +263,7 @@ def allocate(sizes: Tensor, deviations: Tensor, budget: int) -> Tensor:
 
 
 def _assign(distances: Distances, medoids: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Every point's distance to its nearest medoid, and the position of that medoid; both [n] on the CPU."""
+    """Return every point's distance to its nearest medoid, and the position of that medoid; both [n] on the CPU."""
     nearest = torch.full((distances.n,), torch.inf, dtype=torch.float32, device="cpu")
     members = torch.zeros(distances.n, dtype=torch.int64, device="cpu")
     for first in range(0, len(medoids), _BLOCK):

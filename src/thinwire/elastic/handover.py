@@ -94,7 +94,7 @@ def _scaler_after_update(worker: WorkerState) -> dict[str, Any]:
 
 
 def _packed(worker: WorkerState, parts: Collection[str], keeps: Callable[[Replica, str], bool]) -> dict[str, Any]:
-    """The state without messages in flight, which are not handed over, and may be of a worker that is lost."""
+    """Return the state without messages in flight, which are not handed over, and may be of a worker that is lost."""
     # In the strategy's hook, the vectors are newer than the shards, which `pack` reads.
     worker.shards.write()
     packed = pack(worker, parts, keeps=keeps, inflight=False)
@@ -128,7 +128,7 @@ def send(comm: Comm, content: Tensor, dst: int) -> None:
 
 
 def receive(comm: Comm, src: int) -> Tensor:
-    """The bytes that `send` has sent.
+    """Return the bytes that `send` has sent.
 
     Raises:
         CommError: a chunk was damaged.
@@ -266,7 +266,7 @@ class _Sender:
         return to_bytes({**_packed(worker, ("step", "replicas"), changed), "groups": optimizer_groups(worker)})
 
     def outcome(self, seconds: float) -> int:
-        """Whether both parts have arrived; waits for the late one."""
+        """Return True if both parts have arrived; waits for the late one."""
         if not self._ended.wait(seconds if self._given.is_set() else 0.0) and not self._given.is_set():
             return _PENDING
         return _COMPLETE if self._arrived else _FAILED

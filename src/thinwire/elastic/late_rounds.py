@@ -224,7 +224,7 @@ class LateRounds:
 
     @property
     def joins(self) -> bool:
-        """Whether this worker gets parameters and state from another one."""
+        """Return True if this worker gets parameters and state from another one."""
         return self._name != "0"
 
     @property

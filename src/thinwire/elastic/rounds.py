@@ -143,12 +143,12 @@ class Elastic:
 
     @property
     def is_group(self) -> bool:
-        """Whether this worker is a group of ranks."""
+        """Return True if this worker is a group of ranks."""
         return self._ranks is not None
 
     @property
     def joins(self) -> bool:
-        """Whether this worker comes to a run that has begun, and has no state of it yet."""
+        """Return True if this worker comes to a run that has begun, and has no state of it yet."""
         return self._size == 0
 
     def agree(self, facts: Facts, device: torch.device) -> None:
@@ -537,7 +537,7 @@ class Elastic:
         self._requests = max(int(row[1]) for row in rows)
 
     def _steps_in_average(self, step: int) -> int | None:
-        """How many steps of all workers the round after so many steps contains; None where it is no average."""
+        """Return how many steps of all workers the round after so many steps contains; None where it is no average."""
         strategy = self.worker.strategy
         if strategy.traits.averages_at(step):
             return step
@@ -547,15 +547,15 @@ class Elastic:
         return None if traits.rounds.local else step
 
     def _waits(self) -> bool:
-        """Whether messages are in flight."""
+        """Return True if messages are in flight."""
         return any(r.inflight for r in self.worker.replicas)
 
     def _averages_now(self) -> bool:
-        """Whether this worker's round ends with an average of all workers' parameters."""
+        """Return True if this worker's round ends with an average of all workers' parameters."""
         return self.worker.strategy.ends_round(self.worker.replicas[0])
 
     def _may_send(self, step: int) -> bool:
-        """Whether a hook may communicate between averages; where it cannot, nothing has to be kept for it."""
+        """Return True if a hook may communicate between averages; where it cannot, nothing has to be kept for it."""
         if self.worker.strategy.traits.skips_steps:
             return False
         return any(
@@ -746,7 +746,7 @@ class Elastic:
         self._arrivals = None
 
     def _has_newcomers(self) -> bool:
-        """Whether members of the view need the state of the others."""
+        """Return True if members of the view need the state of the others."""
         return self.view.epoch > self.view.begins and len(self.view.ready) < self.view.size
 
     @property
@@ -766,7 +766,7 @@ class Elastic:
         return crews
 
     def _unused_from(self, view: View) -> int | None:
-        """The first step of the workers lost before a view that the others' parameters do not contain."""
+        """Return the first step of the workers lost before a view that the others' parameters do not contain."""
         if self._neighbours:
             # One of the others has waited for the message of a lost worker's next step, and is not ahead of it.
             # A message is sent after the step, and may be used some steps later.
@@ -883,7 +883,7 @@ def _check_ranks(view: View, worker: str) -> None:
 
 
 def _silent(strategy: Strategy) -> bool:
-    """Whether a strategy's own hooks send nothing."""
+    """Return True if a strategy's own hooks send nothing."""
     hooks = (Strategy.after_step, Wrapper.after_step)
     return type(strategy).after_step in hooks
 

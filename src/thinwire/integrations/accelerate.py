@@ -61,7 +61,7 @@ class _Copies:
         self.models: list[nn.Module] = []
 
     def __call__(self, model: nn.Module, *args: Any, **more: Any) -> Any:
-        """The weights by name."""
+        """Return the weights by name."""
         found = self._method(model, *args, **more)
         return _copies_of(found) if any(plain_model(model) is each for each in self.models) else found
 

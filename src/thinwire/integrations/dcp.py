@@ -63,7 +63,7 @@ def load(worker: Worker, folder: str | Path, *, name: str = "worker", **options:
 
 
 def _empty_like(saved: Any) -> Any:
-    """What the planner reads into: a tensor, or anything for a rank's part as earlier versions wrote it."""
+    """Return what the planner reads into: a tensor, or anything for a rank's part as earlier versions wrote it."""
     if isinstance(saved, TensorStorageMetadata):
         return torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
     return ()

@@ -92,7 +92,7 @@ class DdpHook:
         return future
 
     def residuals(self) -> dict[Tensor, Tensor]:
-        """The residual of each parameter, as views of where it is kept; empty before the first pass.
+        """Return the residual of each parameter, as views of where it is kept; empty before the first pass.
 
         Call it between passes. The residual that this rank has for its piece of the sum becomes part of its own.
         """
@@ -103,7 +103,7 @@ class DdpHook:
         }
 
     def state_dict(self, names: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's residuals, by name of parameter, and the step.
+        """Return this rank's residuals, by name of parameter, and the step.
 
         Args:
             names: the model's parameters, as `dict(model.named_parameters())`.
@@ -168,7 +168,7 @@ class DdpHook:
                 self._buckets[single] = {"error": piece.clone()}
 
     def _merged_residual(self, key: Key) -> Tensor:
-        """A bucket's residual on this rank, with that of its piece of the sum added to it."""
+        """Return a bucket's residual on this rank, with that of its piece of the sum added to it."""
         state = self._buckets[key]
         for name in [name for name in state if name.startswith("server_error/")]:
             start, _, stop = name.removeprefix("server_error/").partition("-")
@@ -178,7 +178,7 @@ class DdpHook:
 
 
 def ddp_hook(codec: Codec, *, group: Group = None, seed: int = 0, timeout: float = 60.0) -> DdpHook:
-    """A communication hook that averages the gradients of DistributedDataParallel, compressed by a codec.
+    """Return a communication hook that averages the gradients of DistributedDataParallel, compressed by a codec.
 
     Call `network.register_comm_hook(None, ddp_hook(codec))` before the first pass. The residual is in
     `hook.state_dict(names)`, which every rank should save. The ranks connect in the first pass, so a hook can be made
@@ -220,7 +220,7 @@ def fsdp_hook(
     seed: int = 0,
     timeout: float = 60.0,
 ) -> Callable[[Tensor], None]:
-    """A hook that averages the gradients of FSDP2 between replicas, compressed by a codec.
+    """Return a hook that averages the gradients of FSDP2 between replicas, compressed by a codec.
 
     Shard each replica by itself, `fully_shard(module, mesh=mesh["shard"])`, and give every sharded module a hook of
     its own: `module.set_all_reduce_hook(fsdp_hook(codec, mesh["replicate"]), ...)`. FSDP2 calls it with this rank's

@@ -32,7 +32,7 @@ class _Worker:
         """Returns as soon as the actor has its resources."""
 
     def run(self, loop: Callable[[Any], Any], config: Any, environment: Mapping[str, str]) -> Any:
-        """What the loop returns."""
+        """Return what the loop returns."""
         os.environ.update(environment)
         return loop(config)
 

@@ -432,7 +432,7 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _find(module: nn.Module, earlier: Collection[Optimizer]) -> tuple[nn.Module, Optimizer] | None:
-    """The model and the optimizer that the script trains, when it calls this module; None where none is trained.
+    """Return the model and the optimizer that the script trains, when it calls this module; None where none is trained.
 
     Raises:
         ConfigError: there are several candidates.
@@ -467,7 +467,7 @@ def _find(module: nn.Module, earlier: Collection[Optimizer]) -> tuple[nn.Module,
 
 
 def _alive(kind: type[Object]) -> list[Object]:
-    """All objects of a class in this process that are in use."""
+    """Return all objects of a class in this process that are in use."""
     gc.collect()
     # `type` and not `isinstance`, which proxies of other libraries answer by importing what they stand for.
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]

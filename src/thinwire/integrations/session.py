@@ -47,7 +47,7 @@ def needs(package: str) -> Generator[None]:
 
 
 def plain_optimizer(optimizer: Any) -> Optimizer:
-    """The torch optimizer in a trainer's wrapper, or in its list of one.
+    """Return the torch optimizer in a trainer's wrapper, or in its list of one.
 
     Raises:
         ConfigError: there is none, or more than one.
@@ -67,7 +67,7 @@ def plain_optimizer(optimizer: Any) -> Optimizer:
 
 
 def plain_model(model: nn.Module) -> nn.Module:
-    """The user's model in DistributedDataParallel and in what torch.compile returns."""
+    """Return the user's model in DistributedDataParallel and in what torch.compile returns."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -78,7 +78,7 @@ def plain_model(model: nn.Module) -> nn.Module:
 
 
 def figures_of(worker: Worker) -> Callable[[], dict[str, float]]:
-    """A function that says what a worker has sent and waited for since its last call, by names for logs."""
+    """Return a function that says what a worker has sent and waited for since its last call, by names for logs."""
     before, since = worker.stats(), worker.step
 
     def read() -> dict[str, float]:

@@ -129,7 +129,7 @@ def _count_tokens_apart(args: Any) -> None:
 
 
 def _loads_best(args: Any, state: Any) -> bool:
-    """Whether the Trainer ends with the best model that it has saved."""
+    """Return True if the Trainer ends with the best model that it has saved."""
     return bool(args.load_best_model_at_end and state.best_model_checkpoint)
 
 
@@ -147,7 +147,7 @@ def _check_search(args: Any, state: Any) -> None:
 
 
 def loaded_from(args: Any, state: Any, resume_from: str | None) -> str:
-    """The checkpoint that the Trainer has loaded, of which a callback is told its contents and not its place.
+    """Return the checkpoint that the Trainer has loaded, of which a callback is told its contents and not its place.
 
     Args:
         args: the Trainer's arguments.
@@ -172,7 +172,7 @@ def loaded_from(args: Any, state: Any, resume_from: str | None) -> str:
 
 
 def _is_of(folder: Path, state: Any) -> bool:
-    """Whether a checkpoint folder has the workers' state, and is what a Trainer's state was loaded from."""
+    """Return True if a checkpoint folder has the workers' state, and is what a Trainer's state was loaded from."""
     try:
         told = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

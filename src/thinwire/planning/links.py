@@ -40,7 +40,7 @@ class Link:
             raise ConfigError(f"delay_seconds={self.delay_seconds}: must be 0 or from 1e-6 to 10. 5ms is 0.005")
 
     def __str__(self) -> str:
-        """The text that `parse_links` reads back."""
+        """Return the text that `parse_links` reads back."""
         delay = f"+{in_unit(self.delay_seconds, -3)}ms" if self.delay_seconds else ""
         return _rate_text(self.bits_per_second) + delay
 

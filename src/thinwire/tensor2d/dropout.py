@@ -60,7 +60,7 @@ class Dropout2D(nn.Module):
         return number
 
     def extra_repr(self) -> str:
-        """The probability, the seed and the layer's number."""
+        """Return the probability, the seed and the layer's number."""
         return f"p={self.p}, seed={self.seed}, layer={self.layer}"
 
 

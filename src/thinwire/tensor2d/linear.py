@@ -102,7 +102,7 @@ class Linear2D(Module2D):
         return (y if bias is None else y + bias.to(y.dtype)).unflatten(0, x.shape[:-1])
 
     def extra_repr(self) -> str:
-        """The whole layer's sizes and the layout."""
+        """Return the whole layer's sizes and the layout."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, layout={self.layout}"
 
 

@@ -208,7 +208,7 @@ def _apply(
 
 
 def _styles(model: nn.Module, mesh: Mesh2D, plan: Plan) -> dict[str, Style]:
-    """The style of every module, outermost first; modules inside `MultiheadAttention` have none.
+    """Return the style of every module, outermost first; modules inside `MultiheadAttention` have none.
 
     Raises:
         ConfigError: a name in the plan matches no module, or the forward of a module is unknown.

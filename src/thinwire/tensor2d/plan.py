@@ -79,7 +79,7 @@ class Dense(Style):
     sections: int = 1
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `Linear2D`."""
+        """Return a `Linear2D`."""
         weight = site.get("weight")
         stored = "in,out" if type(site.module).__name__ == "Conv1D" else "out,in"
         outputs = weight.shape[0] if stored == "out,in" else weight.shape[1]
@@ -94,7 +94,7 @@ class Head(Style):
     """The linear layer that computes logits: tied if it shares an embedding's table, padded if the mesh needs it."""
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `TiedHead2D` or a `Linear2D`."""
+        """Return a `TiedHead2D` or a `Linear2D`."""
         weight: Tensor = site.get("weight")
         if id(weight) in site.tables:
             return TiedHead2D(site.tables[id(weight)], site.get("bias"), site.mesh)
@@ -115,7 +115,7 @@ class KeyHeads(Style):
     key_heads: int
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `Linear2D` that gathers its output."""
+        """Return a `Linear2D` that gathers its output."""
         weight: Tensor = site.get("weight")
         own, group = self.heads // site.mesh.columns, self.heads // self.key_heads
         if group % own and own % group:
@@ -133,7 +133,7 @@ class Norm(Style):
     """A layer norm or an RMS norm over the hidden size."""
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `LayerNorm2D` or an `RMSNorm2D`."""
+        """Return a `LayerNorm2D` or an `RMSNorm2D`."""
         module = site.module
         weight = cast("Tensor | None", getattr(module, "weight", None))
         shape = getattr(module, "normalized_shape", None)
@@ -161,7 +161,7 @@ class Lookup(Style):
     algorithm: Algorithm = "auto"
 
     def lay_out(self, site: Site) -> nn.Module:
-        """An `Embedding2D`."""
+        """Return an `Embedding2D`."""
         weight, padding = site.get("weight"), site.get("padding_idx")
         if site.get("max_norm") is not None or site.get("sparse") or site.get("scale_grad_by_freq"):
             raise ConfigError(f"{site.name}: max_norm, sparse and scale_grad_by_freq cannot be split. Remove them")
@@ -183,7 +183,7 @@ class Positions(Style):
     added: bool = False
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `PositionTable2D`."""
+        """Return a `PositionTable2D`."""
         return PositionTable2D(site.get(self.parameter), site.mesh, parameter=self.parameter, added=self.added)
 
 
@@ -192,7 +192,7 @@ class Drop(Style):
     """A dropout layer."""
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `Dropout2D`."""
+        """Return a `Dropout2D`."""
         return Dropout2D(site.get("p"), site.mesh, seed=site.seed, layer=site.number)
 
 
@@ -201,7 +201,7 @@ class Attend(Style):
     """A `torch.nn.MultiheadAttention` for self-attention."""
 
     def lay_out(self, site: Site) -> nn.Module:
-        """A `MultiheadAttention2D`."""
+        """Return a `MultiheadAttention2D`."""
         layer = cast(nn.MultiheadAttention, site.module)
         return MultiheadAttention2D(layer, site.mesh, seed=site.seed, number=site.number, name=site.name)
 

@@ -133,7 +133,7 @@ class Bucket:
         return -1
 
     def in_use(self) -> bool:
-        """Whether gradients that are being computed lie in the memory that the bucket is sent from."""
+        """Return True if gradients that are being computed lie in the memory that the bucket is sent from."""
         pairs = zip(self.gradients, self.parameters, strict=True)
         found = [(view, local(p.grad)) for view, p in pairs if p.grad is not None]
         # A sparse gradient has no memory of its own, and lies in no vector.
@@ -259,7 +259,7 @@ class PassEnd:
         handle = node.register_hook(continue_outside)
 
     def is_abandoned(self) -> bool:
-        """Whether the outer pass failed before the node that called the inner one had ended."""
+        """Return True if the outer pass failed before the node that called the inner one had ended."""
         return self.node_frame is not None and not _on_stack(self.node_frame)
 
     def forget(self) -> None:
@@ -284,7 +284,7 @@ def _runs_engine(frame: FrameType) -> bool:
 
 
 def _count_engines() -> int:
-    """How many calls of the autograd engine this thread is in."""
+    """Return how many calls of the autograd engine this thread is in."""
     frame, count = inspect.currentframe(), 0
     while frame is not None:
         count += _runs_engine(frame)
@@ -293,7 +293,7 @@ def _count_engines() -> int:
 
 
 def _node_frame() -> FrameType | None:
-    """The outermost frame of the node that has called the pass that ends now."""
+    """Return the outermost frame of the node that has called the pass that ends now."""
     frame, last, engines = inspect.currentframe(), None, 0
     while frame is not None:
         engines += _runs_engine(frame)
@@ -341,7 +341,7 @@ class Passes:
         self.members, self._always, self._count = members, list(members), 0
 
     def sends_early(self, member: Backward) -> bool:
-        """Whether a member may send before the end of the pass, as on all ranks."""
+        """Return True if a member may send before the end of the pass, as on all ranks."""
         first = self.members[0]
         if len(self.members) == 1:
             return True
@@ -352,7 +352,7 @@ class Passes:
         return member is first or member.comm.wires_key is not first.comm.wires_key
 
     def enter(self) -> ref[PassEnd]:
-        """The end of the pass that is running; the first member that has a gradient queues it."""
+        """Return the end of the pass that is running; the first member that has a gradient queues it."""
         end = None if self._end is None else self._end()
         if end is None or end.is_abandoned():
             end = PassEnd(self.flush)
@@ -381,7 +381,7 @@ class Passes:
             finish(member)
 
     def _agree(self) -> list[Backward]:
-        """The members that any rank has used in this pass, and those that have sent already."""
+        """Return the members that any rank has used in this pass, and those that have sent already."""
         sent = [member for member in self.members if self.sends_early(member)]
         for member in sent:
             member.launch_early()
@@ -415,7 +415,7 @@ class NonFinite(NamedTuple):
     parameter: str
 
     def error(self, step: int, comm: Comm) -> NonFiniteError:
-        """The error that all ranks raise."""
+        """Return the error that all ranks raise."""
         own = f"gradient of {self.parameter} on {comm.name(self.rank)}"
         whose = own if self.rank >= 0 else f"mean gradient of {self.parameter}"
         return NonFiniteError(
@@ -498,7 +498,7 @@ class Backward:
         yield self._nodes[len(self.buckets[0].parameters) - 1].register_prehook(self._before_first)
 
     def is_watching(self) -> bool:
-        """Whether the hooks are in place; a change of dtype or device drops them, also if it is undone."""
+        """Return True if the hooks are in place; a change of dtype or device drops them, also if it is undone."""
         parameters = [p for bucket in self.buckets for p in bucket.parameters]
         edges = map(torch.autograd.graph.get_gradient_edge, parameters)
         return all(edge.node is node for edge, node in zip(edges, self._nodes, strict=True))
@@ -680,7 +680,7 @@ class Backward:
 
     @property
     def in_pass(self) -> bool:
-        """Whether a pass has used the worker's parameters, and has not been flushed yet."""
+        """Return True if a pass has used the worker's parameters, and has not been flushed yet."""
         return self._end is not None
 
     def failed_state(self, *, stepped: bool) -> int:
@@ -799,7 +799,7 @@ class Backward:
         return culprit, mean
 
     def _all_finite_on_gpu(self) -> bool:
-        """Whether all that was exchanged is known to be finite; always False on the CPU.
+        """Return True if all that was exchanged is known to be finite; always False on the CPU.
 
         To look at a bucket waits for the GPU, so all are looked at together there. On the CPU one is looked at while
         the next is on its way.
@@ -845,7 +845,7 @@ class Backward:
         return False
 
     def _refusal(self, failed: dict[int, int]) -> MismatchError | ConfigError:
-        """The error of a backward pass that did not end on these ranks."""
+        """Return the error of a backward pass that did not end on these ranks."""
         ranks = self.comm.names(list(failed))
         if _FAILED_AND_STEPPED in failed.values():
             rank = next(rank for rank, state in failed.items() if state == _FAILED_AND_STEPPED)

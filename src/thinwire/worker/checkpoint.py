@@ -290,7 +290,7 @@ def _check_one_save(worker: WorkerState, home: Path, contents: Sequence[Content]
 
 
 def _survey(home: Path, rank: int) -> dict[str, Any]:
-    """This rank's view of a checkpoint: its own part, the number of parts, and whether all exist."""
+    """Return this rank's view of a checkpoint: its own part, the number of parts, and whether all exist."""
     parts = [part for part in (RankFile(home, 0), RankFile(home, rank)) if part.path.exists()]
     size = facts_of(parts[0].outline())["size"] if parts else None
     # One file is looked for after the other, so that a size that is made up costs nothing.
@@ -470,7 +470,7 @@ def load_parts(worker: WorkerState, state: Mapping[str, Any]) -> None:
 
 
 def _parts_in(state: dict[str, Any]) -> dict[str, State]:
-    """The states of ranks in what `Worker.state_dict` returned, which was not flat in earlier versions."""
+    """Return the states of ranks in what `Worker.state_dict` returned, which was not flat in earlier versions."""
     if not all(isinstance(part, tuple | dict) for part in state.values()):
         return from_flat(state)
     each = {name: part[0] if isinstance(part, tuple) and part else part for name, part in state.items()}

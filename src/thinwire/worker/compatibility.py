@@ -111,12 +111,12 @@ def check_closures(strategy: Strategy, optimizer: Optimizer) -> None:
 
 
 def evaluates_several_gradients(optimizer: Optimizer) -> bool:
-    """Whether a step is known to call its closure several times."""
+    """Return True if a step is known to call its closure several times."""
     return isinstance(optimizer, LBFGS) or getattr(optimizer, "evaluates_several_gradients", False)
 
 
 def several_evaluations(strategy: Strategy, optimizer: Optimizer) -> ConfigError:
-    """The error of an optimizer that evaluates several gradients in a step."""
+    """Return the error of an optimizer that evaluates several gradients in a step."""
     return ConfigError(
         f"{type(optimizer).__name__} under {strategy}: the optimizer calls its closure several times in a step, but "
         "the strategy replaces one gradient a step by one that all workers agree on. Use AllReduce(), which averages "
@@ -238,7 +238,7 @@ def check_carried(strategy: Strategy, request_seconds: float) -> None:
 
 
 def _is_local(traits: Traits) -> bool:
-    """Whether a strategy sends nothing by itself, as `Local()`."""
+    """Return True if a strategy sends nothing by itself, as `Local()`."""
     return traits.rounds.local and traits.period is None and not traits.rounds.ends
 
 

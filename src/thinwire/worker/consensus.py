@@ -216,7 +216,7 @@ def _broadcast_(comm: Comm, group: list[Tensor]) -> None:
 
 
 def different(worker: WorkerState, named: Mapping[str, Tensor], *, at_start: bool = False) -> dict[str, Tensor]:
-    """The tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message.
+    """Return the tensors whose bits are not equal on all ranks; 16 bytes are sent for each tensor, all in one message.
 
     Args:
         worker: of this rank.
@@ -246,7 +246,7 @@ def _refuse_fixed(named: Mapping[str, Tensor]) -> None:
 
 
 def is_writable(x: Tensor) -> bool:
-    """Whether values can be copied into a tensor: it is dense, and each element has memory of its own."""
+    """Return True if values can be copied into a tensor: it is dense, and each element has memory of its own."""
     if x.layout != torch.strided:
         return False
     return all(stride != 0 or n == 1 for n, stride in zip(x.shape, x.stride(), strict=True)) or not x.numel()
@@ -260,7 +260,7 @@ def _hash_of(name: str, x: Tensor) -> Tensor:
 
 
 def _pieces(name: str, x: Tensor) -> Sequence[Tensor]:
-    """The dense tensors that a tensor consists of."""
+    """Return the dense tensors that a tensor consists of."""
     if x.layout == torch.strided:
         return [x]
     if x.layout == torch.sparse_coo:
@@ -327,7 +327,7 @@ def settle(worker: WorkerState, odd: Sequence[int]) -> None:
 
 
 def _distance(x: Tensor, first: Tensor) -> float:
-    """The norm of the difference, over that of the vector; infinite where one of them is not finite."""
+    """Return the norm of the difference, over that of the vector; infinite where one of them is not finite."""
     gap, whole = (torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in (x - first, first))
     if gap == 0:
         return 0.0

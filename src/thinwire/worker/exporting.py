@@ -155,7 +155,7 @@ def _common_of(strategy: Strategy, x: Tensor, segments: Sequence[Segment], point
 
 
 def _newest(folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """All parts of the newest complete checkpoint in a folder, of one save."""
+    """Return all parts of the newest complete checkpoint in a folder, of one save."""
     inside = folder / "checkpoints"
     home = inside if inside.is_dir() else folder
     if split := sorted(path.name for path in (home.iterdir() if home.is_dir() else ()) if _holds_blocks(path)):
@@ -200,7 +200,7 @@ def _dense(x: Any) -> Any:
 
 
 def _not_finite(tensors: Mapping[str, Any], constants: Container[str]) -> str:
-    """The first tensor that holds NaN, or an infinity where it must not, as a mask of attention may; else empty.
+    """Return the first tensor that holds NaN, or an infinity where it must not, as a mask of attention may; else empty.
 
     Args:
         tensors: by name.

@@ -431,7 +431,7 @@ def _guard_groups(worker: WorkerState) -> None:
 
 
 def _called_by_scaler() -> bool:
-    """Whether an enabled GradScaler is calling the optimizer's step."""
+    """Return True if an enabled GradScaler is calling the optimizer's step."""
     # A scaler leaves no trace in most optimizers, and has no hook.
     frame = inspect.currentframe()
     while frame is not None:
@@ -658,7 +658,7 @@ def keeps_copies(worker: WorkerState) -> bool:
 
 
 def _step_together(worker: WorkerState) -> bool:
-    """Whether all ranks take each of their first steps, and at the same time."""
+    """Return True if all ranks take each of their first steps, and at the same time."""
     comm = worker.comm
     return (
         worker.survives is None and not worker.strategy.traits.skips_steps and comm.in_step and comm.checks_first_steps

@@ -57,7 +57,7 @@ def both(comm: Comm, one: int, other: int) -> str:
 
 
 def fingerprint(tensors: Iterable[Tensor]) -> int:
-    """A number of the tensors' bits, another one also where values have changed places."""
+    """Return a number of the tensors' bits, another one also where values have changed places."""
     total = 0
     for x in tensors:
         if not x.is_meta:
@@ -78,7 +78,7 @@ def sum_of_bits(x: Tensor) -> int:
 
 
 def hash_of(x: Tensor) -> Tensor:
-    """A number of a dense tensor's bits, as an integer tensor on its device."""
+    """Return a number of a dense tensor's bits, as an integer tensor on its device."""
     if x.is_meta:
         return x.new_empty((), dtype=torch.int64)
     x = torch.view_as_real(x) if x.is_complex() else x
@@ -111,7 +111,7 @@ def first_difference(mine: Sequence[Sequence[str]], theirs: Sequence[Sequence[st
 def facts_of(
     model: nn.Module, optimizer: Optimizer, trained: Mapping[str, Tensor], settings: Mapping[str, object]
 ) -> Facts:
-    """The facts that must be equal on all ranks, ordered by how many differences they explain.
+    """Return the facts that must be equal on all ranks, ordered by how many differences they explain.
 
     Args:
         model: its parameters and buffers are compared by name, shape, dtype and whether they are trained.

@@ -22,7 +22,7 @@ _COMPILED = "_orig_mod."
 
 
 def trained(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Parameter]:
-    """The parameters that the optimizer updates, by name, in the model's order; without those of no elements.
+    """Return the parameters that the optimizer updates, by name, in the model's order; without those of no elements.
 
     Raises:
         ConfigError: the optimizer holds parameters of another model, none of this one, or ones that are not dense and
@@ -59,12 +59,12 @@ def own_name(name: str) -> str:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters by the model's own names, each once."""
+    """Return the parameters by the model's own names, each once."""
     return {own_name(name): p for name, p in model.named_parameters()}
 
 
 def named_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers by the model's own names, each once."""
+    """Return the buffers by the model's own names, each once."""
     return {own_name(name): buffer for name, buffer in model.named_buffers()}
 
 
@@ -155,7 +155,7 @@ def check_aliases(model: nn.Module, trained: Mapping[str, Tensor]) -> None:
 
 
 def find_alias(model: nn.Module, trained: Mapping[str, Tensor]) -> tuple[str, str] | None:
-    """The names of two tensors that share an element, at least one of them trained; None where there are none.
+    """Return the names of two tensors that share an element, at least one of them trained; None where there are none.
 
     Tensors in one storage that have no element in common, as those of LSTMs on a GPU, are no aliases.
     """
@@ -195,7 +195,7 @@ def _near(places: list[_Place]) -> Iterator[tuple[_Place, _Place]]:
 
 
 def _share(a: _Place, b: _Place) -> bool:
-    """Whether two tensors have a byte in common: columns of one matrix lie between each other and have none."""
+    """Return True if two tensors have a byte in common: columns of one matrix lie between each other and have none."""
     start, stop = min(a.start, b.start), max(a.stop, b.stop)
     used = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
     _bytes_of(a, used, start).fill_(True)
@@ -203,7 +203,7 @@ def _share(a: _Place, b: _Place) -> bool:
 
 
 def _bytes_of(place: _Place, memory: Tensor, start: int) -> Tensor:
-    """The bytes of a tensor as a view of `memory`, which begins at address `start`."""
+    """Return the bytes of a tensor as a view of `memory`, which begins at address `start`."""
     size = place.x.element_size()
     # An expanded dimension, of stride 0, is the same element again.
     lengths = [n if stride else 1 for n, stride in zip(place.x.shape, place.x.stride(), strict=True)]

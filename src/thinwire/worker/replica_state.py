@@ -73,7 +73,7 @@ def new_replica(
 
 
 def part_name(worker: WorkerState, rank: int) -> str:
-    """The key of a rank's state among those of all ranks, of all parts of the model."""
+    """Return the key of a rank's state among those of all ranks, of all parts of the model."""
     place = worker.own_folder("").name
     return f"{place}-rank-{rank:04d}" if place else f"rank-{rank:04d}"
 
@@ -120,7 +120,7 @@ def pack(
 
 
 def parts_of_state(*, model: bool, optimizer: bool) -> tuple[str, ...]:
-    """The parts of a state with or without the model and the optimizer."""
+    """Return the parts of a state with or without the model and the optimizer."""
     # Without the parameters the state has a fingerprint of those it was packed at.
     with_model = ("parameters", "others") if model else ("fingerprint",)
     return ("identity", "step", "replicas", *with_model, *(("optimizer",) if optimizer else ()))
@@ -171,7 +171,7 @@ def _joined(part: str, tensors: dict[str, Any]) -> State:
 
 
 def layout_of(worker: WorkerState, replica: int) -> list[list[Any]]:
-    """The parameters of a replica's vector in their order: names and strides."""
+    """Return the parameters of a replica's vector in their order: names and strides."""
     _, segments = worker.layouts[replica]
     return [[segment.name, list(segment.stride)] for segment in segments]
 
@@ -182,7 +182,7 @@ def _fingerprint(worker: WorkerState) -> int:
 
 
 def _parameters(worker: WorkerState) -> dict[str, Tensor]:
-    """The trained parameters by name, as views of the replicas' vectors."""
+    """Return the trained parameters by name, as views of the replicas' vectors."""
     return {
         segment.name: view
         for replica, (_, segments) in zip(worker.replicas, worker.layouts, strict=True)
@@ -191,7 +191,7 @@ def _parameters(worker: WorkerState) -> dict[str, Tensor]:
 
 
 def others_of(worker: WorkerState) -> dict[str, Tensor]:
-    """The model's buffers, and the parameters that the optimizer does not update, by name."""
+    """Return the model's buffers, and the parameters that the optimizer does not update, by name."""
     flat = {id(p) for parameters, _ in worker.layouts for p in parameters}
     parameters = {name: local(p.detach()) for name, p in named_parameters(worker.model).items() if id(p) not in flat}
     # A sparse tensor that is detached has indices and values of its own, and copying into it changes nothing.
@@ -202,7 +202,7 @@ def others_of(worker: WorkerState) -> dict[str, Tensor]:
 
 
 def identity_of(worker: WorkerState) -> dict[str, str]:
-    """The facts that must be equal in a checkpoint and in the run that loads it."""
+    """Return the facts that must be equal in a checkpoint and in the run that loads it."""
     groups = [len(group["params"]) for group in worker.optimizer.param_groups]
     return {
         STRATEGY: canonical(worker.strategy),
@@ -223,12 +223,12 @@ def identity_of(worker: WorkerState) -> dict[str, str]:
 
 
 def _optimizer_names(worker: WorkerState) -> list[str]:
-    """The names of the optimizer's parameters, in the order in which torch numbers them."""
+    """Return the names of the optimizer's parameters, in the order in which torch numbers them."""
     return parameter_names(worker.optimizer, {id(p): name for name, p in named_parameters(worker.model).items()})
 
 
 def optimizer_groups(worker: WorkerState) -> list[dict[str, Any]]:
-    """The optimizer's groups, with the names of parameters in place of their numbers."""
+    """Return the optimizer's groups, with the names of parameters in place of their numbers."""
     return pack_optimizer(worker.optimizer, _optimizer_names(worker), only=())["param_groups"]
 
 
@@ -356,12 +356,12 @@ def check_identity(worker: WorkerState, theirs: Mapping[str, Any], *, ranks: boo
 
 
 def is_count(value: object) -> bool:
-    """Whether it is an integer that is not negative; JSON's `true` is none."""
+    """Return True if it is an integer that is not negative; JSON's `true` is none."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 62
 
 
 def mapping_of(value: object, what: str) -> dict[str, Any]:
-    """The value, which must be a dict by name.
+    """Return the value, which must be a dict by name.
 
     Raises:
         CheckpointError: it is something else.
@@ -553,7 +553,7 @@ def _names_after_a_step(
 
 
 def fits(shape: tuple[int, ...], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor can belong to a parameter: like it, a number, or reduced over some of its dimensions."""
+    """Return True if a tensor can belong to a parameter: like it, a number, or reduced over some of its dimensions."""
     if len(shape) > len(parameter):
         return shape == (1,)
     rest = iter(parameter)
@@ -679,7 +679,7 @@ def _resized_replica(saved: Sequence[Mapping[str, Any]], worker: WorkerState) ->
 
 
 def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, ...]]) -> State:
-    """One optimizer's state for all: means of moments, and the most steps where their numbers differ.
+    """Return one optimizer's state for all: means of moments, and the most steps where their numbers differ.
 
     Args:
         states: of all workers that were.
@@ -706,7 +706,7 @@ def _merged_optimizer(states: Sequence[State], shapes: Mapping[str, tuple[int, .
 
 
 def _with_most_steps(states: Sequence[State]) -> list[State]:
-    """The states with the most steps of any in the groups that count them, as LAMB's do.
+    """Return the states with the most steps of any in the groups that count them, as LAMB's do.
 
     A worker whose gradient was dropped has counted fewer.
     """
@@ -743,7 +743,7 @@ def _merged_memory(name: str, parameter: str, values: Sequence[Any], shape: tupl
 
 
 def _difference(values: Sequence[Any]) -> str:
-    """The name of the first hyperparameter that differs between workers."""
+    """Return the name of the first hyperparameter that differs between workers."""
     groups = cast(list[list[dict[str, Any]]], values)
     if all(isinstance(each, list) for each in values):
         for mine, theirs in pairwise(groups):
@@ -765,7 +765,7 @@ def mean_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two trees of tensors and plain values are equal; NaN counts as equal to NaN."""
+    """Return True if two trees of tensors and plain values are equal; NaN counts as equal to NaN."""
     if isinstance(a, Tensor):
         alike = isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
         return alike and (torch.equal(a, b) or bool(((a == b) | (a.isnan() & b.isnan())).all()))

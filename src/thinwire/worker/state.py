@@ -154,7 +154,7 @@ class WorkerState:
             replica.wait_pending()
 
     def metrics(self, *, clear: bool = False) -> dict[str, float]:
-        """The strategy's latest measurements by name; with several flat vectors, the largest of each.
+        """Return the strategy's latest measurements by name; with several flat vectors, the largest of each.
 
         Args:
             clear: whether they are forgotten, so that the next call has newer ones only.
@@ -173,6 +173,6 @@ class WorkerState:
             self.backward.end_failed(stepped=stepped)
 
     def own_folder(self, folder: str | Path) -> Path:
-        """The subfolder for checkpoints of this worker, or of the ranks that hold the same part of the model."""
+        """Return the subfolder for checkpoints of this worker, or of the ranks that hold the same part of the model."""
         shards = (p for parameters, _ in self.layouts for p in parameters)
         return Path(folder) / (self.folder or self.block or shard_folder(shards))

@@ -289,7 +289,7 @@ def drop_gradients(worker: WorkerState) -> None:
 
 
 def _first_nonfinite(worker: WorkerState) -> str | None:
-    """The name of the first parameter whose gradient on this rank is not finite."""
+    """Return the name of the first parameter whose gradient on this rank is not finite."""
     for parameters, segments in worker.layouts:
         if all_finite_each(_gradients_of(parameters)):
             continue
@@ -300,7 +300,7 @@ def _first_nonfinite(worker: WorkerState) -> str | None:
 
 
 def _gradients_of(parameters: Iterable[nn.Parameter]) -> list[Tensor]:
-    """The dense gradients on this rank of the parameters that have one."""
+    """Return the dense gradients on this rank of the parameters that have one."""
     grads = [grad if type(grad) is Tensor else plain(grad) for p in parameters if (grad := p.grad) is not None]
     return [grad if grad.layout is torch.strided else grad.to_dense() for grad in grads]
 
@@ -329,14 +329,14 @@ def _only_allocates_state(optimizer: Optimizer) -> bool:
 
 
 def _caller() -> FrameType | None:
-    """The frame from which torch calls the hooks of one step."""
+    """Return the frame from which torch calls the hooks of one step."""
     here = inspect.currentframe()
     asking = here and here.f_back
     return asking and asking.f_back
 
 
 def _within(frame: FrameType | None, outer: FrameType | None) -> bool:
-    """Whether a call was made in another one, which is still under way."""
+    """Return True if a call was made in another one, which is still under way."""
     while outer is not None and frame is not None:
         frame = frame.f_back
         if frame is outer:

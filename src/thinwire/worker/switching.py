@@ -279,7 +279,7 @@ def kept(before: Strategy, after: Strategy, held: Mapping[str, Tensor], fresh: R
 
 
 def _pairs(before: Strategy, after: Strategy) -> Iterator[tuple[Strategy, Strategy]]:
-    """The strategies of two recipes at the same places, outermost first, while their classes are equal."""
+    """Yield the strategies of two recipes at the same places, outermost first, while their classes are equal."""
     while type(before) is type(after):
         yield before, after
         if not isinstance(before, Wrapper) or not isinstance(after, Wrapper):

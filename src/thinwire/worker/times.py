@@ -69,7 +69,7 @@ class SlowWorker:
     cost: float
 
     def __str__(self) -> str:
-        """One sentence for logs."""
+        """Return one sentence for logs."""
         words = {"data": "loading its data", "compute": "its computation", "link": "its link"}[self.cause]
         return f"rank {self.rank} costs the other workers {units.share(self.cost)} of their time: {words} takes longer"
 
@@ -259,7 +259,7 @@ class TimeSplit:
         self._working = self._interrupted = False
 
     def _pass(self) -> float:
-        """The seconds since the last call in which this worker was not blocked."""
+        """Return the seconds since the last call in which this worker was not blocked."""
         now, blocked = self._comm.runtime.clock(), self._comm.meter.exposed_seconds
         seconds = now - self._mark - (blocked - self._blocked_mark)
         self._mark, self._blocked_mark = now, blocked
@@ -417,7 +417,7 @@ class Account:
         self.exchanged |= self._comm.meter.messages > before
 
     def stats(self) -> Stats:
-        """The figures so far."""
+        """Return the figures so far."""
         meter, (sent, waited, checks) = self._comm.meter, self._begun
         return Stats(
             steps=self._steps,

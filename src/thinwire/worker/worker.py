@@ -67,7 +67,7 @@ class Worker:
         self._detached = False
 
     def __repr__(self) -> str:
-        """The strategy, the rank and the step."""
+        """Return the strategy, the rank and the step."""
         ended = ", detached" if self._detached else ""
         return f"<Worker rank {self.rank} of {self.size}, step {self.step}, {self.strategy}{ended}>"
 
@@ -103,7 +103,7 @@ class Worker:
 
     @property
     def replicas(self) -> Sequence[Replica]:
-        """What the strategy sees: a flat vector of parameters and its state, for each dtype and device."""
+        """Return what the strategy sees: a flat vector of parameters and its state, for each dtype and device."""
         return self._state.replicas
 
     @property
@@ -119,7 +119,7 @@ class Worker:
 
     @property
     def size(self) -> int:
-        """How many workers train together; under `elastic=True` it changes with views."""
+        """Return how many workers train together; under `elastic=True` it changes with views."""
         return self.comm.size if self.elastic is None else self.elastic.view.size
 
     @property
@@ -197,7 +197,7 @@ class Worker:
         return DistributedSampler(dataset, self.size, self.rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
-        """The strategy's latest measurements by name; with several flat vectors, the largest of each.
+        """Return the strategy's latest measurements by name; with several flat vectors, the largest of each.
 
         Gossip measures `consensus_distance`; `Probe` measures how much the workers' gradients differ. It clears
         nothing: a figure stays until the strategy measures it again. `skipped_steps` is counted since `attach`.

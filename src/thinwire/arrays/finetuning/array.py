@@ -200,7 +200,7 @@ class AdapterArray(ModelArray):
         return f"AdapterArray({self.size} x {kind}, {len(self._layers)} layers, ranks {ranks})"
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every trained parameter, [B, ...], padded to the largest rank."""
+        """Yield every trained parameter, [B, ...], padded to the largest rank."""
         for path, layer in self._layers.items():
             yield from ((f"{path}.{name}", parameter) for name, parameter in layer.stacked.items())
 
@@ -209,7 +209,7 @@ class AdapterArray(ModelArray):
         yield from ()
 
     def dropout_rates(self) -> dict[str, tuple[float, ...]]:
-        """Each member's dropout rate in every layer with adapters of LoRA."""
+        """Return each member's dropout rate in every layer with adapters of LoRA."""
         return {
             f"{path}.lora_dropout.p": tuple(layer.rates)
             for path, layer in self._layers.items()
@@ -261,7 +261,7 @@ class AdapterArray(ModelArray):
 
     @property
     def _draws(self) -> bool:
-        """Whether the base draws random numbers in training, as far as its modules and configuration show."""
+        """Return True if the base draws random numbers in training, as far as its modules and configuration show."""
         config = getattr(self._skeleton, "config", None)
         if config is None:
             return True

@@ -233,7 +233,7 @@ class FusedArray(ModelArray):
         yield from ((name, tensor) for name, tensor in self._store.named() if isinstance(tensor, nn.Parameter))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once, in the order of a model's `parameters()`."""
+        """Return every parameter once, in the order of a model's `parameters()`."""
         return iter(self._parameters)
 
     def shared_parameters(self) -> Iterator[nn.Parameter]:
@@ -245,11 +245,11 @@ class FusedArray(ModelArray):
         yield from (parameter for parameter in self.parameters() if not is_shared(parameter))
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Every buffer once, [B, ...], or [...] if all models share it."""
+        """Yield every buffer once, [B, ...], or [...] if all models share it."""
         yield from ((name, tensor) for name, tensor in self._store.named() if not isinstance(tensor, nn.Parameter))
 
     def dropout_rates(self) -> dict[str, tuple[float, ...]]:
-        """Each model's rate in every dropout layer, by the rate's full name."""
+        """Return each model's rate in every dropout layer, by the rate's full name."""
         return {f"{path}.{name}".lstrip("."): tuple(values) for (path, name), values in self._store.rates.items()}
 
     def set_dropout_rates(self, name: str, values: Sequence[float]) -> None:

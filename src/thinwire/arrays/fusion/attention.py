@@ -83,7 +83,7 @@ class _AttentionRates(DropoutRates):
     """Rates that torch's attention may compare with zero, to skip dropout."""
 
     def __gt__(self, other: object) -> bool:
-        """Whether any model drops values."""
+        """Return True if any model drops values."""
         return bool(self)
 
 

@@ -165,7 +165,7 @@ class WithoutVmap:
 
 
 def is_batch(value: object) -> bool:
-    """Whether a value is a `Batch`; for pytree's `is_leaf`."""
+    """Return True if a value is a `Batch`; for pytree's `is_leaf`."""
     return isinstance(value, Batch)
 
 

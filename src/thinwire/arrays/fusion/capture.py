@@ -174,7 +174,7 @@ class CapturedStep:
         return results
 
     def _is_stale(self) -> bool:
-        """Whether the graph reads or writes tensors that the array or an optimizer has replaced."""
+        """Return True if the graph reads or writes tensors that the array or an optimizer has replaced."""
         changes = self._count_changes()
         if changes == self._changes:
             return False

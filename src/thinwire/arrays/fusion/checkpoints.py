@@ -205,7 +205,7 @@ def restore_outline(
 
 
 def _gpu_of(array: ModelArray) -> torch.device:
-    """The GPU that the models draw on, which need not be the current one; that one where they are on the CPU."""
+    """Return the GPU that the models draw on, which need not be the current one; that one where they are on the CPU."""
     device = next((p.device for p in array.parameters()), torch.device("cuda"))
     return device if device.type == "cuda" else torch.device("cuda")
 

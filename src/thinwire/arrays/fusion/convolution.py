@@ -118,7 +118,7 @@ def _convolve(
 
 
 def _grouped(function: Any, size: int, settings: Settings, input: Value, weight: Batch, bias: Value | None) -> Batch:
-    """One grouped convolution of [n, B * c, s...]: each model is as many groups as it has itself."""
+    """Return one grouped convolution of [n, B * c, s...]: each model is as many groups as it has itself."""
     channels = along(input, 1, size).flatten(1, 2)
     many = list(settings)
     many[3] *= size  # the number of groups is at index 3 of both signatures
@@ -135,7 +135,7 @@ def _side_by_side(
 
 
 def _folded(function: Any, size: int, settings: Settings, input: Value, weight: Tensor, bias: Value | None) -> Batch:
-    """One convolution with shared filters, for which the models are more samples."""
+    """Return one convolution with shared filters, for which the models are more samples."""
     own = isinstance(bias, Batch)
     found = function(along(input, 0, size).flatten(0, 1), weight, None if own else bias, *settings)
     found = found.unflatten(0, (size, -1))
@@ -147,7 +147,7 @@ def _folded(function: Any, size: int, settings: Settings, input: Value, weight: 
 def _unfolded(
     size: int, stride: Sizes, padding: Sizes, dilation: Sizes, input: Value, weight: Batch, bias: Value | None
 ) -> Batch:
-    """A batched product of the filters with the input's patches, laid out as columns (im2col)."""
+    """Return a batched product of the filters with the input's patches, laid out as columns (im2col)."""
     filters = weight.at(0)
     kernel = filters.shape[-2:]
     samples = input if isinstance(input, Tensor) else input.at(0).flatten(0, 1)
@@ -169,7 +169,7 @@ def _unfolded(
 def _loop(
     function: Any, size: int, settings: Settings, full: Settings, input: Value, weight: Batch, bias: Value | None
 ) -> Batch:
-    """One model after another.
+    """Run one model after another.
 
     Args:
         function: of torch.

@@ -49,7 +49,7 @@ def _beside_rows(bias: Tensor, dimensions: int) -> Tensor:
 
 
 def _autocast(x: Tensor) -> bool:
-    """Whether autocast is on: its casts must be part of the graph, so torch's own functions are used."""
+    """Return True if autocast is on: its casts must be part of the graph, so torch's own functions are used."""
     return torch.is_autocast_enabled(x.device.type)
 
 

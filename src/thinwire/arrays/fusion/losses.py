@@ -66,12 +66,12 @@ def nll_loss(
 
 
 def _needs_loop(input: Value, weight: Value | None, *deprecated: bool | None) -> bool:
-    """Whether it is a single sample, has class weights of each model's own, or deprecated options."""
+    """Return True if it is a single sample, has class weights of each model's own, or deprecated options."""
     return len(input.shape) < 2 or isinstance(weight, Batch) or any(value is not None for value in deprecated)
 
 
 def _is_plain(input: Value) -> bool:
-    """Whether the input is on the CPU, where torch's softmax is slow, and autocast would not convert it."""
+    """Return True if the input is on the CPU, where torch's softmax is slow, and autocast would not convert it."""
     tensor = _tensor(input)
     known = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.float64)
     return known and not torch.is_autocast_enabled("cpu")

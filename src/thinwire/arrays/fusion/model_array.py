@@ -57,7 +57,7 @@ class ModelArray(ABC):
         return self.size
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Every parameter once, in the order of a model's `parameters()`."""
+        """Return every parameter once, in the order of a model's `parameters()`."""
         return (parameter for _, parameter in self.named_parameters())
 
     def zero_grad(self) -> None:
@@ -67,7 +67,7 @@ class ModelArray(ABC):
 
     @property
     def training(self) -> bool:
-        """Whether the members are in training mode."""
+        """Return True if the members are in training mode."""
         return self._roots()[0].training
 
     def train(self, mode: bool = True) -> Self:

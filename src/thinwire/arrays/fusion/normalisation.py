@@ -67,7 +67,7 @@ def instance_norm(
 
 
 def gain_for(input: Value, weight: Value | None, bias: Value | None) -> Value | None:
-    """The gain that torch's batch normalisation is given: ones where there is none beside a shift, off the CPU.
+    """Return the gain that torch's batch normalisation is given: ones where there is none beside a shift, off the CPU.
 
     Its backward pass on a GPU returns an empty gradient of such a shift, which autograd refuses.
     """
@@ -137,7 +137,7 @@ def _batch_norm_by_kernel(
 
 
 def cumulative_batch_norm(module: nn.Module, input: Tensor) -> Tensor:
-    """The forward of batch normalisation with `momentum=None`: a cumulative average over a model's own batches.
+    """Return the forward of batch normalisation with `momentum=None`: a cumulative average over a model's own batches.
 
     torch reads the number of batches as a Python number, which would be the same for all models.
     """
@@ -224,7 +224,7 @@ def rms_norm(
 def _normalise_then_scale(
     normalise: Any, size: int, shape: tuple[int, ...], input: Value, weight: Value | None, bias: Value | None
 ) -> Batch:
-    """A shared input is normalised once; otherwise the models' axis stays where it is among the rows."""
+    """Normalize a shared input once; otherwise the models' axis stays where it is among the rows."""
     lead = len(input.shape) - len(shape)
     axis = input.axis if isinstance(input, Batch) and input.axis <= lead else 0
     found = normalise(input.at(axis) if isinstance(input, Batch) else input.unsqueeze(0), list(shape))
@@ -240,7 +240,7 @@ def _normalise_then_scale(
 
 
 def _autocast(tensor: Tensor) -> bool:
-    """Whether autocast would compute in another dtype than the input's, or the input's is a 16-bit one."""
+    """Return True if autocast would compute in another dtype than the input's, or the input's is a 16-bit one."""
     return tensor.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(tensor.device.type)
 
 

@@ -16,7 +16,7 @@ RECORDER = ContextVar[Callable[[Any], None] | None]("recorder", default=None)
 
 
 def is_capturing() -> bool:
-    """Whether the current CUDA stream records a graph instead of running."""
+    """Return True if the current CUDA stream records a graph instead of running."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

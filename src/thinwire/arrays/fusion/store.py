@@ -114,7 +114,7 @@ class Store:
         return copy.deepcopy(module, {id(tensor): tensor for tensor in self.shared.values()})
 
     def named(self) -> Iterator[tuple[str, Tensor]]:
-        """All tensors in the order of a model's own; those that only one model has are named `name[model]`."""
+        """Yield all tensors in the order of a model's own; those that only one model has are named `name[model]`."""
         seen: set[str] = set()
         for path, module in self.template.named_modules(remove_duplicate=False):
             if path in self.separate:
@@ -319,7 +319,7 @@ def owner_of(parameter: Tensor) -> int | None:
 
 
 def is_shared(tensor: Tensor) -> bool:
-    """Whether all models share this tensor of an array."""
+    """Return True if all models share this tensor of an array."""
     return owner_of(tensor) == _ALL
 
 
@@ -333,7 +333,7 @@ def overwrite_(tensor: Tensor, values: Tensor) -> None:
 
 
 def is_of(parameter: Tensor, index: int) -> bool:
-    """Whether a slot's model has this parameter of the array."""
+    """Return True if a slot's model has this parameter of the array."""
     return owner_of(parameter) in (None, index, _ALL)
 
 

@@ -73,7 +73,7 @@ def tensors(model: nn.Module, skip: Sequence[str] = ()) -> dict[str, Tensor]:
 
 
 def within(path: str, roots: Sequence[str]) -> bool:
-    """Whether a module is one of the roots or inside one; the empty path is the whole model."""
+    """Return True if a module is one of the roots or inside one; the empty path is the whole model."""
     return any(not root or path == root or path.startswith(f"{root}.") for root in roots)
 
 
@@ -135,7 +135,7 @@ def _difference_of_modules(a: nn.Module, b: nn.Module, known: Pairs) -> str | No
 
 
 def _class_of(module: nn.Module) -> type[nn.Module]:
-    """The module's class; torch makes a class of its own for each module that it parametrises."""
+    """Return the module's class; torch makes a class of its own for each module that it parametrises."""
     kind = type(module)
     return kind.__bases__[0] if is_parametrized(module) else kind
 
@@ -172,7 +172,7 @@ def _unlike(name: str, a: Any, b: Any, known: Pairs) -> tuple[str, Any, Any]:
 
 
 def _equal(a: Any, b: Any, known: Pairs) -> bool:
-    """Whether two attributes are equal; objects are if their own attributes are, or by `==` if they have none.
+    """Return True if two attributes are equal; objects are if their own attributes are, or by `==` if they have none.
 
     Args:
         a: an attribute.

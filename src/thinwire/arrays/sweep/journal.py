@@ -169,12 +169,12 @@ class Journal:
 
 
 def begun(folder: Path) -> bool:
-    """Whether there is a journal in a folder, from which a sweep can be resumed."""
+    """Return True if there is a journal in a folder, from which a sweep can be resumed."""
     return RankFile(folder, 0).path.exists()
 
 
 def settings_in(folder: Path) -> Fields:
-    """The settings with which a journal's sweep began.
+    """Return the settings with which a journal's sweep began.
 
     Raises:
         CheckpointError: there is no journal, it is damaged, or another version wrote it.

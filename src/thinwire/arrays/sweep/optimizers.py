@@ -53,7 +53,7 @@ OPTIMIZERS = {
 
 
 def fused_optimizer(array: FusedArray | AdapterArray, settings: Sequence[Setting]) -> FusedOptimizer:
-    """An optimizer of the array with each trial's hyperparameters."""
+    """Return an optimizer of the array with each trial's hyperparameters."""
     kind = OPTIMIZERS[settings[0].optimizer]
     names = ("lr", "weight_decay", *kind.hyperparameters)
     values = {name: [float(getattr(each, name)) for each in settings] for name in names}
@@ -61,7 +61,7 @@ def fused_optimizer(array: FusedArray | AdapterArray, settings: Sequence[Setting
 
 
 def torch_optimizer(model: nn.Module, setting: Setting) -> torch.optim.Optimizer:
-    """The optimizer of one model by itself, with one trial's hyperparameters."""
+    """Return the optimizer of one model by itself, with one trial's hyperparameters."""
     kind = OPTIMIZERS[setting.optimizer]
     names = ("lr", "weight_decay", *kind.hyperparameters)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -58,13 +58,13 @@ class _StackedModule(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The array's parameters, [B, ...]."""
+        """Yield the array's parameters, [B, ...]."""
         yield from self.array.named_parameters()
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The array's buffers, [B, ...]."""
+        """Yield the array's buffers, [B, ...]."""
         yield from self.array.named_buffers()
 
 
@@ -352,7 +352,7 @@ def _refuse_mixing(strategy: Strategy) -> None:
 
 
 def _learning_rates(optimizer: FusedOptimizer, layout: Layout, x: Tensor) -> Callable[[], float | Tensor]:
-    """A function that reads the learning rates: a number if all models have the same, else a vector like `x`."""
+    """Return a function that reads the learning rates: a number if all models have the same, else a vector like `x`."""
     parameters, segments = layout
     group_of = {id(p): place for place, group in enumerate(optimizer.param_groups) for p in group["params"]}
     sizes = [segment.size // segment.shape[0] for segment in segments for _ in range(segment.shape[0])]
@@ -387,7 +387,7 @@ def _share_skips(scaler: GradScaler, comm: Comm, device: torch.device) -> None:
 
 
 def _select_state(old: Layout, new: Layout, kept: Selection, before: Tensor) -> Tensor:
-    """A state tensor of the models that are kept; one that is not a vector like `x` belongs to all models."""
+    """Return a state tensor of the models that are kept; one that is not a vector like `x` belongs to all models."""
     if before.numel() != old[1][-1].stop:
         return before.clone()
     found = before.new_empty(new[1][-1].stop)
@@ -430,7 +430,7 @@ def _overwrite(vector: Tensor, by: Tensor, layout: Layout, index: int) -> None:
 
 
 def _resized(contents: Sequence[dict[str, Any]], worker: WorkerState) -> dict[str, Any]:
-    """This rank's state in a world of another size; schedules and scaler must be equal on all ranks."""
+    """Return this rank's state in a world of another size; schedules and scaler must be equal on all ranks."""
     for name in ("rates", "schedules", "scaler"):
         if not all(
             replica_state.same(each["extra"]["array"][name], contents[0]["extra"]["array"][name]) for each in contents

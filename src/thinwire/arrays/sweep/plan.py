@@ -57,7 +57,7 @@ class Plan:
             )
 
     def setting(self, hyperparameters: Hyperparameters) -> Setting:
-        """All hyperparameters of a trial: the given ones, and the task's defaults for the others.
+        """Return all hyperparameters of a trial: the given ones, and the task's defaults for the others.
 
         Raises:
             ConfigError: a hyperparameter does not exist, or its value has the wrong type.
@@ -129,7 +129,7 @@ class Plan:
                 )
 
     def lr_factor(self, step: int) -> float:
-        """The factor of the learning rate at a step, counted from 0."""
+        """Return the factor of the learning rate at a step, counted from 0."""
         if self.schedule == "constant":
             return 1.0
         # From 1 at the first step to 0.1 after the last.

@@ -77,7 +77,7 @@ class PackedSearcher(Searcher):
                 self.searcher.on_trial_complete(member, found)
 
     def get_state(self) -> dict[str, Any]:
-        """The members that have no result yet; the inner searcher saves itself."""
+        """Return the members that have no result yet; the inner searcher saves itself."""
         return {"pending": self.pending}
 
     def set_state(self, state: Mapping[str, Any]) -> None:

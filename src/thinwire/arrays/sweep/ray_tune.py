@@ -39,7 +39,7 @@ def _tune() -> Any:
 
 
 def trainable(plan: Plan, *, every: int = 100) -> Callable[[Config], None]:
-    """A trainable for Tune: trains the members of its configuration as one array, in one process.
+    """Return a trainable for Tune: trains the members of its configuration as one array, in one process.
 
     It reports `loss` (held out, of the best member), `best` (that member's index), `steps` (of all arrays of the pack)
     and `members` (index, hyperparameters, loss, metric and steps of each, and whether it was stopped early). Each
@@ -108,7 +108,7 @@ class _Pack:
 
 
 def members_of(config: Config) -> list[Trial]:
-    """The members of a pack, numbered by their index.
+    """Return the members of a pack, numbered by their index.
 
     Raises:
         ConfigError: the configuration is not that of a pack, or the pack is empty.
@@ -122,7 +122,7 @@ def members_of(config: Config) -> list[Trial]:
 
 
 def summary(outcomes: Iterable[Outcome], steps: int) -> Fields:
-    """The report of a pack: the best member's loss and index, and a table of all members in their order."""
+    """Return the report of a pack: the best member's loss and index, and a table of all members in their order."""
     every = sorted(outcomes, key=lambda each: each.trial.number)
     best = ranked(every)[0]
     # Tune compares reports by loss, and NaN has no order.
@@ -132,7 +132,7 @@ def summary(outcomes: Iterable[Outcome], steps: int) -> Fields:
 
 
 def pack_of(space: Space, together: int) -> Fields:
-    """A search space for Tune, in which every member of a pack is drawn independently.
+    """Return a search space for Tune, in which every member of a pack is drawn independently.
 
     Args:
         space: search space of each member.
@@ -155,7 +155,7 @@ def _domain(tune: Any, domain: Domain) -> Any:
 
 
 def packed(searcher: Any, space: Space, together: int, *, metric: str = "loss", mode: str = "min") -> Any:
-    """A searcher for Tune that proposes packs, made from a searcher that proposes single members.
+    """Return a searcher for Tune that proposes packs, made from a searcher that proposes single members.
 
     Args:
         searcher: any `ray.tune.search.Searcher` that was made without a space, such as `OptunaSearch()`.

@@ -181,7 +181,7 @@ def trials_as_json(best: Sequence[Outcome]) -> list[Fields]:
 
 
 def headings_of(space: Space) -> list[str]:
-    """The column headings of `rows_of`."""
+    """Return the column headings of `rows_of`."""
     return ["trial", *space.domains, "held-out loss", "metric", "steps"]
 
 
@@ -210,7 +210,7 @@ def short(value: object) -> str:
 
 
 def summary_text(summary: Fields) -> str:
-    """A sweep's summary in one or two lines."""
+    """Return a sweep's summary in one or two lines."""
     lines = [f"{summary['seconds']:.1f} s, {summary['stopped']} stopped early, {summary['diverged']} diverged"]
     if "sequential_seconds" in summary:
         same = "the same best trial" if summary["same_best"] else "another best trial"

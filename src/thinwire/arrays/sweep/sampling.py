@@ -37,7 +37,7 @@ class RandomSampler:
         self._space, self._seed, self._next = space, seed, 0
 
     def ask(self, count: int) -> list[Trial]:
-        """The next trials."""
+        """Return the next trials."""
         numbers = range(self._next, self._next + count)
         self._next += count
         return [Trial(number, self._space.draw(self._seed, number)) for number in numbers]
@@ -73,7 +73,7 @@ class OptunaSampler:
         self._pending: dict[int, Any] = {}
 
     def ask(self, count: int) -> list[Trial]:
-        """The study's next trials."""
+        """Return the study's next trials."""
         proposed = [self.study.ask(self._distributions) for _ in range(count)]
         self._pending.update((each.number, each) for each in proposed)
         return [Trial(each.number, dict(each.params)) for each in proposed]
@@ -103,7 +103,7 @@ def _distribution(optuna: Any, domain: Domain) -> Any:
 
 
 def sampler_of(name: str, space: Space, *, seed: int) -> Sampler:
-    """The sampler called `name`, "random" or "optuna".
+    """Return the sampler called `name`, "random" or "optuna".
 
     Raises:
         ConfigError: another name, or Optuna is not installed.

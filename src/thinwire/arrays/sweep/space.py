@@ -44,11 +44,11 @@ class Range:
             raise ConfigError(f"range {self}: whole numbers need whole ends, such as whole:8:64")
 
     def __str__(self) -> str:
-        """The text that `parse_domain` reads."""
+        """Return the text that `parse_domain` reads."""
         return f"{self.scale}:{self.low:g}:{self.high:g}"
 
     def at(self, fraction: float) -> Value:
-        """The number at a fraction in [0, 1) of the range."""
+        """Return the number at a fraction in [0, 1) of the range."""
         if self.scale == "whole":
             return int(self.low + math.floor(fraction * (self.high - self.low + 1)))
         if self.scale == "log":
@@ -76,11 +76,11 @@ class Choices:
             raise ConfigError(f"values {self}: one is listed twice. Leave it out")
 
     def __str__(self) -> str:
-        """The text that `parse_domain` reads."""
+        """Return the text that `parse_domain` reads."""
         return ",".join(str(value) for value in self.values)
 
     def at(self, fraction: float) -> Value:
-        """The value at a fraction in [0, 1) of the list."""
+        """Return the value at a fraction in [0, 1) of the list."""
         return self.values[int(fraction * len(self.values))]
 
 
@@ -98,7 +98,7 @@ class Space:
     domains: Mapping[str, Domain]
 
     def extremes(self) -> list[dict[str, Value]]:
-        """Every value of every list and both ends of every range, each as the only hyperparameter of a trial."""
+        """Return every value of every list and both ends of every range, each as the only hyperparameter of a trial."""
         found = list[dict[str, Value]]()
         for name, domain in self.domains.items():
             values = domain.values if isinstance(domain, Choices) else (domain.low, domain.high)
@@ -106,14 +106,14 @@ class Space:
         return found
 
     def draw(self, seed: int, number: int) -> dict[str, Value]:
-        """The hyperparameters of trial `number`, a function of the seed and the number only."""
+        """Return the hyperparameters of trial `number`, a function of the seed and the number only."""
         rng = np.random.default_rng(np.random.SeedSequence((seed, number)))
         # Sorted, so that draws do not depend on the order in which hyperparameters were given.
         return {name: self.domains[name].at(float(rng.random())) for name in sorted(self.domains)}
 
 
 def parse_domain(text: str) -> Domain:
-    """A range or a list of values, as in "log:1e-4:1e-1", "0:0.95", "whole:8:64", "16,32,64" or "0.1".
+    """Return a range or a list of values, as in "log:1e-4:1e-1", "0:0.95", "whole:8:64", "16,32,64" or "0.1".
 
     Raises:
         ConfigError: it is neither.

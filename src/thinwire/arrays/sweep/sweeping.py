@@ -98,7 +98,7 @@ def sweep(
 def _on_step(
     callback: Callable[[Progress], None] | None, array: int, members: int, before: Sequence[Outcome]
 ) -> StepCallback | None:
-    """The callback of one array, which adds the outcomes of the arrays before it."""
+    """Return the callback of one array, which adds the outcomes of the arrays before it."""
     if callback is None:
         return None
     return lambda run, ended: callback(Progress(array, members, run.step, [*before, *ended], run.current_losses))
@@ -119,7 +119,7 @@ def check_counts(trials: int, together: int | None, at_once: int | None = None) 
 
 
 def capacity_for(plan: Plan, trials: Sequence[Trial]) -> int:
-    """How many of these trials can be trained as one array, found by training arrays for one step.
+    """Return how many of these trials can be trained as one array, found by training arrays for one step.
 
     Raises:
         ConfigError: not even one fits, or the system does not report how much memory is free.
@@ -168,7 +168,7 @@ def array_size_for(plan: Plan, trials: Sequence[Trial]) -> int:
 
 
 def _step_seconds(run: TrialArray) -> float:
-    """The least CPU time of a step: the first ones allocate, and other processes disturb some."""
+    """Return the least CPU time of a step: the first ones allocate, and other processes disturb some."""
     found: list[float] = []
     for _ in range(4):
         start = time.process_time()

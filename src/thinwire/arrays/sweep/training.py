@@ -62,7 +62,7 @@ class TrialArray:
         self.step = 0
 
     def _perturbed_by(self, population: Population) -> list[str]:
-        """The hyperparameters that a population perturbs and that this optimizer has."""
+        """Return the hyperparameters that a population perturbs and that this optimizer has."""
         names, known = population.perturbed, self.optimizer.param_groups[0]
         found = [name for name in names if name in known]
         if not found:
@@ -88,11 +88,11 @@ class TrialArray:
         return self.losses
 
     def current_losses(self) -> list[tuple[Trial, float]]:
-        """Each trial with the loss of its last batch."""
+        """Return each trial with the loss of its last batch."""
         return list(zip(self.trials, self.losses.tolist(), strict=True))
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, as tensors and JSON values."""
+        """Return the whole state, as tensors and JSON values."""
         return {
             "trials": [[trial.number, dict(trial.hyperparameters)] for trial in self.trials],
             "copies": [
@@ -105,7 +105,7 @@ class TrialArray:
 
     @classmethod
     def from_state_dict(cls, plan: Plan, state: Mapping[str, Any]) -> TrialArray:
-        """An array that continues from a `state_dict`, bit for bit.
+        """Return an array that continues from a `state_dict`, bit for bit.
 
         Args:
             plan: the plan of the saved array.

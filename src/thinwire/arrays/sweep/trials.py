@@ -141,7 +141,7 @@ class Halving:
         check_ranges(self, first=("1..", "Trials train before they are judged"), keep=("2..", "3 is usual"))
 
     def rungs(self, steps: int) -> list[int]:
-        """The numbers of steps after which trials are stopped, in a sweep of `steps` steps."""
+        """Return the numbers of steps after which trials are stopped, in a sweep of `steps` steps."""
         found, rung = list[int](), self.first
         while rung < steps:
             found.append(rung)
@@ -149,7 +149,7 @@ class Halving:
         return found
 
     def promoted(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """The trials that continue, best first; diverged ones only where too few others are left."""
+        """Return the trials that continue, best first; diverged ones only where too few others are left."""
         return ranked(outcomes)[: math.ceil(len(outcomes) / self.keep)]
 
 
@@ -193,7 +193,7 @@ class Population:
                 raise ConfigError(f"perturbed={name!r}: members of an array differ in {', '.join(FUSIBLE)} only")
 
     def sources(self, outcomes: Sequence[Outcome], rng: np.random.Generator) -> list[int]:
-        """For each member, by slot, the slot whose state it continues from: its own, or one of the best."""
+        """Return for each member, by slot, the slot whose state it continues from: its own, or one of the best."""
         slot_of = {each.trial.number: slot for slot, each in enumerate(outcomes)}
         order = [slot_of[each.trial.number] for each in ranked(outcomes)]
         # Half at most: a member cannot be both copied and replaced, and one member alone has nothing to copy.
@@ -204,7 +204,7 @@ class Population:
         return found
 
     def perturb(self, name: str, value: float, rng: np.random.Generator) -> float:
-        """The value of a hyperparameter, changed up or down at random."""
+        """Return the value of a hyperparameter, changed up or down at random."""
         factor = 1 + self.change * (1 if rng.random() < 0.5 else -1)
         if name in _DECAY_RATES:
             return max(0.0, 1 - (1 - value) * factor)
@@ -212,7 +212,7 @@ class Population:
 
 
 def rng_for(seed: int, array: int, step: int) -> np.random.Generator:
-    """The random generator of one selection in a population, a function of its arguments.
+    """Return the random generator of one selection in a population, a function of its arguments.
 
     Args:
         seed: seed of the sweep.

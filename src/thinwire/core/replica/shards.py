@@ -115,7 +115,7 @@ class Shards:
         return [[number for number in row if number >= 0] for row in rows.tolist()]
 
     def _groups(self) -> list[Any]:
-        """The process groups of the ranks among which parameters are cut."""
+        """Return the process groups of the ranks among which parameters are cut."""
         found: dict[int, Any] = {}
         for parameter in self._parameters:
             mesh, placements = cast(_DTensor, parameter).device_mesh, cast(_DTensor, parameter).placements

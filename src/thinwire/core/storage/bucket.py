@@ -239,7 +239,7 @@ class Bucket:
         return len(names)
 
     async def _contents(self) -> dict[str, bytes | None]:
-        """The names of the run's objects, with the sealed contents of those that are overwritten."""
+        """Return the names of the run's objects, with the sealed contents of those that are overwritten."""
         names = [name for name in await self.list("") if _OF_RUN.match(name)]
         hints = [name for name in names if "/hint/" in name]
         found = await asyncio.gather(*(self._get(name, _MOST_RECORD_BYTES) for name in hints))

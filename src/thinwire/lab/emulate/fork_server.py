@@ -77,7 +77,7 @@ class ForkServer:
         return self._process.pid
 
     def serves(self, modules: Sequence[str], environment: Mapping[str, str]) -> bool:
-        """Whether it can start such workers."""
+        """Return True if it can start such workers."""
         alive = os.getpid() == self._owner and self._process.poll() is None
         return alive and self.modules == tuple(modules) and self._environment == read_once(environment)
 
@@ -152,7 +152,7 @@ class ForkServer:
 
 
 def read_once(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that matter when modules are imported."""
+    """Return the variables that matter when modules are imported."""
     return {name: value for name, value in environment.items() if name.startswith(_READ_ONCE)}
 
 
@@ -161,7 +161,7 @@ _kept: list[ForkServer] = []
 
 
 def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> ForkServer:
-    """The server of this process for such workers: the one of the last call, or a new one in its place.
+    """Return the server of this process for such workers: the one of the last call, or a new one in its place.
 
     It ends with this process.
 
@@ -179,7 +179,7 @@ def fork_server(modules: Sequence[str], environment: Mapping[str, str]) -> ForkS
 
 
 def kept() -> list[int]:
-    """The processes that stay until this one ends: the server, if there is one."""
+    """Return the processes that stay until this one ends: the server, if there is one."""
     return [server.pid for server in _kept]
 
 

@@ -192,7 +192,7 @@ class Workers:
 
     @property
     def exits(self) -> list[WorkerExit]:
-        """How the workers that have ended did so, by rank; first those that were there at the start."""
+        """Return how the workers that have ended did so, by rank; first those that were there at the start."""
         return [worker.exit for worker in self._all if worker.exit is not None]
 
     def poll(self, seconds: float = 0.0) -> bool:
@@ -264,7 +264,7 @@ class Workers:
         return start_process([*enter_command(user, net), *self._command], environment, held)
 
     def _fork_server(self) -> ForkServer | None:
-        """The process that workers are forked from, ready; None where there can be none."""
+        """Return the process that workers are forked from, ready; None where there can be none."""
         try:
             server = fork_server(self._preload, worker_environment(0, self.workers, self._own))
             while not server.ready(POLL_SECONDS):
@@ -323,7 +323,7 @@ class Workers:
         self._running = [worker for worker in self._running if not self._is_done(worker)]
 
     def _reap(self) -> list[WorkerExit]:
-        """The exits of the workers that have ended since the last call."""
+        """Return the exits of the workers that have ended since the last call."""
         ended = [worker for worker in self._all if worker.exit is None and worker.has_ended()]
         for worker in ended:
             self._guard.unwatch(worker.pid)
@@ -426,7 +426,7 @@ def rendezvous_environment(network: Network | None) -> dict[str, str]:
 
 
 def worker_environment(rank: int, workers: int, own: Mapping[str, str]) -> dict[str, str]:
-    """The environment of one worker, made from this process's.
+    """Return the environment of one worker, made from this process's.
 
     Args:
         rank: which worker.
@@ -441,7 +441,7 @@ def worker_environment(rank: int, workers: int, own: Mapping[str, str]) -> dict[
 
 
 def free_port() -> int:
-    """A port of the loopback on which nothing listens.
+    """Return a port of the loopback on which nothing listens.
 
     It lies below the range from which the kernel takes ports for outgoing connections. Rank 0 opens it only seconds
     later, and a port from that range could be taken by then.

@@ -52,7 +52,7 @@ def call(name: str, *arguments: Any) -> None:
 
 
 def enter_command(user: int | None = None, net: int | None = None) -> list[str]:
-    """The words to put before a command, so that it runs in these namespaces and dies with this process.
+    """Return the words to put before a command, so that it runs in these namespaces and dies with this process.
 
     On other systems than Linux there are none, and a command runs as it is.
     """

@@ -109,7 +109,7 @@ class Network:
 
     @property
     def workers(self) -> int:
-        """How many workers the network joins."""
+        """Return how many workers the network joins."""
         return len(self.links)
 
     def environment(self) -> dict[str, str]:
@@ -164,7 +164,7 @@ class Network:
             raise ConfigError(f"{' '.join(words)}: {' '.join(done.stderr.split()) or done.returncode}")
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """What each worker has sent and received since the network was entered; takes microseconds."""
+        """Return what each worker has sent and received since the network was entered; takes microseconds."""
         return tuple(now - before for now, before in zip(self._read(), self._before, strict=True))
 
     def _start_switch(self, tunnels: list[int]) -> subprocess.Popen[bytes]:
@@ -198,7 +198,7 @@ def available() -> str | None:
 
 
 def traffic_in(text: str, interface: str) -> Traffic | None:
-    """The counters of an interface in the text of /proc/net/dev; None where there is none of that name."""
+    """Return the counters of an interface in the text of /proc/net/dev; None where there is none of that name."""
     for line in text.splitlines():
         # The columns: bytes and packets received are 0 and 1, sent 8 and 9.
         name, _, numbers = line.partition(":")
@@ -212,12 +212,12 @@ def traffic_in(text: str, interface: str) -> Traffic | None:
 
 
 def address(rank: int) -> str:
-    """The IPv4 address of worker ``rank`` in the network."""
+    """Return the IPv4 address of worker ``rank`` in the network."""
     return f"10.77.0.{rank + 1}"
 
 
 def network_plan(links: Sequence[Link], *, user: bool = False) -> dict[str, object]:
-    """The plan of a network: cables and a bridge where no link has a delay, otherwise tun devices.
+    """Return the plan of a network: cables and a bridge where no link has a delay, otherwise tun devices.
 
     Args:
         links: the link of each worker.
@@ -232,7 +232,7 @@ def network_plan(links: Sequence[Link], *, user: bool = False) -> dict[str, obje
 
 
 def switch_ports(links: Sequence[Link], descriptors: Sequence[int]) -> list[str]:
-    """The arguments of the `switch` script that joins the tun devices of all workers."""
+    """Return the arguments of the `switch` script that joins the tun devices of all workers."""
     ends = zip(links, descriptors, strict=True)
     words = [f"{end}:{link.bits_per_second or 0:.0f}:{link.delay_seconds:.9f}" for link, end in ends]
     return [str(QUEUE_SECONDS), str(BURST_SECONDS), *words]
@@ -248,7 +248,7 @@ def _switch_steps(links: Sequence[Link]) -> list[Step]:
 
 
 def _worker_steps(rank: int, link: Link) -> list[Step]:
-    """The commands in one worker's own namespace, in which `eth0` exists already."""
+    """Return the commands in one worker's own namespace, in which `eth0` exists already."""
     home, own = rank + 1, address(rank)
     steps = [
         _ip(home, ["link set lo up", "link set eth0 addrgenmode none up", f"addr add {own}/24 dev eth0"]),
@@ -279,7 +279,7 @@ def _shaping(interface: str, bits_per_second: float, verb: str) -> list[str]:
 
 
 def _packet_nbytes(bits_per_second: float) -> int:
-    """The longest packet, in bytes, that the kernel may make before it splits it: what the link sends in 1 ms.
+    """Return the longest packet, in bytes, that the kernel may make before it splits it: what the link sends in 1 ms.
 
     `tbf` lets whole packets through, so longer packets would need a larger burst, and a message shorter than the burst
     would cross an idle link in no time.

@@ -73,7 +73,7 @@ class Straggler:
         return cls(chosen.factor, chosen.stall_probability, chosen.stall_seconds, chosen.seed, chosen.rank)
 
     def stall(self, step: int) -> float:
-        """The seconds that ``step`` stalls: a function of the seed, the rank and the step alone."""
+        """Return the seconds that ``step`` stalls: a function of the seed, the rank and the step alone."""
         # A hash rather than a generator, so that a resumed run stalls in the same steps.
         key = f"{self.seed} {self.rank} {step}".encode()
         uniform = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest()) / 2**64
@@ -119,7 +119,7 @@ def parse_stragglers(slow: str | None, stall: str | None, *, workers: int, seed:
 
 
 def straggler_environment(slow: str | None, stall: str | None, *, seed: int = 0) -> dict[str, str]:
-    """The environment variables that `Straggler.from_environment` reads, the same for all workers."""
+    """Return the environment variables that `Straggler.from_environment` reads, the same for all workers."""
     texts = {SLOW: slow, STALL: stall, SEED: str(seed)}
     return {name: text for name, text in texts.items() if text is not None}
 

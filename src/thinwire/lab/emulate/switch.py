@@ -101,14 +101,14 @@ class Switch:
 
 
 def receiver(packet: bytes) -> int:
-    """The rank of the worker that an IPv4 packet is for; negative for any other packet."""
+    """Return the rank of the worker that an IPv4 packet is for; negative for any other packet."""
     if len(packet) < HEADER + 20 or packet[HEADER + 16 : HEADER + 19] != NETWORK:
         return -1
     return packet[HEADER + 19] - FIRST_HOST
 
 
 def frame_nbytes(packet: bytes) -> int:
-    """The size of a packet in bytes once it is split into frames, each with its own headers."""
+    """Return the size of a packet in bytes once it is split into frames, each with its own headers."""
     # With segmentation offload the kernel hands over packets of up to 64 KiB; a real wire carries them as frames.
     nbytes = len(packet) - HEADER
     segment = int.from_bytes(packet[4:6], sys.byteorder)

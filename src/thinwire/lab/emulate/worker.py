@@ -39,7 +39,7 @@ class WorkerExit:
 
     @property
     def failed(self) -> bool:
-        """Whether it ended by a signal or with an exit code other than 0."""
+        """Return True if it ended by a signal or with an exit code other than 0."""
         return self.code != 0
 
     @property

@@ -28,7 +28,7 @@ class Split:
 
 
 def split(summary: Facts) -> Split | None:
-    """The parts of a summary's mean step; None where its duration is not known."""
+    """Return the parts of a summary's mean step; None where its duration is not known."""
     total = number(summary, "seconds_per_step")
     if total is None:
         return None
@@ -37,7 +37,7 @@ def split(summary: Facts) -> Split | None:
 
 
 def time_picture(collection: Collection, styles: Sequence[Look]) -> Picture | None:
-    """One stacked bar per strategy; None where no run knows how long its steps took."""
+    """Return one stacked bar per strategy; None where no run knows how long its steps took."""
     splits = [split(run.summary) for run in collection.runs]
     longest = max((parts.total for parts in splits if parts is not None), default=0.0)
     if longest <= 0:

@@ -49,7 +49,7 @@ def write_coreset(
 
 
 def coreset_picture(others: Points, chosen: Points, weights: Points, share: float) -> Picture:
-    """A scatter plot of the chosen points over the others; of more than 3,000 the heaviest are drawn."""
+    """Return a scatter plot of the chosen points over the others; of more than 3,000 the heaviest are drawn."""
     heaviest = np.argsort(-weights, kind="stable")[:_MOST_DRAWN]
     figure = canvas(7.6, 5.4)
     axes = figure.add_subplot()

@@ -58,7 +58,7 @@ MEASURES = (
 
 
 def loss_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
-    """The loss against seconds, steps and bytes, without pictures that would have no finite loss."""
+    """Return the loss against seconds, steps and bytes, without pictures that would have no finite loss."""
     return [
         _picture(collection, styles, measure)
         for measure in MEASURES
@@ -67,7 +67,7 @@ def loss_pictures(collection: Collection, styles: Sequence[Look]) -> list[Pictur
 
 
 def smoothed(values: Vector) -> Vector:
-    """The moving average over 1/25 of the points.
+    """Return the moving average over 1/25 of the points.
 
     The window is centred. At the start, where losses fall fast, it shrinks on both sides; at the end it is cut off.
     """
@@ -101,7 +101,7 @@ def _picture(collection: Collection, styles: Sequence[Look], measure: Measure) -
 
 
 def _caption(collection: Collection, measure: Measure) -> str:
-    """What the lines and markers of this picture are."""
+    """Return what the lines and markers of this picture are."""
     parts = [_LINES] if measure.name == "seconds" else ["Lines and markers as in the loss against seconds."]
     if measure.name == "seconds" and any(run.evaluations for run in collection.runs):
         parts.append("Filled markers are the held-out loss.")
@@ -221,7 +221,7 @@ def _description(collection: Collection, measure: Measure) -> str:
 
 
 def metric_pictures(collection: Collection, styles: Sequence[Look]) -> list[Picture]:
-    """One picture for each metric that any run recorded."""
+    """Return one picture for each metric that any run recorded."""
     names = sorted({name for run in collection.runs for step in run.steps for name in step.metrics})
     return [_metric_picture(collection, styles, name) for name in names]
 

@@ -25,7 +25,7 @@ _TEMPLATES.tests.update(_TESTS)
 
 
 def render(template: str, title: str, command: str, **values: Any) -> str:
-    """The whole file.
+    """Return the whole file.
 
     Args:
         template: name of the template, which extends `frame.html`.

@@ -14,7 +14,7 @@ Facts = Mapping[str, object]
 
 
 def number(facts: Facts, key: str) -> float | None:
-    """The finite number under a key; None when it is absent, null, not a number, NaN or infinite.
+    """Return the finite number under a key; None when it is absent, null, not a number, NaN or infinite.
 
     Example:
         >>> number({"loss": 2}, "loss"), number({"loss": "low"}, "loss"), number({}, "loss")
@@ -28,19 +28,19 @@ def number(facts: Facts, key: str) -> float | None:
 
 
 def text(facts: Facts, key: str, missing: str = "") -> str:
-    """The text under a key, or `missing` when it is absent or null; a number is written as text."""
+    """Return the text under a key, or `missing` when it is absent or null; a number is written as text."""
     value = facts.get(key)
     return missing if value is None else str(value)
 
 
 def diverged(facts: Facts, key: str) -> bool:
-    """Whether the number under a key is NaN or infinite."""
+    """Return True if the number under a key is NaN or infinite."""
     value = facts.get(key)
     return isinstance(value, float) and not math.isfinite(value)
 
 
 def json_object(path: Path) -> Facts | None:
-    """The object in a JSON file; None when there is no such file.
+    """Return the object in a JSON file; None when there is no such file.
 
     Raises:
         ConfigError: the file cannot be read, is not valid JSON, or holds something other than an object.
@@ -54,7 +54,7 @@ def json_object(path: Path) -> Facts | None:
 
 
 def json_list(path: Path) -> list[Facts] | None:
-    """The list of objects in a JSON file; None when there is no such file.
+    """Return the list of objects in a JSON file; None when there is no such file.
 
     Raises:
         ConfigError: the file cannot be read, is not valid JSON, or holds something other than a list of objects.
@@ -68,7 +68,7 @@ def json_list(path: Path) -> list[Facts] | None:
 
 
 def json_lines(path: Path) -> tuple[list[Facts] | None, list[str]]:
-    """The objects in a file of one JSON object per line, with a note about lines that cannot be read.
+    """Return the objects in a file of one JSON object per line, with a note about lines that cannot be read.
 
     Such lines are left out, because a run that is killed may leave its last line half written.
 

@@ -50,7 +50,7 @@ def rounds_of(folder: Path) -> dict[str, list[Path]] | None:
 
 
 def read_spans(folder: Path) -> tuple[Span, ...]:
-    """The timeline of a run folder; empty where none was recorded.
+    """Return the timeline of a run folder; empty where none was recorded.
 
     Raises:
         ConfigError: there is no such folder.
@@ -102,7 +102,7 @@ def _comparison(folder: Path) -> Facts | None:
 
 
 def _inside(folder: Path, rounds: object) -> dict[str, list[Path]]:
-    """The run folders of each strategy; a comparison.json must not name folders outside its own."""
+    """Return the run folders of each strategy; a comparison.json must not name folders outside its own."""
     return {
         str(strategy): [
             folder / name for name in map(str, names) if Path(name).name == name and (folder / name).is_dir()
@@ -169,7 +169,7 @@ def read_run(folder: Path) -> Run:
 
 
 def _labelled(runs: Sequence[Run]) -> tuple[Run, ...]:
-    """The runs with labels that tell them apart."""
+    """Return the runs with labels that tell them apart."""
     names = labels([run.strategy for run in runs])
     return tuple(dataclasses.replace(run, label=label) for run, label in zip(runs, names, strict=True))
 
@@ -182,7 +182,7 @@ def _title(runs: Sequence[Run]) -> str:
 
 
 def step_of(line: Facts) -> Step | None:
-    """The training step in a line of metrics.jsonl; None where the line is something else."""
+    """Return the training step in a line of metrics.jsonl; None where the line is something else."""
     step = number(line, "step")
     if step is None or "loss" not in line:
         return None
@@ -224,7 +224,7 @@ def _or_nan(line: Facts, key: str) -> float:
 
 
 def _summarised(config: Facts, steps: Sequence[Step], evaluations: Sequence[Evaluation]) -> dict[str, object]:
-    """A summary from the metrics alone, for a run that wrote none."""
+    """Return a summary from the metrics alone, for a run that wrote none."""
     facts: dict[str, object] = {key: config.get(key) for key in ("strategy", "task", "workers", "link")}
     if steps:
         facts |= {"steps": steps[-1].step, "seconds": steps[-1].seconds, **Totals(list(steps)).summary()}

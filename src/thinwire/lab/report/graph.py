@@ -54,7 +54,7 @@ def graph_picture(stem: str, name: str, mixings: Matrix) -> Picture:
 
 
 def topology_pictures(collection: Collection) -> list[Picture]:
-    """One picture for each graph, however many runs have it; empty where no run recorded one."""
+    """Return one picture for each graph, however many runs have it; empty where no run recorded one."""
     found: dict[str, Facts] = {}
     for run in collection.runs:
         entry = run.config.get("topology")
@@ -69,7 +69,7 @@ def topology_pictures(collection: Collection) -> list[Picture]:
 
 
 def agreement_picture(stem: str, curves: Mapping[str, Sequence[float]], workers: int) -> Picture:
-    """The fraction of disagreement that is left against steps, one line for each graph.
+    """Return the fraction of disagreement that is left against steps, one line for each graph.
 
     Args:
         stem: of the file.

@@ -49,13 +49,13 @@ def setting(collection: Collection) -> list[str]:
 
 
 def lead(collection: Collection) -> str:
-    """The main result in one sentence of HTML; empty where there is only one run or nothing to compare."""
+    """Return the main result in one sentence of HTML; empty where there is only one run or nothing to compare."""
     base = baseline(collection.summaries)
     return "" if base is None else _by_target(collection, base) or _by_step(collection, base)
 
 
 def tiles(collection: Collection, styles: Sequence[Look]) -> list[Tile]:
-    """A few large figures: the best run of each kind in a comparison, or those of a single run."""
+    """Return a few large figures: the best run of each kind in a comparison, or those of a single run."""
     summaries = collection.summaries
     several, base = len(summaries) > 1, baseline(summaries)
     keys = [column.key for column in columns(summaries)]
@@ -76,7 +76,7 @@ def tiles(collection: Collection, styles: Sequence[Look]) -> list[Tile]:
 
 
 def _host(host: object) -> str:
-    """The machine, as configurations describe it: cores and processor."""
+    """Return the machine, as configurations describe it: cores and processor."""
     if not isinstance(host, dict):
         return ""
     cores = host.get("cores")
@@ -136,7 +136,7 @@ Figure = tuple[str, str, int]
 
 
 def _figures(collection: Collection, several: bool) -> list[Figure]:
-    """The figures to show large: words, the summary's key, and 1 or -1 where more or less is better."""
+    """Return the figures to show large: words, the summary's key, and 1 or -1 where more or less is better."""
     metric = metric_name(collection.summaries)
     targeted = any(number(facts, "seconds_to_target") is not None for facts in collection.summaries)
     scored: Figure = ("held-out loss", "eval_loss", -1)
@@ -159,7 +159,7 @@ def _figures(collection: Collection, several: bool) -> list[Figure]:
 
 
 def details(collection: Collection) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """The settings that all runs share, and those that each run has besides, in words."""
+    """Return the settings that all runs share, and those that each run has besides, in words."""
     known = [run.config for run in collection.runs if run.config]
     shared: dict[str, object] = {}
     if len(known) > 1:
@@ -176,7 +176,7 @@ def details(collection: Collection) -> tuple[dict[str, str], list[dict[str, str]
 
 
 def paper_of(config: Facts) -> tuple[str, str] | None:
-    """The paper in a configuration and its address, "" where that is not known; None if it names no paper.
+    """Return the paper in a configuration and its address, "" where that is not known; None if it names no paper.
 
     A paper is an address, or a text that may contain an arXiv number such as `arXiv:1910.00643`.
     """

@@ -12,7 +12,7 @@ _MODULE = re.compile(r"(?<![\w.'\"])[^\W\d]\w*(?:\.[^\W\d]\w*)*:(?=[^\W\d])")
 
 
 def name(recipe: str) -> str:
-    """The recipe's outermost name with its base: `SlowMo(PushSum)` for `SlowMo(base=PushSum(), period=48)`.
+    """Return the recipe's outermost name with its base: `SlowMo(PushSum)` for `SlowMo(base=PushSum(), period=48)`.
 
     A text that is not a recipe, such as `ddp+bf16`, is its own name. Modules of classes are left out.
 
@@ -29,7 +29,7 @@ def name(recipe: str) -> str:
 
 
 def family(recipe: str) -> str:
-    """The recipe's outermost name alone: `SlowMo`."""
+    """Return the recipe's outermost name alone: `SlowMo`."""
     call = _call(recipe)
     return call.func.id if call is not None and isinstance(call.func, ast.Name) else recipe.strip()
 
@@ -51,12 +51,12 @@ def labels(recipes: Sequence[str]) -> list[str]:
 
 
 def shortened(words: str, most: int) -> str:
-    """The words, their end replaced by `…` where they are longer than `most` characters."""
+    """Return the words, their end replaced by `…` where they are longer than `most` characters."""
     return words if len(words) <= most else words[: most - 1] + "…"
 
 
 def _distinct(index: int, names: Sequence[str], recipes: Sequence[str]) -> str:
-    """A recipe's name, with the arguments that differ among the recipes of this name."""
+    """Return a recipe's name, with the arguments that differ among the recipes of this name."""
     same_name = [_arguments(recipe) for other, recipe in zip(names, recipes, strict=True) if other == names[index]]
     own = _arguments(recipes[index])
     different = [key for key in own if len({other.get(key) for other in same_name}) > 1]

@@ -61,7 +61,7 @@ def link_picture(collection: Collection, styles: Sequence[Look]) -> Picture | No
 
 
 def used(run: Run) -> float | None:
-    """The mean fraction of the links' rates that the workers used for sending; None where it is not known."""
+    """Return the mean fraction of the links' rates that the workers used for sending; None where it is not known."""
     seconds = number(run.summary, "seconds")
     shares = [
         8 * link.sent_bytes / (link.bits_per_second * seconds)
@@ -72,7 +72,7 @@ def used(run: Run) -> float | None:
 
 
 def rates(run: Run) -> str:
-    """The links' rates in words: one if all are equal, otherwise the slowest and the fastest."""
+    """Return the links' rates in words: one if all are equal, otherwise the slowest and the fastest."""
     known = sorted({link.bits_per_second for link in run.links if link.bits_per_second})
     if not known:
         return run.other_links
@@ -104,7 +104,7 @@ def _amount(axes: Axes, row: float, nbytes: float | None) -> None:
 
 
 def _tick(link: Link, run: Run) -> str:
-    """The worker, with its link's rate where rates differ."""
+    """Return the worker, with its link's rate where rates differ."""
     equal = len({other.bits_per_second for other in run.links}) == 1
     rate = "" if equal or not link.bits_per_second else f"\n{units.rate(link.bits_per_second)}"
     return f"worker {link.rank}{rate}"

@@ -42,7 +42,7 @@ class Drawings:
     links: Picture | None
 
     def all(self) -> list[Picture]:
-        """The pictures in the page's order."""
+        """Return the pictures in the page's order."""
         single = [picture for picture in (self.times, self.links) if picture is not None]
         return [*self.losses, *self.trade, *self.metrics, *single, *self.topologies, *self.timelines.values()]
 
@@ -76,7 +76,7 @@ def draw(collection: Collection, styles: Sequence[Look]) -> Drawings:
 
 
 def page(collection: Collection, styles: Sequence[Look], drawings: Drawings, small: Drawings | None = None) -> str:
-    """The whole HTML document.
+    """Return the whole HTML document.
 
     Args:
         collection: the runs.

@@ -62,7 +62,7 @@ class Look:
 
 
 def looks(recipes: Sequence[str]) -> list[Look]:
-    """One look per recipe, all different up to 32 of them; well-known strategies always have the same colour.
+    """Return one look per recipe, all different up to 32 of them; well-known strategies always have the same colour.
 
     Example:
         >>> [look.tone.variable for look in looks(["ddp", "LocalSGD(period=8)", "DecentLaM()"])]

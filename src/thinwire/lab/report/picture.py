@@ -49,7 +49,7 @@ _is_narrow: ContextVar[bool] = ContextVar("narrow", default=False)
 
 
 def is_narrow() -> bool:
-    """Whether pictures are drawn for a narrow screen."""
+    """Return True if pictures are drawn for a narrow screen."""
     return _is_narrow.get()
 
 
@@ -94,7 +94,7 @@ class Picture:
         return write_bytes(folder / f"{self.name}.png", content.getvalue())
 
     def svg(self) -> str:
-        """The figure as an SVG element for an HTML page that defines the palette's CSS variables."""
+        """Return the figure as an SVG element for an HTML page that defines the palette's CSS variables."""
         return _inlined(_as_svg(self.figure, "none", transparent=True), self.name, self.description)
 
 
@@ -240,7 +240,7 @@ def swatches(on: Figure | Axes, handles: Sequence[Patch], **look: Any) -> None:
 
 
 def key(look: Look) -> Line2D:
-    """A strategy's line and marker for the legend."""
+    """Return a strategy's line and marker for the legend."""
     return Line2D(
         [], [], color=look.tone.light, linestyle=look.line, linewidth=look.width, marker=look.marker, markersize=5
     )
@@ -281,13 +281,13 @@ def heading(axes: Axes, run: Run, look: Look, *, most: int, right: str = "") -> 
 
 
 def _plain_name(name: str) -> str:
-    """A name without what has a meaning in HTML, in paths or in patterns; different names stay different."""
+    """Return a name without what has a meaning in HTML, in paths or in patterns; different names stay different."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80]
     return plain if plain == name else f"{plain}-{hashlib.sha256(name.encode()).hexdigest()[:8]}"
 
 
 def _inlined(document: str, name: str, description: str) -> str:
-    """An SVG document as an element of an HTML page, in the page's colours and typeface."""
+    """Return an SVG document as an element of an HTML page, in the page's colours and typeface."""
     body = document[document.index("<svg") :]
     body = re.sub(r"<metadata>.*?</metadata>", "", body, flags=re.DOTALL)
     box = re.search(r'viewBox="([^"]+)"', body)

@@ -57,7 +57,7 @@ def over_rounds(rounds: Sequence[Facts], shown: Facts | None = None) -> dict[str
 
 
 def deviation(summary: Facts, key: str) -> float | None:
-    """The standard deviation over rounds of a figure; None where it is of one run."""
+    """Return the standard deviation over rounds of a figure; None where it is of one run."""
     return number(summary, key + _DEVIATION)
 
 
@@ -72,7 +72,7 @@ def of_same_seeds(strategies: Sequence[Sequence[Facts]]) -> list[tuple[Facts, ..
 
 
 def median_round(strategies: Sequence[Sequence[Facts]]) -> int:
-    """The round that stands for all of them in curves and timelines, the same for every strategy.
+    """Return the round that stands for all of them in curves and timelines, the same for every strategy.
 
     It is the one whose time per step, of all strategies together, is the median; of an even number the lower of the
     two in the middle, because a report shows a run that took place. Rounds in which a run diverged count only if there

@@ -42,7 +42,7 @@ class Step:
         return self.step_seconds - self.exposed_seconds
 
     def line(self) -> dict[str, Any]:
-        """The step's line in metrics.jsonl."""
+        """Return the step's line in metrics.jsonl."""
         names = ("step", "seconds", "loss", "payload_bytes", "compute_seconds", "exposed_seconds", "step_seconds")
         return {name: getattr(self, name) for name in names} | ({"metrics": self.metrics} if self.metrics else {})
 
@@ -78,7 +78,7 @@ class Totals:
 
 
 def _payload_per_step(records: Sequence[Step]) -> float:
-    """The payload of a step, over whole periods: up to the last step that sent as much as a round does.
+    """Return the payload of a step, over whole periods: up to the last step that sent as much as a round does.
 
     Where the clock stops a method between two rounds, the mean over all steps would be less than it sends.
     """
@@ -152,7 +152,7 @@ class Run:
 
     @property
     def hides_messages(self) -> bool:
-        """Whether it recorded a timeline without any message."""
+        """Return True if it recorded a timeline without any message."""
         return bool(self.spans) and all(span.kind != "communication" for span in self.spans)
 
     @property

@@ -82,7 +82,7 @@ def columns(summaries: Sequence[Facts]) -> list[Column]:
 
 
 def rows(summaries: Sequence[Facts]) -> list[dict[str, str]]:
-    """One row per summary: heading to text with its unit, `-` for what was not measured.
+    """Return one row per summary: heading to text with its unit, `-` for what was not measured.
 
     Bytes are per worker and step. Where one summary's strategy is `ddp`, the column `vs ddp` has each run's speed in
     steps relative to it.
@@ -112,7 +112,7 @@ def cells(summaries: Sequence[Facts], base: int | None) -> list[list[Cell]]:
 
 
 def baseline(summaries: Sequence[Facts]) -> int | None:
-    """The run others are compared with: `ddp` where present, else the first; None when there is only one."""
+    """Return the run others are compared with: `ddp` where present, else the first; None when there is only one."""
     return None if len(summaries) < 2 else (_ddp(summaries) or 0)
 
 
@@ -125,12 +125,12 @@ def best(summaries: Sequence[Facts], key: str, better: int) -> int | None:
 
 
 def differs(key: str, one: float, other: float) -> bool:
-    """Whether two figures under a key differ by more than noise."""
+    """Return True if two figures under a key differ by more than noise."""
     return abs(one - other) > _NOISE.get(key, 0.0) * max(abs(one), abs(other))
 
 
 def winners(summaries: Sequence[Facts], key: str, better: int) -> list[int]:
-    """The run with the best figure under a key, then those that differ from it by noise alone; none if all do.
+    """Return the run with the best figure under a key, then those that differ from it by noise alone; none if all do.
 
     Example:
         >>> pace = [{"seconds_per_step": seconds} for seconds in (0.4, 0.101, 0.1)]
@@ -146,7 +146,7 @@ def winners(summaries: Sequence[Facts], key: str, better: int) -> list[int]:
 
 
 def speeds(summaries: Sequence[Facts]) -> list[str] | None:
-    """The speed of each run's steps relative to the run named `ddp`; None where there is no such run."""
+    """Return the speed of each run's steps relative to the run named `ddp`; None where there is no such run."""
     ddp = _ddp(summaries)
     if ddp is None:
         return None
@@ -156,7 +156,7 @@ def speeds(summaries: Sequence[Facts]) -> list[str] | None:
 
 
 def written(summary: Facts, column: Column) -> str:
-    """One figure with its unit, and its standard deviation over rounds.
+    """Return one figure with its unit, and its standard deviation over rounds.
 
     `-` stands for what was not measured, `not reached` for a target, `not finite` for NaN and infinity. The losses of a
     run that ended since it diverged are `diverged`.
@@ -173,7 +173,7 @@ def written(summary: Facts, column: Column) -> str:
 
 
 def metric_name(summaries: Sequence[Facts]) -> str | None:
-    """The name of the held-out metric; None where no run has one besides its loss."""
+    """Return the name of the held-out metric; None where no run has one besides its loss."""
     if not _counted(summaries, "eval_metric"):
         return None
     names = {text(facts, "metric") for facts in summaries} - {""}
@@ -189,7 +189,7 @@ def direction(metric: str) -> int:
 
 
 def markdown(summaries: Sequence[Facts]) -> str:
-    """The rows as a Markdown table with the best of each column in bold; ends with a newline.
+    """Return the rows as a Markdown table with the best of each column in bold; ends with a newline.
 
     Example:
         >>> summaries = [{"strategy": "ddp", "train_loss": 2.5}, {"strategy": "PushSum()", "train_loss": 2.25}]
@@ -213,7 +213,7 @@ def markdown(summaries: Sequence[Facts]) -> str:
 
 
 def rich_table(summaries: Sequence[Facts], title: str | None = None) -> Table:
-    """The rows as a table for the terminal, with the best of each column in bold green."""
+    """Return the rows as a table for the terminal, with the best of each column in bold green."""
     from rich.table import Table
     from rich.text import Text
 
@@ -265,7 +265,7 @@ def _marked(summaries: Sequence[Facts]) -> set[tuple[int, str]]:
 
 
 def _bests(summaries: Sequence[Facts], column: Column) -> set[int]:
-    """The indices of the best of a column, and of those that differ from it by noise alone."""
+    """Return the indices of the best of a column, and of those that differ from it by noise alone."""
     ahead = winners(summaries, column.key, column.better)
     return {index for index in ahead if written(summaries[index], column) != MISSING}
 

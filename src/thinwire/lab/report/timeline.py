@@ -32,12 +32,12 @@ class Window:
 
     @property
     def seconds(self) -> float:
-        """How long it is."""
+        """Return how long it is."""
         return self.end - self.start
 
 
 def timeline_pictures(collection: Collection, styles: Sequence[Look]) -> dict[int, Picture]:
-    """One picture for each run that recorded a timeline, by the run's index."""
+    """Return one picture for each run that recorded a timeline, by the run's index."""
     recorded = {index: run for index, run in enumerate(collection.runs) if run.spans}
     length = common_length([run.spans for run in recorded.values()])
     return {index: _picture(run, styles[index], index, length) for index, run in recorded.items()}
@@ -52,7 +52,7 @@ def common_length(timelines: Iterable[Sequence[Span]]) -> float:
 
 
 def window(spans: Sequence[Span], length: float) -> Window:
-    """The window of this length that is most typical of the whole timeline.
+    """Return the window of this length that is most typical of the whole timeline.
 
     It begins where the first worker begins a step, contains a message if the run has any, has about the same fraction
     of waiting as the whole timeline, and has few gaps, such as those of evaluations.
@@ -95,7 +95,7 @@ def _mean_step(spans: Sequence[Span]) -> float:
 
 
 def _share(spans: Sequence[Span], seen: Window, kinds: tuple[str, ...]) -> float:
-    """The fraction of a window that its workers spend in intervals of these kinds; 0 for an empty window."""
+    """Return the fraction of a window that its workers spend in intervals of these kinds; 0 for an empty window."""
     ranks = len({span.rank for span in spans})
     parts = (max(0.0, min(s.end, seen.end) - max(s.start, seen.start)) for s in spans if s.kind in kinds)
     return sum(parts) / (ranks * seen.seconds) if seen.seconds else 0.0

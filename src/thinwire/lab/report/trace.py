@@ -31,7 +31,7 @@ def write_trace(run_folder: Path) -> Path:
 
 
 def trace_events(spans: Sequence[Span]) -> list[dict[str, object]]:
-    """The trace events of a timeline: names for processes and threads, then one event per span."""
+    """Return the trace events of a timeline: names for processes and threads, then one event per span."""
     # Each span gets the first lane of its kind that is free when it starts.
     busy: dict[tuple[int, str], list[float]] = {}
     placed: list[tuple[Span, int]] = []

@@ -22,14 +22,14 @@ _WIDE_RANGE = 8
 
 
 def spread(run: Run, of: Callable[[Facts], float | None]) -> Spread | None:
-    """A figure over a run's rounds; None where none of them has it."""
+    """Return a figure over a run's rounds; None where none of them has it."""
     rounds = run.rounds or (run.summary,)
     values = [value for facts in rounds if (value := of(facts)) is not None]
     return Spread(tuple(values), len(rounds)) if values else None
 
 
 def sent(summary: Facts) -> float | None:
-    """The payload that a worker sent in the whole run."""
+    """Return the payload that a worker sent in the whole run."""
     each, steps = number(summary, _PAYLOAD), number(summary, "steps")
     return None if each is None or steps is None else each * steps
 
@@ -170,7 +170,7 @@ def figure_pictures(collection: Collection, styles: Sequence[Look]) -> list[Pict
 
 
 def _rows(collection: Collection, styles: Sequence[Look], each: Figure) -> Picture | None:
-    """One row for each strategy: a bar from zero, or a dot, with the seeds."""
+    """Return one row for each strategy: a bar from zero, or a dot, with the seeds."""
     spreads = [spread(run, each.of) for run in collection.runs]
     known = [found for found in spreads if found is not None]
     if not known:

@@ -299,7 +299,7 @@ class PowerSGD(Baseline):
             raise ConfigError(f"start={self.start}: must be at least 2; DDP rebuilds its buckets before that")
 
     def bucket_megabytes(self, model: nn.Module) -> float:
-        """One bucket for all gradients."""
+        """Return one bucket for all gradients."""
         # PyTorch's hook sends its later messages from the thread that received the earlier ones. Over Gloo, with
         # several buckets, each rank would send them in another order, and they would be matched wrongly.
         return 1 + sum(p.nbytes for p in model.parameters()) / (1 << 20)

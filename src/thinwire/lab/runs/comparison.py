@@ -164,7 +164,7 @@ def _folder_names(recipes: Sequence[str]) -> list[str]:
 
 
 def short_name(recipe: str) -> str:
-    """The names in a recipe without its arguments: `SlowMo-PushSum` for `SlowMo(base=PushSum(...), ...)`."""
+    """Return the names in a recipe without its arguments: `SlowMo-PushSum` for `SlowMo(base=PushSum(...), ...)`."""
     words = re.findall(r"[A-Za-z][\w+]*(?:-[\w+]+)*(?=\(|$)", recipe.replace("codec=None", ""))
     # Defaults, which would make every name longer and distinguish little.
     usual = {"Local", "OnePeerExponential", "Ring"}

@@ -39,7 +39,7 @@ def parse_policy(text: str) -> Policy:
 
 
 def check_policy(text: str, task: Task, optimizer: str) -> str:
-    """The canonical form of a policy that the task can be trained with.
+    """Return the canonical form of a policy that the task can be trained with.
 
     Raises:
         ConfigError: it cannot be read, the task has no separate examples with one class each, or the optimizer has no
@@ -53,7 +53,7 @@ def check_policy(text: str, task: Task, optimizer: str) -> str:
 
 
 def examples_of(task: Task) -> ExampleSet:
-    """The task's examples, to be indexed one by one.
+    """Return the task's examples, to be indexed one by one.
 
     Raises:
         ConfigError: it has no separate examples, or they have no classes.
@@ -115,7 +115,7 @@ class ChosenData:
         return self.selector.seconds
 
     def batch(self, step: int) -> tuple[Batch, Tensor]:
-        """The batch of a step and the weights of its examples; call it with increasing steps."""
+        """Return the batch of a step and the weights of its examples; call it with increasing steps."""
         places = self._epoch_of(step)
         first = (step - self._began) * self.batch_size
         chosen = places[torch.arange(first, first + self.batch_size, device="cpu") % len(places)]
@@ -125,7 +125,7 @@ class ChosenData:
         return self.examples.train.take(rows, draws), subset.scaled[chosen].float()
 
     def loss(self, network: nn.Module, step: int) -> Tensor:
-        """The weighted mean cross entropy of a step's batch, in nats."""
+        """Return the weighted mean cross entropy of a step's batch, in nats."""
         (*inputs, targets), weights = self.batch(step)
         device = next(network.parameters()).device
         logits: Tensor = network(*(tensor.to(device) for tensor in inputs))
@@ -133,7 +133,7 @@ class ChosenData:
         return weighted_mean(losses, weights)
 
     def summary(self) -> dict[str, Any]:
-        """The cost of selection, for the run's summary."""
+        """Return the cost of selection, for the run's summary."""
         return {
             "coreset": repr(self.selector.policy),
             "coreset_points": len(self.sampler.subset),
@@ -142,7 +142,7 @@ class ChosenData:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed run needs besides the model."""
+        """Return what a resumed run needs besides the model."""
         return {"began": self._began, "epoch": self.sampler.epoch, "selector": self.selector.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -65,7 +65,7 @@ def resolve(asked: Mapping[str, Any], *, emulated: bool = True) -> Settings:
 
 
 def _task(given: dict[str, Any]) -> Task:
-    """The task; of a user's functions, what is given is checked and completed."""
+    """Return the task; of a user's functions, what is given is checked and completed."""
     if "own_model" not in given:
         if "own_loss" in given:
             raise ConfigError(f"--loss {given['own_loss']}: belongs to a model of yours. Add --model MODULE:FUNCTION")
@@ -185,7 +185,7 @@ def default_threads(workers: int) -> int:
 
 
 def default_timeout(settings: Settings, task: Task, *, slowest: float | None = None) -> float:
-    """A minute, or several times what sending the whole model takes on the slowest link.
+    """Return a minute, or several times what sending the whole model takes on the slowest link.
 
     Args:
         settings: of the run.

@@ -82,11 +82,11 @@ class RunFolder:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
     def lines(self, name: str) -> list[Fields]:
-        """The lines of a JSON-lines file; see `json_lines`."""
+        """Return the lines of a JSON-lines file; see `json_lines`."""
         return [dict(line) for line in json_lines(self.path / name)[0] or ()]
 
     def records(self) -> list[Step]:
-        """The steps that were written."""
+        """Return the steps that were written."""
         return list(filter(None, map(step_of, self.lines("metrics.jsonl"))))
 
     def rewind(self, step: int) -> list[Step]:
@@ -105,6 +105,6 @@ class RunFolder:
         return list(filter(None, map(step_of, kept)))
 
     def summary(self) -> Fields | None:
-        """The result of the run; None while it has not ended."""
+        """Return the result of the run; None while it has not ended."""
         found = json_object(self.path / "summary.json")
         return None if found is None else dict(found)

@@ -137,7 +137,7 @@ class Restarts:
         self._counts: Counter[int] = Counter()
 
     def __call__(self, record: WorkerExit) -> float | None:
-        """In how many seconds a worker is started again; None for one that is not."""
+        """Return in how many seconds a worker is started again; None for one that is not."""
         if self._over() or record.code == _USERS_ERROR or not self._limit:
             return None
         after = None
@@ -186,7 +186,7 @@ def _event(line: str) -> Fields | None:
 
 
 def failure_of(workers: Workers, output: WorkerOutput, home: RunFolder) -> ThinwireError:
-    """The one error that explains how all the workers ended: its cause, not what it caused on other ranks."""
+    """Return the one error that explains how all the workers ended: its cause, not what it caused on other ranks."""
     failure = workers.failure
     events = [event for _, event in sorted(output.errors.items())]
     causes = [event for event in events if event["kind"] not in ("PeerLostError", "CommError")]

@@ -145,7 +145,7 @@ def status(folder: str | Path) -> Status:
 
 
 def _read(home: Path) -> Run:
-    """The run, also where its workers are not connected yet, and only its settings are written."""
+    """Return the run, also where its workers are not connected yet, and only its settings are written."""
     settings = json_object(home / "settings.json")
     if settings is None or (home / "config.json").is_file():
         return read_run(home)
@@ -153,12 +153,12 @@ def _read(home: Path) -> Run:
 
 
 def _changed(folder: Path) -> float:
-    """The time of the last change of a run's folder, in seconds since the epoch."""
+    """Return the time of the last change of a run's folder, in seconds since the epoch."""
     return max((path.stat().st_mtime for path in folder.glob("*.json*")), default=0.0)
 
 
 def slowest_of(workers: Mapping[str, Facts]) -> tuple[str | None, Literal["data", "compute"] | None, float | None]:
-    """The worker that is busy much longer than the median one, why, and how many times as long."""
+    """Return the worker that is busy much longer than the median one, why, and how many times as long."""
     busy = {
         name: (number(row, "step_seconds") or 0.0) - (number(row, "exposed_seconds") or 0.0)
         for name, row in workers.items()

@@ -108,7 +108,7 @@ class _Reader:
 
 
 def _awaited(ids: Mapping[int, str], reports: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """The members for which others are blocked."""
+    """Return the members for which others are blocked."""
     ranks = {rank for report in reports.values() for rank in report.get("awaited", ()) if isinstance(rank, int)}
     return {each for rank, each in ids.items() if rank in ranks}
 
@@ -129,7 +129,7 @@ def _member(name: str, report: Mapping[str, Any], late: Any) -> Member:
 def _status(
     url: str, state: Any, members: list[Member], reports: Mapping[str, Mapping[str, Any]], silence: float
 ) -> Status:
-    """The state of the run from those of its members; means are since each worker has started."""
+    """Return the state of the run from those of its members; means are since each worker has started."""
     rows = {name: _per_step(report) for name, report in reports.items() if (number(report, "steps_taken") or 0) > 0}
     slowest, because, slowdown = slowest_of(rows)
     seconds = fmean(row["step_seconds"] for row in rows.values()) if rows else None

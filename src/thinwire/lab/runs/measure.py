@@ -62,7 +62,7 @@ def share(comm: Comm, mine: Sequence[Step], device: torch.device) -> tuple[list[
 
 
 def worker_times(step: float, exposed: float, data: float | None = None) -> dict[str, float]:
-    """One worker's mean seconds per step: its entry in a line of workers.jsonl."""
+    """Return one worker's mean seconds per step: its entry in a line of workers.jsonl."""
     own = {"step_seconds": step, "exposed_seconds": exposed}
     return own if data is None else {**own, "data_seconds": data}
 
@@ -128,7 +128,7 @@ class Timeline:
 
 
 def _without(step: tuple[int, float, float], waits: Sequence[Interval]) -> list[Interval]:
-    """A step's time without the waits in it: computation."""
+    """Return a step's time without the waits in it: computation."""
     number, start, end = step
     pieces: list[Interval] = []
     for wait in sorted(waits, key=lambda wait: wait.start):
@@ -169,7 +169,7 @@ COUNTERS = Path("/proc/self/net/dev")
 
 
 def read_counters(interface: str) -> Traffic | None:
-    """The kernel's counters of an interface in this network namespace; None where there is none of that name."""
+    """Return the kernel's counters of an interface in this network namespace; None where there is none of that name."""
     return traffic_in(COUNTERS.read_text(), interface) if COUNTERS.is_file() else None
 
 

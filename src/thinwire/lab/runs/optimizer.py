@@ -28,7 +28,7 @@ _FUSED = ("cpu", "cuda")
 
 
 def make_optimizer(model: nn.Module, settings: Settings) -> Optimizer:
-    """The optimizer that the settings name, over all parameters."""
+    """Return the optimizer that the settings name, over all parameters."""
     make = maker_of(settings.optimizer, settings.momentum, lr=settings.lr, weight_decay=settings.weight_decay)
     return make(list(model.parameters()))
 

@@ -27,7 +27,7 @@ _SIGNATURES = {"--model": "model()", "--data": "data(rank, size, seed)", "--loss
 
 
 def load_task(settings: Settings, *, imports: bool = False) -> Task:
-    """The task that settings describe.
+    """Return the task that settings describe.
 
     Args:
         settings: of the run.
@@ -44,7 +44,7 @@ def load_task(settings: Settings, *, imports: bool = False) -> Task:
 
 
 def own_functions(model: str, data: str | None, loss: str | None, *, imports: bool = True) -> OwnFunctions:
-    """The functions that these names stand for.
+    """Return the functions that these names stand for.
 
     Args:
         model: `module:function`.
@@ -71,7 +71,7 @@ def own_functions(model: str, data: str | None, loss: str | None, *, imports: bo
 
 
 def complete_own(given: dict[str, Any]) -> Task:
-    """The task of the functions that were given, after one batch was tried; `given` is completed in place.
+    """Return the task of the functions that were given, after one batch was tried; `given` is completed in place.
 
     Raises:
         ConfigError: something else was given that the functions decide, or one of them cannot be used.
@@ -96,13 +96,13 @@ def complete_own(given: dict[str, Any]) -> Task:
 
 
 def modules_of_functions(settings: Settings) -> list[str]:
-    """The modules that another process must import to find the functions of these settings."""
+    """Return the modules that another process must import to find the functions of these settings."""
     names = [settings.own_model, settings.data, settings.own_loss] if settings.own_model is not None else []
     return sorted({name.partition(":")[0] for name in names if name is not None})
 
 
 def find_function(option: str, name: str, *, imports: bool) -> Callable[..., Any]:
-    """What `module:function` names; the module is looked for in the current folder too.
+    """Return what `module:function` names; the module is looked for in the current folder too.
 
     Args:
         option: for errors.

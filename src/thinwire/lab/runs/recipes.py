@@ -69,7 +69,7 @@ def parse_late(text: str, *, imports: bool = True) -> LateMerging:
 
 
 def split_recipes(text: str) -> list[str]:
-    """The recipes in a text that separates them by semicolons, each in its canonical form.
+    """Return the recipes in a text that separates them by semicolons, each in its canonical form.
 
     Raises:
         ConfigError: there is none, one occurs twice, or one cannot be read.
@@ -89,17 +89,17 @@ def split_recipes(text: str) -> list[str]:
 
 
 def describe(recipe: Recipe) -> str:
-    """The canonical text, which `parse_recipe` reads back: without arguments at their defaults."""
+    """Return the canonical text, which `parse_recipe` reads back: without arguments at their defaults."""
     return str(recipe) if isinstance(recipe, Baseline) else canonical(recipe)
 
 
 def topology_of(recipe: Recipe) -> Topology | None:
-    """The graph that a recipe, or one within it, sends along; None where all workers talk to all."""
+    """Return the graph that a recipe, or one within it, sends along; None where all workers talk to all."""
     return next((part for part in _parts(recipe) if isinstance(part, Topology)), None)
 
 
 def modules_of(recipe: Recipe) -> list[str]:
-    """The modules of other packages that the recipe's classes and outer optimizers are in.
+    """Return the modules of other packages that the recipe's classes and outer optimizers are in.
 
     Another process must import them to read the recipe.
 
@@ -120,7 +120,7 @@ def modules_of(recipe: Recipe) -> list[str]:
 
 
 def _parts(value: object) -> Iterator[object]:
-    """A recipe and the recipes within it."""
+    """Yield a recipe and the recipes within it."""
     if is_dataclass(value) and not isinstance(value, type):
         yield value
         for field in fields(value):

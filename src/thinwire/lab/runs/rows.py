@@ -71,7 +71,7 @@ def load(folder: str | Path) -> list[Row]:
 
 
 def run_folders(folder: Path) -> list[Path]:
-    """The folder itself, or those of all runs of a comparison, in its order.
+    """Return the folder itself, or those of all runs of a comparison, in its order.
 
     Raises:
         ConfigError: there is no such folder.

@@ -198,7 +198,7 @@ class Settings:
         return self.workers // (rows * columns)
 
     def lr_at(self, step: int) -> float:
-        """The learning rate of a step, counted from 0."""
+        """Return the learning rate of a step, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.schedule == "constant" or self.steps is None:
@@ -207,7 +207,7 @@ class Settings:
         return self.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, done))))
 
     def to_json(self) -> dict[str, Any]:
-        """The fields by name."""
+        """Return the fields by name."""
         return asdict(self)
 
     @classmethod
@@ -293,12 +293,12 @@ def _check_elastic(settings: Settings) -> None:
 
 
 def option_name(field: str) -> str:
-    """The option of a field of `Settings`, without the dashes in front."""
+    """Return the option of a field of `Settings`, without the dashes in front."""
     return OPTION_NAMES.get(field, field).replace("_", "-")
 
 
 def without_decided(settings: Settings) -> dict[str, Any]:
-    """The fields of settings that can be given again: without those that a user's functions or others decide."""
+    """Return the fields of settings that can be given again: without those that a user's functions or others decide."""
     decided = () if settings.own_model is None else ("task", "model", "batch_size")
     if settings.optimizer != "sgd":
         decided = (*decided, "momentum")
@@ -306,7 +306,7 @@ def without_decided(settings: Settings) -> dict[str, Any]:
 
 
 def settings_as_toml(settings: Settings) -> str:
-    """The settings as options of `thinwire train`."""
+    """Return the settings as options of `thinwire train`."""
     left_out = ("command", "timeline_steps")
     values = {option_name(name): x for name, x in without_decided(settings).items() if name not in left_out}
     return as_toml(values, head=f"thinwire train --config {CONFIG_FILE} repeats this run")

@@ -221,7 +221,7 @@ class Summary:
 
 
 def summarise(ended: Simulation[Outcome]) -> Summary:
-    """The figures of a run."""
+    """Return the figures of a run."""
     by_step: defaultdict[int, list[Any]] = defaultdict(list)
     for each in ended.record.steps:
         by_step[each.step].append(each)
@@ -259,7 +259,7 @@ def summarise(ended: Simulation[Outcome]) -> Summary:
 
 
 def intervals(ended: Simulation[Any]) -> Iterator[tuple[int, Interval]]:
-    """What each worker did when, if the simulation was traced: as (rank, interval)."""
+    """Yield what each worker did when, if the simulation was traced: as (rank, interval)."""
     for rank, comm in enumerate(ended.comms):
         for interval in [*ended.record.computing[rank], *comm.meter.intervals]:
             yield rank, interval

@@ -71,6 +71,6 @@ def check_switches(text: str, first: str, workers: int) -> str:
 
 
 def in_force(first: str, text: str | None, step: int) -> str:
-    """The recipe of a checkpoint at a step: one that takes over there has not done so yet when it is saved."""
+    """Return the recipe of a checkpoint at a step: one that takes over there has not done so yet when it is saved."""
     past = [strategy for at, strategy in parse_switches(text, imports=False).items() if at < step]
     return describe(past[-1]) if past else first

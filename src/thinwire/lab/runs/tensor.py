@@ -55,7 +55,7 @@ def check_tensor_parallel(settings: Settings, task: Task, recipe: object) -> Non
 
 
 def size_for(task: Task, rows: int, columns: int) -> str:
-    """The first size of a task's models that a mesh divides; the default one where there is none."""
+    """Return the first size of a task's models that a mesh divides; the default one where there is none."""
     return next((size for size in task.sizes if _why_not(task, size, rows, columns) is None), task.default_size)
 
 
@@ -92,7 +92,7 @@ class TensorParallel:
         return self.mesh.data.rank
 
     def loss(self, network: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        """The mean cross entropy of the copy's whole batch, in nats; equal to the task's own loss."""
+        """Return the mean cross entropy of the copy's whole batch, in nats; equal to the task's own loss."""
         device = next(network.parameters()).device
         symbols, targets = (self.mesh.block.rows_of(each).to(device) for each in batch)
         return cross_entropy_2d(
@@ -100,11 +100,11 @@ class TensorParallel:
         )
 
     def whole(self, network: nn.Module) -> nn.Module:
-        """The model as a module of whole batches; all ranks of the copy must call it together."""
+        """Return the model as a module of whole batches; all ranks of the copy must call it together."""
         return _Whole(network, self.mesh.block, self.vocabulary)
 
     def summary(self) -> dict[str, Any]:
-        """The mesh and the number of copies, for the run's summary."""
+        """Return the mesh and the number of copies, for the run's summary."""
         return {"tensor_parallel": self.shape, "copies": self.mesh.data.size}
 
 
@@ -124,7 +124,7 @@ class _Whole(nn.Module):
 def tensor_parallel_engine(
     recipe: Strategy, model: nn.Module, settings: Settings
 ) -> tuple[ThinwireEngine, TensorParallel]:
-    """This worker's blocks of a model under a recipe; all workers of the default group call together.
+    """Return this worker's blocks of a model under a recipe; all workers of the default group call together.
 
     Args:
         recipe: trains the copies together.

@@ -106,11 +106,11 @@ class SyncSchedule:
         self._eval_every, self._save_every = self._met(settings.eval_every), self._met(settings.save_every)
 
     def _met(self, every: int | None) -> int | None:
-        """The next number of steps after which all workers are at the same one."""
+        """Return the next number of steps after which all workers are at the same one."""
         return None if every is None else -(-every // self._meets_every) * self._meets_every
 
     def next_sync(self, step: int, seconds: float) -> int:
-        """The step after which the workers synchronise next."""
+        """Return the step after which the workers synchronise next."""
         settings = self._settings
         candidates = [(step // every + 1) * every for every in (self._eval_every, self._save_every) if every]
         candidates += [settings.steps] if settings.steps is not None else []
@@ -133,7 +133,7 @@ class SyncSchedule:
         return self._met(max(step + 1, min(candidates))) or 0
 
     def evaluation_is_due(self, step: int, seconds: float) -> bool:
-        """Whether to evaluate at this synchronisation."""
+        """Return True if to evaluate at this synchronisation."""
         if self._eval_every is not None:
             return step % self._eval_every == 0
         if seconds + 0.5 * self._pace(step, seconds) < self._evaluation_seconds:
@@ -142,7 +142,7 @@ class SyncSchedule:
         return True
 
     def save_is_due(self, step: int) -> bool:
-        """Whether to save at this synchronisation."""
+        """Return True if to save at this synchronisation."""
         every, last = self._save_every, self._settings.steps
         return every is not None and (step % every == 0 or (last is not None and step >= last))
 
@@ -151,7 +151,7 @@ class SyncSchedule:
         return self._switches.get(step)
 
     def is_over(self, step: int, seconds: float) -> bool:
-        """Whether the steps or the seconds are used up, to the nearest whole step."""
+        """Return True if the steps or the seconds are used up, to the nearest whole step."""
         settings = self._settings
         if settings.steps is not None and step >= settings.steps:
             return True
@@ -393,7 +393,7 @@ class Training:
 
     @property
     def _saves(self) -> bool:
-        """Whether the end of the run is saved."""
+        """Return True if the end of the run is saved."""
         return self.context.settings.save_every is not None or bool(self.notice)
 
     def _wait_pending(self) -> None:

@@ -163,7 +163,7 @@ class Writer:
 
 
 def start_of_summary(settings: Settings, totals: Totals) -> Fields:
-    """What every run's summary has, also that of one that diverged."""
+    """Return what every run's summary has, also that of one that diverged."""
     last = totals.records[-1] if totals.records else None
     return {
         **{name: getattr(settings, name) for name in ("strategy", "seed", "task", "model", "workers", "link")},
@@ -175,7 +175,7 @@ def start_of_summary(settings: Settings, totals: Totals) -> Fields:
 
 
 def _exposed(settings: Settings) -> str:
-    """How exposed time was measured, for config.json."""
+    """Return how exposed time was measured, for config.json."""
     if isinstance(parse_recipe(settings.strategy, imports=False), Baseline):
         return "from the last local gradient to the end of the backward pass, and averages of parameters"
     if settings.device == "cuda":
@@ -184,7 +184,7 @@ def _exposed(settings: Settings) -> str:
 
 
 def _topology(settings: Settings) -> Fields | None:
-    """The graph of the strategy and its mixing matrices, for the report; None where it has none."""
+    """Return the graph of the strategy and its mixing matrices, for the report; None where it has none."""
     graph = topology_of(parse_recipe(settings.strategy, imports=False))
     if graph is None or not 1 < settings.copies <= _MOST_DRAWN:
         return None

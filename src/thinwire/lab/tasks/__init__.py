@@ -30,7 +30,7 @@ _TASKS: dict[str, Callable[[Folder], Task]] = {load.__name__: load for load in _
 
 
 def names() -> tuple[str, ...]:
-    """The names of all tasks, those that need no files first.
+    """Return the names of all tasks, those that need no files first.
 
     Example:
         >>> names()

@@ -110,13 +110,13 @@ class CrossEntropy:
         return model(*inputs), targets
 
     def loss(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
-        """The mean loss of a batch, or the sum, a scalar."""
+        """Return the mean loss of a batch, or the sum, a scalar."""
         # Flattened to one row per target.
         logits, classes = outputs.flatten(0, -2), targets.flatten()
         return F.cross_entropy(logits, classes, ignore_index=IGNORED, reduction=reduction)
 
     def total(self, outputs: Any, targets: Any, count: int) -> Tensor:
-        """The sum of the losses of a batch's `count` targets, a scalar."""
+        """Return the sum of the losses of a batch's `count` targets, a scalar."""
         return self.loss(outputs, targets, "sum")
 
     def hits(self, outputs: Any, targets: Any, count: int) -> Tensor:
@@ -124,7 +124,7 @@ class CrossEntropy:
         return ((outputs.argmax(-1) == targets) & (targets != IGNORED)).sum()
 
     def count(self, batch: Batch) -> int:
-        """How many targets of a batch the loss is a mean over: those that are not `IGNORED`."""
+        """Return how many targets of a batch the loss is a mean over: those that are not `IGNORED`."""
         return int((batch[-1] != IGNORED).sum())
 
 
@@ -179,7 +179,7 @@ class Task:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether a larger metric is a better one."""
+        """Return True if a larger metric is a better one."""
         return self.measure.higher_is_better
 
     @property
@@ -204,7 +204,7 @@ class Task:
         return replace(self.defaults, optimizer=optimizer, lr=_USUAL_RATES.get(optimizer, 0.1))
 
     def model(self, size: str | None = None, *, seed: int) -> nn.Module:
-        """A model whose parameters depend on its size and the seed alone; the global generator is not used.
+        """Return a model whose parameters depend on its size and the seed alone; the global generator is not used.
 
         Under `torch.device("meta")` it has shapes and no memory.
 
@@ -234,7 +234,7 @@ class Task:
         return split_shards(self.data.metadata, workers, split=split, seed=seed)
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
-        """The batch of one step: a pure function of its arguments, so a resumed run needs no sampler state.
+        """Return the batch of one step: a pure function of its arguments, so a resumed run needs no sampler state.
 
         Args:
             shard: the worker's own.
@@ -251,11 +251,11 @@ class Task:
         return self.data.batch(shard, step, batch_size=batch_size, seed=seed, rank=rank)
 
     def steps_per_epoch(self, shard: Shard, batch_size: int) -> int:
-        """How many steps read as much data as the shard has."""
+        """Return how many steps read as much data as the shard has."""
         return self.data.steps_per_epoch(shard, batch_size)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss of a batch, a scalar; cross entropy in nats unless the task has another objective."""
+        """Return the mean loss of a batch, a scalar; cross entropy in nats unless the task has another objective."""
         return self.objective.loss(*self.objective.apply(model, batch))
 
     def evaluate(self, model: nn.Module, *, limit: int | None = None) -> Evaluation:
@@ -281,7 +281,7 @@ class Task:
         return Evaluation(loss / targets, self.measure.of(loss, hits, targets), targets)
 
     def fingerprint(self) -> str:
-        """A hash of the data, 16 hexadecimal digits, which ranks compare before they start.
+        """Return a hash of the data, 16 hexadecimal digits, which ranks compare before they start.
 
         Of data that are `divided` it is a hash of their names: no rank has another's batches.
         """

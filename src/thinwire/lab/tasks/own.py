@@ -54,7 +54,7 @@ class OwnFunctions:
 
 
 def own_task(functions: OwnFunctions, *, size: int, seed: int = 0) -> Task:
-    """The task of a user's functions.
+    """Return the task of a user's functions.
 
     Args:
         functions: the model, the data and the loss.
@@ -104,7 +104,7 @@ def check_own(task: Task, *, seed: int) -> int:
 
 
 def _build(network: Callable[[], Any], name: str, seed: int) -> nn.Module:
-    """The model, its initial parameters a function of the seed; torch's global generator is left as it was."""
+    """Return the model, its initial parameters a function of the seed; torch's global generator is left as it was."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(seed)
         try:
@@ -130,12 +130,12 @@ class OwnObjective(CrossEntropy):
 
     @property
     def counts_hits(self) -> bool:
-        """Whether the metric is the accuracy: with torch's cross entropy."""
+        """Return True if the metric is the accuracy: with torch's cross entropy."""
         loss = self.functions.loss
         return loss is F.cross_entropy or isinstance(loss, nn.CrossEntropyLoss)
 
     def apply(self, model: nn.Module, batch: Batch) -> tuple[Any, Any]:
-        """The model's outputs and the targets; without a loss function all of the batch is the model's."""
+        """Return the model's outputs and the targets; without a loss function all of the batch is the model's."""
         device = next(model.parameters()).device
         whole: Any = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, cast(Any, batch))
         inputs, targets = (whole, None) if self.functions.loss is None else (whole[:-1], whole[-1])
@@ -148,7 +148,7 @@ class OwnObjective(CrossEntropy):
             ) from error
 
     def loss(self, outputs: Any, targets: Any, reduction: str = "mean") -> Tensor:
-        """The mean loss, a scalar, whatever the reduction."""
+        """Return the mean loss, a scalar, whatever the reduction."""
         function, name = self.functions.loss, f"--loss {self.functions.loss_name}"
         if function is None:
             name = f"--model {self.functions.model_name}"
@@ -167,7 +167,7 @@ class OwnObjective(CrossEntropy):
         return found
 
     def total(self, outputs: Any, targets: Any, count: int) -> Tensor:
-        """The mean loss times the number of examples."""
+        """Return the mean loss times the number of examples."""
         return self.loss(outputs, targets) * count
 
     def hits(self, outputs: Any, targets: Any, count: int) -> Tensor:
@@ -187,7 +187,7 @@ class OwnObjective(CrossEntropy):
         return right.double() * count / counted.sum().clamp(min=1)
 
     def count(self, batch: Batch) -> int:
-        """The number of examples: the first size of the first tensor."""
+        """Return the number of examples: the first size of the first tensor."""
         found = [leaf for leaf in pytree.tree_leaves(cast(Any, batch)) if isinstance(leaf, Tensor)]
         return int(found[0].shape[0]) if found and found[0].dim() else 1
 
@@ -216,16 +216,16 @@ class OwnData:
         return ExampleMetadata(np.ones(self._size, np.int64), minimum=1, unit="streams of batches")
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
-        """The batch of one step of one rank; its size and the seed are the user's functions' own."""
+        """Return the batch of one step of one rank; its size and the seed are the user's functions' own."""
         self._objective.where = f"rank {rank}, step {step}: --data {self._functions.data_name}"
         return self._stream(rank).at(step)
 
     def steps_per_epoch(self, shard: Shard, batch_size: int) -> int:
-        """The number of batches, if the user's object has a length; otherwise 1."""
+        """Return the number of batches, if the user's object has a length; otherwise 1."""
         return max((stream.length for stream in self._streams.values()), default=1)
 
     def held_out(self, limit: int | None) -> Iterator[Batch]:
-        """The held-out batches; without any, the first training batches of rank 0."""
+        """Yield the held-out batches; without any, the first training batches of rank 0."""
         batches: Any = self._held_out
         if batches is None:
             stream = self._stream(0)
@@ -267,7 +267,7 @@ class _Batches:
         return _length(self._train) or 0
 
     def at(self, step: int) -> Batch:
-        """The batch of a step; going back begins again."""
+        """Return the batch of a step; going back begins again."""
         if step < self._next or self._next == 0:
             # A loader may have a generator of its own, which every pass moves on: only lists skip passes.
             number = step // self.length if isinstance(self._train, list | tuple) and self.length else 0
@@ -278,13 +278,13 @@ class _Batches:
         return _as_batch(self._take(), self._objective)
 
     def first(self, count: int) -> Iterator[Batch]:
-        """The first batches, from a stream of their own."""
+        """Yield the first batches, from a stream of their own."""
         train, _ = self._call()
         for _, batch in zip(range(count), train, strict=False):
             yield _as_batch(batch, self._objective)
 
     def _call(self) -> tuple[Any, Any]:
-        """The training batches, and the held-out ones or None."""
+        """Return the training batches, and the held-out ones or None."""
         arguments = f"rank={self._rank}, size={self._size}, seed={self._seed}"
         torch.manual_seed(_key(self._seed, self._rank, 0, 0))
         try:
@@ -330,7 +330,7 @@ class _Batches:
 
 
 def _as_batch(found: Any, objective: OwnObjective) -> Batch:
-    """A batch as a tuple, or a dict for a model that returns its loss."""
+    """Return a batch as a tuple, or a dict for a model that returns its loss."""
     loss, where = objective.functions.loss, objective.where
     if isinstance(found, Mapping) and loss is None:
         return cast(Any, dict(cast(Any, found)))
@@ -346,12 +346,12 @@ def _as_batch(found: Any, objective: OwnObjective) -> Batch:
 
 
 def _is_pair(found: object) -> bool:
-    """Whether this is (training batches, held-out batches), and not batches."""
+    """Return True if this is (training batches, held-out batches), and not batches."""
     return isinstance(found, tuple) and len(found) == 2 and not any(isinstance(x, Tensor) for x in found)
 
 
 def _length(batches: Any) -> int | None:
-    """How many batches there are; None where it is not known."""
+    """Return how many batches there are; None where it is not known."""
     try:
         return len(batches)
     except TypeError:
@@ -378,7 +378,7 @@ def _kind(value: object) -> str:
 
 
 def _looks(value: object) -> str:
-    """A value in words, for errors: tensors by their shapes."""
+    """Return a value in words, for errors: tensors by their shapes."""
     if isinstance(value, Tensor):
         return f"a {str(value.dtype).removeprefix('torch.')} tensor {list(value.shape)}"
     if isinstance(value, Mapping):

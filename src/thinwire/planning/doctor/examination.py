@@ -163,7 +163,7 @@ def _in_a_group(
 
 
 def read_examination(path: Path) -> Examination:
-    """All of an examination but what went wrong.
+    """Return all of an examination but what went wrong.
 
     Raises:
         ConfigError: it cannot be read, or is not what the doctor writes.

@@ -86,7 +86,7 @@ class Examination:
 
     @property
     def sharing(self) -> float:
-        """How many times as long ranks compute as one alone would: threads for each core of the fullest machine.
+        """Return how many times as long ranks compute as one alone would: threads for each core of the fullest machine.
 
         Machines with an accelerator do not count: ranks compute there.
         """
@@ -445,7 +445,7 @@ def rates_of(pairs: Sequence[Pair]) -> tuple[float, dict[int, float]]:
 
 
 def all_reduce_seconds(measured: Mapping[int, float], nbytes: float) -> float | None:
-    """The time of an all-reduce of so many bytes, on a straight line through the two nearest measured sizes."""
+    """Return the time of an all-reduce of so many bytes, on a straight line through the two nearest measured sizes."""
     points = sorted(measured.items())
     if not points:
         return None

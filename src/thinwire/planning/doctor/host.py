@@ -89,7 +89,7 @@ class Host:
         return cls(**{**fields, "interfaces": interfaces})
 
     def interface_of(self, address: str) -> Interface | None:
-        """The interface that has an address."""
+        """Return the interface that has an address."""
         return next((each for each in self.interfaces if each.address == address), None)
 
 
@@ -132,7 +132,7 @@ def look(rank: int, rendezvous: str) -> Host:
 
 
 def resolve(name: str) -> list[str]:
-    """The IPv4 addresses of a name; empty if it has none."""
+    """Return the IPv4 addresses of a name; empty if it has none."""
     try:
         found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
@@ -141,7 +141,7 @@ def resolve(name: str) -> list[str]:
 
 
 def route_to(name: str) -> str:
-    """The address from which this machine sends to another; "" if it cannot. Nothing is sent."""
+    """Return the address from which this machine sends to another; "" if it cannot. Nothing is sent."""
     for address in resolve(name) if name else []:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
@@ -153,7 +153,7 @@ def route_to(name: str) -> str:
 
 
 def gloo_address(asked: str, named: list[str], interfaces: list[Interface]) -> str:
-    """The address at which Gloo listens.
+    """Return the address at which Gloo listens.
 
     PyTorch takes the interface of GLOO_SOCKET_IFNAME (the first, where it lists several); without it, the first address
     of the machine's own name at which it can listen, and else the loopback.

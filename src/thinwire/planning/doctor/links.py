@@ -134,7 +134,7 @@ class Listener:
         return ""
 
     def _accept(self, caller: int, seconds: float, given_up: Callable[[], bool]) -> tuple[int, socket.socket]:
-        """The next stream of the caller, and its number."""
+        """Return the next stream of the caller, and its number."""
         end = time.monotonic() + seconds
         while True:
             self._listener.settimeout(_LOOK_SECONDS)
@@ -261,7 +261,7 @@ def _connect(address: str, port: int, seconds: float) -> socket.socket:
 
 
 def _ping(line: socket.socket, clock: Clock) -> tuple[list[float], list[float]]:
-    """The durations of some round trips, and by how much the other clock is ahead in each."""
+    """Return the durations of some round trips, and by how much the other clock is ahead in each."""
     trips: list[float] = []
     offsets: list[float] = []
     for _ in range(PINGS):

@@ -88,7 +88,7 @@ class Rendezvous:
         return dict(sorted(found.items()))
 
     def _get(self, key: str) -> Any:
-        """The value of a key; None if it has none yet."""
+        """Return the value of a key; None if it has none yet."""
         store = self._store
         if store is None or not within(_STORE_SECONDS, lambda: store.check([key])):
             return None

@@ -62,7 +62,7 @@ class StepTime:
 
     @property
     def parameters(self) -> int:
-        """How many numbers are trained."""
+        """Return how many numbers are trained."""
         return sum(prod(shape) for shape in self.shapes)
 
     def job(

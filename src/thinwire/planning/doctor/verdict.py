@@ -52,7 +52,7 @@ class Cost:
 
 
 def network_of(seen: Examination) -> Network:
-    """The measured links as a network: the usual rate and latency, and the ranks and pairs that differ.
+    """Return the measured links as a network: the usual rate and latency, and the ranks and pairs that differ.
 
     Where rates are alike, rate and latency are those at which all-reduces take as long as they were measured to take.
     A slow rank's pairs have their own latencies where they are far. What a step loses to messages is measured too.

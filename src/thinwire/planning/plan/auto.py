@@ -173,7 +173,7 @@ def _assumed(shapes: list[tuple[int, ...]], device: torch.device) -> ModelTime:
 
 
 def _examined(shapes: list[tuple[int, ...]]) -> tuple[ModelTime, float, float] | None:
-    """What the doctor has written of a step, of contention and of shared cores; None without its file.
+    """Return what the doctor has written of a step, of contention and of shared cores; None without its file.
 
     Raises:
         ConfigError: it is of another model, or cannot be read.

@@ -48,7 +48,7 @@ class Store:
             check_range(name, getattr(self, name), within, fix)
 
     def seconds(self, objects: Objects) -> float:
-        """How long a step waits for its objects: a write and a read for each stage, and the bytes."""
+        """Return how long a step waits for its objects: a write and a read for each stage, and the bytes."""
         return 2 * self.latency * objects.stages + 8 * (objects.up / self.up + objects.down / self.down)
 
 

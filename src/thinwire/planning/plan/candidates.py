@@ -99,13 +99,13 @@ class AccuracyTable:
     rows: Mapping[str, Accuracy]
 
     def of(self, recipe: str) -> Accuracy | None:
-        """What was measured for a recipe; None if it was not."""
+        """Return what was measured for a recipe; None if it was not."""
         return self.rows.get(repr(parse(recipe)))
 
 
 @cache
 def measured(*, tuned: bool = True) -> AccuracyTable:
-    """The table that comes with the package.
+    """Return the table that comes with the package.
 
     Args:
         tuned: each recipe at the best of the learning rates that were tried; False for all at `AllReduce()`'s best.

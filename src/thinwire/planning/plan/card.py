@@ -254,7 +254,7 @@ def _run_dry(
     optimizer: MakeOptimizer | None,
     bucket_bytes: int,
 ) -> tuple[list[tuple[int, ...]], list[torch.dtype], Looks, Callable[..., DryRun]]:
-    """The shapes and dtypes of the parameters, the dry runs, and the function that makes one."""
+    """Return the shapes and dtypes of the parameters, the dry runs, and the function that makes one."""
     shapes, dtypes = _tensors_of(parameters, dtype, bucket_bytes)
     if workers < 1:
         raise ConfigError(f"workers={workers}: must be at least 1")
@@ -283,7 +283,7 @@ def _run_dry(
 def _tensors_of(
     parameters: int | Sequence[int] | nn.Module, dtype: torch.dtype | None, bucket_bytes: int
 ) -> tuple[list[tuple[int, ...]], list[torch.dtype]]:
-    """The shapes and dtypes of the trained parameters.
+    """Return the shapes and dtypes of the trained parameters.
 
     Raises:
         ConfigError: there are none, too many, or they are no floating-point numbers.
@@ -338,7 +338,7 @@ def _links(steps: Sequence[StepTraffic]) -> tuple[Link, ...]:
 
 
 def _peak_bytes(dry: Callable[[], DryRun]) -> float:
-    """The most bytes of all tensors in the steps of a dry run, without those that training alone has."""
+    """Return the most bytes of all tensors in the steps of a dry run, without those that training alone has."""
     with PeakMemory() as memory:
         run = dry()
         steps = min(cycle(run.worker.strategy, run.comm.size), _MOST_PEAK_STEPS)

@@ -55,7 +55,7 @@ class Decision:
 
     @property
     def changes(self) -> str:
-        """What would change the choice, in one sentence."""
+        """Return what would change the choice, in one sentence."""
         return _changes(self.crossings, self.planner.job.network)
 
     @property
@@ -156,7 +156,7 @@ def _timings_in_words(timings: Timings) -> str:
 
 
 def _finite(part: Racks | Special | Pair | Accuracy) -> dict[str, Any]:
-    """A part of a plan for JSON, in which no number is infinite: None is no limit, or never."""
+    """Return a part of a plan for JSON, in which no number is infinite: None is no limit, or never."""
     return {name: None if value == inf else value for name, value in asdict(part).items()}
 
 

@@ -50,7 +50,7 @@ class LanguageModel:
     vocabulary: int
 
     def symbols(self, samples: int) -> Tensor:
-        """A batch without numbers."""
+        """Return a batch without numbers."""
         return torch.zeros(samples, self.length, dtype=torch.long, device="meta")
 
     def operations(self) -> float:
@@ -86,7 +86,7 @@ class MeshShape:
 
 
 def mesh_shapes(model: LanguageModel, workers: int) -> Iterator[MeshShape]:
-    """The meshes of two ranks and more that can split a model, from the smallest; all workers hold copies."""
+    """Yield the meshes of two ranks and more that can split a model, from the smallest; all workers hold copies."""
     for ranks in range(2, workers + 1):
         if workers % ranks:
             continue
@@ -96,7 +96,7 @@ def mesh_shapes(model: LanguageModel, workers: int) -> Iterator[MeshShape]:
 
 
 def _fits(model: LanguageModel, shape: MeshShape) -> bool:
-    """Whether a mesh divides the model's sizes; the batch of a whole copy it always does."""
+    """Return True if a mesh divides the model's sizes; the batch of a whole copy it always does."""
     counting = (CountingComm(0, size) for size in (shape.columns, shape.rows, shape.rows * shape.columns))
     try:
         parallelize_2d(model.make(), Mesh2D(*counting))
@@ -188,7 +188,7 @@ def predict_mesh(
 
 
 def _mesh(comm: SimulatedComm, shape: MeshShape) -> Mesh3D:
-    """This worker's place: copy by copy, row by row."""
+    """Return this worker's place: copy by copy, row by row."""
     blocks = shape.rows * shape.columns
     copy, block = divmod(comm.rank, blocks)
     row, column = divmod(block, shape.columns)

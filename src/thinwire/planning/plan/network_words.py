@@ -17,7 +17,7 @@ _MOST_NAMED = 8
 
 
 def rates_differ(network: Network) -> bool:
-    """Whether one rate does not say how fast all links are."""
+    """Return True if one rate does not say how fast all links are."""
     limits = [each.bits_per_second for each in network.specials if each.bits_per_second is not None]
     limits += [each.bits_per_second for each in network.pairs if each.bits_per_second < network.bits_per_second]
     uplinks = network.racks is not None and network.racks.bits_per_second < inf

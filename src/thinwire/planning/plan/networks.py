@@ -67,7 +67,7 @@ def check_entries(network: Network, argument: str, reasons: Mapping[str, str]) -
 
 
 def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> Network:
-    """The network on which the simulated ring takes as long as all-reduces were measured to take.
+    """Return the network on which the simulated ring takes as long as all-reduces were measured to take.
 
     What one TCP stream reaches is not what Gloo does, which copies, adds and waits for processors in between. The
     largest all-reduce gives the rate, and the smallest one the latency of a hop. A fit that no network explains, with
@@ -95,7 +95,7 @@ def fitted(network: Network, all_reduces: Mapping[int, float], workers: int) -> 
 
 
 def contended(network: Network, slowed: float, bytes_per_second: float) -> Network:
-    """The network on which steps take as many times as long while messages pass as they were measured to take.
+    """Return the network on which steps take as many times as long while messages pass as they were measured to take.
 
     Interfaces are not busy all along where a processor limits what they carry, or where rounds of messages have pauses;
     the loss is then of the time in which they are.
@@ -118,7 +118,7 @@ def contended(network: Network, slowed: float, bytes_per_second: float) -> Netwo
 
 
 def network_of_all_reduces(all_reduces: Mapping[int, float], workers: int) -> Network:
-    """The network on which the simulated ring takes as long as two or more all-reduces were measured to take.
+    """Return the network on which the simulated ring takes as long as two or more all-reduces were measured to take.
 
     Raises:
         ConfigError: fewer than two sizes, or one worker.

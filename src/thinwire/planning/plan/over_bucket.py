@@ -122,7 +122,7 @@ def plan_bucket(
 def _with_period(
     strategy: Strategy, steps: Sequence[Objects], store: Store, workers: int, step_seconds: float, within: float
 ) -> tuple[Strategy, BucketCost]:
-    """The strategy with the shortest period from its own on that keeps to the limit, and its cost.
+    """Return the strategy with the shortest period from its own on that keeps to the limit, and its cost.
 
     Raises:
         ConfigError: no period does.

@@ -114,7 +114,7 @@ class Prediction:
     memory_bytes: float
 
     def larger(self, factor: int) -> Prediction:
-        """The same for tensors that are so many times as large."""
+        """Return the same for tensors that are so many times as large."""
         sizes = {name: factor * getattr(self, name) for name in ("payload_bytes", "busiest_bytes", "memory_bytes")}
         return replace(self, **sizes)
 
@@ -230,7 +230,7 @@ def _held(worker: Worker) -> float:
 
 
 def slower(network: Network, factor: float) -> Network:
-    """The same network with all its rates divided."""
+    """Return the same network with all its rates divided."""
     racks = network.racks
     return replace(
         network,
@@ -377,7 +377,7 @@ def _timed_steps(
 def _shapes_of(
     parameters: nn.Module | Sequence[Sequence[int]], dtype: torch.dtype
 ) -> tuple[list[tuple[int, ...]], torch.dtype]:
-    """The shapes of the trained tensors, and their dtype.
+    """Return the shapes of the trained tensors, and their dtype.
 
     Raises:
         ConfigError: a model whose trained parameters have several dtypes, or without any.

@@ -336,14 +336,14 @@ def set_number(table: Any, path: str, value: Any) -> None:
 
 
 def _number(value: Any) -> float:
-    """A rate in bits per second, a time in seconds, or a plain number."""
+    """Return a rate in bits per second, a time in seconds, or a plain number."""
     if not isinstance(value, str):
         return float(value)
     return (parse_rate if "bit" in value else parse_duration)(value, argument=value)
 
 
 def _like(text: Any, value: float) -> Any:
-    """A number in the form of the file."""
+    """Return a number in the form of the file."""
     if not isinstance(text, str):
         return value
     return f"{value / 1e6:.6f}mbit" if "bit" in text else f"{value * 1e3:.6f}ms"

@@ -44,7 +44,7 @@ class Look:
 
     @property
     def load(self) -> tuple[float, float]:
-        """What the busiest has most of: sent or received, where a collective counts by what is sent in it.
+        """Return what the busiest has most of: sent or received, where a collective counts by what is sent in it.
 
         In a mean of uneven pieces, who sends most is not who receives most; what a run reports is what is sent.
         """
@@ -53,7 +53,7 @@ class Look:
         return max(self.sent, collectives + received), self.sent
 
     def like(self, other: Look) -> bool:
-        """Whether both ranks carry the same; the periods of the two may be of different lengths."""
+        """Return True if both ranks carry the same; the periods of the two may be of different lengths."""
         pairs = (self.sent, other.sent), (self.received, other.received)
         return all(isclose(a, b, rel_tol=1e-12) for a, b in pairs)
 
@@ -147,7 +147,7 @@ def _alike(look: Callable[[int], Look], ranks: Sequence[int]) -> Iterator[tuple[
 
 
 def _busiest_of_graphs(strategy: Strategy, workers: int) -> int:
-    """The rank that has most neighbours in a recipe's topologies."""
+    """Return the rank that has most neighbours in a recipe's topologies."""
     loads = [0] * workers
     for topology in topologies(strategy):
         for rank in range(workers):

@@ -175,7 +175,7 @@ class Planner:
             parse(recipe)
 
     def options(self) -> list[Option]:
-        """Every recipe and mesh; those that cannot serve at the end, others from the least time to the loss."""
+        """Return every recipe and mesh; those that cannot serve at the end, others from the least time to the loss."""
         return ranked([*self._options(self.job), *self._meshes()])
 
     def meshes(self) -> list[MeshShape]:
@@ -185,7 +185,7 @@ class Planner:
         return list(mesh_shapes(self.model, self.job.workers))
 
     def at(self, recipe: str, network: Network, workers: int | None = None) -> Option:
-        """One recipe on another network, or with another number of workers."""
+        """Return one recipe on another network, or with another number of workers."""
         job = replace(self.job, network=network, workers=workers or self.job.workers).coarse()
         return self._remembered(recipe, job)
 
@@ -245,7 +245,7 @@ class Planner:
         return Crossing(there, there / self.job.network.bits_per_second, side, choice(there))
 
     def _options(self, job: Job, scale: Mapping[str, float] | None = None) -> Iterator[Option]:
-        """Each recipe; on another network without those that cannot win there."""
+        """Yield each recipe; on another network without those that cannot win there."""
         least = inf
         for recipe in self.recipes:
             if job is self.job:
@@ -337,7 +337,7 @@ def ranked(options: Iterable[Option]) -> list[Option]:
 
 
 def within_noise(options: Iterable[Option]) -> list[Option]:
-    """The options whose time to the loss is within 5 % of the least, simplest first.
+    """Return the options whose time to the loss is within 5 % of the least, simplest first.
 
     The simplest stands first in `CANDIDATES`, the list of recipes from those that change training least. Recipes that
     are not in the list come after those that are. A mesh comes after the recipe without one: it changes nothing in

@@ -235,14 +235,14 @@ class DryRun:
             self.comm.forget()
 
     def step(self) -> StepTraffic:
-        """One training step, as a loop takes it."""
+        """Return one training step, as a loop takes it."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         step_with_gradients(self.worker)
         return self.comm.take()
 
     def period(self, *, max_steps: int = MAX_STEPS) -> tuple[StepTraffic, ...]:
-        """The traffic of the shortest sequence of steps after which it repeats.
+        """Return the traffic of the shortest sequence of steps after which it repeats.
 
         Where it does not repeat, `repeats` is False, and the steps are the later half of those that were run: of four
         times the recipe's own periods or 2048, whichever are more, and of `max_steps` at most.
@@ -276,7 +276,7 @@ class DryRun:
 
 
 def _repeating(steps: Sequence[StepTraffic]) -> tuple[StepTraffic, ...] | None:
-    """The shortest sequence that makes up these steps, at least three times; None if there is none."""
+    """Return the shortest sequence that makes up these steps, at least three times; None if there is none."""
     for n in range(1, len(steps) // 3 + 1):
         if steps[n:] == steps[:-n]:
             return tuple(steps[:n])
@@ -284,7 +284,7 @@ def _repeating(steps: Sequence[StepTraffic]) -> tuple[StepTraffic, ...] | None:
 
 
 def reads_numbers(make: MakeOptimizer, model: nn.ParameterList) -> bool:
-    """Whether an optimizer's step reads numbers, such as norms, so that it cannot run on meta tensors.
+    """Return True if an optimizer's step reads numbers, such as norms, so that it cannot run on meta tensors.
 
     Without gradients it can.
 
@@ -340,7 +340,7 @@ def spare_arithmetic(optimizer: Optimizer, model: nn.ParameterList, make: MakeOp
 def default_optimizer(
     strategy: Strategy, model: nn.Module, workers: int, *, make: MakeOptimizer | None = None
 ) -> Optimizer:
-    """The first of plain SGD and the optimizers of the 1-bit family that a strategy takes, unless one is made.
+    """Return the first of plain SGD and the optimizers of the 1-bit family that a strategy takes, unless one is made.
 
     Raises:
         ConfigError: it takes none of them.
@@ -360,13 +360,13 @@ def default_optimizer(
 
 
 def cycle(strategy: Strategy, workers: int) -> int:
-    """The least common multiple of all periods in a recipe: fields of that name, and those of its topologies."""
+    """Return the least common multiple of all periods in a recipe: fields of that name, and those of its topologies."""
     periods = [value for name, value in _parts(strategy) if name.endswith("period") and isinstance(value, int)]
     return lcm(*periods, *(topology.period(workers) for topology in topologies(strategy)))
 
 
 def topologies(recipe: object) -> list[Topology]:
-    """All topologies in a recipe."""
+    """Return all topologies in a recipe."""
     return [part for _, part in _parts(recipe) if isinstance(part, Topology)]
 
 
@@ -376,7 +376,7 @@ def sizes_of_nodes(recipe: object) -> list[int]:
 
 
 def _parts(recipe: object, name: str = "") -> Iterator[tuple[str, Any]]:
-    """A recipe and all values of its fields, nested ones too, each with the name of its field."""
+    """Yield a recipe and all values of its fields, nested ones too, each with the name of its field."""
     yield name, recipe
     for each in fields(recipe) if is_dataclass(recipe) else ():
         yield from _parts(getattr(recipe, each.name), each.name)

@@ -12,7 +12,7 @@ SEGMENT_BYTES = 1448
 def wire_bytes(
     sent: float, received: float, *, segment: float = SEGMENT_BYTES, segments_per_acknowledgement: float = 2.0
 ) -> float:
-    """The bytes that an interface sends, as its counter sees them.
+    """Return the bytes that an interface sends, as its counter sees them.
 
     Args:
         sent: payload that goes out.

@@ -73,7 +73,7 @@ class AlikeComm(SimulatedComm):
         return self._at(label, max(timing([self.now] * self.size))).then(lambda _: result)
 
     def _at(self, label: str, *ends: float) -> Work[None]:
-        """An operation that is over when all that it waits for has happened."""
+        """Return an operation that is over when all that it waits for has happened."""
         pending = Pending(self.rank, len(ends), list)
         for end in ends:
             pending.know(self._world.times, end, self.rank, self.now)
@@ -130,7 +130,7 @@ class AlikeComm(SimulatedComm):
         return Work(finish)
 
     def duplicate(self) -> Comm:
-        """A comm over connections of its own."""
+        """Return a comm over connections of its own."""
         group = SimulatedGroup(self._group.fault, wires=self._wires, members=self._group.members)
         self._world.groups.append(group)
         return AlikeComm(self._world, group, self.rank, timeout=self.timeout)

@@ -128,7 +128,7 @@ class SimulatedComm(Comm):
 
     @property
     def slowdown(self) -> float:
-        """How many times as long this worker computes as others."""
+        """Return how many times as long this worker computes as others."""
         return self._world.draws.slowdown(self.worker)
 
     def compute(self, seconds: float | None = None) -> None:
@@ -364,7 +364,7 @@ class SimulatedComm(Comm):
         raise error_named(type(first).__name__, str(first)) from error
 
     def duplicate(self) -> Comm:
-        """A comm over connections of their own between the same workers."""
+        """Return a comm over connections of their own between the same workers."""
 
         def opened(_: list[None]) -> SimulatedGroup:
             group = SimulatedGroup(self._group.fault, wires=self._wires, members=self._group.members)
@@ -376,7 +376,7 @@ class SimulatedComm(Comm):
         return SimulatedComm(self._world, group, self.rank, timeout=self.timeout)
 
     def among(self, ranks: Sequence[int]) -> SimulatedComm:
-        """A comm among some ranks of this one, in this order; every one of them asks for it.
+        """Return a comm among some ranks of this one, in this order; every one of them asks for it.
 
         Its connections take no time, and it has no mailboxes.
 
@@ -423,7 +423,7 @@ class SimulatedComm(Comm):
             raise type(fault)(f"{where()}: {fault}")
 
     def name(self, rank: int) -> str:
-        """A worker, by its number among all of them."""
+        """Return a worker, by its number among all of them."""
         return f"rank {self._group.members[rank]}"
 
     def _where(self, operation: str) -> str:

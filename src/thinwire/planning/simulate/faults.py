@@ -27,20 +27,20 @@ class Draws:
         self._for_messages = [Random(f"thinwire/{seed}/messages/{rank}") for rank in range(workers)]
 
     def compute_seconds(self, rank: int) -> float:
-        """How long a worker computes in its next step."""
+        """Return how long a worker computes in its next step."""
         return self._compute.draw(self._for_compute[rank]) * self._slowdown[rank]
 
     def slowdown(self, rank: int) -> float:
-        """How many times as long a worker computes as others."""
+        """Return how many times as long a worker computes as others."""
         return self._slowdown[rank]
 
     def variation(self, rank: int) -> float:
-        """A factor of mean 1 of what a worker computes in its next step."""
+        """Return a factor of mean 1 of what a worker computes in its next step."""
         spread = self._network.spread
         return self._for_compute[rank].lognormvariate(-spread * spread / 2, spread) if spread else 1.0
 
     def message_delay(self, src: int) -> float:
-        """By how much a worker's next message to a single rank is delayed; most often zero."""
+        """Return by how much a worker's next message to a single rank is delayed; most often zero."""
         if not self._network.delayed:
             return 0.0
         random = self._for_messages[src]

@@ -103,7 +103,7 @@ class SimulatedMailbox(Mailbox):
         self._arrive(src, arrived - world.times.now, deliver)
 
     def has_ended(self, rank: int) -> bool:
-        """Whether a rank has closed its mailbox: machines of others do not tell which processes have ended."""
+        """Return True if a rank has closed its mailbox: machines of others do not tell which processes have ended."""
         return rank in self._closed_peers
 
     def _check_usable(self) -> None:

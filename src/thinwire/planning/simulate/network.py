@@ -197,7 +197,7 @@ class Network:
         return min([*self._rates, *([] if self.racks is None else [self.racks.bits_per_second / self.racks.size])])
 
     def slowdowns(self, workers: int) -> list[float]:
-        """How many times as long each worker computes as the usual one."""
+        """Return how many times as long each worker computes as the usual one."""
         found = [1.0] * workers
         for special in self.specials:
             for rank in special.ranks:
@@ -309,7 +309,7 @@ def _entries(
 
 
 def _read(table: Table, where: str, readers: Mapping[str, Reader], needed: Sequence[str] = ()) -> dict[str, Any]:
-    """The entries of a table, each read by its reader."""
+    """Return the entries of a table, each read by its reader."""
     for key in table:
         if key not in readers:
             close = get_close_matches(key, readers, n=1, cutoff=0.5)
@@ -352,7 +352,7 @@ def _duration(value: Any, where: str) -> Duration:
 
 
 def _brief(value: Any) -> str:
-    """A value for an error; an integer of any length."""
+    """Return a value for an error; an integer of any length."""
     if isinstance(value, int) and abs(value) >= 10**20:
         return f"an integer of {value.bit_length()} bits"
     text = repr(value)
@@ -382,7 +382,7 @@ def _flag(value: Any, where: str) -> bool:
 
 
 def _ranks(value: Any, where: str) -> tuple[int, ...]:
-    """A rank, a list of ranks, or text such as "0-15, 20"."""
+    """Return a rank, a list of ranks, or text such as "0-15, 20"."""
     if isinstance(value, list):
         if not value:
             raise ConfigError(f'{where} = []: must name ranks, such as 3, [3, 7] or "0-15, 20"')

@@ -209,7 +209,7 @@ class Schedule:
         self._queue(actor)
 
     def runtime(self, rank: int) -> Runtime:
-        """The clock, locks, timers and threads of one worker."""
+        """Return the clock, locks, timers and threads of one worker."""
 
         def call_later(seconds: float, call: Callable[[], None]) -> None:
             # In a thread of its own, as it may take a lock that is held.
@@ -264,7 +264,7 @@ class Schedule:
         self._let_run(following)
 
     def _next(self) -> Actor:
-        """The thread that goes on; the main one when the run is over."""
+        """Return the thread that goes on; the main one when the run is over."""
         try:
             while self._unfinished > 0 and self._error is None:
                 while self._ready:

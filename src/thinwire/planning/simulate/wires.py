@@ -59,7 +59,7 @@ class Lane:
         return self._busy[-1][1] if self._busy else 0.0
 
     def busy_seconds(self, now: float) -> float:
-        """For how long it has been busy until now."""
+        """Return for how long it has been busy until now."""
         return self._past + sum(min(end, now) - start for start, end in self._busy if start < now)
 
     def book(self, now: float, earliest: float, seconds: float) -> tuple[float, float]:
@@ -145,7 +145,7 @@ class Wires:
         return part
 
     def busy_seconds(self, rank: int, now: float) -> float:
-        """For how long a worker's interface has been busy until now, the mean of its two directions."""
+        """Return for how long a worker's interface has been busy until now, the mean of its two directions."""
         return (self._out[rank].busy_seconds(now) + self._in[rank].busy_seconds(now)) / 2
 
     def _pair(self, src: int, dst: int) -> Pair | None:
@@ -290,7 +290,7 @@ class Wires:
             yield ranks, float(there / self._rack_rate), float(back / self._rack_rate)
 
     def _ring(self, launched: Sequence[float], hops: int, nbytes: float) -> list[float]:
-        """A ring in which each rank passes on, in each hop, what it received in the one before."""
+        """Return a ring in which each rank passes on, in each hop, what it received in the one before."""
         rates, latencies = self._ring_links()
         occupied = nbytes / rates
         ready, uplinks = self._ready(launched), self._ring_uplinks()
@@ -366,7 +366,7 @@ class Wires:
         return self._rings
 
     def _ring_uplinks(self) -> list[tuple[Lane, int]]:
-        """The uplinks that a ring goes through, each with the rank that sends through it."""
+        """Return the uplinks that a ring goes through, each with the rank that sends through it."""
         if self._racks is None:
             return []
         found: list[tuple[Lane, int]] = []

@@ -62,7 +62,7 @@ class ParameterBatch:
         return replace(self, parameters=permuted(self.parameters), gradients=permuted(self.gradients), states=states)
 
     def fits_row_kernels(self) -> bool:
-        """Whether all tensors are contiguous and of one dtype and device that the row kernels support."""
+        """Return True if all tensors are contiguous and of one dtype and device that the row kernels support."""
         first = self.parameters[0]
         columns = (self.parameters, *self.states.values())
         return (
@@ -83,7 +83,7 @@ def _memory_order(tensor: Tensor) -> list[int]:
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether the host may read a tensor without waiting for a device."""
+    """Return True if the host may read a tensor without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
@@ -161,7 +161,7 @@ def count_models(given: Sequence[Any]) -> int:
 
 
 def _coefficient(vector: Tensor, tensors: Sequence[Tensor]) -> float | Tensors:
-    """The number that all models share, or each model's own number in the shape of every tensor.
+    """Return the number that all models share, or each model's own number in the shape of every tensor.
 
     One number is what torch's fast paths take. Numbers that are on a GPU are never compared, which would wait for it.
     """

@@ -104,12 +104,12 @@ class Stream:
         object.__setattr__(self, "origin", origin)
 
     def words(self, first: int, count: int) -> RandomBits:
-        """The random words at positions `first` to `first + count - 1`, uint64."""
+        """Return the random words at positions `first` to `first + count - 1`, uint64."""
         start = np.array([(self.origin + first * _GOLDEN) & _MASK], np.uint64)
         return _mix(start + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(_GOLDEN))
 
     def permutation(self, n: int) -> Indices:
-        """A random permutation of the numbers 0 to n - 1."""
+        """Return a random permutation of the numbers 0 to n - 1."""
         return np.argsort(self.words(0, n), kind="stable")
 
     def below(self, bound: int, first: int, count: int) -> Indices:
@@ -118,12 +118,12 @@ class Stream:
         return (self.words(first, count) % np.uint64(bound)).astype(np.int64)
 
     def generator(self) -> np.random.Generator:
-        """A generator of NumPy's, seeded by the stream, for draws that are not uniform."""
+        """Return a generator of NumPy's, seeded by the stream, for draws that are not uniform."""
         return np.random.Generator(np.random.Philox(key=self.words(0, 2)))
 
 
 def sample(count: int, limit: int | None) -> Indices:
-    """A random sample of at most `limit` of the numbers 0 to count - 1, ascending, always the same one.
+    """Return a random sample of at most `limit` of the numbers 0 to count - 1, ascending, always the same one.
 
     It is random because files often repeat their classes in a fixed order: numbers at equal distances could all fall
     on one class.

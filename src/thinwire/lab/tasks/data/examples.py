@@ -112,7 +112,7 @@ class ExampleSet:
     evaluation_batch: int = 256
 
     def batch(self, shard: Shard, step: int, *, batch_size: int, seed: int, rank: int) -> Batch:
-        """The examples at positions `step * batch_size` and following in the sequence of all epochs."""
+        """Return the examples at positions `step * batch_size` and following in the sequence of all epochs."""
         first = step * batch_size
         positions = np.arange(first, first + batch_size)
         epochs = positions // len(shard)
@@ -135,7 +135,7 @@ class ExampleSet:
 
 
 def labelled(train: Table, test: Table) -> ExampleSet:
-    """A data set in which every training example has a class and weight 1."""
+    """Return a data set in which every training example has a class and weight 1."""
     return ExampleSet(train, test, ExampleMetadata(np.ones(len(train), np.int64), labels=train.labels))
 
 
@@ -204,7 +204,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, sentences: Iterable[list[str]], *, size: int, occurrences: int) -> "Vocabulary":
-        """The most frequent words of the sentences; ties in alphabetical order.
+        """Return the most frequent words of the sentences; ties in alphabetical order.
 
         Args:
             sentences: as tokens.
@@ -219,5 +219,5 @@ class Vocabulary:
         return len(self.words)
 
     def numbers(self, sentence: list[str]) -> list[int]:
-        """The number of each token."""
+        """Return the number of each token."""
         return [self._number.get(token, UNKNOWN) for token in sentence]

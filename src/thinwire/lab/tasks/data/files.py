@@ -46,12 +46,12 @@ class Folder:
         return self.path or (Path(named) if named else None)
 
     def has(self, *names: str) -> bool:
-        """Whether any of these files exists."""
+        """Return True if any of these files exists."""
         root = self.root
         return root is not None and any((root / name).is_file() for name in names)
 
     def lacks(self, *names: str) -> bool:
-        """Whether none of these files exists, so that they may be downloaded instead.
+        """Return True if none of these files exists, so that they may be downloaded instead.
 
         Raises:
             ConfigError: a folder was named that does not exist.
@@ -61,7 +61,7 @@ class Folder:
         return not self.has(*names)
 
     def file(self, name: str, *, otherwise: str = "") -> Path:
-        """The path of a file that must exist.
+        """Return the path of a file that must exist.
 
         Args:
             name: its path within the folder.
@@ -93,7 +93,7 @@ class Folder:
 
 
 def read(path: Path, reader: Callable[[Path], Content]) -> Content:
-    """The content of the file as `reader` returns it.
+    """Return the content of the file as `reader` returns it.
 
     Raises:
         ConfigError: the reader failed; the message names the file.
@@ -109,7 +109,7 @@ def read(path: Path, reader: Callable[[Path], Content]) -> Content:
 
 
 def idx(path: Path) -> NDArray[np.uint8]:
-    """A gzipped IDX file of bytes: two zeros, type 8, the number of axes, big-endian sizes, then the bytes."""
+    """Return a gzipped IDX file of bytes: two zeros, type 8, the number of axes, big-endian sizes, then the bytes."""
     raw = gzip.decompress(path.read_bytes())
     zero, kind, axes = struct.unpack_from(">HBB", raw)
     if zero or kind != 8:
@@ -122,12 +122,12 @@ def idx(path: Path) -> NDArray[np.uint8]:
 
 
 def hub_installed() -> bool:
-    """Whether the `datasets` library is installed."""
+    """Return True if the `datasets` library is installed."""
     return importlib.util.find_spec("datasets") is not None
 
 
 def download(name: str, split: str) -> Any:
-    """One split of a data set, by its name on the hub; the library caches what it downloads.
+    """Return one split of a data set, by its name on the hub; the library caches what it downloads.
 
     Raises:
         ConfigError: it cannot be downloaded.
@@ -143,13 +143,13 @@ def download(name: str, split: str) -> Any:
 
 
 def labels_of(rows: Any) -> Indices:
-    """The classes of all rows."""
+    """Return the classes of all rows."""
     # Without the other columns, because iterating over images would decode them.
     return np.array([row["label"] for row in rows.select_columns(["label"])], np.int64)
 
 
 def cached(name: str, make: Callable[[], NDArray[np.uint8]]) -> NDArray[np.uint8]:
-    """The array of this name, memory-mapped from its file, which is written first if it does not exist.
+    """Return the array of this name, memory-mapped from its file, which is written first if it does not exist.
 
     If the folder cannot be written to, the array is computed each time.
 

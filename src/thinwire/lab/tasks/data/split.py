@@ -50,7 +50,7 @@ def split_shards(metadata: ExampleMetadata, workers: int, *, split: str, seed: i
 
 
 def dirichlet_alpha(split: str) -> float | None:
-    """The alpha of `dirichlet(alpha)`; None for any other split.
+    """Return the alpha of `dirichlet(alpha)`; None for any other split.
 
     Raises:
         ConfigError: if alpha is not a positive, finite number.

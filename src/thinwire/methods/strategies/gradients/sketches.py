@@ -57,7 +57,7 @@ class Table:
 
     @property
     def finite(self) -> Flag:
-        """Whether no cell is NaN or infinite."""
+        """Return True if no cell is NaN or infinite."""
         return is_finite(self.cells)
 
     @property
