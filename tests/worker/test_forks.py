@@ -18,7 +18,6 @@ from torch import nn
 import thinwire
 from tests.pool import run_processes
 from thinwire import ConfigError
-from thinwire.arrays.fusion.autotune_cache import AutotuneCache, cache_path
 from thinwire.core.comm.group import GroupComm
 from thinwire.elastic.notice import Notice
 from thinwire.worker.worker import Worker
@@ -174,14 +173,3 @@ def test_signals_end_a_fork_as_before() -> None:
         assert signal.getsignal(signal.SIGUSR1) is not before
     finally:
         notice.close()
-
-
-def test_a_fork_leaves_what_was_measured_to_its_parent(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cache = AutotuneCache()
-    cache.put("case", "fast")
-    try:
-        assert in_fork(cache.write) == ""
-        assert not cache_path().exists()
-    finally:
-        cache.clear()
