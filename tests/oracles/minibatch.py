@@ -14,6 +14,15 @@ from torch import Tensor
 Gradient = Callable[[Tensor, int], Tensor]
 
 
+def minibatch(gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int) -> Tensor:
+    """All gradients of a round are taken where it begins, and one step is made along their mean, times their number."""
+    steps = len(rates)
+    for first in range(0, steps - steps % period, period):
+        total = sum(rates[k] * gradient(x, k).mean(0) for k in range(first, first + period))
+        x = x - total
+    return x
+
+
 def inner_outer(
     gradient: Gradient, x: Tensor, rates: Sequence[float], *, period: int, inner: float, active: Sequence[int] = ()
 ) -> Tensor:
